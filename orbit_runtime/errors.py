@@ -1,0 +1,176 @@
+"""Every way a run can end badly: one exception per exit code, each saying what is wrong, where, and what to do.
+
+Belongs here: `OrbitError`, its children and the exit codes of the command line and the pod.
+Does not belong here: printing (`cli`), or deciding when to retry (`storage`, the operator).
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+EXIT_DONE = 0
+EXIT_STOPPED = 75
+
+
+class OrbitError(Exception):
+    """A failure with an owner. `str(error)` is one message: what is wrong, where, and what to do.
+
+    Args:
+        message: what is wrong, in one sentence, with the offending value.
+        where: the field path, file or line that it concerns, or `None`.
+        fix: what the reader can do about it, or `None` where the message already says it.
+    """
+
+    exit_code: ClassVar[int] = 70
+    who_acts: ClassVar[str] = "orbit"
+    """Who must act: `user`, `cluster`, `hardware` or `orbit`."""
+
+    def __init__(self, message: str, *, where: str | None = None, fix: str | None = None) -> None:
+        self.message = message
+        self.where = where
+        self.fix = fix
+        super().__init__(message)
+
+    def __str__(self) -> str:
+        head = f"{self.where}: {self.message}" if self.where else self.message
+        return f"{head}\n  fix: {self.fix}" if self.fix else head
+
+    def to_json(self) -> dict[str, object]:
+        """The same facts as a JSON object: `error, exit_code, who_acts, message, where, fix`."""
+        return {
+            "error": type(self).__name__,
+            "exit_code": self.exit_code,
+            "who_acts": self.who_acts,
+            "message": self.message,
+            "where": self.where,
+            "fix": self.fix,
+        }
+
+
+class UsageError(OrbitError):
+    """The command line was not understood, or a value in it is impossible."""
+
+    exit_code = 64
+    who_acts = "user"
+
+
+class ManifestError(OrbitError):
+    """The manifest is wrong; `problems` lists every finding of the file, not only the first."""
+
+    exit_code = 64
+    who_acts = "user"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        where: str | None = None,
+        fix: str | None = None,
+        problems: tuple[OrbitError, ...] = (),
+    ) -> None:
+        super().__init__(message, where=where, fix=fix)
+        self.problems = problems
+
+    def __str__(self) -> str:
+        return "\n".join([super().__str__(), *(str(problem) for problem in self.problems)])
+
+    def to_json(self) -> dict[str, object]:
+        return {**super().to_json(), "problems": [problem.to_json() for problem in self.problems]}
+
+
+class DataError(OrbitError):
+    """Prompts are missing, empty or malformed."""
+
+    exit_code = 65
+    who_acts = "user"
+
+
+class ModelError(OrbitError):
+    """The model folder is missing, incomplete, corrupt, or of a kind Orbit does not read."""
+
+    exit_code = 66
+    who_acts = "user"
+
+
+class InternalError(OrbitError):
+    """A bug in Orbit."""
+
+    exit_code = 70
+    who_acts = "orbit"
+
+
+class OutputError(OrbitError):
+    """The run folder is in use by a live run, cannot be created, or holds another run."""
+
+    exit_code = 73
+    who_acts = "user"
+
+
+class StorageError(OrbitError):
+    """The object store or the disk failed after retries; nothing half-written is visible to a reader."""
+
+    exit_code = 74
+    who_acts = "cluster"
+
+
+class StoppedOnRequest(OrbitError):
+    """SIGINT or SIGTERM was honoured: the run is checkpointed and continues when started again."""
+
+    exit_code = EXIT_STOPPED
+    who_acts = "none"
+
+
+class CredentialsError(OrbitError):
+    """The store or hub refused the credentials."""
+
+    exit_code = 77
+    who_acts = "user"
+
+
+class UnsupportedError(OrbitError):
+    """It does not fit, or this combination is not supported here."""
+
+    exit_code = 78
+    who_acts = "user"
+
+
+class OutOfMemoryError(OrbitError):
+    """Host or device memory ran out."""
+
+    exit_code = 79
+    who_acts = "user"
+
+
+class EngineDiedError(OrbitError):
+    """The rollout engine ended or stopped answering."""
+
+    exit_code = 82
+    who_acts = "cluster"
+
+
+class StalledError(OrbitError):
+    """No progress within the allowed time."""
+
+    exit_code = 83
+    who_acts = "cluster"
+
+
+class GateError(OrbitError):
+    """Parity left its limit, or a publish could not be proven: the run never continues on a policy it cannot prove."""
+
+    exit_code = 84
+    who_acts = "user"
+
+
+class DivergedError(OrbitError):
+    """The loss, a gradient or a parameter is NaN or infinite."""
+
+    exit_code = 85
+    who_acts = "user"
+
+
+class RewardsFailingError(OrbitError):
+    """More rewards or environments failed than `environment.failureLimit` allows."""
+
+    exit_code = 86
+    who_acts = "user"

@@ -1,0 +1,209 @@
+"""The nouns of a run and the small Protocols between its parts.
+
+Belongs here: frozen, torch-free records that travel between packages, in memory, over HTTP and in files.
+Does not belong here: behaviour, configuration (`spec`), or anything that imports outside the standard library.
+
+Suffixes: `_P` prompts, `_G` the rollouts of one prompt, `_T` tokens, `_D` samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+FinishReason = Literal["stop", "length", "abort"]
+Outcome = Literal["value", "wrong", "timeout", "crash"]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One row of the data.
+
+    Example: `Prompt("addition/17", 0, ({"role": "user", "content": "12+34="},), {"answer": "46"})`
+    """
+
+    prompt_id: str
+    """Stable over runs: the source's name and the row's number in it."""
+    visit: int
+    """How often this prompt was drawn before (the epoch, from 0): the second visit samples other tokens."""
+    messages: tuple[Mapping[str, str], ...]
+    """Chat messages, `role` and `content`."""
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    """Every other column of the row; rewards receive it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """The distribution that tokens are drawn from."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    max_new_tokens: int = 256
+    stop: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One completion to sample. `key` names it in every random draw, so a batch's composition changes nothing."""
+
+    request_id: int
+    """The caller's handle; comes back in the completion."""
+    key: int
+    """64-bit stream key of (seed, purpose, prompt, visit, sample, turn); position is the counter."""
+    prompt_ids_T: tuple[int, ...]
+    sampling: Sampling
+    adapter: str | None
+    """Slot name such as `policy-v3`; `None` is the bare base."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What the engine answers: sampled tokens only, each with its log-prob and the policy version that sampled it."""
+
+    request_id: int
+    token_ids_T: tuple[int, ...]
+    logprobs_T: tuple[float, ...]
+    """Under the distribution they were drawn from (after temperature and top-p)."""
+    versions_T: tuple[int, ...]
+    """Read from the slot that the forward pass applied, not from the request; -1 is the bare base."""
+    finish_reason: FinishReason
+    text: str
+    """Decoded, without the stop string or end-of-sequence token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Tokens `[start, end)` of a rollout that one speaker wrote."""
+
+    role: str
+    start: int
+    end: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """One sampled completion, scored: the record that is trained on and kept in `rollouts/*.jsonl.zst`."""
+
+    run: str
+    step: int
+    prompt_id: str
+    sample_index: int
+    turns: tuple[Turn, ...]
+    token_ids_T: tuple[int, ...]
+    loss_mask_T: tuple[int, ...]
+    """1 where the policy chose the token, 0 elsewhere."""
+    logprobs_T: tuple[float, ...]
+    """Sampling side; 0.0 where the mask is 0."""
+    versions_T: tuple[int, ...]
+    """Policy version of each sampled token; -1 where the mask is 0."""
+    reward: float | None
+    """`None` where the outcome is `timeout` or `crash`: a failure is never scored as 0."""
+    outcome: Outcome
+    reward_parts: Mapping[str, float | None]
+    finish_reason: FinishReason
+    routed_experts: None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The rollouts of one prompt."""
+
+    prompt: Prompt
+    rollouts_G: tuple[Rollout, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What trains: a rollout's tokens with mask, sampling-side log-probs and advantage.
+
+    Samples with equal `prefix_id` start with the same `prefix_length` unmasked tokens, so a batch may compute them once.
+    """
+
+    token_ids_T: tuple[int, ...]
+    loss_mask_T: tuple[int, ...]
+    logprobs_T: tuple[float, ...]
+    advantage: float
+    prefix_id: int
+    prefix_length: int
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFiles:
+    """A published adapter: exact file bytes under their PEFT names, and the digest of them all."""
+
+    version: int
+    files: Mapping[str, bytes]
+    """`adapter_model.safetensors`, `adapter_config.json` and, for OFT, `rotations.safetensors`."""
+    digest: str
+    """`sha256:<hex>` over every file's name, length and bytes, names sorted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """Log-probs of given tokens, and proof of what computed them."""
+
+    logprobs_T: tuple[float, ...]
+    """Entry t is log p(token t | tokens before t) at temperature 1; entry 0 is 0.0."""
+    applied_digest: str | None
+    """Digest of the adapter tensors that the layers multiplied by in this very pass; `None`: no adapter was applied."""
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateResult:
+    """Numbers of one step's training, already reduced over its samples."""
+
+    metrics: Mapping[str, float]
+    """`loss kl entropy grad_norm clip_fraction learning_rate` and the `parity_*` statistics."""
+    optimizer_updates: int
+    tokens: int
+
+
+class Tokenizer(Protocol):
+    """Text to ids and back, as the model was trained."""
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]: ...
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]: ...
+
+    def decode(self, token_ids: Sequence[int]) -> str: ...
+
+
+class Engine(Protocol):
+    """Answers prompts. Slots hold published adapters under their names; a name once retired cannot come back."""
+
+    def generate(self, requests: Sequence[Request]) -> Iterator[Completion]:
+        """Yields each completion when it finishes, in no promised order."""
+        ...
+
+    def score(self, token_ids_T: Sequence[int], adapter: str | None) -> Scored: ...
+
+    def load_adapter(self, name: str, adapter: AdapterFiles) -> None: ...
+
+    def unload_adapter(self, name: str) -> None: ...
+
+    def adapter_digest(self, name: str) -> str:
+        """Digest recomputed from what stands in the slot now."""
+        ...
+
+    def adapters(self) -> tuple[str, ...]: ...
+
+    def close(self) -> None: ...
+
+
+class Trainer(Protocol):
+    """Changes the adapter. Owns masters, optimiser and schedule; never touches the base."""
+
+    def update(self, samples_D: Sequence[Sample]) -> UpdateResult: ...
+
+    def publishable(self, version: int) -> AdapterFiles: ...
+
+    def score(self, token_ids_T: Sequence[int], *, adapter: bool) -> Scored: ...
+
+    def save_state(self) -> Mapping[str, bytes]:
+        """Checkpoint parts (safetensors and JSON) from which `load_state` continues bit for bit."""
+        ...
+
+    def load_state(self, parts: Mapping[str, bytes]) -> None: ...
