@@ -1,0 +1,26 @@
+"""The algorithms a manifest can name.
+
+Belongs here: one row per algorithm. Does not belong here: the arithmetic it points to, or its settings' defaults
+(`spec`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from orbit_runtime.algorithms.advantages import group_advantages
+from orbit_runtime.algorithms.losses import policy_loss
+
+
+@dataclass(frozen=True, slots=True)
+class Algorithm:
+    """What a step calls, in this order."""
+
+    advantages: Callable[..., list[float]]
+    """Rewards of one group -> an advantage per rollout."""
+    loss: Callable[..., object]
+    """Log-probs, advantages and weights of a micro-batch -> (loss, sums)."""
+
+
+ALGORITHMS: Mapping[str, Algorithm] = {"GRPO": Algorithm(advantages=group_advantages, loss=policy_loss)}

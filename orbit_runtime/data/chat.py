@@ -1,0 +1,127 @@
+"""Chat messages to token ids and back, with the tokenizer that lies in the model's folder.
+
+Belongs here: the one place that loads a transformers tokenizer; always from local files, never executing code from
+them. Does not belong here: which prompts there are.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from orbit_runtime.errors import ModelError
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+
+
+class ChatTokenizer:
+    """A model's own tokenizer and chat template.
+
+    Raises:
+        ModelError: the folder holds no tokenizer, no chat template, or names no end-of-sequence token.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self._folder = Path(folder)
+        self._tokenizer = _load_tokenizer(self._folder)
+        self._eos_ids = _resolve_eos_ids(self._folder, self._tokenizer)
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Tokens that end a completion: those of generation_config.json, config.json and the tokenizer, in this
+        order."""
+        return self._eos_ids
+
+    @property
+    def pad_id(self) -> int:
+        pad = self._tokenizer.pad_token_id
+        return self._eos_ids[0] if pad is None else int(pad)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Ids of the conversation up to where the assistant's answer starts."""
+        return self.encode_many([messages])[0]
+
+    def encode_many(self, conversations: Sequence[Sequence[Mapping[str, str]]]) -> list[list[int]]:
+        """`encode_chat` of each, in one call to the tokenizer."""
+        texts = [self._render(messages) for messages in conversations]
+        if not texts:
+            return []
+        # The template already wrote the special tokens.
+        return [list(ids) for ids in self._tokenizer(texts, add_special_tokens=False)["input_ids"]]
+
+    def encode_text(self, text: str) -> list[int]:
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text without special tokens, with its spaces as they are."""
+        return str(
+            self._tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        )
+
+    def _render(self, messages: Sequence[Mapping[str, str]]) -> str:
+        try:
+            plain = [dict(message) for message in messages]
+            return str(self._tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=True))
+        except Exception as error:  # templates are programs of the model's author and raise what they like
+            raise ModelError(
+                f"the chat template refuses a prompt: {error}",
+                where=str(self._folder),
+                fix="use the roles that the template knows, in the order it expects",
+            ) from error
+
+
+def _load_tokenizer(folder: Path) -> Any:
+    if not folder.is_dir():
+        raise ModelError("the model folder does not exist", where=str(folder), fix="correct model.uri")
+    if not any((folder / name).exists() for name in TOKENIZER_FILES):
+        raise ModelError(
+            "the model folder holds no tokenizer",
+            where=str(folder),
+            fix=f"copy the tokenizer files of the model into it ({TOKENIZER_FILES[0]}, tokenizer_config.json)",
+        )
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # the library raises anything from OSError to KeyError here
+        summary = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ModelError(f"the tokenizer cannot be loaded: {summary}", where=str(folder)) from error
+    if not tokenizer.chat_template:
+        raise ModelError(
+            "the tokenizer has no chat template",
+            where=str(folder),
+            fix="add chat_template.jinja, or a chat_template to tokenizer_config.json",
+        )
+    return tokenizer
+
+
+def _resolve_eos_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
+    found: list[int] = []
+    for name in ("generation_config.json", "config.json"):
+        value = _load_json(folder / name).get("eos_token_id")
+        found += [value] if isinstance(value, int) else list(value or ())
+    if tokenizer.eos_token_id is not None:
+        found.append(int(tokenizer.eos_token_id))
+    if not found:
+        raise ModelError(
+            "neither generation_config.json, config.json nor the tokenizer names an end-of-sequence token",
+            where=str(folder),
+            fix="set eos_token_id in generation_config.json",
+        )
+    return tuple(_unique(found))
+
+
+def _load_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise ModelError(f"not JSON: {error}", where=str(path)) from None
+    return content if isinstance(content, dict) else {}
+
+
+def _unique(values: Iterable[int]) -> list[int]:
+    return list(dict.fromkeys(values))

@@ -1,0 +1,75 @@
+"""The rollout record on disk: one JSON object a line, a step's lines compressed together.
+
+Belongs here: the exact round trip of `Rollout`. Does not belong here: where the file is kept (`storage`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import orjson
+import zstandard
+
+from orbit_runtime.errors import DataError, InternalError
+from orbit_runtime.types import Rollout, Turn
+
+MAX_BYTES = 1 << 34
+"""A decompressed step larger than this is refused, so that a corrupt size cannot exhaust memory."""
+
+
+def rollout_to_line(rollout: Rollout) -> bytes:
+    """JSON of the record's fields under their names. Floats keep every bit; a non-finite one is a bug and is
+    refused."""
+    if not math.isfinite(math.fsum(rollout.logprobs_T)) or not math.isfinite(rollout.reward or 0.0):
+        raise InternalError(
+            "a rollout holds a NaN or infinite number", where=f"{rollout.prompt_id}[{rollout.sample_index}]"
+        )
+    return orjson.dumps(rollout, default=dict)
+
+
+def rollout_from_line(line: bytes | str) -> Rollout:
+    """The record that `rollout_to_line` wrote."""
+    row = orjson.loads(line)
+    return Rollout(
+        run=row["run"],
+        step=row["step"],
+        prompt_id=row["prompt_id"],
+        sample_index=row["sample_index"],
+        turns=tuple(_build_turn(turn) for turn in row["turns"]),
+        token_ids_T=tuple(row["token_ids_T"]),
+        loss_mask_T=tuple(row["loss_mask_T"]),
+        logprobs_T=tuple(row["logprobs_T"]),
+        versions_T=tuple(row["versions_T"]),
+        reward=row["reward"],
+        outcome=row["outcome"],
+        reward_parts=row["reward_parts"],
+        finish_reason=row["finish_reason"],
+        routed_experts=row["routed_experts"],
+    )
+
+
+def compress_rollouts(rollouts: Iterable[Rollout]) -> bytes:
+    """The bytes of `rollouts/step-*.jsonl.zst`."""
+    return zstandard.ZstdCompressor(level=3).compress(
+        b"".join(rollout_to_line(rollout) + b"\n" for rollout in rollouts)
+    )
+
+
+def decompress_rollouts(data: bytes, *, where: str = "rollouts") -> list[Rollout]:
+    """The records of a step's file.
+
+    Raises:
+        DataError: the bytes are not such a file.
+    """
+    try:
+        with zstandard.ZstdDecompressor().stream_reader(data) as reader:
+            text = reader.read(MAX_BYTES)
+        return [rollout_from_line(line) for line in text.split(b"\n") if line]
+    except (zstandard.ZstdError, orjson.JSONDecodeError, KeyError, TypeError) as error:
+        raise DataError(f"not a rollout file: {error}", where=where) from error
+
+
+def _build_turn(turn: Mapping[str, Any]) -> Turn:
+    return Turn(turn["role"], turn["start"], turn["end"], turn["text"])

@@ -1,0 +1,193 @@
+"""Rows of JSONL and Parquet files, checked whole before anything starts.
+
+Belongs here: URIs, file formats, and errors that name file and line. Does not belong here: order and cursor
+(`prompts`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from orbit_runtime.errors import DataError
+
+Format = Literal["Auto", "JSONL", "Parquet"]
+
+BUILTIN = {"two-digit-addition": "two-digit-addition.jsonl"}
+MAX_LISTED = 5
+"""Broken lines named in one message."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSource:
+    """One entry of `data.prompts`.
+
+    Example: `PromptSource("builtin://two-digit-addition")`
+    """
+
+    uri: str
+    """A path, `file://…` or `builtin://…`."""
+    format: Format = "Auto"
+    prompt_field: str = "prompt"
+
+    @property
+    def name(self) -> str:
+        """The file's stem: the first part of its prompts' ids."""
+        return Path(self.uri.split("://", 1)[-1]).stem
+
+
+def load_rows(source: PromptSource) -> tuple[list[Mapping[str, Any]], str]:
+    """All rows of a source, each with a usable prompt, and the SHA-256 of the file's bytes.
+
+    Raises:
+        DataError: the file is missing, empty or not UTF-8, or has broken rows: up to five are named by line, the rest
+        counted.
+    """
+    path = resolve_path(source.uri)
+    try:
+        raw = path.read_bytes()
+    except FileNotFoundError:
+        raise DataError(
+            f"the prompts file does not exist: {path.absolute()}", where=source.uri, fix="correct data.prompts[].uri"
+        ) from None
+    except (IsADirectoryError, PermissionError) as error:
+        raise DataError(f"the prompts file cannot be read: {error.strerror}", where=source.uri) from None
+    if not raw.strip():
+        raise DataError("the prompts file is empty", where=source.uri, fix="give it at least one row with a prompt")
+    rows = _parquet_rows(raw, source) if _resolve_format(source, path) == "Parquet" else _jsonl_rows(raw, source)
+    if not rows:
+        raise DataError("the prompts file has no rows", where=source.uri, fix="give it at least one row with a prompt")
+    return rows, hashlib.sha256(raw).hexdigest()
+
+
+def resolve_path(uri: str) -> Path:
+    """The local file behind a URI."""
+    scheme, separator, rest = uri.partition("://")
+    if not separator:
+        return Path(uri)
+    if scheme == "file":
+        return Path(rest)
+    if scheme == "builtin":
+        if rest not in BUILTIN:
+            raise DataError(f"no builtin prompts are called {rest!r}", where=uri, fix=f"one of: {', '.join(BUILTIN)}")
+        return Path(__file__).parent / "builtin" / BUILTIN[rest]
+    raise DataError(f"prompts cannot be read from {scheme}://", where=uri, fix="use a path, file:// or builtin://")
+
+
+def _resolve_format(source: PromptSource, path: Path) -> Format:
+    if source.format != "Auto":
+        return source.format
+    return "Parquet" if path.suffix in (".parquet", ".pq") else "JSONL"
+
+
+def _jsonl_rows(raw: bytes, source: PromptSource) -> list[Mapping[str, Any]]:
+    rows: list[Mapping[str, Any]] = []
+    problems: list[str] = []
+    # Split at \n only: str.splitlines would also split at U+2028, which JSON strings may hold.
+    for number, line in enumerate(raw.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line.decode(), parse_constant=_refuse_constant)
+        except UnicodeDecodeError as error:
+            problems.append(
+                f"line {number}: not UTF-8 (byte {error.start + 1} of the line is 0x{line[error.start]:02x})"
+            )
+            continue
+        except ValueError as error:
+            message = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
+            problems.append(f"line {number}: not JSON: {message}: {_excerpt(line)}")
+            continue
+        problem = row_problem(row, source.prompt_field)
+        if problem:
+            problems.append(f"line {number}: {problem}")
+        else:
+            rows.append(row)
+    _check_problems(problems, source)
+    return rows
+
+
+def _parquet_rows(raw: bytes, source: PromptSource) -> list[Mapping[str, Any]]:
+    try:
+        import pyarrow  # type: ignore[import-untyped]
+        from pyarrow import parquet  # type: ignore[import-untyped]
+    except ImportError:
+        raise DataError(
+            "reading Parquet needs pyarrow, which is not installed",
+            where=source.uri,
+            fix="install orbit-rl[train], or convert the file to JSONL",
+        ) from None
+    try:
+        rows = parquet.read_table(pyarrow.BufferReader(raw)).to_pylist()
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"not a Parquet file: {str(error).splitlines()[0]}", where=source.uri) from None
+    problems = []
+    for number, row in enumerate(rows, start=1):
+        problem = row_problem(row, source.prompt_field) or _json_problem(row)
+        if problem:
+            problems.append(f"row {number}: {problem}")
+    _check_problems(problems, source)
+    return list(rows)
+
+
+def row_problem(row: Any, prompt_field: str) -> str | None:
+    """What keeps this row from being a prompt, or `None`."""
+    if not isinstance(row, dict):
+        return f"a row is a JSON object, this is {_kind(row)}"
+    if prompt_field not in row:
+        return f"no key {prompt_field!r}; the row has: {', '.join(map(repr, row)) or 'no keys'}"
+    prompt = row[prompt_field]
+    if isinstance(prompt, str):
+        return None if prompt.strip() else f"{prompt_field!r} is empty"
+    if not isinstance(prompt, list):
+        return f"{prompt_field!r} is a string or a list of chat messages, this is {_kind(prompt)}"
+    if not prompt:
+        return f"{prompt_field!r} is an empty list"
+    for index, message in enumerate(prompt):
+        if not isinstance(message, dict):
+            return f"{prompt_field}[{index}] is a message with 'role' and 'content', this is {_kind(message)}"
+        for key in ("role", "content"):
+            if not isinstance(message.get(key), str):
+                return f"{prompt_field}[{index}].{key} is a string, this is {_kind(message.get(key))}"
+    return None
+
+
+def _json_problem(row: Mapping[str, Any]) -> str | None:
+    """Rewards run in other processes and receive the columns as JSON."""
+    for key, value in row.items():
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError):
+            return f"column {key!r} holds {_kind(value)}, which JSON cannot hold; drop or convert the column"
+    return None
+
+
+def _check_problems(problems: list[str], source: PromptSource) -> None:
+    if not problems:
+        return
+    listed = "\n".join(f"  {problem}" for problem in problems[:MAX_LISTED])
+    more = f"\n  and {len(problems) - MAX_LISTED} more" if len(problems) > MAX_LISTED else ""
+    count = "1 broken row" if len(problems) == 1 else f"{len(problems)} broken rows"
+    raise DataError(
+        f"{count}:\n{listed}{more}", where=source.uri, fix="one JSON object a line, each with the prompt's key"
+    )
+
+
+def _refuse_constant(constant: str) -> float:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def _excerpt(line: bytes) -> str:
+    text = line.decode(errors="replace").strip()
+    return repr(text if len(text) <= 60 else text[:57] + "...")
+
+
+def _kind(value: Any) -> str:
+    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return "a number"
+    return names.get(type(value), f"a {type(value).__name__}")
