@@ -1,0 +1,78 @@
+"""BF16: the weight as the checkpoint stores it. The oracle is the file itself; widening to fp32 is exact.
+
+Belongs here: the BF16 format. Does not belong here: any other format, or the layer that multiplies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from orbit_runtime.errors import ModelError
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BF16Weight:
+    """A weight of shape `[N, K]` (out, in).
+
+    qdata: bfloat16 `[N, K]`
+    """
+
+    qdata: Tensor
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return (self.qdata.shape[0], self.qdata.shape[1])
+
+    @property
+    def block_size(self) -> int:
+        return 1
+
+
+def tensor_names(prefix: str) -> tuple[str, ...]:
+    """Checkpoint names of the tensors of the module `prefix`."""
+    return (f"{prefix}.weight",)
+
+
+def from_checkpoint(tensors: Mapping[str, Tensor], name: str) -> BF16Weight:
+    """The weight of module `name` from its checkpoint tensors, as they are."""
+    (key,) = tensor_names(name)
+    if key not in tensors:
+        raise ModelError("the tensor is missing from the checkpoint", where=key)
+    qdata = tensors[key]
+    if qdata.dtype != torch.bfloat16 or qdata.ndim != 2:
+        raise ModelError(
+            f"expected a bfloat16 matrix, found {qdata.dtype} {list(qdata.shape)}",
+            where=key,
+            fix="convert the checkpoint to bfloat16",
+        )
+    return BF16Weight(qdata)
+
+
+def quantize(w: Tensor) -> BF16Weight:
+    """Round to nearest even."""
+    return BF16Weight(w.to(torch.bfloat16).contiguous())
+
+
+def dense_rows(qdata: Tensor, dtype: torch.dtype) -> Tensor:
+    return qdata.to(dtype)
+
+
+def dequantize(weight: BF16Weight, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return weight.qdata.to(dtype)
+
+
+def buffers(weight: BF16Weight) -> dict[str, Tensor]:
+    """The packed tensors under their checkpoint names, relative to the module, in the order `dense_rows` takes them."""
+    return {"weight": weight.qdata}
+
+
+def from_buffers(tensors: Mapping[str, Tensor]) -> BF16Weight:
+    return BF16Weight(tensors["weight"])
+
+
+def num_bytes(weight: BF16Weight) -> int:
+    return weight.qdata.nbytes

@@ -1,0 +1,131 @@
+"""INT4: compressed-tensors `pack-quantized`, symmetric, one BF16 scale per group of columns of a row.
+
+Oracle: compressed-tensors' own `decompress`, bit for bit. Order of operations: `bf16(float32(q) * float32(scale))`, one
+rounding to nearest even (a BF16 multiplication does exactly this); wider dtypes widen that BF16 value, which is exact.
+
+Belongs here: the INT4 format. Does not belong here: other integer widths or packings, zero points, the layer that multiplies.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from orbit_runtime.errors import ModelError
+
+CODES_PER_WORD = 8
+ZERO_CODE = 8
+"""Codes are stored offset binary: 0..15 for -8..7."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class INT4Weight:
+    """A weight of shape `[N, K]` (out, in), exactly as the checkpoint stores it.
+
+    qdata: int32 `[N, K/8]`, code of column 8j+i in bits 4i..4i+3 of word j (`weight_packed`)
+    scale: bfloat16 `[N, K/block_size]` (`weight_scale`)
+    """
+
+    qdata: Tensor
+    scale: Tensor
+    shape: tuple[int, int]
+    block_size: int
+
+
+def tensor_names(prefix: str) -> tuple[str, ...]:
+    """Checkpoint names of the tensors of the module `prefix`."""
+    return (f"{prefix}.weight_packed", f"{prefix}.weight_scale", f"{prefix}.weight_shape")
+
+
+def from_checkpoint(tensors: Mapping[str, Tensor], name: str) -> INT4Weight:
+    """The weight of module `name` from its checkpoint tensors, as they are, after checking that they fit together."""
+    packed_key, scale_key, shape_key = tensor_names(name)
+    for key in (packed_key, scale_key, shape_key):
+        if key not in tensors:
+            raise ModelError("the tensor is missing from the checkpoint", where=key)
+    qdata, scale = tensors[packed_key], tensors[scale_key]
+    rows, columns = (int(size) for size in tensors[shape_key].tolist())
+    if qdata.dtype != torch.int32 or tuple(qdata.shape) != (rows, columns // CODES_PER_WORD):
+        raise ModelError(
+            f"expected int32 [{rows}, {columns // CODES_PER_WORD}] for a weight of shape [{rows}, {columns}], "
+            f"found {qdata.dtype} {list(qdata.shape)}",
+            where=packed_key,
+        )
+    if scale.dtype != torch.bfloat16 or scale.ndim != 2 or scale.shape[0] != rows:
+        raise ModelError(f"expected bfloat16 [{rows}, groups], found {scale.dtype} {list(scale.shape)}", where=scale_key)
+    groups = scale.shape[1]
+    if groups == 0 or columns % groups or (columns // groups) % CODES_PER_WORD:
+        raise ModelError(
+            f"{groups} groups do not divide {columns} columns into groups of a multiple of {CODES_PER_WORD}", where=scale_key
+        )
+    return INT4Weight(qdata, scale, (rows, columns), columns // groups)
+
+
+def pack(codes: Tensor) -> Tensor:
+    """int8 codes -8..7 `[N, K]` → int32 words `[N, K/8]`."""
+    rows, columns = codes.shape
+    stored = (codes.to(torch.int32) + ZERO_CODE).view(rows, columns // CODES_PER_WORD, CODES_PER_WORD)
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=codes.device)
+    # The nibbles do not overlap, so the (wrapping) sum of the shifted codes is their bitwise or.
+    return (stored << shifts).sum(-1, dtype=torch.int32)
+
+
+def unpack(qdata: Tensor) -> Tensor:
+    """int32 words `[N, K/8]` → int8 codes -8..7 `[N, K]`."""
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=qdata.device)
+    return (((qdata.unsqueeze(-1) >> shifts) & 15) - ZERO_CODE).to(torch.int8).flatten(1)
+
+
+def quantize(w: Tensor, group: int) -> INT4Weight:
+    """Quantise by compressed-tensors' observer rule: `scale = amax / 7.5` per group, `q = round(clamp(w / scale, -8, 7))`.
+
+    Arithmetic is BF16, as compressed-tensors' is for a BF16 model; a group of zeros gets BF16's epsilon for a scale.
+    For making checkpoints only: a frozen base is never quantised again.
+    """
+    rows, columns = w.shape
+    assert columns % group == 0 and group % CODES_PER_WORD == 0, (columns, group)
+    grouped = w.to(torch.bfloat16).view(rows, columns // group, group)
+    scale = grouped.abs().amax(-1) / 7.5
+    scale = torch.where(scale == 0, torch.finfo(torch.bfloat16).eps, scale)
+    codes = torch.round(torch.clamp(grouped / scale.unsqueeze(-1), -8, 7)).to(torch.int8)
+    return INT4Weight(pack(codes.view(rows, columns)), scale, (rows, columns), group)
+
+
+@functools.cache
+def _four_codes(device: torch.device) -> Tensor:
+    """int64 `[65536]`: entry i holds the BF16 values of the four codes in the 16 bits i, first column lowest. 512 KiB."""
+    words = torch.arange(1 << 16, dtype=torch.int32).unsqueeze(-1) >> torch.arange(0, 16, 4, dtype=torch.int32)
+    return ((words & 15) - ZERO_CODE).to(torch.bfloat16).view(torch.int64).view(-1).to(device)
+
+
+def dense_rows(qdata: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Dense `[rows, K]` from the packed tensors of any run of rows."""
+    rows, groups = scale.shape
+    index = qdata.view(torch.uint16).to(torch.int32).view(-1)
+    codes = _four_codes(qdata.device).index_select(0, index).view(torch.bfloat16)
+    w = codes.view(rows, groups, -1).mul_(scale.unsqueeze(-1)).view(rows, -1)
+    return w if dtype is torch.bfloat16 else w.to(dtype)
+
+
+def dequantize(weight: INT4Weight, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Dense `[N, K]`. For a matrix too large to hold in temporaries, go by rows as `FrozenLinear` does."""
+    return dense_rows(weight.qdata, weight.scale, dtype)
+
+
+def buffers(weight: INT4Weight) -> dict[str, Tensor]:
+    """The packed tensors under their checkpoint names, relative to the module, in the order `dense_rows` takes them."""
+    return {"weight_packed": weight.qdata, "weight_scale": weight.scale}
+
+
+def from_buffers(tensors: Mapping[str, Tensor]) -> INT4Weight:
+    qdata, scale = tensors["weight_packed"], tensors["weight_scale"]
+    columns = qdata.shape[1] * CODES_PER_WORD
+    return INT4Weight(qdata, scale, (qdata.shape[0], columns), columns // scale.shape[1])
+
+
+def num_bytes(weight: INT4Weight) -> int:
+    return weight.qdata.nbytes + weight.scale.nbytes

@@ -1,0 +1,123 @@
+"""A linear layer over a frozen, packed weight: the gradient reaches the input and nothing else.
+
+Belongs here: multiplying by packed weights, forward and backward, with bounded temporaries.
+Does not belong here: formats (one file each), adapters, anything trainable.
+Shapes: x `[..., K]`, weight `[N, K]`, result `[..., N]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from orbit_runtime.quant.formats import FORMATS, Weight, format_of
+
+DENSE_BYTES_LIMIT = {"cpu": 8 << 20, "cuda": 256 << 20}
+"""Most bytes of dequantised weight, in the compute dtype, that exist at a time: larger matrices go by runs of rows.
+
+On a CPU a run of this size stays in the cache between being dequantised and being multiplied, so it is also the faster way.
+"""
+
+DenseRows = Callable[..., Tensor]
+
+
+class FrozenLinear(nn.Module):
+    """`x @ W.T + bias` with W packed. The packed tensors are buffers under their checkpoint names.
+
+    Computes in `x.dtype`. `.to(device)` moves the buffers; `.to(dtype)` leaves them alone, because a packed tensor that
+    changed its dtype would be another weight.
+    """
+
+    def __init__(self, weight: Weight, bias: Tensor | None = None) -> None:
+        super().__init__()
+        self.format = format_of(weight)
+        self.out_features, self.in_features = weight.shape
+        codec = FORMATS[self.format]
+        self._dense_rows: DenseRows = codec.dense_rows
+        self._packed_names = tuple(codec.buffers(weight))
+        for name, tensor in codec.buffers(weight).items():
+            self.register_buffer(name, tensor)
+        self.register_buffer("bias", bias)
+
+    @property
+    def packed(self) -> Weight:
+        """The weight as the format's dataclass; shares the buffers."""
+        tensors = {name: getattr(self, name) for name in self._packed_names}
+        weight: Weight = FORMATS[self.format].from_buffers(tensors)
+        return weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        buffers = self._buffers
+        bias = buffers["bias"]
+        if bias is not None and bias.dtype != x.dtype:
+            bias = bias.to(x.dtype)
+        packed = [buffers[name] for name in self._packed_names]
+        if x.requires_grad and torch.is_grad_enabled():
+            result: Tensor = _FrozenMatmul.apply(x, bias, self._dense_rows, *packed)
+            return result
+        return _forward(x, bias, self._dense_rows, packed)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FrozenLinear:
+        for name, buffer in self._buffers.items():
+            if buffer is not None:
+                moved = fn(buffer)
+                self._buffers[name] = moved if moved.dtype == buffer.dtype else buffer.to(moved.device)
+        return self
+
+    def extra_repr(self) -> str:
+        bias = self._buffers["bias"] is not None
+        return f"in_features={self.in_features}, out_features={self.out_features}, format={self.format}, bias={bias}"
+
+
+class _FrozenMatmul(torch.autograd.Function):
+    """Saves the packed tensors only: neither x nor a dense weight outlives the call."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, dense_rows: DenseRows, *packed: Tensor) -> Tensor:
+        ctx.save_for_backward(*packed)
+        ctx.dense_rows, ctx.num_columns = dense_rows, x.shape[-1]
+        return _forward(x, bias, dense_rows, packed)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        packed = ctx.saved_tensors
+        return (_backward(dy, ctx.num_columns, ctx.dense_rows, packed), None, None, *(None for _ in packed))
+
+
+def _forward(x: Tensor, bias: Tensor | None, dense_rows: DenseRows, packed: Any) -> Tensor:
+    num_rows, dtype = packed[0].shape[0], x.dtype
+    run = _rows_per_run(num_rows, x.shape[-1], x)
+    if run >= num_rows:
+        return nn.functional.linear(x, dense_rows(*packed, dtype), bias)
+    flat_x = x.reshape(-1, x.shape[-1])
+    y = flat_x.new_empty(flat_x.shape[0], num_rows)
+    for start in range(0, num_rows, run):
+        rows = [tensor[start : start + run] for tensor in packed]
+        torch.mm(flat_x, dense_rows(*rows, dtype).t(), out=y[:, start : start + run])
+    if bias is not None:
+        y += bias
+    return y.view(*x.shape[:-1], num_rows)
+
+
+def _backward(dy: Tensor, num_columns: int, dense_rows: DenseRows, packed: Any) -> Tensor:
+    num_rows, dtype = packed[0].shape[0], dy.dtype
+    run = _rows_per_run(num_rows, num_columns, dy)
+    if run >= num_rows:
+        return dy @ dense_rows(*packed, dtype)
+    flat_dy = dy.reshape(-1, num_rows)
+    dx = flat_dy.new_zeros(flat_dy.shape[0], num_columns)
+    for start in range(0, num_rows, run):
+        rows = [tensor[start : start + run] for tensor in packed]
+        dx.addmm_(flat_dy[:, start : start + run], dense_rows(*rows, dtype))
+    return dx.view(*dy.shape[:-1], num_columns)
+
+
+def _rows_per_run(num_rows: int, num_columns: int, like: Tensor) -> int:
+    limit = DENSE_BYTES_LIMIT.get(like.device.type, DENSE_BYTES_LIMIT["cuda"])
+    fitting = limit // (num_columns * like.element_size())
+    return num_rows if fitting >= num_rows else max(fitting, 1)
