@@ -1,0 +1,179 @@
+"""Put an adapter around the target layers of a model, and say what matched.
+
+Belongs here: matching, wrapping, creating masters. Does not belong here: loading the model, files.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from orbit_runtime.adapters.config import AdapterConfig
+from orbit_runtime.adapters.layer import AdaptedLinear, Selection
+from orbit_runtime.adapters.lora import initial_A
+from orbit_runtime.adapters.masters import Masters
+from orbit_runtime.adapters.oft import check_block_size
+from orbit_runtime.errors import InternalError, ManifestError
+
+SHARED_INPUTS = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("w1", "w3"),
+)
+"""Siblings that take the same input. Engines fuse them, so they rotate it by one R."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReportRow:
+    """What one target matched. `shapes` counts base shapes `(out, in)`; `parameters` counts shared ones once."""
+
+    target: str
+    count: int
+    shapes: tuple[tuple[tuple[int, int], int], ...]
+    parameters: int
+
+
+@dataclass(frozen=True, slots=True)
+class InjectReport:
+    rows: tuple[ReportRow, ...]
+    trainable_parameters: int
+
+    def text(self) -> str:
+        lines = [f"{'target':<16} {'layers':>6} {'parameters':>12}  shapes"]
+        for row in self.rows:
+            shapes = ", ".join(f"{out}x{into}" + (f" ({n})" if n > 1 else "") for (out, into), n in row.shapes)
+            lines.append(f"{row.target:<16} {row.count:>6} {row.parameters:>12,}  {shapes}")
+        lines.append(f"{'trainable':<16} {sum(row.count for row in self.rows):>6} {self.trainable_parameters:>12,}")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, eq=False)
+class Injected:
+    """A model's adapter: what was wrapped, and the masters that train."""
+
+    config: AdapterConfig
+    report: InjectReport
+    selection: Selection
+    layers: dict[str, AdaptedLinear]
+    """By module name as before injection, in the model's order."""
+    masters: Masters
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The trainable parameters, each once, in the order of their names."""
+        return list(self.masters.parameters.values())
+
+
+def inject(
+    model: nn.Module,
+    targets: Sequence[str],
+    adapter: AdapterConfig,
+    seed: int,
+    *,
+    compute_dtype: torch.dtype = torch.float32,
+) -> Injected:
+    """Wrap every linear layer whose name ends with a target, in place; everything else in the model stops training."""
+    matched = _match(model, targets)
+    if adapter.type == "OFT":
+        for name, (_, layer) in matched.items():
+            check_block_size(name, _linear_shape(layer)[1], adapter.block_size)
+    model.requires_grad_(False)
+    selection = Selection(compute_dtype)
+    layers: dict[str, AdaptedLinear] = {}
+    for name, (_, base) in matched.items():
+        parent, _, child = name.rpartition(".")
+        layers[name] = AdaptedLinear(base, name, adapter, selection)
+        setattr(model.get_submodule(parent), child, layers[name])
+    masters = _create_masters(layers, adapter, seed)
+    selection.applied_masters = lambda: masters.applied(selection.compute_dtype)
+    report = _report(matched, masters)
+    return Injected(adapter, report, selection, layers, masters)
+
+
+def _match(model: nn.Module, targets: Sequence[str]) -> dict[str, tuple[str, nn.Module]]:
+    """Module name → (the first target that names it, the layer), in the model's order."""
+    modules = dict(model.named_modules())
+    if any(isinstance(module, AdaptedLinear) for module in modules.values()):
+        raise InternalError("this model already has an adapter")
+    linear = {name: module for name, module in modules.items() if hasattr(module, "in_features")}
+    matched: dict[str, tuple[str, nn.Module]] = {}
+    problems = []
+    for target in targets:
+        found = [name for name in linear if name == target or name.endswith(f".{target}")]
+        if not found:
+            problems.append(_unmatched(target, linear))
+        for name in found:
+            matched.setdefault(name, (target, linear[name]))
+    if problems:
+        raise problems[0] if len(problems) == 1 else ManifestError(
+            f"{len(problems)} adapter targets match nothing", where="spec.adapter.targets", problems=tuple(problems)
+        )
+    return {name: matched[name] for name in linear if name in matched}
+
+
+def _unmatched(target: str, linear: dict[str, nn.Module]) -> ManifestError:
+    short = sorted({name.rpartition(".")[2] for name in linear})
+    near = difflib.get_close_matches(target.rpartition(".")[2], short, n=3)
+    hint = f"did you mean {', '.join(near)}? " if near else ""
+    return ManifestError(
+        f"{target!r} matches no linear layer of the model",
+        where="spec.adapter.targets",
+        fix=f"{hint}The model's linear layers are called {', '.join(short)}",
+    )
+
+
+def _linear_shape(layer: nn.Module) -> tuple[int, int]:
+    return (int(layer.out_features), int(layer.in_features))  # type: ignore[arg-type]
+
+
+def _create_masters(layers: dict[str, AdaptedLinear], adapter: AdapterConfig, seed: int) -> Masters:
+    owner = owners(layers) if adapter.type == "OFT" else {name: name for name in layers}
+    shared = Counter(owner.values())
+    parameters = {}
+    for name, layer in layers.items():
+        layer.shares_input = shared[owner[name]] > 1
+        if owner[name] == name:
+            for kind, parameter in _initial(layer, adapter, seed):
+                parameters[f"{name}.{kind}"] = parameter
+                layer.register_parameter(kind, parameter)
+        else:
+            layer.register_parameter("oft_R", parameters[f"{owner[name]}.oft_R"])
+    return Masters(adapter, dict(sorted(parameters.items())), owner)
+
+
+def _initial(layer: AdaptedLinear, adapter: AdapterConfig, seed: int) -> Iterator[tuple[str, nn.Parameter]]:
+    out_features, in_features, device = layer.out_features, layer.in_features, layer.device
+    if adapter.type == "LoRA":
+        yield "lora_A", nn.Parameter(initial_A(adapter.rank, in_features, seed, layer.name).to(device))
+        yield "lora_B", nn.Parameter(torch.zeros(out_features, adapter.rank, device=device))
+        return
+    size = adapter.block_size
+    yield "oft_R", nn.Parameter(torch.zeros(in_features // size, size * (size - 1) // 2, device=device))
+
+
+def owners(layers: Mapping[str, AdaptedLinear]) -> dict[str, str]:
+    """Each layer → the first layer, in the model's order, that takes the same input."""
+    group_of = {short: group for group in SHARED_INPUTS for short in group}
+    first: dict[tuple[str, object, int], str] = {}
+    owner = {}
+    for name, layer in layers.items():
+        parent, _, short = name.rpartition(".")
+        owner[name] = first.setdefault((parent, group_of.get(short, short), layer.in_features), name)
+    return owner
+
+
+def _report(matched: dict[str, tuple[str, nn.Module]], masters: Masters) -> InjectReport:
+    rows = []
+    for target in dict.fromkeys(target for target, _ in matched.values()):
+        names = [name for name, (by, _) in matched.items() if by == target]
+        shapes = Counter(_linear_shape(matched[name][1]) for name in names)
+        count = sum(
+            parameter.numel() for key, parameter in masters.parameters.items() if key.rpartition(".")[0] in set(names)
+        )
+        rows.append(ReportRow(target, len(names), tuple(sorted(shapes.items())), count))
+    return InjectReport(tuple(rows), sum(parameter.numel() for parameter in masters.parameters.values()))

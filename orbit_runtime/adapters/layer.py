@@ -1,0 +1,159 @@
+"""A base layer with adapter slots, and the selection that says which slot applies to which rows of the pass under way.
+
+Belongs here: dispatch from selection to maths. Does not belong here: the maths (`lora`, `oft`), which layers are wrapped
+(`inject`), files (`state`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from orbit_runtime.adapters.config import AdapterConfig
+from orbit_runtime.adapters.lora import LoRASlot, add_lora
+from orbit_runtime.adapters.oft import OFTSlot, rotate
+from orbit_runtime.errors import InternalError
+
+TRAINER_SLOT = "trainer"
+"""The slot whose values come from the trainer's masters, with gradient; the others hold published bytes."""
+
+Slot = LoRASlot | OFTSlot
+Segment = tuple[str | None, int, int]
+"""(slot name, first row, end row) over the flattened rows of the pass; rows in no segment see the bare base."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Applied:
+    """One layer's entry in a trace: the very tensors it multiplied by."""
+
+    module: str
+    slot: str
+    tensors: Mapping[str, Tensor]
+    scaling: float | None
+
+
+@dataclass(eq=False)
+class Selection:
+    """Shared by all layers of one model. Not for concurrent passes: one pass at a time sets it, with `use`."""
+
+    compute_dtype: torch.dtype = torch.float32
+    """What slots are widened to."""
+    active: str | tuple[Segment, ...] | None = None
+    trace: list[Applied] | None = None
+    """When set to a list, every layer appends what it applied."""
+    applied_masters: Callable[[], dict[str, Slot]] | None = None
+    """Builds every layer's trainer slot from the masters: published rounding, straight-through gradient."""
+    trainer: dict[str, Slot] = field(default_factory=dict)
+    rotated: tuple[Tensor, int, Tensor, Tensor] | None = None
+    """(input, its version, R, result) of the newest rotation: projections that share an input and R share the result."""
+
+    @contextmanager
+    def use(self, segments: str | Sequence[Segment] | None) -> Iterator[None]:
+        """Within it, layers apply: nothing (None), one slot (its name), or one slot per run of rows.
+
+        With the trainer's slot the rounded masters are computed once, on entry, and all passes within share their graph:
+        enter once per forward and backward. Contexts nest; an inner one hides the outer one.
+        """
+        before = (self.active, self.trainer)
+        active = segments if segments is None or isinstance(segments, str) else _checked(segments)
+        names = {active} if isinstance(active, str) else {name for name, _, _ in active or ()}
+        if TRAINER_SLOT in names:
+            assert self.applied_masters is not None, "no trainer slot in this model"
+            self.trainer = self.applied_masters()
+        self.active = active
+        try:
+            yield
+        finally:
+            self.active, self.trainer = before
+            self.rotated = None
+
+
+def _checked(segments: Sequence[Segment]) -> tuple[Segment, ...]:
+    end = 0
+    for name, start, stop in segments:
+        if start < end or stop < start:
+            raise InternalError(f"adapter segments must be in order and disjoint: {name!r} has rows {start} to {stop}")
+        end = stop
+    return tuple(segments)
+
+
+class AdaptedLinear(nn.Module):
+    """Any linear layer, with an adapter applied as the selection says. The base is called once per pass."""
+
+    def __init__(self, base: nn.Module, name: str, config: AdapterConfig, selection: Selection) -> None:
+        super().__init__()
+        self.base = base
+        self.name = name
+        self.config = config
+        self.selection = selection
+        self.in_features: int = base.in_features  # type: ignore[assignment]
+        self.out_features: int = base.out_features  # type: ignore[assignment]
+        self.slots: dict[str, Slot] = {}
+        self.shares_input = False
+        """OFT: other layers take the same input and the same R."""
+
+    @property
+    def weight(self) -> Tensor:
+        """The base's, for model code that looks at a layer's dtype or device."""
+        return self.base.weight  # type: ignore[return-value]
+
+    @property
+    def device(self) -> torch.device:
+        tensor = next(iter(self.base.buffers()), None)
+        return tensor.device if tensor is not None else next(self.base.parameters()).device
+
+    def forward(self, x: Tensor) -> Tensor:
+        selection = self.selection
+        active = selection.active
+        if active is None:
+            return self.base(x)  # type: ignore[no-any-return]
+        if isinstance(active, str):
+            slot = self._slot(active)
+            if isinstance(slot, LoRASlot):
+                return add_lora(self.base(x), x, slot)
+            return self.base(self._rotated(x, slot))  # type: ignore[no-any-return]
+        return self._forward_segments(x, active)
+
+    def _slot(self, name: str) -> Slot:
+        selection = self.selection
+        try:
+            slot = selection.trainer[self.name] if name == TRAINER_SLOT else self.slots[name]
+        except KeyError:
+            raise InternalError(f"no slot {name!r} in layer {self.name}; it has {sorted(self.slots)}") from None
+        if selection.trace is not None:
+            scaling = slot.scaling if isinstance(slot, LoRASlot) else None
+            selection.trace.append(Applied(self.name, name, slot.tensors(), scaling))
+        return slot
+
+    def _rotated(self, x: Tensor, slot: OFTSlot) -> Tensor:
+        if not self.shares_input:
+            return rotate(x, slot.rotation)
+        selection, version = self.selection, -1 if x.is_inference() else x._version
+        newest = selection.rotated
+        if newest is not None and newest[0] is x and newest[1] == version and newest[2] is slot.rotation:
+            return newest[3]
+        result = rotate(x, slot.rotation)
+        selection.rotated = (x, version, slot.rotation, result)
+        return result
+
+    def _forward_segments(self, x: Tensor, segments: tuple[Segment, ...]) -> Tensor:
+        flat = x.reshape(-1, x.shape[-1])
+        if segments and segments[-1][2] > flat.shape[0]:
+            raise InternalError(f"adapter segments reach row {segments[-1][2]} of {flat.shape[0]} in layer {self.name}")
+        runs = [(self._slot(name), start, stop) for name, start, stop in segments if name is not None and stop > start]
+        if self.config.type == "OFT":
+            turned = flat.clone()
+            for slot, start, stop in runs:
+                turned[start:stop] = rotate(flat[start:stop], slot.rotation)  # type: ignore[union-attr]
+            return self.base(turned.view(x.shape))  # type: ignore[no-any-return]
+        y = self.base(x)
+        rows = y.view(-1, y.shape[-1])
+        if torch.is_grad_enabled():
+            rows = y = rows.clone()
+        for slot, start, stop in runs:
+            rows[start:stop] = add_lora(rows[start:stop], flat[start:stop], slot)  # type: ignore[arg-type]
+        return y.view(*x.shape[:-1], -1)

@@ -1,0 +1,47 @@
+"""LoRA (Hu et al., arXiv 2106.09685, eq. 3): `y = base(x) + (alpha/r) B A x`.
+
+Belongs here: LoRA's arithmetic and initial values. Does not belong here: where the layer sits, files.
+Shapes: A `[r, K]`, B `[N, r]`, x `[..., K]`, y `[..., N]`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from orbit_runtime.seeds import stream_key
+
+
+@dataclass(slots=True, eq=False)
+class LoRASlot:
+    """What one layer multiplies by: published BF16 values, widened to the compute dtype."""
+
+    lora_A: Tensor
+    lora_B: Tensor
+    scaling: float
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"lora_A": self.lora_A, "lora_B": self.lora_B}
+
+
+def initial_A(rank: int, in_features: int, seed: int, module_name: str) -> Tensor:
+    """PEFT's default, Kaiming-uniform with a = sqrt(5), i.e. uniform in ±1/sqrt(K), drawn from the module's own stream."""
+    generator = torch.Generator().manual_seed(stream_key(seed, "adapter-init", module_name))
+    return (torch.rand(rank, in_features, generator=generator) * 2 - 1) / math.sqrt(in_features)
+
+
+def add_lora(y: Tensor, x: Tensor, slot: LoRASlot) -> Tensor:
+    """`y + scaling * (x A^T) B^T`, scaling applied inside the product, in the same order for trainer and engine.
+
+    May overwrite y where no gradient is recorded; use the result.
+    """
+    shape = y.shape
+    y, x = y.reshape(-1, shape[-1]), x.reshape(-1, x.shape[-1])
+    h = torch.mm(x, slot.lora_A.to(x.dtype).t())
+    B = slot.lora_B.to(x.dtype).t()
+    if torch.is_grad_enabled():
+        return torch.addmm(y, h, B, alpha=slot.scaling).view(shape)
+    return y.addmm_(h, B, alpha=slot.scaling).view(shape)

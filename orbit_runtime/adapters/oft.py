@@ -1,0 +1,97 @@
+"""OFT, input-centric (Qiu et al., arXiv 2506.19847), in PEFT 0.21's conventions: `y = base(x R)`, R block-diagonal.
+
+Q is skew-symmetric, its upper triangle filled row by row from the parameters. PEFT's two parametrisations rotate in opposite
+directions for the same Q, and both are kept: files say which one made them.
+    Cayley          R = (I - Q)(I + Q)^-1
+    CayleyNeumann   R = I + 2Q + 2Q² + … + Q^(n-1), for n = 5: I + 2Q + 2Q² + 2Q³ + Q⁴, close to (I + Q)(I - Q)^-1
+R is built in fp32 and rounded to BF16 once; the rounded R is what trainer and engine multiply by.
+
+Belongs here: OFT's arithmetic. Does not belong here: where the layer sits, files.
+Shapes: parameters `[K/b, b(b-1)/2]`, R `[K/b, b, b]`, x `[..., K]`.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from orbit_runtime.errors import ManifestError
+
+
+@dataclass(slots=True, eq=False)
+class OFTSlot:
+    """What one layer multiplies by: published BF16 values, widened to the compute dtype."""
+
+    rotation: Tensor
+    parameters: Tensor | None = None
+    """The fp32 parameters that came with R in a published slot: kept to be read back, never multiplied."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"oft_R": self.rotation}
+
+
+def check_block_size(module_name: str, in_features: int, block_size: int) -> None:
+    """Raises unless the block size divides the layer's input. (PEFT silently takes another one.)"""
+    if block_size > 1 and in_features % block_size == 0:
+        return
+    divisors = [size for size in range(2, in_features + 1) if in_features % size == 0]
+    below = max((size for size in divisors if size < block_size), default=None)
+    above = min((size for size in divisors if size > block_size), default=None)
+    near = " or ".join(str(size) for size in (below, above) if size is not None)
+    raise ManifestError(
+        f"blocks of {block_size} do not divide the {in_features} input features of {module_name}",
+        where="spec.adapter.oft.blockSize",
+        fix=f"use {near}, or leave the module out of spec.adapter.targets",
+    )
+
+
+def num_parameters(in_features: int, block_size: int) -> int:
+    return in_features // block_size * (block_size * (block_size - 1) // 2)
+
+
+@functools.cache
+def _triangle(block_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """For each cell of a flattened `[b, b]` block: which parameter fills it (0 on the diagonal), and with which sign."""
+    rows, columns = torch.triu_indices(block_size, block_size, 1)
+    source = torch.zeros(block_size, block_size, dtype=torch.int64)
+    sign = torch.zeros(block_size, block_size)
+    order = torch.arange(rows.numel())
+    source[rows, columns], source[columns, rows] = order, order
+    sign[rows, columns], sign[columns, rows] = 1.0, -1.0
+    return source.view(-1).to(device), sign.to(device)
+
+
+def skew_symmetric(parameters: Tensor, block_size: int) -> Tensor:
+    """`[n, b(b-1)/2]` → Q `[n, b, b]`."""
+    source, sign = _triangle(block_size, parameters.device)
+    return parameters.index_select(1, source).view(-1, block_size, block_size) * sign
+
+
+def rotations(parameters: Tensor, block_size: int, parametrization: str, neumann_terms: int) -> Tensor:
+    """fp32 R `[n, b, b]` of n blocks, which may belong to many layers: building them together is much faster."""
+    Q = skew_symmetric(parameters.float(), block_size)
+    identity = torch.eye(block_size, device=Q.device)
+    if parametrization == "Cayley":
+        return torch.linalg.solve(identity + Q, identity - Q, left=False)
+    R = identity.expand_as(Q)
+    if neumann_terms > 1:
+        R = R + 2.0 * Q
+    if neumann_terms > 2:
+        power = torch.bmm(Q, Q)
+        R = R + 2.0 * power
+        # As in PEFT: powers 3 .. n-2 count twice and the last one once (so n = 3 and n = 4 are the same series).
+        for _ in range(3, neumann_terms - 1):
+            power = torch.bmm(power, Q)
+            R = R + 2.0 * power
+        R = R + torch.bmm(power, Q)
+    return R
+
+
+def rotate(x: Tensor, rotation: Tensor) -> Tensor:
+    """`x @ blockdiag(R)`, as one batched product over the blocks."""
+    blocks, size, _ = rotation.shape
+    x_blocks = x.reshape(-1, blocks, size).transpose(0, 1)
+    return torch.bmm(x_blocks, rotation.to(x.dtype)).transpose(0, 1).reshape(x.shape)

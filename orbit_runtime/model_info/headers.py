@@ -1,0 +1,156 @@
+"""Safetensors headers: which tensors a file holds, their dtypes, shapes and places, and whether the file is whole.
+
+Belongs here: reading headers of files and of folders with an index. Does not belong here: reading tensor values.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from orbit_runtime.errors import ModelError
+
+BITS = {
+    "F64": 64, "F32": 32, "F16": 16, "BF16": 16, "I64": 64, "I32": 32, "I16": 16, "I8": 8, "U64": 64, "U32": 32, "U16": 16,
+    "U8": 8, "BOOL": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F4": 4,
+}  # fmt: skip
+MAX_HEADER_BYTES = 100_000_000
+"""The limit of the format itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """Example: `TensorInfo("BF16", (128, 64), 0, 16384)`."""
+
+    dtype: str
+    """As the format writes it: `BF16`, `I32`, `F32` …"""
+    shape: tuple[int, ...]
+    start: int
+    """First byte, counted from the end of the header."""
+    end: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.end - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    tensors: Mapping[str, TensorInfo]
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    data_start: int = 0
+    """Where tensor bytes begin in the file."""
+
+
+def parse_header(data: bytes, *, size: int, where: str) -> Header:
+    """The header at the start of `data` of a file of `size` bytes; raises `ModelError` naming `where` unless it is whole."""
+    if len(data) < 8 or size < 8:
+        raise _broken(where, f"{size} bytes are too few for a safetensors file")
+    length = int.from_bytes(data[:8], "little")
+    data_start = 8 + length
+    if length > MAX_HEADER_BYTES or data_start > size or len(data) < data_start:
+        raise _broken(where, f"the header claims {length} bytes, the file has {size}")
+    try:
+        entries = json.loads(data[8:data_start], object_pairs_hook=_without_duplicates)
+        metadata = entries.pop("__metadata__", {})
+        tensors = {name: _tensor_info(entry) for name, entry in entries.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _broken(where, f"the header does not parse: {error}") from None
+    _check_layout(tensors, size - data_start, where)
+    return Header(tensors, metadata, data_start)
+
+
+def read_header(path: Path) -> Header:
+    """The header of one file, checked against the file's real size. Reads the header's bytes only."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            start = file.read(8)
+            length = min(int.from_bytes(start, "little"), size, MAX_HEADER_BYTES)
+            data = start + file.read(length)
+    except FileNotFoundError:
+        raise ModelError("the file does not exist", where=str(path), fix="download the model again") from None
+    except OSError as error:
+        raise ModelError(f"the file cannot be read: {error.strerror}", where=str(path)) from None
+    return parse_header(data, size=size, where=str(path))
+
+
+def read_folder(folder: Path) -> dict[str, tuple[Path, TensorInfo]]:
+    """Every tensor of a model folder → (file, info): `model.safetensors`, or the shards that the index names."""
+    if not folder.is_dir():
+        raise ModelError("the model folder does not exist", where=str(folder), fix="check spec.model.uri")
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        single = folder / "model.safetensors"
+        if not single.is_file():
+            raise ModelError(
+                "the folder holds neither model.safetensors nor model.safetensors.index.json",
+                where=str(folder),
+                fix="point spec.model.uri at a Hugging Face model folder with safetensors weights",
+            )
+        return {name: (single, info) for name, info in read_header(single).tensors.items()}
+    return _read_shards(folder, index)
+
+
+def _read_shards(folder: Path, index: Path) -> dict[str, tuple[Path, TensorInfo]]:
+    try:
+        weight_map: dict[str, str] = json.loads(index.read_bytes())["weight_map"]
+        files = sorted(set(weight_map.values()))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ModelError("the index does not parse", where=str(index), fix="download the model again") from None
+    absent = [name for name in files if not (folder / name).is_file()]
+    if absent:
+        raise ModelError(
+            f"{len(absent)} of {len(files)} shards are missing: {', '.join(absent[:3])}",
+            where=str(folder),
+            fix="download the model again",
+        )
+    found = {}
+    for name in files:
+        for tensor, info in read_header(folder / name).tensors.items():
+            if weight_map.get(tensor) == name:
+                found[tensor] = (folder / name, info)
+    lost = sorted(set(weight_map) - set(found))
+    if lost:
+        raise ModelError(
+            f"the index lists {lost[0]}, which {weight_map[lost[0]]} does not hold",
+            where=str(index),
+            fix="download the model again",
+        )
+    return found
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    entries = dict(pairs)
+    if len(entries) != len(pairs):
+        raise ValueError("a name occurs twice")
+    return entries
+
+
+def _tensor_info(entry: Mapping[str, Any]) -> TensorInfo:
+    start, end = entry["data_offsets"]
+    shape = tuple(entry["shape"])
+    if not all(isinstance(number, int) and number >= 0 for number in (start, end, *shape)):
+        raise ValueError("shapes and offsets must be whole numbers")
+    if entry["dtype"] in BITS and math.prod(shape) * BITS[entry["dtype"]] != (end - start) * 8:
+        raise ValueError(f"{entry['dtype']} {list(shape)} does not fill bytes {start} to {end}")
+    return TensorInfo(str(entry["dtype"]), shape, start, end)
+
+
+def _check_layout(tensors: Mapping[str, TensorInfo], data_bytes: int, where: str) -> None:
+    """The format allows neither holes nor overlaps."""
+    position = 0
+    for name, info in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].end)):
+        if info.start != position:
+            raise _broken(where, f"the bytes of {name} do not follow those of the tensor before it")
+        position = info.end
+    if position != data_bytes:
+        raise _broken(where, f"its tensors need {position} bytes of data, the file has {data_bytes}")
+
+
+def _broken(where: str, message: str) -> ModelError:
+    return ModelError(message, where=where, fix="the file is truncated or damaged: copy or download it again")
