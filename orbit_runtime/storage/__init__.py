@@ -1,0 +1,55 @@
+"""Where a run is kept: one interface over local folders and object stores, bundles proven by a manifest, one writer.
+
+The protocol, on which every reader and writer of a run folder relies:
+
+1. **Put is atomic, nothing else is assumed.** An object is whole or absent. No append, no rename, no conditional
+   update; create-only puts are honoured.
+2. **Parts first, manifest last.** A bundle (checkpoint, adapter) is the parts named by its `manifest.json`, with
+   sizes and SHA-256. Without a manifest there is no bundle; a reader trusts manifests only and verifies each part.
+3. **One writer.** An execution takes the next number by a create-only put under `executions/`, keeps a heartbeat
+   and, on a local folder, an flock. It asks before each manifest whether a higher number exists and stops if so.
+   Part names carry the number, so two executions never mix their parts.
+4. **A reply that is lost is not a failure.** Each call is retried with back-off until a deadline. A create-only put
+   that is answered "exists" after a retry is compared with what stands there.
+
+Belongs here: bytes by key, and who may write them. Does not belong here: what the bytes mean (`loop`), or torch.
+"""
+
+from __future__ import annotations
+
+from orbit_runtime.storage.bundles import (
+    Bundle,
+    Manifest,
+    Part,
+    list_bundles,
+    newest_readable,
+    read_bundle,
+    read_manifest,
+    write_bundle,
+)
+from orbit_runtime.storage.execution import Execution, claim_execution, newest_execution
+from orbit_runtime.storage.opening import open_store
+from orbit_runtime.storage.retention import prune_bundles
+from orbit_runtime.storage.rows import compact_rows
+from orbit_runtime.storage.store import AlreadyExists, CorruptBundle, NotFound, Store
+
+__all__ = [
+    "AlreadyExists",
+    "Bundle",
+    "CorruptBundle",
+    "Execution",
+    "Manifest",
+    "NotFound",
+    "Part",
+    "Store",
+    "claim_execution",
+    "compact_rows",
+    "list_bundles",
+    "newest_execution",
+    "newest_readable",
+    "open_store",
+    "prune_bundles",
+    "read_bundle",
+    "read_manifest",
+    "write_bundle",
+]

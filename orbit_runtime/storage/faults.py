@@ -1,0 +1,91 @@
+"""What a failed call to the store means: is it worth another try, and whose fault is it?
+
+Belongs here: reading the errors of obstore and of the operating system. Does not belong here: waiting (`store`).
+The text of a store's error may hold signatures and key ids, so only the facts picked out here reach a message.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from obstore.exceptions import AlreadyExistsError, InvalidPathError, PermissionDeniedError, UnauthenticatedError
+
+FaultKind = Literal[
+    "missing", "exists", "transient", "no-bucket", "refused", "no-credentials", "clock", "full", "denied", "unusable"
+]
+
+_CODES: dict[str, FaultKind] = {
+    "NoSuchBucket": "no-bucket",
+    "NoSuchKey": "missing",
+    "AccessDenied": "refused",
+    "InvalidAccessKeyId": "refused",
+    "SignatureDoesNotMatch": "refused",
+    "ExpiredToken": "refused",
+    "InvalidToken": "refused",
+    "XAdminUserNotFound": "refused",  # versitygw's word for an unknown access key, sent with a 404
+    "RequestTimeTooSkewed": "clock",
+}
+_ERRNOS: dict[int, FaultKind] = {
+    1: "denied",  # EPERM: also what a filesystem without hard links answers to a create-only put
+    13: "denied",
+    20: "unusable",  # ENOTDIR: a file stands where a folder is needed
+    21: "unusable",  # EISDIR
+    28: "full",
+    30: "denied",  # EROFS
+    122: "full",  # EDQUOT
+}
+_CREDENTIAL_SOURCES = ("169.254.169.254", "169.254.170.2", "169.254.170.23", "sts.amazonaws.com")
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One failed call, reduced to what may be shown."""
+
+    kind: FaultKind
+    reason: str
+    """A few words without addresses, keys or signatures, such as `503 SlowDown` or `Connection refused`."""
+
+
+def read_fault(error: Exception) -> Fault:
+    """Sort an error of obstore by what can be done about it. Whatever is not recognised counts as transient."""
+    text = str(error)
+    if isinstance(error, AlreadyExistsError):
+        return Fault("exists", "already exists")
+    code = _first(r"<Code>([A-Za-z0-9]{1,64})</Code>", text)
+    status = _first(r"status code: (\d{3})", text)
+    if any(source in text for source in _CREDENTIAL_SOURCES):
+        return Fault("no-credentials", "no credentials were found")
+    if code is not None and code in _CODES:
+        return Fault(_CODES[code], code)
+    if isinstance(error, FileNotFoundError):
+        return Fault("missing", "not found")
+    if isinstance(error, UnauthenticatedError) or status == "401" or (status == "403" and code is None):
+        return Fault("refused", f"{status or 401} {code or 'not allowed'}")
+    errno = _first(r"\(os error (\d+)\)", text) or _first(r"code: (\d+),", text)
+    if errno is not None and int(errno) in _ERRNOS:
+        return Fault(_ERRNOS[int(errno)], _os_reason(text))
+    if isinstance(error, PermissionDeniedError):
+        return Fault("refused" if status else "denied", code or "permission denied")
+    if isinstance(error, InvalidPathError):
+        return Fault("unusable", "the store cannot hold this name")
+    if status is not None:
+        return Fault("transient", f"{status} {code}" if code else status)
+    return Fault("transient", _os_reason(text))
+
+
+def _os_reason(text: str) -> str:
+    message = _first(r'message: "([^"]{1,120})"', text) or _first(r"([A-Z][A-Za-z ]{3,60}) \(os error \d+\)", text)
+    if message is not None:
+        return message
+    if "timed out" in text or "TimedOut" in text:
+        return "timed out"
+    if "dns error" in text:
+        return "the host name is not known"
+    return "the request failed"
+
+
+def _first(pattern: str, text: str) -> str | None:
+    found = re.search(pattern, text)
+    return found.group(1) if found else None

@@ -1,0 +1,310 @@
+"""The store: bytes by key, each call retried until its deadline, each failure told as an error with an owner.
+
+Belongs here: put, get, list and delete. Does not belong here: URIs (`opening`), bundles, executions.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import shutil
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Protocol
+
+from obstore.exceptions import BaseError
+from tenacity import RetryCallState, Retrying, retry_if_exception, wait_exponential_jitter
+
+from orbit_runtime.errors import CredentialsError, OrbitError, OutputError, StorageError
+from orbit_runtime.storage.faults import Fault, read_fault
+
+_log = logging.getLogger("orbit.storage")
+_KEY = re.compile(r"[A-Za-z0-9._=+-]+(/[A-Za-z0-9._=+-]+)*")
+_PARALLEL_REQUESTS = 8
+
+STORE_ERRORS = (BaseError, OSError)
+"""What the store and the disk raise; anything else is a mistake of ours."""
+
+Keys = list[str]
+"""`list` is a method below."""
+
+
+class NotFound(StorageError):  # noqa: N818
+    """No object has this key."""
+
+
+class AlreadyExists(StorageError):  # noqa: N818
+    """A create-only put found another writer's object."""
+
+
+class CorruptBundle(StorageError):  # noqa: N818
+    """A bundle is not what its manifest says: a part is missing, truncated or changed, or the manifest is no JSON."""
+
+
+class Backend(Protocol):
+    """The six calls that we make of an obstore store (`LocalStore`, `S3Store`, `MemoryStore` …)."""
+
+    def put(self, path: str, file: bytes, /, *, mode: Any = None) -> Any: ...
+    def get(self, path: str, /) -> Any: ...
+    def head(self, path: str, /) -> Any: ...
+    def list(self, prefix: str | None = None) -> Any: ...
+    def list_with_delimiter(self, prefix: str | None = None) -> Any: ...
+    def delete(self, paths: Sequence[str], /) -> Any: ...
+
+
+class Store:
+    """A run folder, or a folder of run folders. Safe to use from several threads; not after a fork.
+
+    Args:
+        backend: an obstore store whose root is `uri`.
+        uri: for messages; holds no credentials.
+        root: the folder on this machine, or `None` for an object store.
+        deadline_seconds: how long one call may be retried before it is a `StorageError`.
+        clock, sleep: wall clock and waiting; `monotonic` measures the deadline.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        uri: str,
+        *,
+        root: Path | None,
+        deadline_seconds: float,
+        clock: Callable[[], float],
+        sleep: Callable[[float], None],
+        monotonic: Callable[[], float],
+    ) -> None:
+        self.uri = uri
+        self.root = root
+        self.deadline_seconds = deadline_seconds
+        self.clock = clock
+        self.sleep = sleep
+        self.monotonic = monotonic
+        self._backend = backend
+        self._pool: ThreadPoolExecutor | None = None
+
+    def __repr__(self) -> str:
+        return f"Store({self.uri!r})"
+
+    def with_deadline(self, seconds: float) -> Store:
+        """The same store, more or less patient."""
+        return Store(
+            self._backend,
+            self.uri,
+            root=self.root,
+            deadline_seconds=seconds,
+            clock=self.clock,
+            sleep=self.sleep,
+            monotonic=self.monotonic,
+        )
+
+    def put(self, key: str, data: bytes, *, create_only: bool = False) -> None:
+        """Write one object, whole or not at all. Safe to call twice.
+
+        Raises:
+            AlreadyExists: with `create_only`, when another writer's object has this key.
+        """
+        check_key(key)
+        tries = 0
+
+        def attempt() -> None:
+            nonlocal tries
+            tries += 1
+            self._backend.put(key, data, mode="create" if create_only else "overwrite")
+
+        try:
+            self._call(f"writing {key}", key, attempt)
+        except AlreadyExists:
+            # An earlier try may have been carried out although its answer was lost.
+            if tries == 1 or self.get(key) != data:
+                raise
+
+    def get(self, key: str) -> bytes:
+        """Read one object. Raises `NotFound`."""
+        check_key(key)
+        data = self._call(f"reading {key}", key, lambda: bytes(self._backend.get(key).bytes()))
+        assert isinstance(data, bytes)
+        return data
+
+    def exists(self, key: str) -> bool:
+        """Whether an object has this key."""
+        check_key(key)
+        try:
+            self._call(f"looking for {key}", key, lambda: self._backend.head(key))
+        except NotFound:
+            return False
+        return True
+
+    def list(self, prefix: str = "") -> Keys:
+        """All keys below a folder, at any depth, sorted. A folder that does not exist is empty."""
+        folder = _folder(prefix)
+
+        def attempt() -> Keys:
+            return [entry["path"] for page in self._backend.list(folder) for entry in page]
+
+        keys: Keys = self._call(f"listing {prefix or 'the folder'}", prefix, attempt)
+        return sorted(keys)
+
+    def list_folders(self, prefix: str = "") -> Keys:
+        """The folders directly below a folder, sorted, each ending in `/`. They may turn out to be empty."""
+        folder = _folder(prefix)
+
+        def attempt() -> Keys:
+            return [f"{path.rstrip('/')}/" for path in self._backend.list_with_delimiter(folder)["common_prefixes"]]
+
+        folders: Keys = self._call(f"listing {prefix or 'the folder'}", prefix, attempt)
+        return sorted(folders)
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Remove objects; those that are gone already are no error."""
+        names = [*keys]
+        for key in names:
+            check_key(key)
+        if self.root is not None:
+            # LocalStore stops at the first missing file.
+            for key in names:
+                self._delete_one(key)
+        elif names:
+            self._call(f"deleting {len(names)} objects", names[0], lambda: self._backend.delete(names))
+
+    def _delete_one(self, key: str) -> None:
+        try:
+            self._call(f"deleting {key}", key, lambda: self._backend.delete([key]))
+        except NotFound:
+            return
+
+    def put_many(self, objects: Sequence[tuple[str, bytes]]) -> None:
+        """Write several objects, in parallel where each costs a round trip. All are written when it returns."""
+        self._each(lambda pair: self.put(pair[0], pair[1]), objects)
+
+    def get_many(self, keys: Sequence[str]) -> Sequence[bytes | NotFound]:
+        """Read several objects, in the order asked; a missing one comes back as its `NotFound`."""
+
+        def read(key: str) -> bytes | NotFound:
+            try:
+                return self.get(key)
+            except NotFound as missing:
+                return missing
+
+        return self._each(read, keys)
+
+    def _each[T, R](self, call: Callable[[T], R], items: Sequence[T]) -> Sequence[R]:
+        if self.root is not None or len(items) < 2:
+            return [call(item) for item in items]
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(_PARALLEL_REQUESTS, thread_name_prefix="orbit-store")
+        return [*self._pool.map(call, items)]
+
+    def sweep(self) -> None:
+        """Remove what a killed writer left half-written in a local folder. For the only writer, at its start.
+
+        LocalStore writes `NAME#1` and renames it; listings hide such files, so nothing else ever removes them.
+        """
+        if self.root is None:
+            return
+        for path in self.root.rglob("*#*"):
+            if re.fullmatch(r".+#\d+", path.name) and path.is_file():
+                path.unlink(missing_ok=True)
+
+    def _call(self, doing: str, key: str, attempt: Callable[[], Any]) -> Any:
+        started = self.monotonic()
+
+        def out_of_time(state: RetryCallState) -> bool:
+            return self.monotonic() - started + state.upcoming_sleep > self.deadline_seconds
+
+        def tell(state: RetryCallState) -> None:
+            error = state.outcome.exception() if state.outcome else None
+            reason = read_fault(error).reason if isinstance(error, Exception) else "failed"
+            _log.warning("%s in %s: %s; trying again in %.1f s", doing, self.uri, reason, state.upcoming_sleep)
+
+        retrying = Retrying(
+            retry=retry_if_exception(lambda e: isinstance(e, STORE_ERRORS) and read_fault(e).kind == "transient"),
+            wait=wait_exponential_jitter(initial=0.1, max=8.0, jitter=0.1),
+            stop=out_of_time,
+            sleep=self.sleep,
+            before_sleep=tell,
+            reraise=True,
+        )
+        try:
+            return retrying(attempt)
+        except STORE_ERRORS as error:
+            raise self._explain(read_fault(error), doing, key, self.monotonic() - started) from None
+
+    def _explain(self, fault: Fault, doing: str, key: str, seconds: float) -> OrbitError:
+        where = self.uri
+        match fault.kind:
+            case "missing":
+                return NotFound(f"{key} is not there", where=where)
+            case "exists":
+                return AlreadyExists(f"{key} was already written by someone else", where=where)
+            case "no-bucket":
+                return OutputError(
+                    "the bucket does not exist", where=where, fix="create the bucket, or correct the name in the URI"
+                )
+            case "refused":
+                return CredentialsError(
+                    f"{doing} was refused ({fault.reason})",
+                    where=where,
+                    fix="check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN, and that this identity "
+                    "may list, read, write and delete in the bucket",
+                )
+            case "no-credentials":
+                return CredentialsError(
+                    "no credentials for the object store were found",
+                    where=where,
+                    fix="set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or run under an identity that has a role",
+                )
+            case "clock":
+                return CredentialsError(
+                    "the store refused the request because this machine's clock is wrong",
+                    where=where,
+                    fix="synchronise the clock (NTP) and start again",
+                )
+            case "full":
+                return StorageError(
+                    f"{doing} failed: {fault.reason.lower()} ({self._free_space()})",
+                    where=where,
+                    fix="free some space or lower checkpoint.keep, then start again: it continues from the newest "
+                    "complete checkpoint",
+                )
+            case "denied":
+                return OutputError(
+                    f"{doing} failed: {fault.reason.lower()}",
+                    where=where,
+                    fix="choose a folder that this user may write, on a file system with hard links",
+                )
+            case "unusable":
+                return OutputError(
+                    f"{doing} failed: {fault.reason.lower()}",
+                    where=where,
+                    fix="choose another folder: a file and a folder want the same name here",
+                )
+            case "transient":
+                return StorageError(
+                    f"{doing} failed for {seconds:.0f} s: {fault.reason}",
+                    where=where,
+                    fix="check that the store is up and reachable from here, then start again: nothing durable is lost",
+                )
+
+    def _free_space(self) -> str:
+        if self.root is None:
+            return "the store is full"
+        folder = self.root
+        while not folder.exists():
+            folder = folder.parent
+        usage = shutil.disk_usage(folder)
+        return f"{usage.free / 2**20:.1f} MiB free of {usage.total / 2**20:.1f} MiB"
+
+
+def check_key(key: str) -> None:
+    """Keys are plain ASCII segments joined by `/`, the same in every store."""
+    assert _KEY.fullmatch(key), f"not a key: {key!r}"
+    assert ".." not in key.split("/"), f"not a key: {key!r}"
+
+
+def _folder(prefix: str) -> str | None:
+    folder = prefix.rstrip("/")
+    if folder:
+        check_key(folder)
+    return folder or None
