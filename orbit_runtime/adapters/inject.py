@@ -110,9 +110,10 @@ def _match(model: nn.Module, targets: Sequence[str]) -> dict[str, tuple[str, nn.
         for name in found:
             matched.setdefault(name, (target, linear[name]))
     if problems:
-        raise problems[0] if len(problems) == 1 else ManifestError(
-            f"{len(problems)} adapter targets match nothing", where="spec.adapter.targets", problems=tuple(problems)
-        )
+        if len(problems) == 1:
+            raise problems[0]
+        message = f"{len(problems)} adapter targets match nothing"
+        raise ManifestError(message, where="spec.adapter.targets", problems=tuple(problems))
     return {name: matched[name] for name in linear if name in matched}
 
 

@@ -1,7 +1,7 @@
-"""A base layer with adapter slots, and the selection that says which slot applies to which rows of the pass under way.
+"""A base layer with adapter slots, and the selection that says which slot applies to which rows of a pass.
 
-Belongs here: dispatch from selection to maths. Does not belong here: the maths (`lora`, `oft`), which layers are wrapped
-(`inject`), files (`state`).
+Belongs here: dispatch from selection to maths.
+Does not belong here: the maths (`lora`, `oft`), which layers are wrapped (`inject`), files (`state`).
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ class Selection:
     """Builds every layer's trainer slot from the masters: published rounding, straight-through gradient."""
     trainer: dict[str, Slot] = field(default_factory=dict)
     rotated: tuple[Tensor, int, Tensor, Tensor] | None = None
-    """(input, its version, R, result) of the newest rotation: projections that share an input and R share the result."""
+    """(input, its version, R, result) of the newest rotation: projections that share input and R share the result."""
 
     @contextmanager
     def use(self, segments: str | Sequence[Segment] | None) -> Iterator[None]:
         """Within it, layers apply: nothing (None), one slot (its name), or one slot per run of rows.
 
-        With the trainer's slot the rounded masters are computed once, on entry, and all passes within share their graph:
-        enter once per forward and backward. Contexts nest; an inner one hides the outer one.
+        With the trainer's slot the rounded masters are computed once, on entry, and all passes within share their
+        graph: enter once per forward and backward. Contexts nest; an inner one hides the outer one.
         """
         before = (self.active, self.trainer)
         active = segments if segments is None or isinstance(segments, str) else _checked(segments)
@@ -150,10 +150,10 @@ class AdaptedLinear(nn.Module):
             for slot, start, stop in runs:
                 turned[start:stop] = rotate(flat[start:stop], slot.rotation)  # type: ignore[union-attr]
             return self.base(turned.view(x.shape))  # type: ignore[no-any-return]
-        y = self.base(x)
+        y: Tensor = self.base(x)
         rows = y.view(-1, y.shape[-1])
         if torch.is_grad_enabled():
-            rows = y = rows.clone()
+            rows = rows.clone()
         for slot, start, stop in runs:
             rows[start:stop] = add_lora(rows[start:stop], flat[start:stop], slot)  # type: ignore[arg-type]
-        return y.view(*x.shape[:-1], -1)
+        return rows.view(*x.shape[:-1], rows.shape[-1])

@@ -28,7 +28,7 @@ class LoRASlot:
 
 
 def initial_A(rank: int, in_features: int, seed: int, module_name: str) -> Tensor:
-    """PEFT's default, Kaiming-uniform with a = sqrt(5), i.e. uniform in ±1/sqrt(K), drawn from the module's own stream."""
+    """PEFT's default: Kaiming-uniform with a = sqrt(5), so uniform in ±1/sqrt(K); from the module's own stream."""
     generator = torch.Generator().manual_seed(stream_key(seed, "adapter-init", module_name))
     return (torch.rand(rank, in_features, generator=generator) * 2 - 1) / math.sqrt(in_features)
 

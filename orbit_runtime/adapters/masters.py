@@ -1,4 +1,4 @@
-"""The trainer's side of an adapter: fp32 master parameters, and the published rounding that the forward pass multiplies by.
+"""The trainer's side of an adapter: fp32 master parameters, and the published rounding that a pass multiplies by.
 
 Belongs here: masters, ties between projections that share an input, rounding with a straight-through gradient.
 Does not belong here: optimisers, files.
@@ -24,7 +24,9 @@ class _Rounded(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, dtype: torch.dtype, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return tuple(tensor.to(torch.bfloat16).to(dtype) for tensor in tensors)
+        rounded = torch.cat([tensor.reshape(-1) for tensor in tensors]).to(torch.bfloat16).to(dtype)
+        parts = rounded.split_with_sizes([tensor.numel() for tensor in tensors])
+        return tuple(part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -57,10 +59,12 @@ class Masters:
         return {name: OFTSlot(R[owner]) for name, owner in self.owner.items()}
 
     def rotations(self) -> dict[str, Tensor]:
-        """fp32 R of every owner, built in one go: trainer and publish must build them in the same batch to get equal bits."""
+        """fp32 R of every owner, in one batch: trainer and publish both call this, so that they get the same bits."""
         counts = [parameter.shape[0] for parameter in self.parameters.values()]
         config = self.config
         stacked = rotations(
             torch.cat(list(self.parameters.values())), config.block_size, config.parametrization, config.neumann_terms
         )
-        return dict(zip((key.removesuffix(".oft_R") for key in self.parameters), stacked.split(counts), strict=True))
+        return dict(
+            zip((key.removesuffix(".oft_R") for key in self.parameters), torch.split(stacked, counts), strict=True)
+        )

@@ -1,7 +1,7 @@
 """OFT, input-centric (Qiu et al., arXiv 2506.19847), in PEFT 0.21's conventions: `y = base(x R)`, R block-diagonal.
 
-Q is skew-symmetric, its upper triangle filled row by row from the parameters. PEFT's two parametrisations rotate in opposite
-directions for the same Q, and both are kept: files say which one made them.
+Q is skew-symmetric, its upper triangle filled row by row from the parameters. PEFT's two parametrisations rotate in
+opposite directions for the same Q, and both are kept: files say which one made them.
     Cayley          R = (I - Q)(I + Q)^-1
     CayleyNeumann   R = I + 2Q + 2Q² + … + Q^(n-1), for n = 5: I + 2Q + 2Q² + 2Q³ + Q⁴, close to (I + Q)(I - Q)^-1
 R is built in fp32 and rounded to BF16 once; the rounded R is what trainer and engine multiply by.
@@ -54,7 +54,7 @@ def num_parameters(in_features: int, block_size: int) -> int:
 
 @functools.cache
 def _triangle(block_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """For each cell of a flattened `[b, b]` block: which parameter fills it (0 on the diagonal), and with which sign."""
+    """For each cell of a `[b, b]` block: which parameter fills it (0 on the diagonal), and with which sign."""
     rows, columns = torch.triu_indices(block_size, block_size, 1)
     source = torch.zeros(block_size, block_size, dtype=torch.int64)
     sign = torch.zeros(block_size, block_size)
@@ -75,7 +75,8 @@ def rotations(parameters: Tensor, block_size: int, parametrization: str, neumann
     Q = skew_symmetric(parameters.float(), block_size)
     identity = torch.eye(block_size, device=Q.device)
     if parametrization == "Cayley":
-        return torch.linalg.solve(identity + Q, identity - Q, left=False)
+        R: Tensor = torch.linalg.solve(identity + Q, identity - Q, left=False)
+        return R
     R = identity.expand_as(Q)
     if neumann_terms > 1:
         R = R + 2.0 * Q

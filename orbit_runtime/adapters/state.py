@@ -1,10 +1,10 @@
 """An adapter as files in PEFT's format, as digests, and as masters in a checkpoint.
 
-    adapter_model.safetensors   `base_model.model.<module>.lora_A.weight`, `.lora_B.weight` in BF16, or `.oft_R.weight` in fp32
+    adapter_model.safetensors   `base_model.model.<module>.lora_A.weight`, `.lora_B.weight` BF16; `.oft_R.weight` fp32
     adapter_config.json         PEFT's configuration, with which PEFT loads the folder unchanged
     rotations.safetensors       OFT only: `<module>.oft_R` BF16 `[K/b, b, b]`, the R that trainer and engine multiply by
 
-Files are canonical: equal tensors give equal bytes. Layers that share one OFT parameter are written as equal per-module ones.
+Files are canonical: equal tensors give equal bytes. Layers that share an OFT parameter are written as equal ones.
 
 Belongs here: names, bytes, digests and strict loading. Does not belong here: storing (`storage`), proving (`loop`).
 """
@@ -32,6 +32,9 @@ CONFIG_FILE = "adapter_config.json"
 ROTATIONS_FILE = "rotations.safetensors"
 PEFT_PREFIX = "base_model.model."
 
+DESCRIPTIVE_FIELDS = {"base_model_name_or_path", "inference_mode", "peft_version", "target_modules", "task_type"}
+"""Of the configuration: what describes the file, or is checked by the tensors' names, and may differ."""
+
 ROTATION_TOLERANCE = 2.0**-6
 """How far a published R may lie from the one rebuilt from its parameters: BF16 rounding and other machines' fp32."""
 
@@ -51,7 +54,8 @@ def config_json(config: AdapterConfig, base_model_name: str) -> bytes:
     if config.type == "LoRA":
         alpha = int(config.alpha) if config.alpha == int(config.alpha) else config.alpha
         fields |= {"peft_type": "LORA", "r": config.rank, "lora_alpha": alpha, "lora_dropout": 0.0}
-        fields |= {"init_lora_weights": True, "use_rslora": False, "use_dora": False, "rank_pattern": {}, "alpha_pattern": {}}
+        fields |= {"init_lora_weights": True, "use_rslora": False, "use_dora": False}
+        fields |= {"rank_pattern": {}, "alpha_pattern": {}}
     else:
         fields |= {"peft_type": "OFT", "r": 0, "oft_block_size": config.block_size, "module_dropout": 0.0}
         fields |= {"coft": False, "eps": 6e-5, "block_share": False, "init_weights": True}
@@ -63,18 +67,21 @@ def config_json(config: AdapterConfig, base_model_name: str) -> bytes:
 def export_adapter(injected: Injected, config: AdapterConfig, base_model_name: str) -> dict[str, bytes]:
     """The files that publish the masters as they are now."""
     values = injected.masters.parameters
+    settings = config_json(config, base_model_name)
+    if config.type == "LoRA":
+        tensors: dict[str, Tensor] = {_peft_key(key): parameter for key, parameter in values.items()}
+        return {MODEL_FILE: tensorfile.dump(tensors, torch.bfloat16), CONFIG_FILE: settings}
+    assert config.rotation_dtype == "BF16", "an adapter with fp32 rotations is for comparisons only"
+    owner = injected.masters.owner
     with torch.no_grad():
-        if config.type == "LoRA":
-            tensors = {_peft_key(key): parameter.to(torch.bfloat16) for key, parameter in values.items()}
-            return {MODEL_FILE: tensorfile.dump(tensors), CONFIG_FILE: config_json(config, base_model_name)}
-        assert config.rotation_dtype == "BF16", "an adapter with fp32 rotations is for comparisons only"
-        owner = injected.masters.owner
-        built = {name: R.to(torch.bfloat16) for name, R in injected.masters.rotations().items()}
-        return {
-            MODEL_FILE: tensorfile.dump({_peft_key(f"{name}.oft_R"): values[f"{owner[name]}.oft_R"] for name in owner}),
-            ROTATIONS_FILE: tensorfile.dump({f"{name}.oft_R": built[owner[name]] for name in owner}),
-            CONFIG_FILE: config_json(config, base_model_name),
-        }
+        built = injected.masters.rotations()
+    tensors = {_peft_key(f"{name}.oft_R"): values[f"{owner[name]}.oft_R"] for name in owner}
+    turned = {f"{name}.oft_R": built[owner[name]] for name in owner}
+    return {
+        MODEL_FILE: tensorfile.dump(tensors, torch.float32),
+        ROTATIONS_FILE: tensorfile.dump(turned, torch.bfloat16),
+        CONFIG_FILE: settings,
+    }
 
 
 def files_digest(files: Mapping[str, bytes]) -> str:
@@ -94,9 +101,6 @@ def load_slot(layers: Mapping[str, AdaptedLinear], slot_name: str, files: Mappin
     config = first.config
     _check_files(files, config)
     tensors = _parse(files, MODEL_FILE)
-    kinds = ("lora_A", "lora_B") if config.type == "LoRA" else ("oft_R",)
-    _check_tensors(MODEL_FILE, tensors, {_peft_key(f"{name}.{kind}"): _shape(layer, kind) for name, layer in layers.items()
-                                         for kind in kinds}, torch.bfloat16 if config.type == "LoRA" else torch.float32)
     if config.type == "LoRA":
         slots = _lora_slots(layers, tensors)
     else:
@@ -116,42 +120,52 @@ def slot_files(layers: Mapping[str, AdaptedLinear], slot_name: str, config_bytes
 
     `config_bytes` is the published `adapter_config.json`, from which nothing is kept in a slot but the scaling.
     """
-    model, turned = {}, {}
+    lora: dict[str, Tensor] = {}
+    parameters: dict[str, Tensor] = {}
+    turned: dict[str, Tensor] = {}
     for name, layer in layers.items():
         slot = layer.slots.get(slot_name)
-        if slot is None:
-            continue
         if isinstance(slot, LoRASlot):
             # A scaling that is not the published one must show, and it has no tensor of its own.
             suffix = "" if slot.scaling == layer.config.scaling else f".scaling={slot.scaling!r}"
-            for kind, tensor in slot.tensors().items():
-                model[_peft_key(f"{name}.{kind}") + suffix] = _narrowed(tensor)
-        else:
-            assert slot.parameters is not None
-            model[_peft_key(f"{name}.oft_R")] = slot.parameters
-            turned[f"{name}.oft_R"] = _narrowed(slot.rotation)
-    files = {MODEL_FILE: tensorfile.dump(model), CONFIG_FILE: config_bytes}
-    return files | ({ROTATIONS_FILE: tensorfile.dump(turned)} if turned else {})
+            lora |= {_peft_key(f"{name}.{kind}") + suffix: tensor for kind, tensor in slot.tensors().items()}
+        elif slot is not None and slot.parameters is not None:
+            parameters[_peft_key(f"{name}.oft_R")] = slot.parameters
+            turned[f"{name}.oft_R"] = slot.rotation
+    if next(iter(layers.values())).config.type == "LoRA":
+        return {MODEL_FILE: tensorfile.dump_narrowed(lora), CONFIG_FILE: config_bytes}
+    return {
+        MODEL_FILE: tensorfile.dump(parameters, torch.float32),
+        ROTATIONS_FILE: tensorfile.dump_narrowed(turned),
+        CONFIG_FILE: config_bytes,
+    }
 
 
 def applied_digest(trace: Iterable[Applied]) -> str:
-    """Digest of module → the tensors that it multiplied by, from the trace of a pass."""
-    return _digest_applied((entry.module, entry.tensors, entry.scaling) for entry in trace)
+    """Digest of module → the tensors that it multiplied by, from the trace of a pass.
+
+    A module that applied two different things in one pass counts twice, so that it cannot equal what was published.
+    """
+    tensors: dict[str, Tensor] = {}
+    scalings = set()
+    for entry in trace:
+        scalings.add(entry.scaling)
+        for kind, tensor in entry.tensors.items():
+            key = f"{entry.module}.{kind}"
+            while key in tensors and tensors[key] is not tensor:
+                key += " and"
+            tensors[key] = tensor
+    return _digest_applied(tensors, scalings)
 
 
 def expected_applied_digest(files: Mapping[str, bytes]) -> str:
     """What `applied_digest` must be when a pass applied exactly these files in every layer."""
     fields = json.loads(files[CONFIG_FILE])
-    scaling = None
-    if fields["peft_type"] == "LORA":
-        tensors, scaling = _parse(files, MODEL_FILE), float(fields["lora_alpha"]) / fields["r"]
-    else:
-        tensors = _parse(files, ROTATIONS_FILE)
-    by_module: dict[str, dict[str, Tensor]] = {}
-    for key, tensor in tensors.items():
-        module, _, kind = key.removeprefix(PEFT_PREFIX).removesuffix(".weight").rpartition(".")
-        by_module.setdefault(module, {})[kind] = tensor
-    return _digest_applied((module, kinds, scaling) for module, kinds in by_module.items())
+    if fields["peft_type"] == "OFT":
+        return _digest_applied(_parse(files, ROTATIONS_FILE), {None})
+    tensors = _parse(files, MODEL_FILE)
+    plain = {key.removeprefix(PEFT_PREFIX).removesuffix(".weight"): tensor for key, tensor in tensors.items()}
+    return _digest_applied(plain, {float(fields["lora_alpha"]) / fields["r"]})
 
 
 def masters(injected: Injected) -> dict[str, Tensor]:
@@ -199,11 +213,9 @@ def _check_files(files: Mapping[str, bytes], config: AdapterConfig) -> None:
     except ValueError:
         raise ModelError("the file does not parse", where=CONFIG_FILE) from None
     expected = json.loads(config_json(config, ""))
-    compared = ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "oft_block_size", "use_cayley_neumann", "coft")
-    compared += ("num_cayley_neumann_terms", "block_share")
-    for key in compared:
-        if found.get(key) != expected.get(key):
-            raise ModelError(f"{key} is {found.get(key)!r}, this run's is {expected.get(key)!r}", where=CONFIG_FILE)
+    for key in sorted(expected.keys() - DESCRIPTIVE_FIELDS):
+        if found.get(key) != expected[key]:
+            raise ModelError(f"{key} is {found.get(key)!r}, this run's is {expected[key]!r}", where=CONFIG_FILE)
 
 
 def _check_tensors(
@@ -218,17 +230,18 @@ def _check_tensors(
         if tensor.dtype != dtype or tuple(tensor.shape) != shape:
             found = f"{tensor.dtype} {list(tensor.shape)}"
             raise ModelError(f"the tensor {key} is {found}, expected {dtype} {list(shape)}", where=where)
-        if not bool(tensor.isfinite().all()):
-            raise ModelError(f"the tensor {key} is not finite", where=where)
+    if not bool(tensorfile.flat(tensors.values()).isfinite().all()):
+        key = next(key for key in sorted(tensors) if not bool(tensors[key].isfinite().all()))
+        raise ModelError(f"the tensor {key} is not finite", where=where)
 
 
 def _lora_slots(layers: Mapping[str, AdaptedLinear], tensors: Mapping[str, Tensor]) -> dict[str, Slot]:
+    keys = {(name, kind): _peft_key(f"{name}.{kind}") for name in layers for kind in ("lora_A", "lora_B")}
+    shapes = {key: _shape(layers[name], kind) for (name, kind), key in keys.items()}
+    _check_tensors(MODEL_FILE, tensors, shapes, torch.bfloat16)
+    wide = _widened(tensors, layers)
     return {
-        name: LoRASlot(
-            _widened(tensors[_peft_key(f"{name}.lora_A")], layer),
-            _widened(tensors[_peft_key(f"{name}.lora_B")], layer),
-            layer.config.scaling,
-        )
+        name: LoRASlot(wide[keys[name, "lora_A"]], wide[keys[name, "lora_B"]], layer.config.scaling)
         for name, layer in layers.items()
     }
 
@@ -236,51 +249,48 @@ def _lora_slots(layers: Mapping[str, AdaptedLinear], tensors: Mapping[str, Tenso
 def _oft_slots(
     layers: Mapping[str, AdaptedLinear], tensors: Mapping[str, Tensor], turned: Mapping[str, Tensor]
 ) -> dict[str, Slot]:
+    key_of = {name: _peft_key(f"{name}.oft_R") for name in layers}
+    shapes = {key: _shape(layers[name], "oft_R") for name, key in key_of.items()}
+    _check_tensors(MODEL_FILE, tensors, shapes, torch.float32)
     shapes = {f"{name}.oft_R": _shape(layer, "rotation") for name, layer in layers.items()}
     _check_tensors(ROTATIONS_FILE, turned, shapes, torch.bfloat16)
-    config = next(iter(layers.values())).config
     owner = owners(layers)
     for name in layers:
-        for file, values, key in ((MODEL_FILE, tensors, _peft_key), (ROTATIONS_FILE, turned, str)):
-            mine, shared = values[key(f"{name}.oft_R")], values[key(f"{owner[name]}.oft_R")]
-            if not torch.equal(mine, shared):
-                message = f"the tensor {key(f'{name}.oft_R')} differs from that of {owner[name]}, which takes the same input"
-                raise ModelError(message, where=file)
-    distinct = sorted(set(owner.values()))
-    stacked = torch.cat([tensors[_peft_key(f"{name}.oft_R")] for name in distinct])
+        _check_shared(MODEL_FILE, tensors, key_of[name], key_of[owner[name]])
+        _check_shared(ROTATIONS_FILE, turned, f"{name}.oft_R", f"{owner[name]}.oft_R")
+    parameters = {name: tensors[key_of[name]] for name in sorted(set(owner.values()))}
+    _check_rotations(parameters, turned, next(iter(layers.values())).config)
+    wide = _widened({f"{name}.oft_R": turned[f"{name}.oft_R"] for name in parameters}, layers)
+    return {name: OFTSlot(wide[f"{owner[name]}.oft_R"], tensors[key_of[name]].clone()) for name in layers}
+
+
+def _check_shared(where: str, tensors: Mapping[str, Tensor], key: str, owner_key: str) -> None:
+    if key != owner_key and not torch.equal(tensors[key], tensors[owner_key]):
+        raise ModelError(f"the tensor {key} differs from {owner_key}, which takes the same input", where=where)
+
+
+def _check_rotations(parameters: Mapping[str, Tensor], turned: Mapping[str, Tensor], config: AdapterConfig) -> None:
+    """The published R belongs to the published parameters."""
+    stacked = torch.cat(list(parameters.values()))
     rebuilt = rotations(stacked, config.block_size, config.parametrization, config.neumann_terms)
-    parts = rebuilt.split([tensors[_peft_key(f"{name}.oft_R")].shape[0] for name in distinct])
-    for name, R in zip(distinct, parts, strict=True):
-        if (turned[f"{name}.oft_R"].float() - R).abs().max() > ROTATION_TOLERANCE * max(1.0, float(R.abs().max())):
+    published = torch.cat([turned[f"{name}.oft_R"] for name in parameters]).float()
+    wrong_blocks = ((published - rebuilt).abs() > ROTATION_TOLERANCE * rebuilt.abs().clamp(min=1.0)).flatten(1).any(1)
+    if not bool(wrong_blocks.any()):
+        return
+    counts = [tensor.shape[0] for tensor in parameters.values()]
+    for name, wrong in zip(parameters, torch.split(wrong_blocks, counts), strict=True):
+        if bool(wrong.any()):
             raise ModelError(f"the tensor {name}.oft_R is not the rotation of its parameters", where=ROTATIONS_FILE)
-    shared_R = {name: _widened(turned[f"{name}.oft_R"], layers[name]) for name in distinct}
-    return {name: OFTSlot(shared_R[owner[name]], tensors[_peft_key(f"{name}.oft_R")].clone()) for name in layers}
 
 
-def _widened(tensor: Tensor, layer: AdaptedLinear) -> Tensor:
-    """Its own memory, in the compute dtype, on the layer's device."""
-    return tensor.to(device=layer.device, dtype=layer.selection.compute_dtype, copy=True)
+def _widened(tensors: Mapping[str, Tensor], layers: Mapping[str, AdaptedLinear]) -> dict[str, Tensor]:
+    """In the compute dtype, on the layers' device, in memory of their own."""
+    layer = next(iter(layers.values()))
+    values = tensorfile.flat(tensors.values()).to(device=layer.device, dtype=layer.selection.compute_dtype)
+    return tensorfile.split(values, tensors)
 
 
-def _narrowed(tensor: Tensor) -> Tensor:
-    """As published: BF16 where that is exact, and as it is, which changes the digest, where it is not."""
-    tensor = tensor.detach()
-    narrow = tensor.to(torch.bfloat16)
-    same = narrow.to(tensor.dtype).view(torch.uint8).eq(tensor.contiguous().view(torch.uint8)).all()
-    return narrow if bool(same) else tensor.float()
-
-
-def _digest_applied(entries: Iterable[tuple[str, Mapping[str, Tensor], float | None]]) -> str:
-    """A module that applied two different things in one pass counts twice, so it cannot equal what was published."""
-    seen = set()
-    for module, tensors, scaling in entries:
-        digest = hashlib.sha256(f"{module}\n{scaling if scaling is None else float(scaling).hex()}\n".encode())
-        for kind in sorted(tensors):
-            narrow = _narrowed(tensors[kind])
-            digest.update(f"{kind} {narrow.dtype} {list(narrow.shape)}\n".encode())
-            digest.update(tensorfile.tensor_bytes(narrow))
-        seen.add((module, digest.hexdigest()))
-    whole = hashlib.sha256()
-    for module, hexdigest in sorted(seen):
-        whole.update(f"{module} {hexdigest}\n".encode())
-    return f"sha256:{whole.hexdigest()}"
+def _digest_applied(tensors: Mapping[str, Tensor], scalings: Iterable[float | None]) -> str:
+    digest = hashlib.sha256(tensorfile.dump_narrowed(tensors))
+    digest.update(" ".join(sorted(str(scaling) for scaling in scalings)).encode())
+    return f"sha256:{digest.hexdigest()}"

@@ -15,8 +15,8 @@ from typing import Any
 from orbit_runtime.errors import ModelError
 
 BITS = {
-    "F64": 64, "F32": 32, "F16": 16, "BF16": 16, "I64": 64, "I32": 32, "I16": 16, "I8": 8, "U64": 64, "U32": 32, "U16": 16,
-    "U8": 8, "BOOL": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F4": 4,
+    "F64": 64, "F32": 32, "F16": 16, "BF16": 16, "I64": 64, "I32": 32, "I16": 16, "I8": 8, "U64": 64, "U32": 32,
+    "U16": 16, "U8": 8, "BOOL": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F4": 4,
 }  # fmt: skip
 MAX_HEADER_BYTES = 100_000_000
 """The limit of the format itself."""
@@ -47,7 +47,7 @@ class Header:
 
 
 def parse_header(data: bytes, *, size: int, where: str) -> Header:
-    """The header at the start of `data` of a file of `size` bytes; raises `ModelError` naming `where` unless it is whole."""
+    """The header at the start of `data`, of a file of `size` bytes; `ModelError` naming `where` unless it is whole."""
     if len(data) < 8 or size < 8:
         raise _broken(where, f"{size} bytes are too few for a safetensors file")
     length = int.from_bytes(data[:8], "little")

@@ -38,7 +38,8 @@ class QuantFormat:
 def parse_quantization(config: Mapping[str, Any], *, where: str = "config.json") -> QuantFormat:
     """`config` is the model's whole config.json. No quantisation block means BF16."""
     text = config.get("text_config")
-    block = config.get("quantization_config") or (text.get("quantization_config") if isinstance(text, Mapping) else None)
+    inner = text.get("quantization_config") if isinstance(text, Mapping) else None
+    block = config.get("quantization_config") or inner
     if not block:
         return QuantFormat("BF16")
     where = f"{where}: quantization_config"
@@ -80,7 +81,7 @@ def _group_size(weights: Mapping[str, Any], group: Mapping[str, Any], where: str
 
 def _matches(patterns: tuple[str, ...], module_name: str, class_name: str) -> bool:
     return any(
-        re.match(pattern[3:], module_name) is not None if pattern.startswith("re:") else pattern in (module_name, class_name)
+        re.match(pattern[3:], module_name) if pattern.startswith("re:") else pattern in (module_name, class_name)
         for pattern in patterns
     )
 

@@ -3,7 +3,8 @@
 Oracle: compressed-tensors' own `decompress`, bit for bit. Order of operations: `bf16(float32(q) * float32(scale))`, one
 rounding to nearest even (a BF16 multiplication does exactly this); wider dtypes widen that BF16 value, which is exact.
 
-Belongs here: the INT4 format. Does not belong here: other integer widths or packings, zero points, the layer that multiplies.
+Belongs here: the INT4 format.
+Does not belong here: other integer widths or packings, zero points, the layer that multiplies.
 """
 
 from __future__ import annotations
@@ -56,11 +57,12 @@ def from_checkpoint(tensors: Mapping[str, Tensor], name: str) -> INT4Weight:
             where=packed_key,
         )
     if scale.dtype != torch.bfloat16 or scale.ndim != 2 or scale.shape[0] != rows:
-        raise ModelError(f"expected bfloat16 [{rows}, groups], found {scale.dtype} {list(scale.shape)}", where=scale_key)
+        found = f"{scale.dtype} {list(scale.shape)}"
+        raise ModelError(f"expected bfloat16 [{rows}, groups], found {found}", where=scale_key)
     groups = scale.shape[1]
     if groups == 0 or columns % groups or (columns // groups) % CODES_PER_WORD:
         raise ModelError(
-            f"{groups} groups do not divide {columns} columns into groups of a multiple of {CODES_PER_WORD}", where=scale_key
+            f"{groups} scales a row do not suit {columns} columns packed by {CODES_PER_WORD}", where=scale_key
         )
     return INT4Weight(qdata, scale, (rows, columns), columns // groups)
 
@@ -81,13 +83,14 @@ def unpack(qdata: Tensor) -> Tensor:
 
 
 def quantize(w: Tensor, group: int) -> INT4Weight:
-    """Quantise by compressed-tensors' observer rule: `scale = amax / 7.5` per group, `q = round(clamp(w / scale, -8, 7))`.
+    """Quantise by compressed-tensors' rule: `scale = amax / 7.5` per group, `q = round(clamp(w / scale, -8, 7))`.
 
     Arithmetic is BF16, as compressed-tensors' is for a BF16 model; a group of zeros gets BF16's epsilon for a scale.
     For making checkpoints only: a frozen base is never quantised again.
     """
     rows, columns = w.shape
-    assert columns % group == 0 and group % CODES_PER_WORD == 0, (columns, group)
+    assert columns % group == 0, (columns, group)
+    assert group % CODES_PER_WORD == 0, group
     grouped = w.to(torch.bfloat16).view(rows, columns // group, group)
     scale = grouped.abs().amax(-1) / 7.5
     scale = torch.where(scale == 0, torch.finfo(torch.bfloat16).eps, scale)
@@ -97,7 +100,7 @@ def quantize(w: Tensor, group: int) -> INT4Weight:
 
 @functools.cache
 def _four_codes(device: torch.device) -> Tensor:
-    """int64 `[65536]`: entry i holds the BF16 values of the four codes in the 16 bits i, first column lowest. 512 KiB."""
+    """int64 `[65536]` (512 KiB): entry i holds the BF16 values of the four codes in the 16 bits i, in order."""
     words = torch.arange(1 << 16, dtype=torch.int32).unsqueeze(-1) >> torch.arange(0, 16, 4, dtype=torch.int32)
     return ((words & 15) - ZERO_CODE).to(torch.bfloat16).view(torch.int64).view(-1).to(device)
 

@@ -19,7 +19,7 @@ from orbit_runtime.quant.formats import FORMATS, Weight, format_of
 DENSE_BYTES_LIMIT = {"cpu": 8 << 20, "cuda": 256 << 20}
 """Most bytes of dequantised weight, in the compute dtype, that exist at a time: larger matrices go by runs of rows.
 
-On a CPU a run of this size stays in the cache between being dequantised and being multiplied, so it is also the faster way.
+On a CPU a run of this size stays in the cache between being dequantised and multiplied: it is also the faster way.
 """
 
 DenseRows = Callable[..., Tensor]
