@@ -1,0 +1,60 @@
+# Everything a contributor or CI runs. Each target puts what it needs into .venv first; only `test-store` needs Go as well.
+SHELL := /bin/sh
+.DEFAULT_GOAL := help
+
+# Give PYTHON=/path/to/python3.12 to choose the interpreter that .venv is made with.
+PYTHON ?=
+BIN := .venv/bin
+# Left to itself a maths library starts a thread per core in every process, and the processes then wait for each other.
+export OMP_NUM_THREADS ?= 2
+export MKL_NUM_THREADS ?= 2
+
+PURE := errors types seeds spec storage workers model_info planner algorithms data environments observability
+PURE_PATHS = $(wildcard $(PURE:%=orbit_runtime/%.py) $(PURE:%=orbit_runtime/%))
+
+.PHONY: help install dev quickstart test test-store check crds docs constraints bench release-check clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z -]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
+
+install: ## make .venv and install what `orbit run` needs
+	@tools/install.sh train "$(PYTHON)"
+
+dev:
+	@tools/install.sh train,dev "$(PYTHON)"
+
+quickstart: install ## train the shipped model with LoRA on its INT4 base (two cores, no GPU)
+	$(BIN)/orbit run examples/quickstart.yaml --out runs/quickstart
+
+test: dev ## every test that needs Python only
+	$(BIN)/python -m pytest
+
+test-store: dev ## storage and resume against a real S3 server (needs Go)
+	ORBIT_TEST_VERSITYGW="$$(tools/versitygw.sh)" && export ORBIT_TEST_VERSITYGW && $(BIN)/python -m pytest tests/store
+
+check: dev ## lint, types, import layers, budgets, stale generated files
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy $(PURE_PATHS)
+	$(BIN)/lint-imports --no-timeout
+	$(call generate,--check)
+	$(BIN)/python -m pytest tests/architecture
+
+# A package that describes itself to people or to a cluster has a generate.py; with --check it fails where a file is stale.
+GENERATORS = $(subst /,.,$(basename $(wildcard orbit_runtime/*/generate.py)))
+generate = @set -e; for module in $(GENERATORS); do echo "python -m $$module $(1)"; $(BIN)/python -m $$module $(1); done
+
+crds docs: dev ## regenerate crds/ and docs/reference/ from the code
+	$(call generate,)
+
+constraints: dev ## recompile images/constraints/ from pyproject.toml (needs the package index)
+	tools/compile_constraints.sh
+
+bench: dev ## measure; prints tables and writes runs/benchmarks/*.json
+	tools/bench.sh
+
+release-check: dev ## build sdist and wheel, install them in clean environments, run the quickstart from the wheel
+	tools/release_check.sh
+
+clean: ## remove what the other targets made, .venv included; runs/ stays
+	rm -rf .venv .venv.installing dist build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -1,0 +1,20 @@
+#!/bin/sh
+# Recompiles the pinned sets of images/constraints/ from pyproject.toml. Neither hosts nor local paths are written to them.
+# Usage: tools/compile_constraints.sh [--upgrade]      without --upgrade, pins that still satisfy pyproject.toml stay.
+set -eu
+cd "$(dirname "$0")/.."
+
+compile() {
+    output=$1
+    shift
+    .venv/bin/uv pip compile --quiet --no-header --no-annotate --no-emit-index-url --no-emit-find-links \
+        --no-emit-package orbit-rl --python-version 3.12 --constraint images/constraints/shared.in \
+        pyproject.toml --output-file "images/constraints/$output" "$@"
+}
+
+# A laptop, a CI machine, a cluster's operator: any system and any supported Python.
+compile laptop.txt --universal --extra train --extra dev --extra operator "$@"
+# Transformer Engine's metadata are computed by its build script, which otherwise looks for a CUDA compiler.
+export NVTE_FRAMEWORK=pytorch NVTE_PYTORCH_SKIP_CUDA_BUILD=TRUE
+compile node.txt --python-platform x86_64-manylinux_2_35 \
+    --extra train --extra sglang --extra megatron --extra ray --extra te --extra operator "$@"
