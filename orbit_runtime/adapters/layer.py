@@ -155,5 +155,7 @@ class AdaptedLinear(nn.Module):
         if torch.is_grad_enabled():
             rows = rows.clone()
         for slot, start, stop in runs:
-            rows[start:stop] = add_lora(rows[start:stop], flat[start:stop], slot)  # type: ignore[arg-type]
+            part = add_lora(rows[start:stop], flat[start:stop], slot)  # type: ignore[arg-type]
+            if part.data_ptr() != rows[start:stop].data_ptr():
+                rows[start:stop] = part
         return rows.view(*x.shape[:-1], rows.shape[-1])

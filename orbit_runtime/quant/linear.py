@@ -7,7 +7,7 @@ Shapes: x `[..., K]`, weight `[N, K]`, result `[..., N]`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -32,8 +32,10 @@ class FrozenLinear(nn.Module):
     changed its dtype would be another weight.
     """
 
-    def __init__(self, weight: Weight, bias: Tensor | None = None) -> None:
+    def __init__(self, weight: Weight, bias: Tensor | None = None, *, dense_bytes: int | None = None) -> None:
         super().__init__()
+        self.dense_bytes = dense_bytes
+        """Most dequantised bytes at a time; None: `DENSE_BYTES_LIMIT` of the device."""
         self.format = format_of(weight)
         self.out_features, self.in_features = weight.shape
         codec = FORMATS[self.format]
@@ -55,11 +57,11 @@ class FrozenLinear(nn.Module):
         bias = buffers["bias"]
         if bias is not None and bias.dtype != x.dtype:
             bias = bias.to(x.dtype)
-        packed = [buffers[name] for name in self._packed_names]
+        packed: list[Any] = [buffers[name] for name in self._packed_names]
         if x.requires_grad and torch.is_grad_enabled():
-            result: Tensor = _FrozenMatmul.apply(x, bias, self._dense_rows, *packed)
+            result: Tensor = _FrozenMatmul.apply(x, bias, self._dense_rows, self.dense_bytes, *packed)
             return result
-        return _forward(x, bias, self._dense_rows, packed)
+        return _forward(x, bias, self._dense_rows, self.dense_bytes, packed)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FrozenLinear:
         for name, buffer in self._buffers.items():
@@ -77,21 +79,26 @@ class _FrozenMatmul(torch.autograd.Function):
     """Saves the packed tensors only: neither x nor a dense weight outlives the call."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor | None, dense_rows: DenseRows, *packed: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, bias: Tensor | None, dense_rows: DenseRows, dense_bytes: int | None, *packed: Tensor
+    ) -> Tensor:
         ctx.save_for_backward(*packed)
-        ctx.dense_rows, ctx.num_columns = dense_rows, x.shape[-1]
-        return _forward(x, bias, dense_rows, packed)
+        ctx.settings = (x.shape[-1], dense_rows, dense_bytes)
+        return _forward(x, bias, dense_rows, dense_bytes, packed)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         packed = ctx.saved_tensors
-        return (_backward(dy, ctx.num_columns, ctx.dense_rows, packed), None, None, *(None for _ in packed))
+        num_columns, dense_rows, dense_bytes = ctx.settings
+        return (_backward(dy, num_columns, dense_rows, dense_bytes, packed), None, None, None, *(None for _ in packed))
 
 
-def _forward(x: Tensor, bias: Tensor | None, dense_rows: DenseRows, packed: Any) -> Tensor:
+def _forward(
+    x: Tensor, bias: Tensor | None, dense_rows: DenseRows, dense_bytes: int | None, packed: Sequence[Tensor]
+) -> Tensor:
     num_rows, dtype = packed[0].shape[0], x.dtype
-    run = _rows_per_run(num_rows, x.shape[-1], x)
+    run = _rows_per_run(num_rows, x.shape[-1], x, dense_bytes)
     if run >= num_rows:
         return nn.functional.linear(x, dense_rows(*packed, dtype), bias)
     flat_x = x.reshape(-1, x.shape[-1])
@@ -104,9 +111,11 @@ def _forward(x: Tensor, bias: Tensor | None, dense_rows: DenseRows, packed: Any)
     return y.view(*x.shape[:-1], num_rows)
 
 
-def _backward(dy: Tensor, num_columns: int, dense_rows: DenseRows, packed: Any) -> Tensor:
+def _backward(
+    dy: Tensor, num_columns: int, dense_rows: DenseRows, dense_bytes: int | None, packed: Sequence[Tensor]
+) -> Tensor:
     num_rows, dtype = packed[0].shape[0], dy.dtype
-    run = _rows_per_run(num_rows, num_columns, dy)
+    run = _rows_per_run(num_rows, num_columns, dy, dense_bytes)
     if run >= num_rows:
         return dy @ dense_rows(*packed, dtype)
     flat_dy = dy.reshape(-1, num_rows)
@@ -117,7 +126,7 @@ def _backward(dy: Tensor, num_columns: int, dense_rows: DenseRows, packed: Any) 
     return dx.view(*dy.shape[:-1], num_columns)
 
 
-def _rows_per_run(num_rows: int, num_columns: int, like: Tensor) -> int:
-    limit = DENSE_BYTES_LIMIT.get(like.device.type, DENSE_BYTES_LIMIT["cuda"])
+def _rows_per_run(num_rows: int, num_columns: int, like: Tensor, dense_bytes: int | None) -> int:
+    limit = DENSE_BYTES_LIMIT[like.device.type] if dense_bytes is None else dense_bytes
     fitting = limit // (num_columns * like.element_size())
     return num_rows if fitting >= num_rows else max(fitting, 1)
