@@ -1,0 +1,64 @@
+"""Log lines: structlog set up once for a process, in the levels that the manifest names.
+
+Belongs here: configuring how log lines look and where they go.
+Does not belong here: what is logged; a metrics row and a progress event are not log lines.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import IO, Any, Literal, TextIO, cast
+
+LogLevel = Literal["Debug", "Info", "Warning", "Error"]
+
+_LEVELS: dict[LogLevel, int] = {
+    "Debug": logging.DEBUG,
+    "Info": logging.INFO,
+    "Warning": logging.WARNING,
+    "Error": logging.ERROR,
+}
+
+
+def configure_logs(level: LogLevel = "Info", *, stream: IO[str] | None = None, json_lines: bool | None = None) -> None:
+    """Sends structlog and stdlib logging to `stream` (stderr): coloured lines on a terminal, JSON lines elsewhere.
+
+    Safe to call twice; the later call wins.
+    """
+    import structlog
+
+    target = sys.stderr if stream is None else stream
+    as_json = not target.isatty() if json_lines is None else json_lines
+    renderer: Any = structlog.processors.JSONRenderer() if as_json else structlog.dev.ConsoleRenderer()
+    shared: list[Any] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+    ]
+    if as_json:
+        shared.append(structlog.processors.format_exc_info)
+    structlog.configure(
+        processors=[*shared, renderer],
+        wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[level]),
+        logger_factory=structlog.PrintLoggerFactory(file=cast(TextIO, target)),
+        cache_logger_on_first_use=False,
+    )
+    formatter = structlog.stdlib.ProcessorFormatter(
+        foreign_pre_chain=shared,
+        processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, renderer],
+    )
+    handler = logging.StreamHandler(target)
+    handler.setFormatter(formatter)
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(_LEVELS[level])
+    # Vendors' loggers say at Info what only their own developers want to read.
+    for noisy in ("httpx", "httpcore", "uvicorn", "asyncio", "filelock"):
+        logging.getLogger(noisy).setLevel(max(logging.WARNING, _LEVELS[level]))
+
+
+def get_logger(name: str) -> Any:
+    """A structlog logger: `log.info("published", version=3)`."""
+    import structlog
+
+    return structlog.get_logger(logger=name)

@@ -1,0 +1,254 @@
+"""The table of metrics: one row per number of a step, from which the JSON row and Prometheus are both built.
+
+Belongs here: names, units, meanings and encodings of a step's numbers. To add a metric, add one row to `METRICS`.
+Does not belong here: computing the numbers (they come back in results) and storing them (`loop.keep`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from orbit_runtime.errors import InternalError
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry, Counter, Gauge
+
+Value = int | float | str | None
+Kind = Literal["gauge", "counter", "none"]
+
+RUN_LABELS = ("namespace", "run", "attempt")
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One number of a step."""
+
+    name: str
+    unit: str
+    help: str
+    prometheus: str | None = None
+    """Name of the series; several metrics may share one and differ in `label`. `None`: not exported."""
+    kind: Kind = "gauge"
+    label: tuple[str, str] | None = None
+    """The one extra label of a shared series and its value here."""
+    display: str = ".4g"
+    """Format specification for people."""
+    is_time: bool = False
+    """Differs between two identical runs, so it is left out when runs are compared bit for bit."""
+
+
+def _stage(stage: str, text: str) -> Metric:
+    return Metric(
+        f"seconds_{stage}", "s", text, "orbit_run_stage_seconds", label=("stage", stage), display=".3f", is_time=True
+    )
+
+
+def _outcome(outcome: str, text: str) -> Metric:
+    name = "orbit_run_reward_outcomes"
+    return Metric(f"reward_{outcome}", "samples", text, name, "counter", ("outcome", outcome), "d")
+
+
+def _parity(statistic: str, unit: str, text: str) -> Metric:
+    return Metric(f"parity_{statistic}", unit, text, "orbit_run_parity", label=("statistic", statistic), display=".3g")
+
+
+METRICS: tuple[Metric, ...] = (
+    Metric("step", "steps", "Steps finished, from 1.", "orbit_run_step", display="d"),
+    Metric("policy_version", "versions", "Policy version published by this step.", "orbit_run_policy_version",
+           display="d"),
+    Metric("adapter_digest", "sha256", "Digest of the adapter published by this step.", kind="none", display="s"),
+    Metric("reward_mean", "reward", "Mean reward of the step's scored samples.", "orbit_run_reward_mean",
+           display=".4f"),
+    Metric("reward_std", "reward", "Standard deviation of the reward over the step's scored samples.",
+           "orbit_run_reward_std", display=".4f"),
+    _outcome("value", "Samples whose reward is a number."),
+    _outcome("wrong", "Samples that were no answer: reward 0, and they train."),
+    _outcome("timeout", "Samples whose reward ran out of time: masked, never scored 0."),
+    _outcome("crash", "Samples whose reward raised or was no number: masked, never scored 0."),
+    Metric("loss", "nats", "The algorithm's loss, reduced over the step.", "orbit_run_loss"),
+    Metric("kl", "nats", "KL divergence from the reference, which is the adapter switched off.", "orbit_run_kl"),
+    Metric("entropy", "nats", "Mean entropy of the sampled positions' distributions.", "orbit_run_entropy"),
+    Metric("grad_norm", "norm", "Gradient norm before clipping.", "orbit_run_grad_norm"),
+    Metric("clip_fraction", "share", "Share of tokens whose ratio was clipped.", "orbit_run_clip_fraction",
+           display=".2%"),
+    Metric("learning_rate", "rate", "Learning rate of the step's last optimizer update.", "orbit_run_learning_rate",
+           display=".3g"),
+    Metric("response_tokens_mean", "tokens", "Mean length of a completion.", "orbit_run_response_tokens_mean",
+           display=".1f"),
+    Metric("truncated_fraction", "share", "Share of completions cut off by maxNewTokens.",
+           "orbit_run_truncated_fraction", display=".2%"),
+    Metric("tokens", "tokens", "Tokens sampled in the step.", "orbit_run_tokens", "counter", display="d"),
+    Metric("tokens_per_second", "tokens/s", "Sampled tokens over the seconds of the whole step.",
+           "orbit_run_tokens_per_second", display=".0f", is_time=True),
+    _parity("mean", "nats", "Mean |log-prob difference| between trainer and engine."),
+    _parity("p99", "nats", "99th percentile of |log-prob difference|."),
+    _parity("max", "nats", "Largest |log-prob difference|."),
+    _parity("k3", "nats", "k3 estimate of the KL divergence between trainer and engine."),
+    _parity("limit", "nats", "The limit that parity_mean is gated against."),
+    Metric("staleness_max", "versions", "Most policy versions that a trained token was behind.",
+           "orbit_run_staleness_max", display="d"),
+    _stage("collect", "Sampling the step's completions."),
+    _stage("score", "Rewards that sampling did not hide."),
+    _stage("train", "Forward, backward and optimizer."),
+    _stage("publish", "Writing, loading and proving the new adapter."),
+    _stage("checkpoint", "Making the step durable, as far as the step waited for it."),
+    Metric("seconds_total", "s", "The whole step.", "orbit_run_step_seconds", display=".3f", is_time=True),
+)  # fmt: skip
+
+FIELDS: tuple[str, ...] = tuple(metric.name for metric in METRICS)
+BY_NAME: Mapping[str, Metric] = {metric.name: metric for metric in METRICS}
+TIME_FIELDS: frozenset[str] = frozenset(metric.name for metric in METRICS if metric.is_time)
+STAGES: tuple[str, ...] = tuple(
+    metric.label[1] for metric in METRICS if metric.label is not None and metric.label[0] == "stage"
+)
+
+
+class MetricsRow(Mapping[str, Value]):
+    """One step's numbers: every field of the table in its order, `None` where a number does not apply.
+
+    Example: `build_row(step=1, reward_mean=0.28)["reward_mean"] == 0.28`
+    """
+
+    __slots__ = ("_values",)
+
+    def __init__(self, values: Mapping[str, Value]) -> None:
+        unknown = sorted(set(values) - set(FIELDS))
+        if unknown:
+            raise InternalError(f"unknown metrics: {', '.join(unknown)}", where="observability.metrics")
+        self._values: dict[str, Value] = {name: values.get(name) for name in FIELDS}
+
+    def __getitem__(self, name: str) -> Value:
+        return self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(FIELDS)
+
+    def __len__(self) -> int:
+        return len(FIELDS)
+
+    def __repr__(self) -> str:
+        return f"MetricsRow({self._values!r})"
+
+    def number(self, name: str) -> float | None:
+        """The field as a float; `None` where it is absent or text."""
+        value = self._values[name]
+        return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+    def to_json(self) -> str:
+        """One line of JSON. NaN and the infinities, which JSON has no words for, travel as strings."""
+        return json.dumps({name: _encode(value) for name, value in self._values.items()}, allow_nan=False)
+
+
+def build_row(**values: Value) -> MetricsRow:
+    """A row with the given fields; a missing field is `None`, an unknown one is an error."""
+    return MetricsRow(values)
+
+
+def parse_row(line: str | bytes) -> MetricsRow:
+    """The inverse of `MetricsRow.to_json`; fields that a newer version wrote are dropped."""
+    raw: dict[str, Any] = json.loads(line)
+    return MetricsRow({name: _decode(raw.get(name)) for name in FIELDS})
+
+
+_WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+def _encode(value: Value) -> Value:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value
+
+
+def _decode(value: Value) -> Value:
+    return _WORDS.get(value, value) if isinstance(value, str) else value
+
+
+def without_times(row: MetricsRow) -> dict[str, Value]:
+    """The fields that two identical runs must agree on to the bit."""
+    return {name: value for name, value in row.items() if name not in TIME_FIELDS}
+
+
+def format_value(name: str, value: Value) -> str:
+    """A field for people: `-` where it is absent."""
+    if value is None:
+        return "-"
+    if isinstance(value, str):
+        return value
+    if not math.isfinite(value):
+        return str(value)
+    spec = BY_NAME[name].display
+    if spec == "d":
+        return f"{round(value):d}"
+    return f"{value:{spec}}" if spec != "s" else str(value)
+
+
+class RunMetrics:
+    """The Prometheus side of the table, in a registry of its own.
+
+    `observe(row)` sets gauges and adds to counters; `render()` is the text of `/metrics`.
+    """
+
+    def __init__(self, *, run: str, namespace: str = "", attempt: int = 1) -> None:
+        from prometheus_client import CollectorRegistry
+
+        self.registry: CollectorRegistry = CollectorRegistry(auto_describe=True)
+        self._labels = {"namespace": namespace, "run": run, "attempt": str(attempt)}
+        self._series: dict[str, Gauge | Counter] = {}
+        for metric in METRICS:
+            self._declare(metric)
+        self._target = self._gauge("orbit_run_step_target", "Steps that the manifest asks for.")
+        self._progress = self._gauge("orbit_run_last_progress_timestamp_seconds", "When the run last made progress.")
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        from prometheus_client import Gauge
+
+        return Gauge(name, text, RUN_LABELS, registry=self.registry)
+
+    def _declare(self, metric: Metric) -> None:
+        from prometheus_client import Counter, Gauge
+
+        if metric.prometheus is None or metric.prometheus in self._series:
+            return
+        sharing = [other for other in METRICS if other.prometheus == metric.prometheus]
+        text = metric.help if len(sharing) == 1 else _SHARED_HELP[metric.prometheus]
+        labels = RUN_LABELS if metric.label is None else (*RUN_LABELS, metric.label[0])
+        kind = Counter if metric.kind == "counter" else Gauge
+        self._series[metric.prometheus] = kind(metric.prometheus, text, labels, registry=self.registry)
+
+    def observe(self, row: MetricsRow) -> None:
+        """Takes a finished step. Call it once a step: counters add."""
+        from prometheus_client import Counter
+
+        for metric in METRICS:
+            value = row.number(metric.name)
+            if metric.prometheus is None or value is None:
+                continue
+            extra = {} if metric.label is None else {metric.label[0]: metric.label[1]}
+            series = self._series[metric.prometheus].labels(**self._labels, **extra)
+            if isinstance(series, Counter):
+                series.inc(value)
+            else:
+                series.set(value)
+
+    def set_target(self, total: int) -> None:
+        self._target.labels(**self._labels).set(total)
+
+    def set_progress(self, timestamp: float) -> None:
+        self._progress.labels(**self._labels).set(timestamp)
+
+    def render(self) -> bytes:
+        """Prometheus text exposition format 0.0.4."""
+        from prometheus_client import generate_latest
+
+        return generate_latest(self.registry)
+
+
+_SHARED_HELP = {
+    "orbit_run_reward_outcomes": "Samples by how their reward ended.",
+    "orbit_run_parity": "Train-vs-rollout |log-prob difference| of the last step, and its limit.",
+    "orbit_run_stage_seconds": "Seconds of each stage of the last step.",
+}

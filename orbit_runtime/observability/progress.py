@@ -1,0 +1,280 @@
+"""What a run says while it runs: a live line on a terminal, plain lines on a dumb one, JSON lines elsewhere.
+
+Belongs here: turning rows and notes into text for whoever is watching.
+Does not belong here: durable metrics (`loop.keep`) or the final summary's wording (`cli`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import IO, TYPE_CHECKING, Any, Protocol
+
+from orbit_runtime.observability.metrics import MetricsRow, format_value
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.live import Live
+    from rich.text import Text
+
+
+class Progress(Protocol):
+    """One interface for every audience. `finish` may be called without `start`, and twice."""
+
+    def start(self, total: int, resumed_at: int = 0) -> None: ...
+
+    def stage(self, name: str) -> None:
+        """What the step does from now on, such as `collect`."""
+        ...
+
+    def step(self, row: MetricsRow) -> None: ...
+
+    def note(self, message: str, **facts: Any) -> None:
+        """Something the reader should know that is not a step; it stays on the screen."""
+        ...
+
+    def finish(self, summary: Mapping[str, Any]) -> None: ...
+
+
+class SilentProgress:
+    """For callers who want none."""
+
+    def start(self, total: int, resumed_at: int = 0) -> None:
+        pass
+
+    def stage(self, name: str) -> None:
+        pass
+
+    def step(self, row: MetricsRow) -> None:
+        pass
+
+    def note(self, message: str, **facts: Any) -> None:
+        pass
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        pass
+
+
+class JsonProgress:
+    """One JSON object a line: `{"event": "start" | "step" | "note" | "finish", …}`. Stages are not printed."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream = stream
+
+    def start(self, total: int, resumed_at: int = 0) -> None:
+        self._write({"event": "start", "total": total, "resumed_at": resumed_at})
+
+    def stage(self, name: str) -> None:
+        pass
+
+    def step(self, row: MetricsRow) -> None:
+        self._write({"event": "step", **json.loads(row.to_json())})
+
+    def note(self, message: str, **facts: Any) -> None:
+        self._write({"event": "note", "message": message, **facts})
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        self._write({"event": "finish", **summary})
+
+    def _write(self, event: Mapping[str, Any]) -> None:
+        self._stream.write(json.dumps(event, default=str) + "\n")
+        self._stream.flush()
+
+
+class PlainProgress:
+    """One short line a step, for terminals that cannot redraw."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream = stream
+        self._pace = _Pace()
+
+    def start(self, total: int, resumed_at: int = 0) -> None:
+        self._pace.start(total, resumed_at)
+        if resumed_at:
+            self._print(f"resumed after step {resumed_at} of {total}")
+
+    def stage(self, name: str) -> None:
+        pass
+
+    def step(self, row: MetricsRow) -> None:
+        self._pace.step(row)
+        left = format_seconds(self._pace.seconds_left())
+        reward, speed = (format_value(name, row[name]) for name in ("reward_mean", "tokens_per_second"))
+        self._print(f"step {self._pace.done}/{self._pace.total}  reward {reward}  {speed} tokens/s  {left} left")
+
+    def note(self, message: str, **facts: Any) -> None:
+        self._print(_sentence(message, facts))
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        pass
+
+    def _print(self, line: str) -> None:
+        self._stream.write(line + "\n")
+        self._stream.flush()
+
+
+class LiveProgress:
+    """Two lines at the bottom of a terminal that are redrawn; notes scroll away above them."""
+
+    def __init__(self, console: Console, run: str = "") -> None:
+        self._console = console
+        self._run = run
+        self._pace = _Pace()
+        self._stage = "starting"
+        self._row: MetricsRow | None = None
+        self._live: Live | None = None
+
+    def start(self, total: int, resumed_at: int = 0) -> None:
+        from rich.live import Live
+
+        self._pace.start(total, resumed_at)
+        if resumed_at:
+            self.note(f"resumed after step {resumed_at} of {total}")
+        self._live = Live(console=self._console, get_renderable=self._render, refresh_per_second=4, transient=False)
+        self._live.start()
+
+    def stage(self, name: str) -> None:
+        self._stage = name
+
+    def step(self, row: MetricsRow) -> None:
+        self._row = row
+        self._pace.step(row)
+
+    def note(self, message: str, **facts: Any) -> None:
+        from rich.text import Text
+
+        self._console.print(Text("• " + _sentence(message, facts)), highlight=False)
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        self._stage = str(summary.get("status", "done"))
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def _render(self) -> Text:
+        from rich.text import Text
+
+        return Text.assemble(self._first_line(), "\n", self._second_line())
+
+    def _first_line(self) -> Text:
+        from rich.text import Text
+
+        pace, width = self._pace, self._console.width
+        head = f"{self._run[:24]} step {pace.done}/{pace.total} ".lstrip()
+        tail = f" {self._stage}, {format_seconds(pace.seconds_left())} left" if pace.done < pace.total else " done"
+        room = max(0, min(60, width - len(head) - max(22, len(tail)) - 1))
+        share = pace.done / pace.total if pace.total else 0.0
+        full = round(room * share)
+        filled, empty = ("━", "─") if _can_unicode(self._console.encoding) else ("#", "-")
+        return Text.assemble((head, "bold"), (filled * full, "green"), (empty * (room - full), "dim"), (tail, "cyan"))
+
+    def _second_line(self) -> Text:
+        from rich.text import Text
+
+        if self._row is None:
+            return Text("waiting for the first step", style="dim", no_wrap=True)
+        unicode = _can_unicode(self._console.encoding)
+        parts = [
+            f"reward {format_value('reward_mean', self._row['reward_mean'])} {self._pace.trend(unicode)}",
+            f"{format_value('tokens_per_second', self._row['tokens_per_second'])} tokens/s",
+            f"parity {format_value('parity_mean', self._row['parity_mean'])}",
+        ]
+        line = Text("   ".join(part for part in parts), no_wrap=True, overflow="ellipsis")
+        room = self._console.width - line.cell_len - 4
+        if unicode and room >= 8:
+            line.append("   " + sparkline(self._pace.rewards, min(24, room)), style="green")
+        line.truncate(self._console.width - 1)
+        return line
+
+
+class _Pace:
+    """Steps done, their recent speed, and where the reward is going."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.total = 0
+        self.done = 0
+        self.rewards: list[float] = []
+        self._seconds: float | None = None
+        self._clock = clock
+        self._last = clock()
+
+    def start(self, total: int, resumed_at: int) -> None:
+        self.total, self.done, self._last = total, resumed_at, self._clock()
+
+    def step(self, row: MetricsRow) -> None:
+        now = self._clock()
+        seconds = row.number("seconds_total") or now - self._last
+        self._last = now
+        self._seconds = seconds if self._seconds is None else 0.8 * self._seconds + 0.2 * seconds
+        self.done = int(row.number("step") or self.done + 1)
+        reward = row.number("reward_mean")
+        if reward is not None and math.isfinite(reward):
+            self.rewards.append(reward)
+
+    def seconds_left(self) -> float | None:
+        return None if self._seconds is None else max(0, self.total - self.done) * self._seconds
+
+    def trend(self, unicode: bool) -> str:
+        """An arrow over the recent steps, and the change since the first one seen."""
+        if len(self.rewards) < 2:
+            return ""
+        half = max(1, min(5, len(self.rewards) // 2))
+        recent, before = self.rewards[-half:], self.rewards[-2 * half : -half]
+        change = sum(recent) / len(recent) - sum(before) / len(before)
+        spread = max(self.rewards) - min(self.rewards)
+        flat = abs(change) <= 0.05 * spread
+        up, down, level = ("↑", "↓", "→") if unicode else ("up", "down", "flat")
+        return f"{level if flat else up if change > 0 else down} {self.rewards[-1] - self.rewards[0]:+.3f}"
+
+
+def sparkline(values: list[float], width: int) -> str:
+    """The last `width` values as eighth blocks."""
+    shown = values[-width:]
+    if not shown:
+        return ""
+    low, high = min(shown), max(shown)
+    scale = (high - low) or 1.0
+    return "".join("▁▂▃▄▅▆▇█"[min(7, int(8 * (value - low) / scale))] for value in shown)
+
+
+def format_seconds(seconds: float | None) -> str:
+    """`42 s`, `3:05 min`, `2:10 h`; `-` when it is not known."""
+    if seconds is None or not math.isfinite(seconds):
+        return "-"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60}:{whole % 60:02d} min"
+    return f"{whole // 3600}:{whole % 3600 // 60:02d} h"
+
+
+def _sentence(message: str, facts: Mapping[str, Any]) -> str:
+    return message if not facts else f"{message} ({', '.join(f'{key} {value}' for key, value in facts.items())})"
+
+
+def _can_unicode(encoding: str | None) -> bool:
+    return (encoding or "").lower().replace("-", "").startswith("utf")
+
+
+def build_progress(run: str = "", *, as_json: bool = False, stream: IO[str] | None = None) -> Progress:
+    """The progress that fits who is watching; `run` is its title on a terminal.
+
+    `as_json` prints JSON lines on standard output. Otherwise everything goes to `stream` (standard error), so that
+    standard output holds the result only: live on a terminal, plain on a dumb terminal, JSON lines elsewhere.
+    """
+    if as_json:
+        return JsonProgress(sys.stdout if stream is None else stream)
+    target = sys.stderr if stream is None else stream
+    if not target.isatty():
+        return JsonProgress(target)
+    from rich.console import Console
+
+    console = Console(file=target, highlight=False)
+    if console.is_dumb_terminal or os.environ.get("TERM", "") == "":
+        return PlainProgress(target)
+    return LiveProgress(console, run)

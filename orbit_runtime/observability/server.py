@@ -1,0 +1,117 @@
+"""The one port of a run: `/metrics`, `/status`, `/healthz`, `/readyz`.
+
+Belongs here: HTTP over `RunStatus` and `RunMetrics`, in a daemon thread beside the loop.
+Does not belong here: what the answers say.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from orbit_runtime.errors import OutputError
+from orbit_runtime.observability.metrics import RunMetrics
+from orbit_runtime.observability.status import RunStatus
+
+if TYPE_CHECKING:
+    import uvicorn
+    from fastapi import FastAPI
+
+BIND_VARIABLE = "ORBIT_BIND_ADDRESS"
+_START_SECONDS = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class StatusServer:
+    """A running server. `close()` may be called twice."""
+
+    host: str
+    port: int
+    _server: uvicorn.Server
+    _thread: threading.Thread
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.host}:{self.port}"
+
+    def close(self) -> None:
+        self._server.should_exit = True
+        self._thread.join(timeout=5)
+
+
+def build_app(status: RunStatus, metrics: RunMetrics) -> FastAPI:
+    """The four routes. Liveness and readiness answer 503 with the reason when the answer is no."""
+    from fastapi import FastAPI
+    from fastapi.responses import JSONResponse, Response
+
+    app = FastAPI(title="orbit run", docs_url=None, redoc_url=None, openapi_url=None)
+
+    @app.get("/metrics")
+    async def _metrics() -> Response:
+        return Response(metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @app.get("/status")
+    async def _status() -> JSONResponse:
+        return JSONResponse(status.snapshot())
+
+    @app.get("/healthz")
+    async def _healthz() -> JSONResponse:
+        return _judgement(*status.is_live())
+
+    @app.get("/readyz")
+    async def _readyz() -> JSONResponse:
+        return _judgement(*status.is_ready())
+
+    def _judgement(ok: bool, reason: str | None) -> JSONResponse:
+        return JSONResponse({"ok": ok, "reason": reason}, status_code=200 if ok else 503)
+
+    return app
+
+
+def start_server(status: RunStatus, metrics: RunMetrics, port: int = 0, *, host: str | None = None) -> StatusServer:
+    """Serves until `close()`. Port 0 takes any free port; `host` defaults to `ORBIT_BIND_ADDRESS`, else loopback.
+
+    Raises:
+        OutputError: the port is taken, or the address is not one of this machine's.
+    """
+    address = host or os.environ.get(BIND_VARIABLE) or "127.0.0.1"
+    listener = _listen(address, port)
+    import uvicorn
+
+    config = uvicorn.Config(build_app(status, metrics), log_config=None, access_log=False, lifespan="off", workers=1)
+    server = uvicorn.Server(config)
+    thread = threading.Thread(
+        target=server.run, kwargs={"sockets": [listener]}, name="orbit-status-server", daemon=True
+    )
+    thread.start()
+    deadline = time.monotonic() + _START_SECONDS
+    while not server.started and thread.is_alive() and time.monotonic() < deadline:
+        time.sleep(0.002)
+    if not server.started:
+        raise OutputError("the status server did not start", where=f"{address}:{port}", fix=_FIX)
+    return StatusServer(address, listener.getsockname()[1], server, thread)
+
+
+_FIX = "set spec.observability.metricsPort to 0 (any free port), to another port, or to -1 (off)"
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    # A run that resumes at once must get its port back from the sockets of its predecessor that linger.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(64)
+    except (OSError, OverflowError) as error:
+        listener.close()
+        taken = getattr(error, "errno", None) == errno.EADDRINUSE
+        what = f"port {port} is in use" if taken else f"cannot listen on {host}:{port}: {error}"
+        fix = _FIX if taken else f"{_FIX}; {BIND_VARIABLE} must be an address of this machine"
+        raise OutputError(what, where="spec.observability.metricsPort", fix=fix) from error
+    return listener

@@ -1,0 +1,149 @@
+"""What a run would answer if asked how it is: the facts behind `/status`, `/healthz` and `/readyz`.
+
+Belongs here: the facts, kept consistent between threads, and the judgement alive / ready.
+Does not belong here: HTTP (`server`), or acting on the judgement (`loop`, the operator).
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+from orbit_runtime.observability.metrics import MetricsRow
+
+Phase = Literal["Starting", "Preflight", "Running", "Stopping", "Done", "Stopped", "Failed"]
+_ENDED: frozenset[str] = frozenset({"Done", "Stopped", "Failed"})
+
+STALL_LIMIT_SECONDS = 1800.0
+_STALL_STEPS = 10.0
+"""A run is stalled when nothing happened for this many of its own steps, and never sooner than the limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class StatusFacts:
+    """The same facts as `status` of the OrbitRun object."""
+
+    run: str
+    namespace: str = ""
+    attempt: int = 1
+    execution: int | None = None
+    phase: Phase = "Starting"
+    """For display only."""
+    stage: str | None = None
+    """What the step is doing now, such as `collect`."""
+    step: int = 0
+    total: int | None = None
+    reward: float | None = None
+    parity: float | None = None
+    parity_limit: float | None = None
+    policy_version: int | None = None
+    adapter_digest: str | None = None
+    last_checkpoint: str | None = None
+    """Prefix of the newest durable checkpoint."""
+    last_checkpoint_step: int | None = None
+    tokens_per_second: float | None = None
+    eta_seconds: float | None = None
+    resumed: bool = False
+    message: str | None = None
+    exit_code: int | None = None
+
+
+class RunStatus:
+    """Thread-safe. The loop writes with `update`, `observe` and `beat`; the server reads with `snapshot`."""
+
+    def __init__(
+        self,
+        run: str,
+        *,
+        namespace: str = "",
+        attempt: int = 1,
+        total: int | None = None,
+        stall_limit_seconds: float = STALL_LIMIT_SECONDS,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._lock = threading.Lock()
+        self._clock = clock
+        self._stall_limit = stall_limit_seconds
+        self._facts = StatusFacts(run=run, namespace=namespace, attempt=attempt, total=total)
+        self._step_seconds: float | None = None
+        self._started = self._progressed = clock()
+
+    @property
+    def facts(self) -> StatusFacts:
+        with self._lock:
+            return self._facts
+
+    def update(self, **changes: Any) -> None:
+        """Sets facts by name, and counts as progress. An unknown name is a TypeError."""
+        with self._lock:
+            self._facts = replace(self._facts, **changes)
+            self._progressed = self._clock()
+
+    def beat(self) -> None:
+        """Something happened, such as a finished completion: not stalled."""
+        with self._lock:
+            self._progressed = self._clock()
+
+    def observe(self, row: MetricsRow) -> None:
+        """Takes over what a finished step says, and estimates the time left from the steps so far."""
+        seconds = row.number("seconds_total")
+        if seconds is not None:
+            earlier = self._step_seconds
+            self._step_seconds = seconds if earlier is None else 0.8 * earlier + 0.2 * seconds
+        step = int(row.number("step") or 0)
+        total = self.facts.total
+        left = None if total is None or self._step_seconds is None else max(0, total - step) * self._step_seconds
+        version = row.number("policy_version")
+        digest = row["adapter_digest"]
+        self.update(
+            step=step,
+            reward=row.number("reward_mean"),
+            parity=row.number("parity_mean"),
+            parity_limit=row.number("parity_limit"),
+            policy_version=None if version is None else int(version),
+            adapter_digest=None if digest is None else str(digest),
+            tokens_per_second=row.number("tokens_per_second"),
+            eta_seconds=left,
+        )
+
+    def snapshot(self) -> dict[str, Any]:
+        """The facts as JSON values, with the judgement and the ages that it rests on."""
+        live, live_reason = self.is_live()
+        ready, ready_reason = self.is_ready()
+        with self._lock:
+            now = self._clock()
+            return {
+                **_json_values(asdict(self._facts)),
+                "started_at": self._started,
+                "seconds_running": now - self._started,
+                "seconds_since_progress": now - self._progressed,
+                "live": live,
+                "ready": ready,
+                "reason": live_reason or ready_reason,
+            }
+
+    def is_live(self) -> tuple[bool, str | None]:
+        """False when a run that has not ended made no progress within its stall limit."""
+        with self._lock:
+            if self._facts.phase in _ENDED:
+                return True, None
+            limit = max(self._stall_limit, _STALL_STEPS * (self._step_seconds or 0.0))
+            idle = self._clock() - self._progressed
+            if idle <= limit:
+                return True, None
+            return False, f"no progress for {idle:.0f} s (limit {limit:.0f} s), stage {self._facts.stage or 'unknown'}"
+
+    def is_ready(self) -> tuple[bool, str | None]:
+        """True from the first sampled step until the run ends."""
+        phase = self.facts.phase
+        return (True, None) if phase == "Running" else (False, f"phase is {phase}")
+
+
+def _json_values(facts: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in facts.items()
+    }
