@@ -147,7 +147,7 @@ class Scored:
     logprobs_T: tuple[float, ...]
     """Entry t is log p(token t | tokens before t) at temperature 1; entry 0 is 0.0."""
     applied_digest: str | None
-    """Digest of the adapter tensors that the layers multiplied by in this very pass; `None`: no adapter was applied."""
+    """Digest of the adapter tensors that the layers multiplied by in these very passes; `None`: none was applied."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +178,9 @@ class Engine(Protocol):
         """Yields each completion when it finishes, in no promised order."""
         ...
 
-    def score(self, token_ids_T: Sequence[int], adapter: str | None) -> Scored: ...
+    def score(self, token_ids_T: Sequence[int], adapters: Sequence[str | None]) -> list[Scored]:
+        """One reading of the same tokens per adapter, all in one batch, by the passes that sampling uses."""
+        ...
 
     def load_adapter(self, name: str, adapter: AdapterFiles) -> None: ...
 
@@ -200,7 +202,13 @@ class Trainer(Protocol):
 
     def publishable(self, version: int) -> AdapterFiles: ...
 
-    def score(self, token_ids_T: Sequence[int], *, adapter: bool) -> Scored: ...
+    def score(self, token_ids_T: Sequence[int]) -> tuple[Scored, Scored]:
+        """The same tokens with the adapter and with the bare base."""
+        ...
+
+    def reference_logprobs(self, samples_D: Sequence[Sample]) -> list[tuple[float, ...]]:
+        """Log-probs of each sample's trained tokens under the base with its adapter off."""
+        ...
 
     def save_state(self) -> Mapping[str, bytes]:
         """Checkpoint parts (safetensors and JSON) from which `load_state` continues bit for bit."""

@@ -1,0 +1,102 @@
+"""`Policy`: one frozen base, its injected adapters, and the two questions training asks of it.
+
+Belongs here: forward passes over packed batches, log-probs with an adapter on or off, digests of the base.
+Does not belong here: reading checkpoints (`load`), decoding (`rollout`).
+
+Legend: `T` packed tokens, `R` targets, `N` hidden size.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from orbit_runtime.adapters.inject import Injected
+from orbit_runtime.adapters.layer import Applied
+from orbit_runtime.policy.attention import Kernel, Plan
+from orbit_runtime.policy.logprobs import token_logprobs
+from orbit_runtime.policy.packed import Branch, PackedBatch, PackedPlan, build_packed
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A causal LM whose linears are frozen and, where targeted, adapted.
+
+    The trainer and the torch engine hold the same `Policy`, hence one base; which adapter a pass applies is chosen by
+    `injected.selection`.
+    """
+
+    model: nn.Module
+    """The transformers `…ForCausalLM`."""
+    injected: Injected
+    device: torch.device
+    compute_dtype: torch.dtype
+    vocabulary: int
+    precision: str
+    """What the checkpoint's quantised layers are: a name in `quant.FORMATS`."""
+    kernel: Kernel = "SDPA"
+
+    def hidden(self, token_ids_BQ: torch.Tensor, position_BQ: torch.Tensor, plan: Plan) -> torch.Tensor:
+        """Last hidden states `[B, Q, N]`, after the final norm."""
+        decoder = getattr(self.model, self.model.base_model_prefix)
+        out = decoder(input_ids=token_ids_BQ, position_ids=position_BQ, use_cache=False, orbit_plan=plan)
+        return out.last_hidden_state
+
+    def head(self, hidden_RN: torch.Tensor) -> torch.Tensor:
+        """Logits `[R, V]` in the compute dtype."""
+        return self.model.get_output_embeddings()(hidden_RN)
+
+    def pack(self, branches: Sequence[Branch]) -> PackedBatch:
+        return build_packed(branches, self.device)
+
+    def logprobs(
+        self, batch: PackedBatch, *, temperature: float = 1.0, top_p: float = 1.0
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """fp32 `(logprobs [R], entropies [R])` of the batch's targets under the selected adapter."""
+        plan = PackedPlan(batch, self.kernel)
+        hidden = self.hidden(batch.token_ids_T[None], batch.position_T[None], plan)[0]
+        return token_logprobs(
+            hidden[batch.target_source_R],
+            batch.target_ids_R,
+            self.head,
+            vocabulary=self.vocabulary,
+            temperature=temperature,
+            top_p=top_p,
+        )
+
+    @contextmanager
+    def traced(self) -> Iterator[list[Applied]]:
+        """Within it, every adapted layer notes the tensors it multiplied by."""
+        selection = self.injected.selection
+        selection.trace, before = [], selection.trace
+        try:
+            yield selection.trace
+        finally:
+            selection.trace = before
+
+    def base_digest(self) -> str:
+        """`sha256:…` over every frozen tensor's name, dtype, shape and bytes, adapters left out."""
+        digest = hashlib.sha256()
+        for name, tensor in sorted(self._base_tensors().items()):
+            digest.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
+            digest.update(tensor.detach().contiguous().cpu().view(torch.uint8).numpy().tobytes())
+        return f"sha256:{digest.hexdigest()}"
+
+    def base_bytes(self) -> int:
+        """Bytes the frozen base occupies."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self._base_tensors().values())
+
+    def _base_tensors(self) -> dict[str, torch.Tensor]:
+        tensors = dict(self.model.named_parameters())
+        tensors.update(self.model.named_buffers())
+        seen: dict[int, str] = {}
+        return {
+            name: tensor
+            for name, tensor in tensors.items()
+            if not tensor.requires_grad and seen.setdefault(tensor.data_ptr(), name) == name
+        }

@@ -1,0 +1,60 @@
+"""Tokens from logits: counter-based uniforms and inverse-CDF draws.
+
+Belongs here: everything random in an engine. Does not belong here: which rows are in the batch, which is the point:
+a row's draw depends on its key and position only, so the composition of a batch changes nothing but rounding.
+
+Legend: `B` rows, `V` vocabulary.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from orbit_runtime.policy.logprobs import nucleus_mask
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+def uniforms(keys_B: np.ndarray, positions_B: np.ndarray) -> np.ndarray:
+    """float64 in [0, 1), one per (key, position): output `position` of SplitMix64 seeded with the key.
+
+    Args:
+        keys_B: uint64 stream keys (`seeds.stream_key`).
+        positions_B: how many tokens the row has sampled before.
+
+    Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators" (OOPSLA 2014), figure 17; the top 53 bits.
+    """
+    z = keys_B + (positions_B.astype(np.uint64) + np.uint64(1)) * _GOLDEN
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    z = z ^ (z >> np.uint64(31))
+    return (z >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def draw(
+    logits_BV: torch.Tensor, uniforms_B: torch.Tensor, temperature_B1: torch.Tensor, top_p_B1: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Samples one token a row; returns `(tokens [B] int64, logprobs [B] fp32)` under the distribution drawn from.
+
+    Args:
+        logits_BV: fp32.
+        uniforms_B: float64 in [0, 1).
+        temperature_B1: above 0; a row at exactly 0 is greedy and its log-prob is 0.
+        top_p_B1: nucleus mass, or `None` where every row keeps the whole vocabulary.
+    """
+    greedy_B1 = temperature_B1 == 0
+    logits = logits_BV / torch.where(greedy_B1, 1.0, temperature_B1)
+    if top_p_B1 is not None:
+        logits = logits.masked_fill(~nucleus_mask(logits, top_p_B1, None), float("-inf"))
+    logprobs = torch.log_softmax(logits, dim=-1)
+    # float64: over a large vocabulary an fp32 sum drops the tail.
+    cdf = torch.exp(logprobs.double()).cumsum(-1)
+    # The first token whose cumulated mass exceeds the draw has mass itself, also where u rounds up to the total.
+    targets = (uniforms_B[:, None] * cdf[:, -1:]).clamp_(max=torch.finfo(torch.float64).max)
+    tokens = torch.searchsorted(cdf, targets, right=True).clamp_(max=logits.shape[-1] - 1)
+    chosen = logprobs.gather(-1, tokens)
+    if bool(greedy_B1.any()):
+        tokens = torch.where(greedy_B1, logits_BV.argmax(-1, keepdim=True), tokens)
+        chosen = torch.where(greedy_B1, 0.0, chosen)
+    return tokens[:, 0], chosen[:, 0]

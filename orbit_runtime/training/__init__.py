@@ -1,0 +1,9 @@
+"""Trainers: they change the adapter and nothing else.
+
+Belongs here: optimiser, schedule, mini-batches and micro-batches, checkpoint state.
+Does not belong here: where samples come from (`loop`), losses (`algorithms`), the model (`policy`).
+"""
+
+from orbit_runtime.training.torch_trainer import TorchTrainer, TrainerSettings
+
+__all__ = ["TorchTrainer", "TrainerSettings"]

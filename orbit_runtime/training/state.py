@@ -1,0 +1,67 @@
+"""Trainer state as bytes: masters, AdamW moments and counters in one safetensors file.
+
+Belongs here: what an exact resume of the optimiser needs, and strict reading of it.
+Does not belong here: where the bytes go (`storage`), the rest of a checkpoint (`loop.keep`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+
+from orbit_runtime.errors import ModelError
+
+PART = "trainer.safetensors"
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def pack_state(
+    masters: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer, counters: Mapping[str, int]
+) -> bytes:
+    """Tensors `master/<name>`, `exp_avg/<name>`, `exp_avg_sq/<name>` (fp32) and the counters as metadata.
+
+    Moments are absent before the first update.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    for name, master in masters.items():
+        tensors[f"master/{name}"] = master.detach()
+        moments = optimizer.state.get(master, {})
+        for moment in _MOMENTS:
+            if moment in moments:
+                tensors[f"{moment}/{name}"] = moments[moment]
+    contiguous = {name: tensors[name].cpu().contiguous() for name in sorted(tensors)}
+    return save(contiguous, metadata={"counters": json.dumps(dict(counters), sort_keys=True)})
+
+
+def unpack_state(
+    data: bytes, masters: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer
+) -> dict[str, int]:
+    """Writes tensors back in place; returns the counters.
+
+    Raises:
+        ModelError: a tensor is missing, or has another shape than this adapter's.
+    """
+    try:
+        tensors = load(data)
+    except SafetensorError as error:
+        raise ModelError(f"unreadable: {error}", where=PART) from error
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    counters: dict[str, int] = json.loads(header["__metadata__"]["counters"])
+    for name, master in masters.items():
+        for kind in ("master", *(_MOMENTS if counters["updates"] else ())):
+            saved = tensors.get(f"{kind}/{name}")
+            if saved is None or saved.shape != master.shape:
+                found = "missing" if saved is None else f"{list(saved.shape)} instead of {list(master.shape)}"
+                raise ModelError(f"tensor {kind}/{name} is {found}", where=PART)
+    with torch.no_grad():
+        for name, master in masters.items():
+            master.copy_(tensors[f"master/{name}"])
+            if counters["updates"]:
+                step = torch.tensor(float(counters["updates"]), dtype=torch.float32)
+                moments = {moment: tensors[f"{moment}/{name}"].to(master.device).clone() for moment in _MOMENTS}
+                optimizer.state[master] = {"step": step, **moments}
+    return counters

@@ -1,0 +1,268 @@
+"""The torch trainer: GRPO updates of the adapter over packed micro-batches.
+
+Belongs here: the order of passes within a step. Does not belong here: each pass's arithmetic (`algorithms`, `policy`).
+
+Legend: `D` samples, `R` trained tokens of a micro-batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from orbit_runtime.adapters.layer import TRAINER_SLOT
+from orbit_runtime.adapters.state import applied_digest, export_adapter, files_digest
+from orbit_runtime.algorithms.losses import PolicyLossSettings, policy_loss, truncated_importance
+from orbit_runtime.algorithms.reduction import Reduction, token_weights
+from orbit_runtime.data.packing import pack_micro_batches, split_mini_batches
+from orbit_runtime.errors import DivergedError
+from orbit_runtime.policy.model import Policy
+from orbit_runtime.policy.packed import Branch, PackedBatch
+from orbit_runtime.training.parity import ParitySums
+from orbit_runtime.training.schedule import Schedule, learning_rate
+from orbit_runtime.training.state import PART, pack_state, unpack_state
+from orbit_runtime.types import AdapterFiles, Sample, Scored, UpdateResult
+
+
+@dataclass(frozen=True)
+class TrainerSettings:
+    """Everything the arithmetic of a step depends on, in the units of the manifest."""
+
+    peak_learning_rate: float
+    schedule: Schedule
+    warmup_steps: int
+    decay_steps: int
+    weight_decay: float
+    max_grad_norm: float
+    micro_batch_tokens: int
+    mini_batch_prompts: int | None
+    update_epochs: int
+    loss: PolicyLossSettings
+    reduction: Reduction
+    constant_length: int
+    """Tokens that the `Constant` reduction divides by: the longest completion allowed."""
+    importance_cap: float | None
+    """Truncation of trainer/sampler importance weights; `None`: the sampling side's log-probs are the old ones."""
+    temperature: float
+    top_p: float
+    base_model: str
+    """Named in the published `adapter_config.json`."""
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Tensors of one forward pass; flat over its trained tokens."""
+
+    packed: PackedBatch
+    sampled_R: torch.Tensor
+    """Sampling-side log-probs."""
+    advantages_R: torch.Tensor
+    weights_R: torch.Tensor
+    trained_R: torch.Tensor
+    """Targets that the loss mask keeps, as indices into the packed targets."""
+
+
+class TorchTrainer:
+    """A `Trainer` in this process, on the policy that the torch engine shares."""
+
+    def __init__(self, policy: Policy, settings: TrainerSettings) -> None:
+        self._policy = policy
+        self._settings = settings
+        self._masters = policy.injected.masters.parameters
+        self._optimizer = torch.optim.AdamW(
+            list(self._masters.values()),
+            lr=settings.peak_learning_rate,
+            weight_decay=settings.weight_decay,
+            fused=True,
+        )
+        self._updates = 0
+        self._steps = 0
+
+    @property
+    def trainable_parameters(self) -> int:
+        return sum(master.numel() for master in self._masters.values())
+
+    def update(self, samples_D: Sequence[Sample]) -> UpdateResult:
+        """One step: `update_epochs` passes over the samples, an optimizer update per mini-batch.
+
+        Raises:
+            DivergedError: a loss or gradient is not finite; masters and moments are those before that update.
+        """
+        settings = self._settings
+        if not samples_D:
+            self._steps += 1
+            return UpdateResult({}, 0, 0)
+        mini_batches = [
+            self._micro_batches(samples_D, indexes)
+            for indexes in split_mini_batches(samples_D, settings.mini_batch_prompts)
+        ]
+        updates = len(mini_batches) * settings.update_epochs
+        # With one update the policy before it is the policy in it, and its log-probs need no pass of their own.
+        old_needed = settings.importance_cap is not None and updates > 1
+        old = [[self._logprobs(m, adapter=True) for m in micro] for micro in mini_batches] if old_needed else None
+        reference = None
+        if settings.loss.kl_coefficient:
+            reference = [[self._logprobs(m, adapter=False) for m in micro] for micro in mini_batches]
+        totals: dict[str, float] = {}
+        parity = ParitySums()
+        for epoch in range(settings.update_epochs):
+            for number, micro in enumerate(mini_batches):
+                first = epoch == 0 and number == 0
+                self._accumulate(
+                    micro,
+                    old[number] if old else None,
+                    reference[number] if reference else None,
+                    totals,
+                    parity if first else None,
+                )
+                self._apply_gradient(totals)
+        self._steps += 1
+        tokens = sum(len(m.trained_R) for micro in mini_batches for m in micro)
+        metrics = self._metrics(totals, updates) | parity.metrics()
+        return UpdateResult(metrics, updates, tokens)
+
+    def _accumulate(
+        self,
+        micro_batches: list[MicroBatch],
+        old: list[torch.Tensor] | None,
+        reference: list[torch.Tensor] | None,
+        totals: dict[str, float],
+        parity: ParitySums | None,
+    ) -> None:
+        """Adds the gradient of one mini-batch to the masters, a micro-batch at a time."""
+        settings = self._settings
+        for number, micro in enumerate(micro_batches):
+            with self._policy.injected.selection.use(TRAINER_SLOT):
+                all_R, entropy_R = self._policy.logprobs(
+                    micro.packed, temperature=settings.temperature, top_p=settings.top_p
+                )
+            logprobs_R = all_R[micro.trained_R]
+            old_R, importance_R = micro.sampled_R, None
+            if settings.importance_cap is not None:
+                old_R = old[number] if old else logprobs_R.detach()
+                importance_R = truncated_importance(old_R, micro.sampled_R, settings.importance_cap)
+            loss, sums = policy_loss(
+                logprobs_R,
+                old_R,
+                micro.advantages_R,
+                micro.weights_R,
+                settings.loss,
+                reference_logprobs_T=reference[number] if reference else None,
+                importance_T=importance_R,
+            )
+            if parity is not None:
+                parity.add(logprobs_R.detach(), micro.sampled_R)
+            values = {name: float(value) for name, value in sums.items()}
+            values["entropy"] = float(entropy_R[micro.trained_R].sum())
+            for name, value in values.items():
+                totals[name] = totals.get(name, 0.0) + value
+            if not math.isfinite(values["loss"]):
+                raise DivergedError(f"the loss is {values['loss']} at optimizer update {self._updates}", fix=_DIVERGED_FIX)
+            loss.backward()
+
+    def _apply_gradient(self, totals: dict[str, float]) -> None:
+        settings = self._settings
+        norm = torch.nn.utils.clip_grad_norm_(self._masters.values(), settings.max_grad_norm)
+        value = float(norm)
+        if not math.isfinite(value):
+            self._optimizer.zero_grad(set_to_none=True)
+            raise DivergedError(f"the gradient norm is {value} at optimizer update {self._updates}", fix=_DIVERGED_FIX)
+        rate = learning_rate(
+            self._steps,
+            peak=settings.peak_learning_rate,
+            schedule=settings.schedule,
+            warmup_steps=settings.warmup_steps,
+            decay_steps=settings.decay_steps,
+        )
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        self._updates += 1
+        totals["grad_norm"] = totals.get("grad_norm", 0.0) + value
+        totals["learning_rate"] = rate
+
+    def _metrics(self, totals: Mapping[str, float], updates: int) -> dict[str, float]:
+        """Token sums become means over tokens, per-update numbers means over updates."""
+        tokens = max(1.0, totals.get("tokens", 0.0))
+        means = {name: totals[name] / tokens for name in ("kl", "kl_old", "clip_fraction", "entropy") if name in totals}
+        per_update = {name: totals.get(name, 0.0) / max(1, updates) for name in ("loss", "grad_norm")}
+        return means | per_update | {"learning_rate": totals.get("learning_rate", 0.0)}
+
+    def _micro_batches(self, samples_D: Sequence[Sample], indexes: Sequence[int]) -> list[MicroBatch]:
+        settings = self._settings
+        lengths = [sum(samples_D[index].loss_mask_T) for index in indexes]
+        weights = token_weights(lengths, settings.reduction, settings.constant_length)
+        weight_of = dict(zip(indexes, weights, strict=True))
+        return [
+            self._micro_batch([samples_D[index] for index in part], [weight_of[index] for index in part])
+            for part in pack_micro_batches(samples_D, settings.micro_batch_tokens, indexes)
+        ]
+
+    def _micro_batch(self, samples: Sequence[Sample], weights: Sequence[float]) -> MicroBatch:
+        device = self._policy.device
+        branches, sampled, advantages, per_token, trained = [], [], [], [], []
+        offset = 0
+        for sample, weight in zip(samples, weights, strict=True):
+            cut = sample.prefix_length
+            branches.append(Branch(sample.prefix_id, sample.token_ids_T[:cut], sample.token_ids_T[cut:]))
+            kept = [at for at, flag in enumerate(sample.loss_mask_T[cut:]) if flag]
+            trained.extend(offset + at for at in kept)
+            sampled.extend(sample.logprobs_T[cut + at] for at in kept)
+            advantages.extend([sample.advantage] * len(kept))
+            per_token.extend([weight] * len(kept))
+            offset += len(sample.token_ids_T) - cut
+
+        def floats(values: list[float]) -> torch.Tensor:
+            return torch.tensor(values, dtype=torch.float32, device=device)
+
+        index = torch.tensor(trained, dtype=torch.long, device=device)
+        return MicroBatch(self._policy.pack(branches), floats(sampled), floats(advantages), floats(per_token), index)
+
+    def _logprobs(self, micro: MicroBatch, *, adapter: bool) -> torch.Tensor:
+        """fp32 log-probs of the trained tokens, without gradient; with `adapter` off, the reference policy's."""
+        settings = self._settings
+        with torch.no_grad(), self._policy.injected.selection.use(TRAINER_SLOT if adapter else None):
+            logprobs, _ = self._policy.logprobs(micro.packed, temperature=settings.temperature, top_p=settings.top_p)
+        return logprobs[micro.trained_R]
+
+    # --- publishing and proof ---
+
+    def publishable(self, version: int) -> AdapterFiles:
+        files = export_adapter(self._policy.injected, self._policy.injected.config, self._settings.base_model)
+        return AdapterFiles(version, files, files_digest(files))
+
+    def score(self, token_ids_T: Sequence[int]) -> tuple[Scored, Scored]:
+        """One packed pass over the sequence twice: with the masters' published rounding, and with the bare base."""
+        first, rest = tuple(token_ids_T[:1]), tuple(token_ids_T[1:])
+        batch = self._policy.pack([Branch(0, first, rest), Branch(1, first, rest)])
+        middle = len(batch.token_ids_T) // 2
+        segments = [(TRAINER_SLOT, 0, middle), (None, middle, 2 * middle)]
+        with torch.no_grad(), self._policy.injected.selection.use(segments), self._policy.traced() as trace:
+            logprobs, _ = self._policy.logprobs(batch)
+        adapted, base = logprobs.view(2, -1).tolist()
+        return Scored((0.0, *adapted), applied_digest(trace)), Scored((0.0, *base), None)
+
+    def reference_logprobs(self, samples_D: Sequence[Sample]) -> list[tuple[float, ...]]:
+        answers: dict[int, tuple[float, ...]] = {}
+        for part in pack_micro_batches(samples_D, self._settings.micro_batch_tokens):
+            micro = self._micro_batch([samples_D[index] for index in part], [0.0] * len(part))
+            counts = [sum(samples_D[index].loss_mask_T) for index in part]
+            pieces = self._logprobs(micro, adapter=False).split(counts)
+            answers.update({index: tuple(piece.tolist()) for index, piece in zip(part, pieces, strict=True)})
+        return [answers[index] for index in range(len(samples_D))]
+
+    # --- checkpoint ---
+
+    def save_state(self) -> Mapping[str, bytes]:
+        return {PART: pack_state(self._masters, self._optimizer, {"updates": self._updates, "steps": self._steps})}
+
+    def load_state(self, parts: Mapping[str, bytes]) -> None:
+        counters = unpack_state(parts[PART], self._masters, self._optimizer)
+        self._updates, self._steps = counters["updates"], counters["steps"]
+
+
+_DIVERGED_FIX = "lower spec.training.learningRate, or set spec.training.maxGradNorm; the step's evidence is kept in the run folder"
