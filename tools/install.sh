@@ -62,7 +62,8 @@ if ! is_usable; then
 fi
 
 # uv reads its own settings only: whoever told pip about a mirror or a certificate has told us.
-setting() { "$VENV/bin/python" -m pip config get "global.$1" 2>/dev/null || true; }
+pip_settings=$("$VENV/bin/python" -m pip config list 2>/dev/null || true)
+setting() { printf '%s\n' "$pip_settings" | sed -n "s/^global\.$1='\(.*\)'\$/\1/p"; }
 : "${UV_DEFAULT_INDEX:=${PIP_INDEX_URL:-$(setting index-url)}}"
 : "${UV_INDEX:=${PIP_EXTRA_INDEX_URL:-$(setting extra-index-url)}}"
 : "${UV_FIND_LINKS:=${PIP_FIND_LINKS:-$(setting find-links)}}"
@@ -77,8 +78,13 @@ export UV_HTTP_TIMEOUT
 echo "Installing orbit-rl[$EXTRAS] into $VENV ..." >&2
 [ "$("$VENV/bin/uv" --version 2>/dev/null | cut -d' ' -f2)" = "$UV_VERSION" ] ||
     "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check "uv==$UV_VERSION"
+install() {
+    "$VENV/bin/uv" pip install --python "$VENV/bin/python" --constraint "$CONSTRAINTS" --build-constraint "$CONSTRAINTS" \
+        --editable ".[$EXTRAS]" "$@"
+}
+# A wrong requirement or a missing network shows here, where nothing was changed yet.
+install --dry-run --quiet
 trap - EXIT
-"$VENV/bin/uv" pip install --python "$VENV/bin/python" --constraint "$CONSTRAINTS" --build-constraint "$CONSTRAINTS" \
-    --editable ".[$EXTRAS]"
+install
 printf '%s\n' "$wanted" >"$STAMP"
 rm -f "$MARK"
