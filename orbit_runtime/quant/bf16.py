@@ -57,6 +57,10 @@ def quantize(w: Tensor) -> BF16Weight:
     return BF16Weight(w.to(torch.bfloat16).contiguous())
 
 
+def views(qdata: Tensor) -> tuple[Tensor]:
+    return (qdata,)
+
+
 def dense_rows(qdata: Tensor, dtype: torch.dtype) -> Tensor:
     return qdata.to(dtype)
 

@@ -24,8 +24,10 @@ class Codec:
     from_checkpoint: Callable[[Mapping[str, Tensor], str], Any]
     buffers: Callable[[Any], dict[str, Tensor]]
     from_buffers: Callable[[Mapping[str, Tensor]], Any]
+    views: Callable[..., tuple[Tensor, ...]]
+    """`(*packed tensors)` → the same memory as `dense_rows` reads it, rows first."""
     dense_rows: Callable[..., Tensor]
-    """`(*packed tensors of any run of rows, dtype)` → dense `[rows, K]`."""
+    """`(*views of any run of rows, dtype)` → dense `[rows, K]`."""
     dequantize: Callable[..., Tensor]
     num_bytes: Callable[[Any], int]
 
@@ -37,6 +39,7 @@ FORMATS: dict[str, Codec] = {
         from_checkpoint=module.from_checkpoint,
         buffers=module.buffers,
         from_buffers=module.from_buffers,
+        views=module.views,
         dense_rows=module.dense_rows,
         dequantize=module.dequantize,
         num_bytes=module.num_bytes,

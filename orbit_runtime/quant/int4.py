@@ -105,18 +105,22 @@ def _four_codes(device: torch.device) -> Tensor:
     return ((words & 15) - ZERO_CODE).to(torch.bfloat16).view(torch.int64).view(-1).to(device)
 
 
+def views(qdata: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """The packed tensors as `dense_rows` reads them, sharing their memory: uint16 `[N, K/4]`, scales `[N, K/g, 1]`."""
+    return qdata.view(torch.uint16), scale.unsqueeze(-1)
+
+
 def dense_rows(qdata: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Dense `[rows, K]` from the packed tensors of any run of rows."""
-    rows, groups = scale.shape
-    index = qdata.view(torch.uint16).to(torch.int32).view(-1)
-    codes = _four_codes(qdata.device).index_select(0, index).view(torch.bfloat16)
-    w = codes.view(rows, groups, -1).mul_(scale.unsqueeze(-1)).view(rows, -1)
+    """Dense `[rows, K]` from the `views` of any run of rows. Few operations: each costs while decoding."""
+    rows, groups, _ = scale.shape
+    codes = _four_codes(qdata.device).index_select(0, qdata.to(torch.int32).view(-1)).view(torch.bfloat16)
+    w = codes.view(rows, groups, -1).mul_(scale).view(rows, -1)
     return w if dtype is torch.bfloat16 else w.to(dtype)
 
 
 def dequantize(weight: INT4Weight, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Dense `[N, K]`. For a matrix too large to hold in temporaries, go by rows as `FrozenLinear` does."""
-    return dense_rows(weight.qdata, weight.scale, dtype)
+    """Dense `[N, K]`. Where that is too large to hold, go by rows as `FrozenLinear` does."""
+    return dense_rows(*views(weight.qdata, weight.scale), dtype)
 
 
 def buffers(weight: INT4Weight) -> dict[str, Tensor]:

@@ -7,6 +7,7 @@ Shapes: x `[..., K]`, weight `[N, K]`, result `[..., N]`.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from orbit_runtime.quant.formats import FORMATS, Weight, format_of
 
-DENSE_BYTES_LIMIT = {"cpu": 8 << 20, "cuda": 256 << 20}
+DENSE_BYTES_LIMIT = {"cpu": 16 << 20, "cuda": 256 << 20}
 """Most bytes of dequantised weight, in the compute dtype, that exist at a time: larger matrices go by runs of rows.
 
 On a CPU a run of this size stays in the cache between being dequantised and multiplied: it is also the faster way.
@@ -39,8 +40,10 @@ class FrozenLinear(nn.Module):
         self.format = format_of(weight)
         self.out_features, self.in_features = weight.shape
         codec = FORMATS[self.format]
-        self._dense_rows: DenseRows = codec.dense_rows
+        self._codec_views, self._dense_rows = codec.views, codec.dense_rows
         self._packed_names = tuple(codec.buffers(weight))
+        self._seen: list[Tensor | None] = []
+        self._views: tuple[Tensor, ...] = ()
         for name, tensor in codec.buffers(weight).items():
             self.register_buffer(name, tensor)
         self.register_buffer("bias", bias)
@@ -53,15 +56,21 @@ class FrozenLinear(nn.Module):
         return weight
 
     def forward(self, x: Tensor) -> Tensor:
-        buffers = self._buffers
-        bias = buffers["bias"]
+        packed = self._packed_views()
+        bias = self._buffers["bias"]
         if bias is not None and bias.dtype != x.dtype:
             bias = bias.to(x.dtype)
-        packed: list[Any] = [buffers[name] for name in self._packed_names]
         if x.requires_grad and torch.is_grad_enabled():
             result: Tensor = _FrozenMatmul.apply(x, bias, self._dense_rows, self.dense_bytes, *packed)
             return result
         return _forward(x, bias, self._dense_rows, self.dense_bytes, packed)
+
+    def _packed_views(self) -> tuple[Tensor, ...]:
+        """Made anew when a buffer is another tensor than before: making them at every call costs while decoding."""
+        buffers = [self._buffers[name] for name in self._packed_names]
+        if len(self._seen) != len(buffers) or any(map(operator.is_not, buffers, self._seen)):
+            self._views, self._seen = self._codec_views(*buffers), buffers
+        return self._views
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FrozenLinear:
         for name, buffer in self._buffers.items():
@@ -127,6 +136,7 @@ def _backward(
 
 
 def _rows_per_run(num_rows: int, num_columns: int, like: Tensor, dense_bytes: int | None) -> int:
-    limit = DENSE_BYTES_LIMIT[like.device.type] if dense_bytes is None else dense_bytes
-    fitting = limit // (num_columns * like.element_size())
+    if dense_bytes is None:
+        dense_bytes = DENSE_BYTES_LIMIT["cuda" if like.is_cuda else "cpu"]
+    fitting = dense_bytes // (num_columns * like.itemsize)
     return num_rows if fitting >= num_rows else max(fitting, 1)

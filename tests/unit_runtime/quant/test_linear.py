@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -93,6 +95,14 @@ def test_casting_a_model_leaves_packed_tensors_alone(kind: str) -> None:
     for name, buffer in layer.named_buffers():
         assert buffer.dtype == before[name].dtype
         assert torch.equal(buffer, before[name])
+
+
+def test_a_replaced_buffer_is_the_one_that_multiplies() -> None:
+    layer, x = frozen("INT4"), inputs(4, 64).detach()
+    before = layer(x)
+    layer.load_state_dict({**layer.state_dict(), "weight_scale": -layer.weight_scale}, assign=True)
+    assert torch.equal(layer(x), -before)
+    torch.testing.assert_close(copy.deepcopy(layer)(x), -before)
 
 
 def test_buffers_are_named_as_in_the_checkpoint() -> None:
