@@ -54,11 +54,10 @@ class _TokenLogProbs(torch.autograd.Function):
         for start in range(0, len(targets_R), rows):
             part = slice(start, start + rows)
             logits = _shape_logits(head(hidden_RN[part]), targets_R[part], temperature, top_p)
-            log_z = torch.logsumexp(logits, dim=-1)
-            logprobs.append(logits.gather(-1, targets_R[part, None])[:, 0] - log_z)
-            probs = torch.exp(logits - log_z[:, None])
-            expected = (probs * logits.masked_fill(probs == 0, 0.0)).sum(-1)
-            entropies.append(log_z - expected)
+            all_logprobs = torch.log_softmax(logits, dim=-1)
+            logprobs.append(all_logprobs.gather(-1, targets_R[part, None])[:, 0])
+            # A token outside the nucleus has probability 0 and log-prob -inf: it adds nothing.
+            entropies.append(-(all_logprobs.exp() * all_logprobs.clamp(min=torch.finfo(torch.float32).min)).sum(-1))
         ctx.save_for_backward(hidden_RN, targets_R)
         ctx.settings = (head, temperature, top_p, rows)
         return torch.cat(logprobs), torch.cat(entropies)
