@@ -1,0 +1,182 @@
+"""What a run folder says, in numbers: the content of `report.json` and the facts that `report.html` draws.
+
+Belongs here: counting, judging how a run ended, warnings that follow from the numbers.
+Does not belong here: drawing (`report_html`, `plots`) or comparing runs (`compare`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from orbit_runtime import errors
+from orbit_runtime.observability.metrics import MetricsRow
+from orbit_runtime.observability.run_folder import RunFolder, Source, read_run_folder
+from orbit_runtime.storage.execution import STALE_SECONDS
+
+_NOT_IDENTITY = ("checkpoint.", "observability.", "storage.", "training.steps", "rollout.maxRunningRequests")
+"""For folders whose `run.json` does not list its identity fields."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A run folder and what follows from it. `to_json()` is `report.json`."""
+
+    folder: RunFolder
+    status: str
+    """`done`, `stopped`, `failed`, `running`, `interrupted` or `empty`."""
+    reason: str | None
+    """For people, where the status alone says too little."""
+    exit_code: int | None
+    warnings: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return str(self.folder.run.get("name") or self.folder.uri.rstrip("/").rsplit("/", 1)[-1])
+
+    @property
+    def rows(self) -> tuple[MetricsRow, ...]:
+        return self.folder.rows
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """The fields that change the maths, by path."""
+        identity = self.folder.run.get("identity")
+        if isinstance(identity, Mapping):
+            return _flatten(identity)
+        return {path: value for path, value in _flatten(self.spec).items() if not path.startswith(_NOT_IDENTITY)}
+
+    @property
+    def spec(self) -> Mapping[str, Any]:
+        spec = manifest_of(self.folder.run).get("spec", {})
+        return spec if isinstance(spec, Mapping) else {}
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values; a number that the run has not produced yet is `None`."""
+        rows, summary, facts = self.rows, self.folder.summary, self.folder.facts
+        last = rows[-1] if rows else None
+        return {
+            "run": self.name,
+            "uri": self.folder.uri,
+            "status": self.status,
+            "reason": self.reason,
+            "exit_code": self.exit_code,
+            "steps": int(last.number("step") or 0) if last else 0,
+            "steps_total": self.spec.get("training", {}).get("steps"),
+            "reward_first": rows[0].number("reward_mean") if rows else None,
+            "reward_last": last.number("reward_mean") if last else None,
+            "reward_best": _largest(row.number("reward_mean") for row in rows),
+            "publishes": summary.get("publishes", 0),
+            "publishes_proven": summary.get("publishes_proven", 0),
+            "base_digest_before": summary.get("base_digest_before") or self.folder.run.get("base_digest"),
+            "base_digest_after": summary.get("base_digest_after"),
+            "adapter_digest": facts.get("adapter_digest") or (last["adapter_digest"] if last else None),
+            "policy_version": facts.get("policy_version", last["policy_version"] if last else None),
+            "trainable_parameters": summary.get("trainable_parameters"),
+            "resumed": summary.get("resumed", 0),
+            "executions": self.folder.executions,
+            "seconds": _total(row.number("seconds_total") for row in rows),
+            "tokens": int(_total(row.number("tokens") for row in rows)),
+            "outcomes": {
+                name: int(_total(row.number(f"reward_{name}") for row in rows))
+                for name in ("value", "wrong", "timeout", "crash")
+            },
+            "parity": {
+                "mean_max": _largest(row.number("parity_mean") for row in rows),
+                "max_max": _largest(row.number("parity_max") for row in rows),
+                "limit": last.number("parity_limit") if last else None,
+            },
+            "last_checkpoint": self.folder.checkpoints[0]["prefix"] if self.folder.checkpoints else None,
+            "warnings": list(self.warnings),
+            "failures": [dict(failure) for failure in self.folder.failures],
+            "versions": self.folder.run.get("versions", {}),
+        }
+
+
+def build_report(source: Source, *, ended: str | None = None, now: float | None = None) -> Report:
+    """Reads a run folder in whatever state it is.
+
+    Args:
+        ended: how the run ended, from the loop that still holds the folder; else the newest execution's record says.
+    """
+    folder = read_run_folder(source)
+    status, reason, code = _judge(folder, ended, time.time() if now is None else now)
+    return Report(folder, status, reason, code, _warnings(folder))
+
+
+def manifest_of(run: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The manifest inside `run.json`."""
+    manifest = run.get("manifest", run)
+    return manifest if isinstance(manifest, Mapping) else {}
+
+
+def _judge(folder: RunFolder, ended: str | None, now: float) -> tuple[str, str | None, int | None]:
+    beat = folder.heartbeat or {}
+    if ended is None and beat.get("state") == "ended":
+        ended = str(beat.get("reason"))
+    if ended is not None:
+        return _judge_ended(ended, folder)
+    if not beat and not folder.rows:
+        return "empty", "nothing was run here yet", None
+    age = now - float(beat.get("at", 0.0))
+    if beat and age <= STALE_SECONDS:
+        return "running", f"last sign of life {max(0.0, age):.0f} s ago", None
+    return "interrupted", "the process ended without saying so; start it again to continue", None
+
+
+def _judge_ended(ended: str, folder: RunFolder) -> tuple[str, str | None, int | None]:
+    if ended == "done":
+        return "done", None, errors.EXIT_DONE
+    if ended == "exhausted":
+        return "done", "the prompts are used up (data.epochs)", errors.EXIT_DONE
+    if ended == "stopped":
+        return "stopped", "on request; start it again to continue", errors.EXIT_STOPPED
+    kind = getattr(errors, ended, None)
+    code = kind.exit_code if isinstance(kind, type) and issubclass(kind, errors.OrbitError) else 70
+    said = [str(failure.get("message")) for failure in folder.failures if failure.get("error") == ended]
+    return "failed", said[-1] if said else ended, code
+
+
+def _warnings(folder: RunFolder) -> tuple[str, ...]:
+    """The run's own, then those that only the whole of it shows."""
+    found = [str(warning) for warning in folder.summary.get("warnings", ())]
+    summary, rows = folder.summary, folder.rows
+    publishes, proven = summary.get("publishes", 0), summary.get("publishes_proven", 0)
+    if proven < publishes:
+        found.append(f"{publishes - proven} of {publishes} publishes were not proven")
+    before, after = summary.get("base_digest_before"), summary.get("base_digest_after")
+    if before and after and before != after:
+        found.append("the frozen base changed during the run")
+    flat = sum(1 for row in rows if row.number("reward_std") == 0.0)
+    if flat:
+        found.append(f"{flat} of {len(rows)} steps had the same reward for every sample: no gradient")
+    for outcome, words in (("timeout", "ran out of time"), ("crash", "crashed")):
+        count = int(_total(row.number(f"reward_{outcome}") for row in rows))
+        if count:
+            found.append(f"{count} rewards {words}: masked out, not scored 0")
+    cut = rows[-1].number("truncated_fraction") if rows else None
+    if cut is not None and cut > 0.2:
+        found.append(f"{cut:.0%} of the last step's completions were cut off by maxNewTokens")
+    return tuple(dict.fromkeys(found))
+
+
+def _flatten(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        where = f"{path}.{key}" if path else str(key)
+        if isinstance(value, Mapping) and value:
+            flat.update(_flatten(value, where))
+        else:
+            flat[where] = value
+    return flat
+
+
+def _total(values: Iterable[float | None]) -> float:
+    return sum(value for value in values if value is not None)
+
+
+def _largest(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return max(known) if known else None

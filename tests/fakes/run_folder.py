@@ -1,0 +1,151 @@
+"""A run folder as a run leaves it, made up: for everything that reads one."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import zstandard
+
+from orbit_runtime.observability.metrics import MetricsRow, build_row
+
+BASE = "sha256:" + "b" * 64
+
+
+def synthetic_row(step: int, *, start: float = 0.28, gain: float = 0.5, total: int = 60, seed: int = 1) -> MetricsRow:
+    """A step of a run that learns, with a wobble that depends on step and seed only."""
+    wobble = math.sin(step * 12.9898 + seed * 78.233)
+    share = 1 - math.exp(-3 * step / total)
+    reward = start + gain * share + 0.02 * wobble
+    return build_row(
+        step=step,
+        policy_version=step,
+        adapter_digest=f"sha256:{step:064x}",
+        reward_mean=reward,
+        reward_std=math.sqrt(max(0.0, reward * (1 - reward))),
+        reward_value=500,
+        reward_wrong=10,
+        reward_timeout=2,
+        reward_crash=0,
+        loss=-0.01 * share + 0.002 * wobble,
+        kl=0.08 * share,
+        entropy=1.4 - 1.1 * share,
+        grad_norm=0.4 + 0.1 * wobble,
+        clip_fraction=0.01,
+        learning_rate=2e-3,
+        response_tokens_mean=3.6 - 0.4 * share,
+        truncated_fraction=0.3 * (1 - share),
+        tokens=1843,
+        tokens_per_second=9000 + 800 * wobble,
+        parity_mean=2e-7 * (1.2 + wobble),
+        parity_p99=9e-7,
+        parity_max=2e-6 * (1.5 + wobble),
+        parity_k3=1e-13,
+        parity_limit=1e-5,
+        staleness_max=0,
+        seconds_collect=0.11 + 0.01 * wobble,
+        seconds_score=0.01,
+        seconds_train=0.07,
+        seconds_publish=0.02,
+        seconds_checkpoint=0.006,
+        seconds_total=0.22 + 0.01 * wobble,
+    )
+
+
+def synthetic_rollout(step: int, prompt: int, *, completion: str | None = None) -> dict[str, Any]:
+    right = step > 30
+    text = completion if completion is not None else str(21 + prompt if right else 13 + prompt)
+    return {
+        "run": "synthetic",
+        "step": step,
+        "prompt_id": f"addition/{prompt}",
+        "sample_index": 0,
+        "turns": [
+            {"role": "user", "start": 0, "end": 6, "text": f"{10 + prompt}+11="},
+            {"role": "assistant", "start": 6, "end": 9, "text": text},
+        ],
+        "token_ids_T": [1],
+        "loss_mask_T": [1],
+        "logprobs_T": [-0.1],
+        "versions_T": [step],
+        "answer": str(21 + prompt),
+        "reward": 1.0 if right else 0.0,
+        "outcome": "value",
+        "reward_parts": {},
+        "finish_reason": "stop",
+        "routed_experts": None,
+    }
+
+
+def write_run_folder(
+    folder: Path,
+    *,
+    name: str = "synthetic",
+    steps: int = 60,
+    ended: str | None = "done",
+    heartbeat_at: float = 1000.0,
+    start: float = 0.28,
+    gain: float = 0.5,
+    seed: int = 1,
+    completion: str | None = None,
+    spec: dict[str, Any] | None = None,
+    compacted: bool = True,
+) -> Path:
+    """Writes it. With `ended=None` the run still beats its heart, or was killed, depending on the reader's clock."""
+    manifest_spec: dict[str, Any] = {
+        "model": {"uri": "builtin://tiny-adder", "precision": "INT4"},
+        "algorithm": {"type": "GRPO", "groupSize": 16},
+        "data": {"prompts": [{"uri": "builtin://two-digit-addition"}], "seed": seed},
+        "training": {"steps": 60, "learningRate": 2e-3},
+        **(spec or {}),
+    }
+    manifest = {"apiVersion": "orbitrl.dev/v1alpha1", "kind": "OrbitRun", "metadata": {"name": name}}
+    run = {
+        "name": name,
+        "manifest": {**manifest, "spec": manifest_spec},
+        "resolved": {"trainer": "Torch", "engine": "Torch", "device": "cpu"},
+        "base_digest": BASE,
+        "versions": {"orbit-rl": "0.1.0", "python": "3.12.11"},
+    }
+    _write(folder / "run.json", json.dumps(run))
+    rows = [synthetic_row(step, start=start, gain=gain, seed=seed) for step in range(1, steps + 1)]
+    for row in rows:
+        _write(folder / f"metrics/step-{row['step']:06d}.json", row.to_json())
+    if compacted and rows:
+        _write(folder / "metrics.jsonl", "".join(row.to_json() + "\n" for row in rows))
+    for step in range(max(1, steps - 2), steps + 1):
+        _write_step(folder, step, steps)
+    for step in {1, steps} if steps else set():
+        records = [synthetic_rollout(step, prompt + (0 if step == 1 else 3), completion=completion)
+                   for prompt in range(8)]  # fmt: skip
+        lines = "".join(json.dumps(record) + "\n" for record in records).encode()
+        _write(folder / f"rollouts/step-{step:06d}.jsonl.zst", zstandard.ZstdCompressor().compress(lines))
+    state = {"at": heartbeat_at, "state": "live" if ended is None else "ended", "reason": ended}
+    _write(folder / "executions/000001.json", json.dumps({"execution": 1}))
+    _write(folder / "executions/000001.heartbeat.json", json.dumps(state))
+    return folder
+
+
+def _write_step(folder: Path, step: int, steps: int) -> None:
+    digest = f"sha256:{step:064x}"
+    summary = {
+        "publishes": step + 1,
+        "publishes_proven": step + 1,
+        "base_digest_before": BASE,
+        "base_digest_after": BASE if step == steps else None,
+        "trainable_parameters": 172032,
+        "resumed": 0,
+        "warnings": [],
+    }
+    proof = {"slot_digest": True, "change": 1e-8, "proven": True}
+    facts = {"step": step, "policy_version": step, "adapter_digest": digest, "proof": proof, "summary": summary}
+    _write(folder / f"checkpoints/step-{step:06d}/manifest.json", json.dumps({"format": 1, "facts": facts}))
+    adapter = {"format": 1, "facts": {"version": step, "digest": digest}}
+    _write(folder / f"adapters/policy-v{step}/manifest.json", json.dumps(adapter))
+
+
+def _write(path: Path, content: str | bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
