@@ -1,0 +1,190 @@
+"""The torch trainer: cuts that change nothing, state that resumes bit for bit, divergence that is caught."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from orbit_runtime.adapters.config import AdapterConfig
+from orbit_runtime.algorithms.losses import PolicyLossSettings
+from orbit_runtime.errors import DivergedError, ModelError
+from orbit_runtime.policy import load_policy
+from orbit_runtime.training import TorchTrainer, TrainerSettings
+from orbit_runtime.training.schedule import learning_rate
+from orbit_runtime.types import Sample
+from tests.integration.tiny_models import TARGETS, make_checkpoint
+
+SETTINGS = TrainerSettings(
+    peak_learning_rate=1e-2,
+    schedule="Constant",
+    warmup_steps=0,
+    decay_steps=10,
+    weight_decay=0.01,
+    max_grad_norm=1.0,
+    micro_batch_tokens=4096,
+    mini_batch_prompts=None,
+    update_epochs=1,
+    loss=PolicyLossSettings(),
+    reduction="Token",
+    constant_length=16,
+    importance_cap=None,
+    temperature=1.0,
+    top_p=1.0,
+    base_model="base",
+)
+ADAPTERS = {
+    "LoRA": AdapterConfig(type="LoRA", targets=TARGETS, rank=4, alpha=8.0),
+    "OFT": AdapterConfig(type="OFT", targets=TARGETS, block_size=16),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("model"), "qwen3")
+
+
+def build(folder: Path, adapter: str = "LoRA", **changes: object) -> TorchTrainer:
+    return TorchTrainer(load_policy(folder, ADAPTERS[adapter]), replace(SETTINGS, **changes))  # type: ignore[arg-type]
+
+
+def samples_of(seed: int, groups: int = 3, size: int = 4) -> list[Sample]:
+    generator = torch.Generator().manual_seed(seed)
+    made = []
+    for prefix_id in range(groups):
+        prompt = torch.randint(2, 120, (3 + prefix_id,), generator=generator).tolist()
+        for _ in range(size):
+            count = int(torch.randint(1, 9, (), generator=generator))
+            answer = torch.randint(2, 120, (count,), generator=generator).tolist()
+            logprobs = (-4 - torch.rand(count, generator=generator)).tolist()
+            advantage = float(torch.randn((), generator=generator))
+            mask = (0,) * len(prompt) + (1,) * count
+            made.append(
+                Sample(tuple(prompt + answer), mask, (0.0,) * len(prompt) + tuple(logprobs), advantage, prefix_id, len(prompt))
+            )
+    return made
+
+
+def gradients(trainer: TorchTrainer, samples: list[Sample]) -> dict[str, torch.Tensor]:
+    """The gradient that an update applies, read back from Adam's first moment after one step."""
+    trainer.update(samples)
+    return {
+        name: trainer._optimizer.state[parameter]["exp_avg"] * 10
+        for name, parameter in trainer._policy.injected.masters.parameters.items()
+    }
+
+
+@pytest.mark.parametrize("adapter", sorted(ADAPTERS))
+@pytest.mark.parametrize("reduction", ["Token", "Sequence", "Constant"])
+def test_how_micro_batches_are_cut_does_not_change_the_gradient(folder: Path, adapter: str, reduction: str) -> None:
+    samples = samples_of(1)
+    whole = gradients(build(folder, adapter, reduction=reduction), samples)
+    single = gradients(build(folder, adapter, reduction=reduction, micro_batch_tokens=1), samples)
+    some = gradients(build(folder, adapter, reduction=reduction, micro_batch_tokens=25), samples)
+    largest = max(float(value.abs().max()) for value in whole.values())
+    for name, value in whole.items():
+        torch.testing.assert_close(single[name], value, rtol=0, atol=1e-6 * max(1.0, largest))
+        torch.testing.assert_close(some[name], value, rtol=0, atol=1e-6 * max(1.0, largest))
+
+
+@pytest.mark.parametrize("adapter", sorted(ADAPTERS))
+def test_state_restored_into_a_new_trainer_continues_bit_for_bit(folder: Path, adapter: str) -> None:
+    changes = {"mini_batch_prompts": 1, "update_epochs": 2, "schedule": "Cosine", "warmup_steps": 1}
+    straight = build(folder, adapter, **changes)
+    for seed in range(4):
+        straight.update(samples_of(seed))
+    first = build(folder, adapter, **changes)
+    first.update(samples_of(0))
+    first.update(samples_of(1))
+    second = build(folder, adapter, **changes)
+    second.load_state(first.save_state())
+    results = [second.update(samples_of(seed)) for seed in (2, 3)]
+    assert second.save_state() == straight.save_state()
+    assert second.publishable(4).digest == straight.publishable(4).digest
+    assert results[0].optimizer_updates == 6
+
+
+def test_a_fresh_trainer_saves_and_restores_before_its_first_update(folder: Path) -> None:
+    first, second = build(folder), build(folder)
+    second.load_state(first.save_state())
+    assert first.update(samples_of(0)) == second.update(samples_of(0))
+    assert first.save_state() == second.save_state()
+
+
+def test_state_of_another_adapter_is_refused(folder: Path) -> None:
+    with pytest.raises(ModelError, match="master/"):
+        build(folder, "LoRA").load_state(build(folder, "OFT").save_state())
+
+
+def test_a_loss_that_is_not_finite_stops_before_the_masters_move(folder: Path) -> None:
+    trainer = build(folder)
+    before = trainer.save_state()
+    broken = [replace(sample, advantage=float("nan")) for sample in samples_of(0)]
+    with pytest.raises(DivergedError) as caught:
+        trainer.update(broken)
+    assert caught.value.exit_code == 85 and "learningRate" in str(caught.value)
+    assert trainer.save_state() == before
+
+
+def test_zero_advantages_leave_the_adapter_where_it_is(folder: Path) -> None:
+    trainer = build(folder, weight_decay=0.0)
+    before = trainer.publishable(0).digest
+    result = trainer.update([replace(sample, advantage=0.0) for sample in samples_of(0)])
+    assert result.metrics["grad_norm"] == 0.0
+    assert trainer.publishable(1).digest == before
+
+
+def test_a_step_without_samples_trains_nothing_and_counts(folder: Path) -> None:
+    trainer = build(folder)
+    before = trainer.publishable(0).digest
+    assert trainer.update([]).optimizer_updates == 0
+    assert trainer.publishable(0).digest == before
+
+
+def test_parity_statistics_are_those_of_the_given_logprobs(folder: Path) -> None:
+    trainer = build(folder)
+    exact = []
+    for sample, logprobs in zip(samples_of(2), trainer.reference_logprobs(samples_of(2)), strict=True):
+        moved = tuple(value + 0.5 for value in logprobs)
+        exact.append(replace(sample, logprobs_T=(0.0,) * sample.prefix_length + moved))
+    metrics = trainer.update(exact).metrics
+    # B starts at zero, so the adapted policy is the reference: every token differs by exactly the planted half.
+    assert metrics["parity_mean"] == pytest.approx(0.5, abs=1e-5)
+    assert metrics["parity_max"] == pytest.approx(0.5, abs=1e-5)
+    assert metrics["parity_k3"] == pytest.approx(0.10653066, abs=1e-5)
+
+
+def test_kl_to_the_base_is_zero_at_first_and_pulls_back_later(folder: Path) -> None:
+    loss = PolicyLossSettings(kl_coefficient=0.5)
+    trainer = build(folder, loss=loss)
+    assert trainer.update(samples_of(0)).metrics["kl"] == pytest.approx(0.0, abs=1e-7)
+    for seed in range(1, 6):
+        trainer.update(samples_of(seed))
+    drifted = trainer.update([replace(s, advantage=0.0) for s in samples_of(6)]).metrics["kl"]
+    assert drifted > 1e-3
+    for _ in range(15):
+        last = trainer.update([replace(sample, advantage=0.0) for sample in samples_of(6)]).metrics["kl"]
+    assert last < drifted / 2
+
+
+def test_truncated_importance_weights_scale_the_gradient_by_the_cap(folder: Path) -> None:
+    """Sampler log-probs far below the trainer's put every weight at its cap; the ratio to itself is then 1."""
+    samples = [replace(s, logprobs_T=tuple(min(v, -60.0) if v else 0.0 for v in s.logprobs_T)) for s in samples_of(3)]
+    capped = gradients(build(folder, importance_cap=3.0, max_grad_norm=1e9), samples)
+    single = gradients(build(folder, importance_cap=1.0, max_grad_norm=1e9), samples)
+    for name, value in single.items():
+        torch.testing.assert_close(capped[name], 3 * value, rtol=1e-4, atol=1e-7)
+
+
+def test_the_schedule_warms_up_and_decays() -> None:
+    def rates(schedule: str, steps: range) -> list[float]:
+        return [
+            learning_rate(step, peak=1.0, schedule=schedule, warmup_steps=2, decay_steps=6)  # type: ignore[arg-type]
+            for step in steps
+        ]
+
+    assert rates("Constant", range(4)) == pytest.approx([1 / 3, 2 / 3, 1, 1])
+    assert rates("Linear", range(2, 8)) == pytest.approx([1, 0.75, 0.5, 0.25, 0, 0])
+    assert rates("Cosine", range(2, 8)) == pytest.approx([1, 0.853553, 0.5, 0.146447, 0, 0], abs=1e-6)
