@@ -20,6 +20,19 @@ _LEVELS: dict[LogLevel, int] = {
 }
 
 
+class _CurrentStderr:
+    """Standard error as it is at each write: a live display stands in for it while it is shown."""
+
+    def write(self, text: str) -> int:
+        return sys.stderr.write(text)
+
+    def flush(self) -> None:
+        sys.stderr.flush()
+
+    def isatty(self) -> bool:
+        return sys.stderr.isatty()
+
+
 def configure_logs(level: LogLevel = "Info", *, stream: IO[str] | None = None, json_lines: bool | None = None) -> None:
     """Sends structlog and stdlib logging to `stream` (stderr): coloured lines on a terminal, JSON lines elsewhere.
 
@@ -27,7 +40,7 @@ def configure_logs(level: LogLevel = "Info", *, stream: IO[str] | None = None, j
     """
     import structlog
 
-    target = sys.stderr if stream is None else stream
+    target = cast(TextIO, _CurrentStderr() if stream is None else stream)
     as_json = not target.isatty() if json_lines is None else json_lines
     renderer: Any = structlog.processors.JSONRenderer() if as_json else structlog.dev.ConsoleRenderer()
     shared: list[Any] = [
@@ -40,7 +53,7 @@ def configure_logs(level: LogLevel = "Info", *, stream: IO[str] | None = None, j
     structlog.configure(
         processors=[*shared, renderer],
         wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[level]),
-        logger_factory=structlog.PrintLoggerFactory(file=cast(TextIO, target)),
+        logger_factory=structlog.PrintLoggerFactory(file=target),
         cache_logger_on_first_use=False,
     )
     formatter = structlog.stdlib.ProcessorFormatter(

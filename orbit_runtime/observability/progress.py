@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Progress(Protocol):
-    """One interface for every audience. `finish` may be called without `start`, and twice."""
+    """One interface for every audience."""
 
     def start(self, total: int, resumed_at: int = 0) -> None: ...
 
@@ -37,7 +37,13 @@ class Progress(Protocol):
         """Something the reader should know that is not a step; it stays on the screen."""
         ...
 
-    def finish(self, summary: Mapping[str, Any]) -> None: ...
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """The run ended by itself or on request."""
+        ...
+
+    def close(self) -> None:
+        """Gives the terminal back, however the run ended. Safe to call at any time, and twice."""
+        ...
 
 
 class SilentProgress:
@@ -56,6 +62,9 @@ class SilentProgress:
         pass
 
     def finish(self, summary: Mapping[str, Any]) -> None:
+        pass
+
+    def close(self) -> None:
         pass
 
 
@@ -79,6 +88,9 @@ class JsonProgress:
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         self._write({"event": "finish", **summary})
+
+    def close(self) -> None:
+        pass
 
     def _write(self, event: Mapping[str, Any]) -> None:
         self._stream.write(json.dumps(event, default=str) + "\n")
@@ -110,6 +122,9 @@ class PlainProgress:
         self._print(_sentence(message, facts))
 
     def finish(self, summary: Mapping[str, Any]) -> None:
+        pass
+
+    def close(self) -> None:
         pass
 
     def _print(self, line: str) -> None:
@@ -151,6 +166,9 @@ class LiveProgress:
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         self._stage = str(summary.get("status", "done"))
+        self.close()
+
+    def close(self) -> None:
         if self._live is not None:
             self._live.stop()
             self._live = None

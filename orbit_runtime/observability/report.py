@@ -95,13 +95,14 @@ class Report:
         }
 
 
-def build_report(source: Source, *, ended: str | None = None, now: float | None = None) -> Report:
+def build_report(source: Source, *, ended: str | None = None, now: float | None = None, samples: int = 6) -> Report:
     """Reads a run folder in whatever state it is.
 
     Args:
         ended: how the run ended, from the loop that still holds the folder; else the newest execution's record says.
+        samples: rollouts to show of the first and the last step.
     """
-    folder = read_run_folder(source)
+    folder = read_run_folder(source, samples=samples)
     status, reason, code = _judge(folder, ended, time.time() if now is None else now)
     return Report(folder, status, reason, code, _warnings(folder))
 

@@ -147,6 +147,8 @@ def _render(template: str, **context: Any) -> str:
     script = (folder / "page.js").read_text()
     allowed = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{allowed}'"
-    return _environment().get_template(template).render(
-        **context, style=markupsafe.Markup(style), script=markupsafe.Markup(script), policy=policy
+    return (
+        _environment()
+        .get_template(template)
+        .render(**context, style=markupsafe.Markup(style), script=markupsafe.Markup(script), policy=policy)
     )

@@ -81,9 +81,13 @@ class RunFolder:
 
 
 def read_run_folder(source: Source, *, samples: int = 6) -> RunFolder:
-    """Reads what is there. What is missing or broken counts as absent: a report must not fail on a broken run."""
+    """Reads what is there. What is missing or broken counts as absent: a report must not fail on a broken run.
+
+    Args:
+        samples: how many rollouts of the first and of the last step; 0 leaves them unread.
+    """
     rows = read_rows(source)
-    rollouts = sorted(key for key in source.list("rollouts") if key.endswith(".jsonl.zst"))
+    rollouts = sorted(key for key in source.list("rollouts") if key.endswith(".jsonl.zst")) if samples else []
     heartbeats = sorted(key for key in source.list("executions") if key.endswith(".heartbeat.json"))
     failures = sorted(key for key in source.list("failures") if key.endswith(".json"))
     first = _read_rollouts(source, rollouts[0]) if rollouts else []
@@ -193,6 +197,8 @@ def _build_shown(record: Mapping[str, Any]) -> Shown:
 
 def _choose(shown: list[Shown], shared: set[str], count: int) -> tuple[Shown, ...]:
     """One sample each of `count` prompts, those first that the other side has too, spread over the step."""
+    if not shown:
+        return ()
     one_each = {entry.prompt_id: entry for entry in reversed(shown)}
     common = [entry for prompt, entry in sorted(one_each.items()) if prompt in shared]
     other = [entry for prompt, entry in sorted(one_each.items()) if prompt not in shared]

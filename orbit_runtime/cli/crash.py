@@ -1,0 +1,66 @@
+"""The report file of a bug in Orbit: what its authors need, and nothing of the user's secrets.
+
+Belongs here: gathering and writing it. Does not belong here: deciding what is a bug (`main`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+
+import orbit_runtime
+
+_VERSIONS_OF = ("torch", "transformers", "safetensors", "obstore", "pydantic", "typer", "rich", "fastapi", "uvicorn")
+_PASSWORD_IN_URI = re.compile(r"(://)[^/@\s'\"]+@")
+_SECRET_OPTION = re.compile(r"((?:secret|token|password|key)[^=\s]*=)\S+", re.IGNORECASE)
+
+
+def write_crash_report(error: BaseException, argv: Sequence[str], folder: Path | None = None) -> Path | None:
+    """Writes `orbit-crash-<time>.json` into `folder`, the working folder or the temporary one; `None` if none can be.
+
+    Environment variables are left out, and passwords in URIs are removed.
+    """
+    content = {
+        "error": f"{type(error).__module__}.{type(error).__qualname__}",
+        "message": _clean(str(error)),
+        "traceback": [_clean(line) for line in traceback.format_exception(error)],
+        "argv": [_clean(argument) for argument in argv],
+        "orbit": orbit_runtime.__version__,
+        "python": sys.version,
+        "platform": platform.platform(),
+        "cpus": os.cpu_count(),
+        "versions": _versions(),
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+    name = time.strftime("orbit-crash-%Y%m%dT%H%M%SZ", time.gmtime()) + f"-{os.getpid()}.json"
+    for place in [folder] if folder else [Path.cwd(), Path(tempfile.gettempdir())]:
+        try:
+            path = place / name
+            path.write_text(json.dumps(content, indent=1))
+            return path
+        except OSError:
+            continue
+    return None
+
+
+def _clean(text: str) -> str:
+    return _SECRET_OPTION.sub(r"\1***", _PASSWORD_IN_URI.sub(r"\1***@", text))
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in _VERSIONS_OF:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found

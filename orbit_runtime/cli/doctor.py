@@ -1,0 +1,229 @@
+"""`orbit doctor`: what this machine can run, and what is missing.
+
+Belongs here: one function per finding, each with an id that `docs/troubleshooting.md` explains.
+Does not belong here: repairing anything.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import shutil
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+from orbit_runtime.cli.output import format_bytes, format_table, print_json
+from orbit_runtime.cli.run import NEEDED_TO_TRAIN
+from orbit_runtime.errors import EXIT_DONE, OrbitError, UnsupportedError
+
+State = Literal["ok", "note", "warn", "fail"]
+
+PYTHON_RANGE = ((3, 12), (3, 15))
+MIN_MEMORY = 2 << 30
+MIN_DISK = 1 << 30
+MIN_DRIVER_CAPABILITY = (8, 0)
+"""BF16 matrix units: Ampere and later."""
+MAX_CLOCK_SKEW_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """`note`: missing, and only some need it; `warn`: works, but badly; `fail`: `orbit run` cannot work."""
+
+    id: str
+    state: State
+    detail: str
+    fix: str | None = None
+
+
+def run_doctor(store: str | None, as_json: bool) -> int:
+    """Returns 0, or 78 when something without which nothing trains is missing."""
+    checks = [*CHECKS.values()]
+    findings = [finding for check in checks for finding in check()]
+    if store is not None:
+        findings.append(check_store(store))
+    failed = any(finding.state == "fail" for finding in findings)
+    if as_json:
+        print_json({"ok": not failed, "findings": [asdict(finding) for finding in findings]})
+    else:
+        print(format_table(["", "finding", ""], [[f.state, f.id, f.detail] for f in findings]))
+        fixes = [f"{finding.id}: {finding.fix}" for finding in findings if finding.fix]
+        if fixes:
+            print("\nwhat to do:\n  " + "\n  ".join(fixes))
+        print("\n" + ("`orbit run` cannot work here yet" if failed else "`orbit run` can work here"))
+    return UnsupportedError.exit_code if failed else EXIT_DONE
+
+
+def check_python() -> list[Finding]:
+    version = sys.version_info[:2]
+    words = f"{platform.python_version()} at {sys.executable}"
+    if PYTHON_RANGE[0] <= version < PYTHON_RANGE[1]:
+        return [Finding("python", "ok", words)]
+    return [Finding("python", "fail", words, "use Python 3.12, 3.13 or 3.14")]
+
+
+def check_train_extra() -> list[Finding]:
+    missing = [name for name in NEEDED_TO_TRAIN if importlib.util.find_spec(name) is None]
+    if missing:
+        return [Finding("extra-train", "fail", f"missing: {', '.join(missing)}", "pip install 'orbit-rl[train]'")]
+    return [Finding("extra-train", "ok", ", ".join(f"{name} {_version(name)}" for name in NEEDED_TO_TRAIN))]
+
+
+def check_torch() -> list[Finding]:
+    """Imports torch: a broken installation only shows itself so."""
+    if importlib.util.find_spec("torch") is None:
+        return []
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        fix = "reinstall torch for this machine: pip install --force-reinstall torch"
+        return [Finding("torch", "fail", f"does not load: {error}", fix)]
+    findings = [Finding("torch", "ok", f"{torch.__version__}, built for CUDA {torch.version.cuda or 'none'}")]
+    cores = _cores()
+    threads = torch.get_num_threads()
+    if threads > cores:
+        fix = f"set OMP_NUM_THREADS={cores}"
+        findings.append(Finding("threads", "warn", f"{threads} threads on {cores} usable cores", fix))
+    else:
+        findings.append(Finding("threads", "ok", f"{threads} threads on {cores} usable cores"))
+    if not torch.cuda.is_available():
+        has_driver = shutil.which("nvidia-smi") is not None
+        detail = "none visible" + (", although nvidia-smi is there" if has_driver else "; training on the CPU")
+        fix = "compare the driver's CUDA version with torch's" if has_driver else None
+        return [*findings, Finding("gpu", "warn" if has_driver else "note", detail, fix)]
+    return [*findings, *_gpu_findings()]
+
+
+def _gpu_findings() -> list[Finding]:
+    import torch
+
+    findings = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        capability = (properties.major, properties.minor)
+        free, total = torch.cuda.mem_get_info(index)
+        words = f"{index}: {properties.name}, {format_bytes(free)} free of {format_bytes(total)}"
+        if capability < MIN_DRIVER_CAPABILITY:
+            fix = "hide it with CUDA_VISIBLE_DEVICES, or use a GPU of compute capability 8.0 or later"
+            findings.append(Finding("gpu", "warn", f"{words}: no BF16 matrix units", fix))
+        elif free < 0.5 * total:
+            findings.append(Finding("gpu", "warn", words, "another process holds its memory: see nvidia-smi"))
+        else:
+            findings.append(Finding("gpu", "ok", words))
+    return findings
+
+
+def check_extras() -> list[Finding]:
+    found = []
+    for extra, package in (("sglang", "sglang"), ("megatron", "megatron"), ("ray", "ray"), ("operator", "kopf")):
+        there = importlib.util.find_spec(package) is not None
+        found.append(f"{extra} {'yes' if there else 'no'}")
+    return [Finding("extras", "note", ", ".join(found))]
+
+
+def check_memory() -> list[Finding]:
+    try:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError):
+        return [Finding("memory", "note", "cannot be read on this system")]
+    limit = _cgroup_memory()
+    usable = min(total, limit) if limit else total
+    words = format_bytes(usable) + (" (limit of the container)" if limit and limit < total else "")
+    if usable < MIN_MEMORY:
+        return [Finding("memory", "warn", words, "the quickstart wants 2 GiB; a model wants its packed size and more")]
+    return [Finding("memory", "ok", words)]
+
+
+def check_disk() -> list[Finding]:
+    free = shutil.disk_usage(Path.cwd()).free
+    if free < MIN_DISK:
+        return [Finding("disk", "warn", f"{format_bytes(free)} free here", "free some space, or use --out elsewhere")]
+    return [Finding("disk", "ok", f"{format_bytes(free)} free here")]
+
+
+def check_write_access() -> list[Finding]:
+    try:
+        with tempfile.TemporaryFile(dir=Path.cwd()) as probe:
+            probe.write(b"orbit")
+    except OSError as error:
+        fix = "use --out with a folder that this user may write"
+        return [Finding("write-access", "warn", f"{Path.cwd()}: {error.strerror}", fix)]
+    return [Finding("write-access", "ok", str(Path.cwd()))]
+
+
+def check_clock() -> list[Finding]:
+    """Against the file system here: on a shared one that is the server's clock, which heartbeats rely on."""
+    try:
+        with tempfile.NamedTemporaryFile(dir=Path.cwd()) as probe:
+            skew = time.time() - Path(probe.name).stat().st_mtime
+    except OSError:
+        return [Finding("clock", "note", "cannot be compared: this folder cannot be written")]
+    if abs(skew) > MAX_CLOCK_SKEW_SECONDS:
+        return [Finding("clock", "warn", f"{skew:+.1f} s from the file system's", "synchronise the clock (NTP)")]
+    return [Finding("clock", "ok", f"{skew:+.1f} s from the file system's")]
+
+
+def check_store(uri: str) -> Finding:
+    """Writes, reads and deletes one small object."""
+    from orbit_runtime.storage import open_store
+
+    key = f"orbit-doctor-{uuid.uuid4().hex}"
+    started = time.monotonic()
+    try:
+        store = open_store(uri).with_deadline(10.0)
+        store.put(key, b"orbit", create_only=True)
+        same = store.get(key) == b"orbit"
+        store.delete([key])
+    except OrbitError as error:
+        return Finding("store", "fail", error.message, error.fix)
+    if not same:
+        return Finding("store", "fail", "it returned other bytes than were written", "use another store")
+    return Finding("store", "ok", f"{store.uri}: wrote, read and deleted in {time.monotonic() - started:.2f} s")
+
+
+CHECKS: dict[str, Callable[[], list[Finding]]] = {
+    "python": check_python,
+    "extra-train": check_train_extra,
+    "torch": check_torch,
+    "extras": check_extras,
+    "memory": check_memory,
+    "disk": check_disk,
+    "write-access": check_write_access,
+    "clock": check_clock,
+}
+
+FINDING_IDS = ("python", "extra-train", "torch", "threads", "gpu", "extras", "memory", "disk", "write-access", "clock",
+               "store")  # fmt: skip
+"""Every id that a finding can have."""
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "(no version)"
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _cgroup_memory() -> int | None:
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            text = Path(path).read_text().strip()
+        except OSError:
+            continue
+        if text.isdigit() and int(text) < 1 << 60:
+            return int(text)
+    return None

@@ -1,0 +1,41 @@
+"""Every environment variable that Orbit or a library under it reads on purpose.
+
+Belongs here: the table from which `docs/reference/environment.md` is made; a test holds the source code against it.
+Does not belong here: reading them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """One row of the page."""
+
+    name: str
+    default: str
+    meaning: str
+    read_by: str
+
+
+VARIABLES: tuple[Variable, ...] = (
+    Variable("ORBIT_BIND_ADDRESS", "127.0.0.1", "Address that the status port listens on; `0.0.0.0` inside a pod.",
+             "orbit run"),
+    Variable("ORBIT_STORE_DEADLINE_SECONDS", "120", "How long one call to an object store is retried before exit 74.",
+             "everything that reads or writes a run folder"),
+    Variable("ORBIT_ATTEMPT", "", "Name of the attempt, set by the operator. Such a start takes over the run folder.",
+             "orbit run"),
+    Variable("AWS_ACCESS_KEY_ID", "", "S3 key.", "the object store client"),
+    Variable("AWS_SECRET_ACCESS_KEY", "", "S3 secret.", "the object store client"),
+    Variable("AWS_SESSION_TOKEN", "", "S3 session token of temporary credentials.", "the object store client"),
+    Variable("AWS_ENDPOINT_URL", "", "S3 server that is not Amazon's, such as `http://127.0.0.1:7070`.",
+             "the object store client"),
+    Variable("AWS_ALLOW_HTTP", "false", "Whether that server may be spoken to without TLS.",
+             "the object store client"),
+    Variable("AWS_REGION", "us-east-1", "S3 region.", "the object store client"),
+    Variable("NO_COLOR", "", "Any value: no colours on the terminal.", "orbit run"),
+    Variable("TERM", "", "`dumb` or unset: one plain line per step instead of a live display.", "orbit run"),
+    Variable("COLUMNS", "", "Width of the terminal, where it cannot be asked.", "orbit run"),
+    Variable("OMP_NUM_THREADS", "all cores", "Threads of the torch trainer and engine on a CPU.", "torch"),
+)  # fmt: skip

@@ -1,0 +1,74 @@
+"""`orbit ls`: the runs in a store.
+
+Belongs here: one line per run. Does not belong here: judging a run (`observability.report`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from orbit_runtime.cli.output import format_bytes, format_number, format_table, print_json
+from orbit_runtime.errors import UsageError
+from orbit_runtime.observability.report import build_report
+from orbit_runtime.storage import Store, open_store
+
+
+def run_ls(uri: str, as_json: bool) -> None:
+    """`uri` is a folder of runs, or a run itself. No runs is an answer, a missing local folder is a mistake."""
+    store = open_store(uri, writable=False)
+    if store.root is not None and not store.root.is_dir():
+        raise UsageError("there is no such folder", where=str(store.root), fix="name the folder that holds the runs")
+    runs = list_runs(store, uri)
+    if as_json:
+        print_json(runs)
+        return
+    if not runs:
+        print(f"no runs in {store.uri}")
+        return
+    header = ["run", "step", "reward", "state", "last checkpoint", "size"]
+    rows = [
+        [
+            run["folder"],
+            f"{run['step']}/{run['total'] or '?'}",
+            format_number(run["reward"]),
+            run["state"],
+            run["last_checkpoint"] or "-",
+            format_bytes(run["size_bytes"]),
+        ]
+        for run in runs
+    ]
+    print(format_table(header, rows))
+
+
+def list_runs(store: Store, uri: str) -> list[dict[str, Any]]:
+    """`folder, run, uri, step, total, reward, state, last_checkpoint, size_bytes` of each run, by folder."""
+    if store.exists("run.json"):
+        return [_describe(store, store.uri.rstrip("/").rsplit("/", 1)[-1])]
+    found = []
+    for folder in store.list_folders():
+        if store.exists(f"{folder}run.json"):
+            found.append(_describe(open_store(f"{uri.rstrip('/')}/{folder.rstrip('/')}", writable=False), folder[:-1]))
+    return found
+
+
+def _describe(store: Store, folder: str) -> dict[str, Any]:
+    report = build_report(store, samples=0)
+    facts = report.to_json()
+    return {
+        "folder": folder,
+        "run": facts["run"],
+        "uri": store.uri,
+        "step": facts["steps"],
+        "total": facts["steps_total"],
+        "reward": facts["reward_last"],
+        "state": facts["status"],
+        "last_checkpoint": facts["last_checkpoint"],
+        "size_bytes": _size(store, report.folder.checkpoints + report.folder.adapters),
+    }
+
+
+def _size(store: Store, manifests: tuple[Any, ...]) -> int:
+    """All files of a local run; of a remote one, what its checkpoints and adapters list."""
+    if store.root is not None:
+        return sum(path.stat().st_size for path in store.root.rglob("*") if path.is_file())
+    return sum(int(part["bytes"]) for manifest in manifests for part in manifest.get("parts", {}).values())

@@ -1,0 +1,192 @@
+"""The command line's door: the commands' signatures, and every way out with its exit code.
+
+Belongs here: arguments, help texts, and turning what a command raises into one message and a code.
+Does not belong here: what a command does. Each imports its work when it is called, so that help stays fast.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from typer.exceptions import TyperException
+
+import orbit_runtime
+from orbit_runtime.errors import EXIT_STOPPED, OrbitError, UsageError
+
+app = typer.Typer(
+    name="orbit",
+    help="RL post-training of adapters on a frozen, quantised base: one manifest, one command.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Manifest = Annotated[Path, typer.Argument(metavar="FILE", help="The OrbitRun manifest (YAML).")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="PATH=VALUE", help="Set a field, such as spec.training.steps=5. Repeatable."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"orbit {orbit_runtime.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def run(
+    file: Manifest,
+    out: Annotated[str | None, typer.Option(metavar="URI", help="The run folder itself.")] = None,
+    overrides: Overrides = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print every process it would start; start nothing.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Train. Continues by itself where the run folder holds a checkpoint of the same run."""
+    from orbit_runtime.cli.run import run_manifest
+
+    raise typer.Exit(run_manifest(file, out=out, overrides=overrides or [], dry_run=dry_run, as_json=as_json))
+
+
+@app.command()
+def validate(file: Manifest, overrides: Overrides = None, as_json: AsJson = False) -> None:
+    """Check a manifest and say everything that is wrong with it."""
+    from orbit_runtime.cli.validate import run_validate
+
+    run_validate(file, overrides or [], as_json)
+
+
+@app.command()
+def init(
+    path: Annotated[Path, typer.Argument(metavar="FILE", help="Where to write it.")] = Path("run.yaml"),
+    force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write a commented manifest to start from."""
+    from orbit_runtime.cli.init import run_init
+
+    run_init(path, force, as_json)
+
+
+@app.command()
+def report(
+    runs: Annotated[list[str], typer.Argument(metavar="DIR...", help="Run folders: paths or URIs.")],
+    html: Annotated[Path | None, typer.Option(metavar="PATH", help="Write the page here.")] = None,
+    margin: Annotated[float, typer.Option(help="Several runs: the smallest difference that matters.")] = 0.0,
+    as_json: AsJson = False,
+) -> None:
+    """Report one run, finished or not, or compare several with the first."""
+    from orbit_runtime.cli.report import run_report
+
+    run_report(runs, html=html, margin=margin, as_json=as_json)
+
+
+@app.command("ls")
+def list_runs(
+    uri: Annotated[str, typer.Argument(metavar="URI", help="A folder of runs, or one run.")] = "runs",
+    as_json: AsJson = False,
+) -> None:
+    """List the runs in a store: step, reward, state, last checkpoint, size."""
+    from orbit_runtime.cli.ls import run_ls
+
+    run_ls(uri, as_json)
+
+
+@app.command()
+def doctor(
+    store: Annotated[str | None, typer.Option(metavar="URI", help="Also write to and read from this store.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say what this machine can run and what is missing."""
+    from orbit_runtime.cli.doctor import run_doctor
+
+    raise typer.Exit(run_doctor(store, as_json))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The console script. Never returns: every ending is an exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    code = run_command(arguments)
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _silence_stdout()
+    sys.exit(code)
+
+
+def run_command(arguments: Sequence[str]) -> int:
+    """One command; returns its exit code."""
+    as_json = "--json" in arguments
+    try:
+        result = typer.main.get_command(app).main(args=list(arguments), prog_name="orbit", standalone_mode=False)
+        code = result if isinstance(result, int) else 0
+        # 130 is what typer makes of Ctrl-C; for Orbit that is a stop on request.
+        return EXIT_STOPPED if code == 130 else code
+    except TyperException as error:
+        return _fail(_usage_error(error, arguments), as_json)
+    except OrbitError as error:
+        return _fail(error, as_json)
+    except (KeyboardInterrupt, typer.Abort):
+        print("stopped on request", file=sys.stderr)
+        return EXIT_STOPPED
+    except BrokenPipeError:
+        _silence_stdout()
+        return 0
+    except SystemExit:
+        raise
+    except BaseException as error:
+        return _crash(error, arguments, as_json)
+
+
+def _usage_error(error: TyperException, arguments: Sequence[str]) -> UsageError:
+    command = next((argument for argument in arguments if not argument.startswith("-")), "")
+    known = {info.name or getattr(info.callback, "__name__", "") for info in app.registered_commands}
+    path = f"orbit {command}" if command in known else "orbit"
+    return UsageError(error.format_message().rstrip("."), where=path, fix=f"see `{path} --help`")
+
+
+def _fail(error: OrbitError, as_json: bool) -> int:
+    if as_json:
+        print(json.dumps(error.to_json(), default=str))
+    else:
+        print(f"error: {error}", file=sys.stderr)
+    return error.exit_code
+
+
+def _crash(error: BaseException, arguments: Sequence[str], as_json: bool) -> int:
+    from orbit_runtime.cli.crash import write_crash_report
+    from orbit_runtime.errors import InternalError
+
+    path = write_crash_report(error, arguments)
+    place = str(path) if path else "nowhere: neither the working folder nor the temporary one can be written"
+    what = InternalError(
+        f"a bug in Orbit: {type(error).__name__}: {error}",
+        fix=f"please open an issue and attach the report file: {place}",
+    )
+    return _fail(what, as_json)
+
+
+def _silence_stdout() -> None:
+    """The reader of a pipe is gone; the interpreter must not complain about it at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,40 @@
+"""Printing results: JSON for programs, short tables for people.
+
+Belongs here: how a result looks. Does not belong here: what it says.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+def print_json(value: Mapping[str, Any] | Sequence[Any]) -> None:
+    """One indented JSON document on standard output."""
+    print(json.dumps(value, indent=2, default=str))
+
+
+def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns as wide as their longest cell."""
+    table = [list(header), *(list(row) for row in rows)]
+    widths = [max(len(row[column]) for row in table) for column in range(len(header))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
+    return "\n".join(lines)
+
+
+def format_number(value: float | None, spec: str = ".4f") -> str:
+    """`-` where there is none."""
+    return "-" if value is None else format(value, spec)
+
+
+def format_bytes(count: int | None) -> str:
+    """`12.3 MiB`."""
+    if count is None:
+        return "-"
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"

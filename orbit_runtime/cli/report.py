@@ -1,0 +1,122 @@
+"""`orbit report`: one run's report, or several runs compared.
+
+Belongs here: reading the folders, writing the page, printing. Does not belong here: the numbers (`observability`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from orbit_runtime.cli.output import format_number, format_table, print_json
+from orbit_runtime.errors import OutputError, UsageError
+from orbit_runtime.observability.compare import FORMULA, Comparison, compare
+from orbit_runtime.observability.report import Report, build_report
+from orbit_runtime.observability.report_html import render_comparison, render_html
+from orbit_runtime.storage import Store, open_store
+
+
+def run_report(uris: Sequence[str], *, html: Path | None, margin: float, as_json: bool) -> None:
+    """Without `--html` and `--json`, a local run's `report.html` and `report.json` are written anew in its folder."""
+    read = [_read(uri) for uri in uris]
+    if len(read) > 1:
+        _report_several([report for _, report in read], html=html, margin=margin, as_json=as_json)
+        return
+    store, report = read[0]
+    place = html
+    if html is not None:
+        _write(html, render_html(report))
+    elif not as_json and store.root is not None:
+        place = store.root / "report.html"
+        _write(place, render_html(report))
+        _write(store.root / "report.json", json.dumps(report.to_json(), indent=1))
+    if as_json:
+        print_json(report.to_json())
+    else:
+        print(format_report(report))
+        print(f"page                {place}" if place else "page                not written; name a file with --html")
+
+
+def _read(uri: str) -> tuple[Store, Report]:
+    store = open_store(uri, writable=False)
+    report = build_report(store)
+    if report.status == "empty" and not report.folder.run:
+        raise UsageError("there is no run here", where=store.uri, fix="name a run folder; `orbit ls URI` lists them")
+    return store, report
+
+
+def format_report(report: Report) -> str:
+    """A run in a dozen lines."""
+    facts = report.to_json()
+    first, last = facts["reward_first"], facts["reward_last"]
+    gain = "" if first is None or last is None else f" ({last - first:+.4f})"
+    status = facts["status"] if not facts["reason"] else f"{facts['status']}: {facts['reason']}"
+    of = f" of {facts['steps_total']}" if facts["steps_total"] else ""
+    same = "-" if not facts["base_digest_after"] else _same(facts["base_digest_before"], facts["base_digest_after"])
+    parity = facts["parity"]
+    lines = [
+        ("run", facts["run"]),
+        ("state", status),
+        ("steps", f"{facts['steps']}{of}, {facts['seconds']:.1f} s, {facts['tokens']} tokens"),
+        ("reward", f"{format_number(first)} before, {format_number(last)} after{gain}"),
+        ("publishes proven", f"{facts['publishes_proven']} of {facts['publishes']}"),
+        ("parity", f"worst mean {format_number(parity['mean_max'], '.2g')}, "
+                   f"limit {format_number(parity['limit'], '.2g')}"),
+        ("frozen base", same),
+        ("adapter", str(facts["adapter_digest"] or "-")),
+        ("last checkpoint", str(facts["last_checkpoint"] or "-")),
+        ("resumed", f"{facts['resumed']} times"),
+    ]  # fmt: skip
+    lines += [("warning", warning) for warning in facts["warnings"]]
+    return "\n".join(f"{name:<18}  {value}" for name, value in lines)
+
+
+def _same(before: str | None, after: str) -> str:
+    return "unchanged" if before == after else "CHANGED"
+
+
+def _report_several(reports: list[Report], *, html: Path | None, margin: float, as_json: bool) -> None:
+    comparison = compare(reports, margin)
+    if html is not None:
+        _write(html, render_comparison(comparison))
+    if as_json:
+        print_json(comparison.to_json())
+    else:
+        print(format_comparison(comparison))
+        if html is not None:
+            print(f"page: {html}")
+
+
+def format_comparison(comparison: Comparison) -> str:
+    """The verdicts as a table, then what differs."""
+    rows = [
+        [
+            entry.name,
+            str(entry.steps),
+            format_number(entry.final.reward),
+            format_number(entry.final.standard_error),
+            format_number(entry.difference, "+.4f"),
+            format_number(entry.margin),
+            entry.verdict,
+        ]
+        for entry in comparison.entries
+    ]
+    lines = [format_table(["run", "steps", "reward", "se", "difference", "margin", "verdict"], rows), ""]
+    k = comparison.entries[0].final.steps
+    lines.append(f"reward: mean of the last {k} steps; margin: {FORMULA} (asked: {comparison.asked_margin})")
+    lines.append("each run is one seed: the spread between seeds is not part of the margin")
+    for entry in comparison.entries[1:]:
+        if entry.other_task:
+            differ = ", ".join(entry.other_task)
+            lines.append(f"{entry.name} is another task: {differ} differ; its rewards are on another scale")
+        lines += [f"{entry.name}: {path} is {new!r}, not {old!r}" for path, old, new in entry.changed]
+    return "\n".join(lines)
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        fix = "name another file with --html"
+        raise OutputError(f"cannot be written: {error.strerror}", where=str(path), fix=fix) from error

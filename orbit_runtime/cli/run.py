@@ -1,0 +1,96 @@
+"""`orbit run`: check the manifest, check the installation, train, say what came of it.
+
+Belongs here: the order of those, and their words. Does not belong here: training (`loop`).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from orbit_runtime.cli.output import format_number, print_json
+from orbit_runtime.errors import EXIT_DONE, EXIT_STOPPED, UnsupportedError
+
+if TYPE_CHECKING:
+    from orbit_runtime.spec import OrbitRun
+
+NEEDED_TO_TRAIN = ("torch", "transformers", "safetensors", "tokenizers", "numpy")
+
+
+def run_manifest(file: Path, *, out: str | None, overrides: Sequence[str], dry_run: bool, as_json: bool) -> int:
+    """Returns the exit code: 0 when the run is done, 75 when it was stopped on request."""
+    from orbit_runtime.spec import load_manifest
+
+    manifest = load_manifest(file, overrides)
+    if dry_run:
+        _print_processes(manifest, as_json)
+        return EXIT_DONE
+    check_can_train()
+    from orbit_runtime.loop.run import run
+    from orbit_runtime.observability.logs import configure_logs
+    from orbit_runtime.observability.progress import build_progress
+
+    configure_logs(manifest.spec.observability.log_level)
+    progress = build_progress(manifest.name, as_json=as_json)
+    try:
+        result = run(manifest, out=out, progress=progress, manifest_folder=file.resolve().parent)
+    finally:
+        # An error's message must not be drawn over by a live display.
+        progress.close()
+    if as_json:
+        print(json.dumps({"event": "result", "ended": result.ended, "uri": result.uri, **summary_of(result.report)}))
+    else:
+        print(format_result(result.ended, result.uri, result.report))
+    return EXIT_STOPPED if result.ended == "stopped" else EXIT_DONE
+
+
+def check_can_train() -> None:
+    """Raises UnsupportedError (78) where the packages that train are not installed."""
+    missing = [name for name in NEEDED_TO_TRAIN if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UnsupportedError(
+            f"training needs packages that are not installed here: {', '.join(missing)}",
+            fix="pip install 'orbit-rl[train]'",
+        )
+
+
+def summary_of(report: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a report that a script asks for first."""
+    names = ("steps", "reward_first", "reward_last", "publishes", "publishes_proven", "adapter_digest", "resumed")
+    return {name: report.get(name) for name in names}
+
+
+def format_result(ended: str, uri: str, report: Mapping[str, Any]) -> str:
+    """Reward before and after, what is proven, and where everything is."""
+    first, last = report.get("reward_first"), report.get("reward_last")
+    gain = "" if first is None or last is None else f" ({last - first:+.4f})"
+    state = {"stopped": "stopped on request; the same command continues", "exhausted": "done: the prompts are used up"}
+    took = f"{report.get('steps')} steps in {report.get('seconds', 0):.1f} s"
+    words = [
+        f"{report.get('run')}: {state.get(ended, ended)}, {took}",
+        f"reward before {format_number(first)}, after {format_number(last)}{gain}",
+        f"publishes proven {report.get('publishes_proven')} of {report.get('publishes')}",
+        *(f"warning: {warning}" for warning in report.get("warnings", ())),
+        f"adapter {uri}/adapters/policy-v{report.get('policy_version')}",
+        f"report  {uri}/report.html",
+    ]
+    return "\n".join(words)
+
+
+def _print_processes(manifest: OrbitRun, as_json: bool) -> None:
+    from orbit_runtime.loop.describe import describe
+
+    processes = describe(manifest)
+    if as_json:
+        print_json({"run": manifest.name, "processes": processes})
+        return
+    print(f"{manifest.name} would start {len(processes)} kinds of process, and has started none:")
+    for process in processes:
+        print(f"\n{process['name']} x {process.get('count', 1)}: {process.get('role', '')}".rstrip(": "))
+        print(f"  {shlex.join(map(str, process['argv']))}")
+        for name, value in process.get("environment", {}).items():
+            print(f"  {name}={value}")
