@@ -161,6 +161,20 @@ def test_projections_that_share_an_input_share_one_rotation() -> None:
     ]
 
 
+def test_a_rotated_input_is_reused_for_that_input_only() -> None:
+    _, injected = adapted("OFT")
+    q, k = injected.layers["layers.0.q_proj"], injected.layers["layers.0.k_proj"]
+    other = -X
+    with torch.no_grad(), injected.selection.use("policy-v1"):
+        k_alone = k(other)
+        q(X)
+        assert torch.equal(k(other), k_alone)
+        changed = X.clone()
+        q(changed)
+        changed.neg_()
+        assert torch.equal(k(changed), k_alone)
+
+
 def test_the_report_counts_layers_shapes_and_parameters() -> None:
     lora = inject(Model(), ALL, config_of("LoRA"), 3).report
     assert lora.trainable_parameters == 8 * (4 * 32 + 32 * 4)
