@@ -164,10 +164,11 @@ def test_projections_that_share_an_input_share_one_rotation() -> None:
 def test_a_rotated_input_is_reused_for_that_input_only() -> None:
     _, injected = adapted("OFT")
     q, k = injected.layers["layers.0.q_proj"], injected.layers["layers.0.k_proj"]
-    other = -X
+    # Copies have seen equally many changes in place, so only which tensor it is tells them apart.
+    first, other = X.clone(), (-X).clone()
     with torch.no_grad(), injected.selection.use("policy-v1"):
         k_alone = k(other)
-        q(X)
+        q(first)
         assert torch.equal(k(other), k_alone)
         changed = X.clone()
         q(changed)
