@@ -168,6 +168,7 @@ def test_a_rotated_input_is_reused_for_that_input_only() -> None:
     first, other = X.clone(), (-X).clone()
     with torch.no_grad(), injected.selection.use("policy-v1"):
         k_alone = k(other)
+    with torch.no_grad(), injected.selection.use("policy-v1"):
         q(first)
         assert torch.equal(k(other), k_alone)
         changed = X.clone()
