@@ -30,7 +30,7 @@ from orbit_runtime.types import AdapterFiles, Completion, FinishReason, Request,
 BASE_VERSION = -1
 PREFILL_TOKENS = 16384
 """Prompt tokens of one prefill pass at most, so that its activations stay bounded."""
-SCORED_BY_DECODING = 4
+SCORED_BY_DECODING = 2
 """Tokens at the end of a scored sequence that go through decode steps, so that a score exercises both passes."""
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -79,27 +81,33 @@ def synthetic_rollout(step: int, prompt: int, *, completion: str | None = None) 
     }
 
 
-def write_run_folder(
-    folder: Path,
-    *,
-    name: str = "synthetic",
-    steps: int = 60,
-    ended: str | None = "done",
-    heartbeat_at: float = 1000.0,
-    start: float = 0.28,
-    gain: float = 0.5,
-    seed: int = 1,
-    completion: str | None = None,
-    spec: dict[str, Any] | None = None,
-    compacted: bool = True,
-) -> Path:
-    """Writes it. With `ended=None` the run still beats its heart, or was killed, depending on the reader's clock."""
+@dataclass(frozen=True)
+class SyntheticRun:
+    """What the folder pretends. With `ended=None` it still beats its heart or was killed, by the clock."""
+
+    name: str = "synthetic"
+    steps: int = 60
+    ended: str | None = "done"
+    heartbeat_at: float = 1000.0
+    start: float = 0.28
+    gain: float = 0.5
+    seed: int = 1
+    completion: str | None = None
+    spec: Mapping[str, Any] = field(default_factory=dict)
+    compacted: bool = True
+    warnings: tuple[str, ...] = ()
+    failure: Mapping[str, Any] | None = None
+
+
+def write_run_folder(folder: Path, pretend: SyntheticRun = SyntheticRun()) -> Path:
+    """Writes it and returns it."""
+    name, steps, seed = pretend.name, pretend.steps, pretend.seed
     manifest_spec: dict[str, Any] = {
         "model": {"uri": "builtin://tiny-adder", "precision": "INT4"},
         "algorithm": {"type": "GRPO", "groupSize": 16},
         "data": {"prompts": [{"uri": "builtin://two-digit-addition"}], "seed": seed},
         "training": {"steps": 60, "learningRate": 2e-3},
-        **(spec or {}),
+        **pretend.spec,
     }
     manifest = {"apiVersion": "orbitrl.dev/v1alpha1", "kind": "OrbitRun", "metadata": {"name": name}}
     run = {
@@ -110,25 +118,27 @@ def write_run_folder(
         "versions": {"orbit-rl": "0.1.0", "python": "3.12.11"},
     }
     _write(folder / "run.json", json.dumps(run))
-    rows = [synthetic_row(step, start=start, gain=gain, seed=seed) for step in range(1, steps + 1)]
+    rows = [synthetic_row(step, start=pretend.start, gain=pretend.gain, seed=seed) for step in range(1, steps + 1)]
     for row in rows:
         _write(folder / f"metrics/step-{row['step']:06d}.json", row.to_json())
-    if compacted and rows:
+    if pretend.compacted and rows:
         _write(folder / "metrics.jsonl", "".join(row.to_json() + "\n" for row in rows))
     for step in range(max(1, steps - 2), steps + 1):
-        _write_step(folder, step, steps)
+        _write_step(folder, step, steps, pretend.warnings)
     for step in {1, steps} if steps else set():
-        records = [synthetic_rollout(step, prompt + (0 if step == 1 else 3), completion=completion)
+        records = [synthetic_rollout(step, prompt + (0 if step == 1 else 3), completion=pretend.completion)
                    for prompt in range(8)]  # fmt: skip
         lines = "".join(json.dumps(record) + "\n" for record in records).encode()
         _write(folder / f"rollouts/step-{step:06d}.jsonl.zst", zstandard.ZstdCompressor().compress(lines))
-    state = {"at": heartbeat_at, "state": "live" if ended is None else "ended", "reason": ended}
+    state = {"at": pretend.heartbeat_at, "state": "ended" if pretend.ended else "live", "reason": pretend.ended}
     _write(folder / "executions/000001.json", json.dumps({"execution": 1}))
     _write(folder / "executions/000001.heartbeat.json", json.dumps(state))
+    if pretend.failure is not None:
+        _write(folder / f"failures/step-{steps + 1:06d}.json", json.dumps(pretend.failure))
     return folder
 
 
-def _write_step(folder: Path, step: int, steps: int) -> None:
+def _write_step(folder: Path, step: int, steps: int, warnings: tuple[str, ...]) -> None:
     digest = f"sha256:{step:064x}"
     summary = {
         "publishes": step + 1,
@@ -137,7 +147,7 @@ def _write_step(folder: Path, step: int, steps: int) -> None:
         "base_digest_after": BASE if step == steps else None,
         "trainable_parameters": 172032,
         "resumed": 0,
-        "warnings": [],
+        "warnings": list(warnings),
     }
     proof = {"slot_digest": True, "change": 1e-8, "proven": True}
     facts = {"step": step, "policy_version": step, "adapter_digest": digest, "proof": proof, "summary": summary}

@@ -1,0 +1,166 @@
+"""Six ways to lose an adapter between trainer and engine: each stops the run at that publish, whatever its size."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from fakes.faulty_engine import FaultyEngine, drop_one, swap_two, wrong_prefix, zero_one
+
+from orbit_runtime.adapters.config import AdapterConfig
+from orbit_runtime.algorithms.losses import PolicyLossSettings
+from orbit_runtime.data.chat import ChatTokenizer
+from orbit_runtime.errors import GateError
+from orbit_runtime.loop.publish import Publication, Publisher
+from orbit_runtime.model_info.builtin_models import builtin_folder
+from orbit_runtime.parity.liveness import CHANGE_LIMITS
+from orbit_runtime.policy import load_policy
+from orbit_runtime.rollout import TorchEngine
+from orbit_runtime.storage import claim_execution, open_store
+from orbit_runtime.training import TorchTrainer, TrainerSettings
+from tests.integration.tiny_models import TARGETS
+
+SETTINGS = TrainerSettings(
+    1e-3, "Constant", 0, 1, 0.0, 1.0, 4096, None, 1, PolicyLossSettings(), "Token", 4, None, 1.0, 1.0, "builtin://tiny-adder"
+)
+ADAPTERS = {
+    "LoRA": AdapterConfig(type="LoRA", targets=TARGETS, rank=4, alpha=8.0),
+    "OFT": AdapterConfig(type="OFT", targets=TARGETS, block_size=32),
+}
+
+
+class Rig:
+    """A publisher over a trainer and an engine that can be told to fail."""
+
+    def __init__(self, folder: Path, adapter: str) -> None:
+        model = builtin_folder("tiny-adder", "INT4")
+        policy = load_policy(model, ADAPTERS[adapter])
+        tokenizer = ChatTokenizer(model)
+        self.masters = policy.injected.masters.parameters
+        self.store = open_store(str(folder))
+        self.execution = claim_execution(self.store, run_name="faults")
+        self.trainer = TorchTrainer(policy, SETTINGS)
+        self.engine = FaultyEngine(TorchEngine(policy, tokenizer, max_running_requests=8), policy.injected.layers)
+        canary = (*tokenizer.encode_chat([{"role": "user", "content": "12+34="}]), 5, 6, 7)
+        self.publisher = Publisher(
+            self.store, self.execution, self.engine, self.trainer, canary, CHANGE_LIMITS["float32"]
+        )
+        self.publication: Publication | None = None
+
+    def train(self, seed: int, scale: float) -> None:
+        """Moves every master, as an optimizer update of that size would."""
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in self.masters.values():
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * scale)
+
+    def publish(self) -> Publication:
+        version = 0 if self.publication is None else self.publication.adapter.version + 1
+        self.publication = self.publisher.publish(version, self.publication)
+        return self.publication
+
+
+@pytest.fixture(params=sorted(ADAPTERS))
+def rig(request: pytest.FixtureRequest, tmp_path: Path) -> Rig:
+    made = Rig(tmp_path / "run", request.param)
+    made.publish()
+    made.train(1, 0.02)
+    made.publish()
+    return made
+
+
+def spoil(change: Callable, *, strict: bool = False) -> Callable[[FaultyEngine], None]:
+    def plant(engine: FaultyEngine) -> None:
+        engine.spoil, engine.strict = change, strict
+
+    return plant
+
+
+def stale(engine: FaultyEngine) -> None:
+    engine.stale = True
+
+
+def never_switches(engine: FaultyEngine) -> None:
+    engine.never_switches = True
+
+
+FAULTS = {
+    "tensor dropped": spoil(drop_one),
+    "tensor dropped, strict reader": spoil(drop_one, strict=True),
+    "tensor zeroed": spoil(zero_one),
+    "stale version": stale,
+    "wrong name prefix": spoil(wrong_prefix),
+    "wrong name prefix, strict reader": spoil(wrong_prefix, strict=True),
+    "two tensors swapped": spoil(swap_two, strict=True),
+    "slot never switched": never_switches,
+}
+
+
+@pytest.mark.parametrize("scale", [0.02, 3e-4])
+@pytest.mark.parametrize("fault", sorted(FAULTS))
+def test_a_planted_fault_stops_the_run_at_the_next_publish(rig: Rig, fault: str, scale: float) -> None:
+    rig.train(2, scale)
+    FAULTS[fault](rig.engine)
+    with pytest.raises(GateError) as caught:
+        rig.publish()
+    assert caught.value.exit_code == 84
+    evidence = [key for key in rig.store.list("parity/") if "publish-v2" in key]
+    assert evidence, "the evidence of the failed publish is stored"
+    assert json.loads(rig.store.get(evidence[0]))["proven"] is False
+
+
+def test_the_small_fault_is_smaller_than_the_gate_on_effects(tmp_path: Path) -> None:
+    """The premise of the small scale above: only the digests can see such a fault."""
+    made = Rig(tmp_path / "run", "LoRA")
+    made.publish()
+    made.train(1, 0.02)
+    made.publish()
+    made.train(2, 3e-4)
+    moved = made.publish().proof.change_from_previous
+    assert moved is not None and 0 < moved < 10 * CHANGE_LIMITS["float32"]
+    made.engine.stale = True
+    made.train(3, 2e-6)
+    with pytest.raises(GateError) as caught:
+        made.publish()
+    assert "effect" not in str(caught.value) and "slot holds" in str(caught.value)
+
+
+def test_a_healthy_publish_is_proven_and_retires_its_predecessor(rig: Rig) -> None:
+    assert rig.publication is not None and rig.publication.proof.proven
+    for version in range(2, 8):
+        rig.train(version, 0.01)
+        publication = rig.publish()
+        assert publication.proof.proven and publication.adapter.version == version
+        assert rig.engine.adapters() == (f"policy-v{version}",)
+        assert publication.proof.change_error < CHANGE_LIMITS["float32"] / 5
+    manifest = json.loads(rig.store.get("adapters/policy-v7/manifest.json"))
+    assert manifest["facts"]["digest"] == rig.publication.adapter.digest
+    assert len(manifest["facts"]["canary"]["logprobs"]) == len(rig.publisher.canary_T)
+
+
+def test_publishing_unchanged_masters_is_no_fault(rig: Rig) -> None:
+    first = rig.publication
+    second = rig.publish()
+    assert first is not None and second.adapter.digest == first.adapter.digest
+
+
+def test_masters_that_change_behind_the_publish_are_noticed(rig: Rig) -> None:
+    """The trainer's own pass must apply what was published, or trainer and engine would drift apart unseen."""
+    trainer = rig.trainer
+
+    class Moving:
+        def __getattr__(self, name: str) -> object:
+            return getattr(trainer, name)
+
+        def publishable(self, version: int) -> object:
+            files = trainer.publishable(version)
+            rig.train(9, 0.01)
+            return files
+
+    rig.publisher = replace(rig.publisher, trainer=Moving())  # type: ignore[arg-type]
+    with pytest.raises(GateError, match="trainer's layers applied"):
+        rig.publish()
