@@ -56,7 +56,9 @@ def run(
     file: Manifest,
     out: Annotated[str | None, typer.Option(metavar="URI", help="The run folder itself.")] = None,
     overrides: Overrides = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print every process it would start; start nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print every process it would start; start nothing.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Train. Continues by itself where the run folder holds a checkpoint of the same run."""
@@ -149,7 +151,11 @@ def run_command(arguments: Sequence[str]) -> int:
     except BrokenPipeError:
         _silence_stdout()
         return 0
-    except SystemExit:
+    except SystemExit as error:
+        # typer's own answer to a reader that has left.
+        if isinstance(error.__context__, BrokenPipeError):
+            _silence_stdout()
+            return 0
         raise
     except BaseException as error:
         return _crash(error, arguments, as_json)

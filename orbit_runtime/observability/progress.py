@@ -93,8 +93,7 @@ class JsonProgress:
         pass
 
     def _write(self, event: Mapping[str, Any]) -> None:
-        self._stream.write(json.dumps(event, default=str) + "\n")
-        self._stream.flush()
+        _write_line(self._stream, json.dumps(event, default=str))
 
 
 class PlainProgress:
@@ -128,8 +127,7 @@ class PlainProgress:
         pass
 
     def _print(self, line: str) -> None:
-        self._stream.write(line + "\n")
-        self._stream.flush()
+        _write_line(self._stream, line)
 
 
 class LiveProgress:
@@ -173,28 +171,39 @@ class LiveProgress:
             self._live.stop()
             self._live = None
 
+    def lines(self) -> tuple[Text, Text]:
+        """What the display shows now, no wider than the terminal."""
+        return self._first_line(), self._second_line()
+
     def _render(self) -> Text:
         from rich.text import Text
 
-        return Text.assemble(self._first_line(), "\n", self._second_line())
+        return Text("\n").join(self.lines())
 
     def _first_line(self) -> Text:
         from rich.text import Text
 
-        pace, width = self._pace, self._console.width
-        head = f"{self._run[:24]} step {pace.done}/{pace.total} ".lstrip()
-        tail = f" {self._stage}, {format_seconds(pace.seconds_left())} left" if pace.done < pace.total else " done"
-        room = max(0, min(60, width - len(head) - max(22, len(tail)) - 1))
-        share = pace.done / pace.total if pace.total else 0.0
-        full = round(room * share)
+        pace, width = self._pace, self._console.width - 1
+        count = f"step {pace.done}/{pace.total}"
+        tail = f"{self._stage}, {format_seconds(pace.seconds_left())} left" if pace.done < pace.total else self._stage
+        # The bar shrinks first, then the run's name goes; a tail of one width keeps the bar from jumping.
+        room = min(50, width - len(count) - max(24, len(tail)) - 2)
+        name = f"{self._run[:24]} " if room - len(self._run[:24]) - 1 >= 10 else ""
+        room = max(0, room - len(name))
+        full = round(room * pace.done / pace.total) if pace.total else 0
         filled, empty = ("━", "─") if _can_unicode(self._console.encoding) else ("#", "-")
-        return Text.assemble((head, "bold"), (filled * full, "green"), (empty * (room - full), "dim"), (tail, "cyan"))
+        line = Text.assemble(
+            (f"{name}{count} ", "bold"), (filled * full, "green"), (empty * (room - full), "dim"), (f" {tail}", "cyan")
+        )
+        line.no_wrap = True
+        line.truncate(width)
+        return line
 
     def _second_line(self) -> Text:
         from rich.text import Text
 
         if self._row is None:
-            return Text("waiting for the first step", style="dim", no_wrap=True)
+            return Text("waiting for the first step"[: self._console.width - 1], style="dim", no_wrap=True)
         unicode = _can_unicode(self._console.encoding)
         parts = [
             f"reward {format_value('reward_mean', self._row['reward_mean'])} {self._pace.trend(unicode)}",
@@ -269,6 +278,15 @@ def format_seconds(seconds: float | None) -> str:
     if whole < 3600:
         return f"{whole // 60}:{whole % 60:02d} min"
     return f"{whole // 3600}:{whole % 3600 // 60:02d} h"
+
+
+def _write_line(stream: IO[str], line: str) -> None:
+    try:
+        stream.write(line + "\n")
+        stream.flush()
+    except OSError:
+        # Whoever read this has left (`| head`). That is no reason to stop training.
+        return
 
 
 def _sentence(message: str, facts: Mapping[str, Any]) -> str:

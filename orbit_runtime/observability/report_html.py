@@ -140,15 +140,9 @@ def _environment() -> jinja2.Environment:
 
 
 def _render(template: str, **context: Any) -> str:
-    import markupsafe
-
     folder = resources.files("orbit_runtime.observability") / "templates"
     style = (folder / "page.css").read_text()
     script = (folder / "page.js").read_text()
     allowed = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{allowed}'"
-    return (
-        _environment()
-        .get_template(template)
-        .render(**context, style=markupsafe.Markup(style), script=markupsafe.Markup(script), policy=policy)
-    )
+    return _environment().get_template(template).render(**context, style=style, script=script, policy=policy)

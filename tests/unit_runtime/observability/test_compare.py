@@ -1,0 +1,111 @@
+"""The comparison's arithmetic by hand, and what it refuses to say."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+from fakes.run_folder import SyntheticRun, write_run_folder
+
+from orbit_runtime.errors import UsageError
+from orbit_runtime.observability.compare import Final, compare, final_reward, noise_margin
+from orbit_runtime.observability.metrics import build_row
+from orbit_runtime.observability.report import Report, build_report
+from orbit_runtime.observability.report_html import render_comparison
+from orbit_runtime.storage import open_store
+
+
+def report_of(folder: Path, pretend: SyntheticRun) -> Report:
+    return build_report(open_store(str(write_run_folder(folder, pretend)), writable=False), now=5000.0)
+
+
+def test_the_standard_error_between_steps_by_hand() -> None:
+    rows = [build_row(step=i, reward_mean=mean, reward_std=0.0, reward_value=10)
+            for i, mean in enumerate([0.9, 0.4, 0.6, 0.5])]  # fmt: skip
+    # The last three: mean 0.5, deviations -0.1 0.1 0, s = sqrt(0.02 / 2) = 0.1, over sqrt(3).
+    final = final_reward(rows, 3)
+    assert final.steps == 3
+    assert final.reward == pytest.approx(0.5)
+    assert final.standard_error == pytest.approx(0.1 / math.sqrt(3))
+
+
+def test_the_standard_error_within_steps_by_hand() -> None:
+    rows = [build_row(step=i, reward_mean=0.5, reward_std=0.5, reward_value=20, reward_wrong=5) for i in range(4)]
+    # No spread between steps; sqrt(4 * 0.25 / 25) / 4 = 0.05.
+    assert final_reward(rows, 4).standard_error == pytest.approx(0.05)
+
+
+def test_the_margin_by_hand() -> None:
+    # Equal errors and k = 6: Welch's df is 2 (k - 1) = 10, t = 2.228.
+    a = Final(0.5, 0.03, 6)
+    assert noise_margin(a, a) == pytest.approx(2.228 * math.sqrt(2) * 0.03)
+    # One run without noise: df = k - 1 = 5, t = 2.571.
+    assert noise_margin(a, Final(0.5, 0.0, 6)) == pytest.approx(2.571 * 0.03)
+
+
+def test_better_worse_and_no_difference(tmp_path: Path) -> None:
+    reports = [
+        report_of(tmp_path / "a", SyntheticRun(name="a")),
+        report_of(tmp_path / "b", SyntheticRun(name="b", gain=0.6, seed=2)),
+        report_of(tmp_path / "c", SyntheticRun(name="c", gain=0.3, seed=3)),
+        report_of(tmp_path / "d", SyntheticRun(name="d", gain=0.5, seed=4)),
+    ]
+    verdicts = [entry.verdict for entry in compare(reports).entries]
+    assert verdicts == ["baseline", "better", "worse", "no difference beyond the margin"]
+
+
+def test_the_asked_margin_can_only_widen(tmp_path: Path) -> None:
+    reports = [
+        report_of(tmp_path / "a", SyntheticRun(name="a")),
+        report_of(tmp_path / "b", SyntheticRun(name="b", gain=0.6, seed=2)),
+    ]
+    noise = compare(reports).entries[1].margin
+    assert noise is not None
+    assert compare(reports, noise / 10).entries[1].margin == noise
+    wide = compare(reports, 0.5).entries[1]
+    assert (wide.margin, wide.verdict) == (0.5, "no difference beyond the margin")
+
+
+def test_runs_of_different_tasks_are_not_judged_and_the_fields_are_named(tmp_path: Path) -> None:
+    other = {"data": {"prompts": [{"uri": "x.jsonl"}], "seed": 1}, "training": {"steps": 60, "learningRate": 1.0}}
+    reports = [
+        report_of(tmp_path / "a", SyntheticRun(name="a")),
+        report_of(tmp_path / "b", SyntheticRun(name="b", gain=0.6, spec=other)),
+    ]
+    entry = compare(reports).entries[1]
+    assert entry.verdict == "not comparable"
+    assert entry.other_task == ("data.prompts",)
+    assert [path for path, _, _ in entry.changed] == ["data.prompts", "training.learningRate"]
+    page = render_comparison(compare(reports))
+    assert "not comparable" in page
+    assert "data.prompts" in page
+
+
+def test_display_fields_are_no_difference(tmp_path: Path) -> None:
+    spec = {"training": {"steps": 90, "learningRate": 2e-3}, "checkpoint": {"keep": 9}}
+    reports = [
+        report_of(tmp_path / "a", SyntheticRun(name="a")),
+        report_of(tmp_path / "b", SyntheticRun(name="b", spec=spec)),
+    ]
+    assert compare(reports).entries[1].changed == ()
+
+
+def test_one_step_is_too_little(tmp_path: Path) -> None:
+    reports = [report_of(tmp_path / name, SyntheticRun(name=name, steps=1)) for name in "ab"]
+    assert compare(reports).entries[1].verdict == "too little data"
+    empty = [report_of(tmp_path / name, SyntheticRun(name=name, steps=0)) for name in "cd"]
+    assert compare(empty).entries[1].verdict == "too little data"
+    render_comparison(compare(empty))
+
+
+def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path: Path) -> None:
+    reports = [report_of(tmp_path / folder, SyntheticRun(name="same")) for folder in "ab"]
+    assert [Path(entry.name).name for entry in compare(reports).entries] == ["a", "b"]
+
+
+@pytest.mark.parametrize("margin", [-0.1, math.nan, math.inf])
+def test_an_impossible_margin_is_a_usage_error(tmp_path: Path, margin: float) -> None:
+    report = report_of(tmp_path, SyntheticRun(steps=1))
+    with pytest.raises(UsageError, match="margin"):
+        compare([report, report], margin)

@@ -1,0 +1,108 @@
+"""One table, three readings of it: the row, its JSON and Prometheus."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+
+import pytest
+from fakes.run_folder import synthetic_row
+from prometheus_client.parser import text_string_to_metric_families
+
+from orbit_runtime.errors import InternalError
+from orbit_runtime.observability.metrics import (
+    FIELDS,
+    TIME_FIELDS,
+    RunMetrics,
+    build_row,
+    format_value,
+    parse_row,
+    without_times,
+)
+
+CONTRACT = re.split(
+    r"\s+",
+    """step policy_version adapter_digest reward_mean reward_std reward_value reward_wrong reward_timeout
+reward_crash loss kl entropy grad_norm clip_fraction learning_rate response_tokens_mean truncated_fraction tokens
+tokens_per_second parity_mean parity_p99 parity_max parity_k3 parity_limit staleness_max seconds_collect seconds_score
+seconds_train seconds_publish seconds_checkpoint seconds_total""",
+)
+
+
+def test_a_row_has_the_fields_of_the_contract_in_their_order() -> None:
+    assert list(FIELDS) == CONTRACT
+    assert list(json.loads(build_row(step=1).to_json())) == CONTRACT
+
+
+def test_the_fields_that_differ_between_identical_runs_are_the_times() -> None:
+    assert {name for name in CONTRACT if name.startswith("seconds_")} | {"tokens_per_second"} == TIME_FIELDS
+    assert not set(without_times(synthetic_row(1))) & TIME_FIELDS
+
+
+def test_a_missing_field_is_none_and_an_unknown_one_is_an_error() -> None:
+    assert build_row(step=1)["loss"] is None
+    with pytest.raises(InternalError, match="rewrd"):
+        build_row(rewrd=1.0)
+
+
+def test_a_row_survives_json_to_the_last_bit() -> None:
+    row = synthetic_row(7)
+    assert dict(parse_row(row.to_json())) == dict(row)
+
+
+def test_numbers_that_json_has_no_words_for_survive_as_strings() -> None:
+    row = build_row(loss=math.nan, grad_norm=math.inf, kl=-math.inf)
+    strict = json.loads(row.to_json(), parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
+    assert strict["loss"] == "NaN"
+    back = parse_row(row.to_json())
+    assert math.isnan(back.number("loss") or 0.0)
+    assert (back["grad_norm"], back["kl"]) == (math.inf, -math.inf)
+
+
+def test_a_row_of_a_newer_version_can_be_read() -> None:
+    assert parse_row('{"step": 3, "something_new": 1}')["step"] == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "shown"),
+    [
+        ("step", 12, "12"),
+        ("reward_mean", 0.28125, "0.2812"),
+        ("truncated_fraction", 0.25, "25.00%"),
+        ("parity_mean", 1.234e-7, "1.23e-07"),
+        ("loss", None, "-"),
+        ("loss", math.nan, "nan"),
+        ("adapter_digest", "sha256:ab", "sha256:ab"),
+    ],
+)
+def test_a_value_for_people(name: str, value: float | str | None, shown: str) -> None:
+    assert format_value(name, value) == shown
+
+
+def test_prometheus_text_parses_and_carries_every_number_under_the_run_s_labels() -> None:
+    metrics = RunMetrics(run="quickstart", namespace="team-a", attempt=2)
+    metrics.set_target(60)
+    metrics.observe(synthetic_row(1))
+    metrics.observe(synthetic_row(2))
+    families = {family.name: family for family in text_string_to_metric_families(metrics.render().decode())}
+    samples = {(s.name, *sorted(s.labels.items())): s.value for f in families.values() for s in f.samples}
+    labels = (("attempt", "2"), ("namespace", "team-a"), ("run", "quickstart"))
+
+    assert samples["orbit_run_step", *labels] == 2
+    assert samples["orbit_run_step_target", *labels] == 60
+    assert samples["orbit_run_tokens_total", *labels] == 2 * 1843
+    outcomes = ("attempt", "2"), ("namespace", "team-a"), ("outcome", "timeout"), ("run", "quickstart")
+    assert samples["orbit_run_reward_outcomes_total", *outcomes] == 4
+    parity = ("attempt", "2"), ("namespace", "team-a"), ("run", "quickstart"), ("statistic", "limit")
+    assert samples["orbit_run_parity", *parity] == 1e-5
+    stage = ("attempt", "2"), ("namespace", "team-a"), ("run", "quickstart"), ("stage", "train")
+    assert samples["orbit_run_stage_seconds", *stage] == 0.07
+    assert all(name.startswith("orbit_run_") for name in families)
+    assert all(family.documentation for family in families.values())
+
+
+def test_two_runs_in_one_process_do_not_share_a_registry() -> None:
+    one, other = RunMetrics(run="a"), RunMetrics(run="b")
+    one.observe(synthetic_row(1))
+    assert b'run="a"' not in other.render()

@@ -1,0 +1,53 @@
+"""Charts: scales, gaps and text."""
+
+from __future__ import annotations
+
+import math
+from xml.etree import ElementTree
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orbit_runtime.observability.plots import MAX_POINTS, Series, draw_lines, draw_stack
+
+NUMBERS = st.lists(st.none() | st.floats(allow_nan=True, allow_infinity=True, width=32), min_size=1, max_size=40)
+
+
+@given(NUMBERS, st.booleans())
+def test_any_numbers_make_a_well_formed_drawing_inside_its_frame(values: list[float | None], log: bool) -> None:
+    svg = draw_lines("loss", range(len(values)), [Series("loss", values)], log=log)
+    root = ElementTree.fromstring(svg)
+    for circle in root.iter("circle"):
+        assert 0 <= float(circle.get("cy", "nan")) <= 200
+
+
+def test_a_missing_number_is_a_gap_and_not_a_zero() -> None:
+    svg = draw_lines("loss", [1, 2, 3, 4, 5], [Series("loss", [1.0, 2.0, math.nan, 2.0, 1.0])])
+    path = next(element.get("d", "") for element in ElementTree.fromstring(svg).iter("path"))
+    assert path.count("M") == 2
+
+
+def test_names_are_escaped() -> None:
+    svg = draw_lines('<t"', [1, 2], [Series("<script>", [1.0, 2.0])])
+    assert "<script>" not in svg
+    ElementTree.fromstring(svg)
+
+
+def test_a_long_run_is_thinned_and_keeps_both_ends() -> None:
+    steps = list(range(1, 10_001))
+    svg = draw_lines("x", steps, [Series("x", [float(step) for step in steps])])
+    assert svg.count("L") <= MAX_POINTS
+    assert "step 1<" in svg
+    assert "step 10000<" in svg
+    assert "highest 1e+04" in svg
+
+
+def test_layers_stand_on_each_other() -> None:
+    svg = draw_stack("seconds", [1, 2], [Series("a", [1.0, 1.0]), Series("b", [3.0, None], 1)])
+    lower, upper = [element.get("d", "") for element in ElementTree.fromstring(svg).iter("path")]
+    assert lower.split(" L")[0].removeprefix("M") in upper.replace("Z", "")
+
+
+def test_nothing_to_draw_is_said() -> None:
+    assert "no data yet" in draw_lines("x", [], [Series("x", [])])
+    assert "no data yet" in draw_stack("x", [1], [Series("x", [None])])

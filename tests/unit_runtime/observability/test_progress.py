@@ -1,0 +1,120 @@
+"""What is printed while a run runs, for each kind of audience."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+from fakes.run_folder import synthetic_row
+from rich.console import Console
+
+from orbit_runtime.observability.progress import (
+    JsonProgress,
+    LiveProgress,
+    PlainProgress,
+    Progress,
+    build_progress,
+    format_seconds,
+    sparkline,
+)
+
+
+class Terminal(io.StringIO):
+    """A stream that says that it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def play(progress: Progress, steps: int = 3) -> None:
+    progress.start(total=5, resumed_at=0)
+    progress.stage("collect")
+    for step in range(1, steps + 1):
+        progress.step(synthetic_row(step, total=5))
+    progress.note("the newest checkpoint was damaged", step=3)
+    progress.finish({"status": "done", "reward_last": 0.7})
+    progress.close()
+
+
+def test_json_lines_are_one_event_each_and_a_step_carries_the_whole_row() -> None:
+    stream = io.StringIO()
+    play(JsonProgress(stream))
+    events = [json.loads(line) for line in stream.getvalue().splitlines()]
+    assert [event["event"] for event in events] == ["start", "step", "step", "step", "note", "finish"]
+    assert events[1]["reward_mean"] == synthetic_row(1, total=5)["reward_mean"]
+    assert events[4] == {"event": "note", "message": "the newest checkpoint was damaged", "step": 3}
+
+
+def test_a_reader_that_leaves_does_not_stop_the_run() -> None:
+    class Gone(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    play(JsonProgress(Gone()))
+    play(PlainProgress(Gone()))
+
+
+def test_a_stream_that_is_no_terminal_gets_json_lines() -> None:
+    assert isinstance(build_progress(stream=io.StringIO()), JsonProgress)
+
+
+def test_a_dumb_terminal_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    stream = Terminal()
+    progress = build_progress(stream=stream)
+    assert isinstance(progress, PlainProgress)
+    play(progress)
+    lines = stream.getvalue().splitlines()
+    assert lines[0].startswith("step 1/5  reward ")
+    assert lines[-1] == "the newest checkpoint was damaged (step 3)"
+    assert "\x1b" not in stream.getvalue()
+
+
+def test_a_terminal_gets_a_live_display(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    stream = Terminal()
+    progress = build_progress("quickstart", stream=stream)
+    assert isinstance(progress, LiveProgress)
+    play(progress)
+    assert "quickstart step 3/5" in stream.getvalue()
+
+
+def test_no_color_is_obeyed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("NO_COLOR", "1")
+    stream = Terminal()
+    play(build_progress("quickstart", stream=stream))
+    assert "\x1b[32m" not in stream.getvalue()
+    assert "\x1b[1;32m" not in stream.getvalue()
+
+
+@pytest.mark.parametrize("width", [30, 40, 80, 200])
+def test_the_live_lines_fit_the_width(width: int) -> None:
+    stream = Terminal()
+    console = Console(file=stream, force_terminal=True, width=width, color_system=None, legacy_windows=False)
+    progress = LiveProgress(console, "a-run-with-quite-a-long-name")
+    progress.start(total=100, resumed_at=0)
+    for step in range(1, 60):
+        progress.step(synthetic_row(step, total=100))
+    lines = progress.lines()
+    progress.close()
+    assert all(line.cell_len <= width for line in lines)
+    assert "59/100" in lines[0].plain
+
+
+def test_closing_without_starting_is_harmless() -> None:
+    for progress in (LiveProgress(Console(file=io.StringIO())), JsonProgress(io.StringIO()), PlainProgress(Terminal())):
+        progress.close()
+        progress.close()
+
+
+@pytest.mark.parametrize(("seconds", "words"), [(None, "-"), (42, "42 s"), (185, "3:05 min"), (7800, "2:10 h")])
+def test_times_are_readable(seconds: float | None, words: str) -> None:
+    assert format_seconds(seconds) == words
+
+
+def test_a_sparkline_spans_its_lowest_and_highest_value() -> None:
+    assert sparkline([0.0, 0.5, 1.0], 10) == "▁▅█"
+    assert sparkline([0.3, 0.3], 10) == "▁▁"
+    assert sparkline([], 10) == ""

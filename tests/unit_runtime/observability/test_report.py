@@ -1,0 +1,169 @@
+"""The report of a run folder, in every state that a run can leave it in."""
+
+from __future__ import annotations
+
+import json
+import re
+from html import unescape
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from fakes.run_folder import BASE, SyntheticRun, write_run_folder
+
+from orbit_runtime.observability.report import Report, build_report
+from orbit_runtime.observability.report_html import render_html
+from orbit_runtime.observability.run_folder import read_rows
+from orbit_runtime.storage import open_store
+
+PROMISED = {"steps", "reward_first", "reward_last", "publishes", "publishes_proven", "base_digest_before",
+            "base_digest_after", "adapter_digest", "trainable_parameters", "resumed"}  # fmt: skip
+
+
+def report_of(folder: Path, pretend: SyntheticRun, *, now: float = 5000.0) -> Report:
+    return build_report(open_store(str(write_run_folder(folder, pretend)), writable=False), now=now)
+
+
+def test_a_finished_run_is_counted_from_its_folder_alone(tmp_path: Path) -> None:
+    facts = report_of(tmp_path, SyntheticRun()).to_json()
+    assert set(facts) >= PROMISED
+    assert (facts["status"], facts["exit_code"], facts["steps"], facts["steps_total"]) == ("done", 0, 60, 60)
+    assert facts["reward_last"] - facts["reward_first"] > 0.25
+    assert facts["publishes"] == facts["publishes_proven"] == 61
+    assert facts["base_digest_before"] == facts["base_digest_after"] == BASE
+    assert facts["adapter_digest"] == f"sha256:{60:064x}"
+    assert facts["outcomes"] == {"value": 30000, "wrong": 600, "timeout": 120, "crash": 0}
+    assert facts["tokens"] == 60 * 1843
+    json.dumps(facts, allow_nan=False)
+
+
+@pytest.mark.parametrize(
+    ("ended", "now", "status", "code"),
+    [
+        ("done", 5000, "done", 0),
+        ("exhausted", 5000, "done", 0),
+        ("stopped", 5000, "stopped", 75),
+        ("GateError", 5000, "failed", 84),
+        ("OutOfMemoryError", 5000, "failed", 79),
+        ("failed", 5000, "failed", 70),
+        (None, 1010, "running", None),
+        (None, 5000, "interrupted", None),
+    ],
+)
+def test_how_a_run_stands(tmp_path: Path, ended: str | None, now: float, status: str, code: int | None) -> None:
+    report = report_of(tmp_path, SyntheticRun(steps=3, ended=ended), now=now)
+    assert (report.status, report.exit_code) == (status, code)
+    assert f">{status}" in render_html(report)
+
+
+def test_the_loop_that_still_holds_the_folder_says_how_it_ended(tmp_path: Path) -> None:
+    folder = write_run_folder(tmp_path, SyntheticRun(steps=3, ended=None))
+    assert build_report(open_store(str(folder)), ended="stopped", now=1001).status == "stopped"
+
+
+def test_rows_that_are_not_compacted_yet_are_read(tmp_path: Path) -> None:
+    report = report_of(tmp_path, SyntheticRun(steps=7, ended=None, compacted=False))
+    assert [row["step"] for row in report.rows] == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_steps_after_the_last_compaction_are_read_too(tmp_path: Path) -> None:
+    folder = write_run_folder(tmp_path, SyntheticRun(steps=7))
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    (folder / "metrics.jsonl").write_text("\n".join(lines[:4]) + "\n")
+    assert [row["step"] for row in read_rows(open_store(str(folder)))] == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_a_run_without_a_step_has_a_report(tmp_path: Path) -> None:
+    report = report_of(tmp_path, SyntheticRun(steps=0, ended=None), now=1001)
+    assert report.to_json()["reward_first"] is None
+    assert "no data yet" in render_html(report)
+
+
+def test_a_folder_with_nothing_in_it_is_empty(tmp_path: Path) -> None:
+    report = build_report(open_store(str(tmp_path)))
+    assert report.status == "empty"
+    render_html(report)
+
+
+def test_broken_files_count_as_absent(tmp_path: Path) -> None:
+    folder = write_run_folder(tmp_path, SyntheticRun(steps=5))
+    (folder / "run.json").write_text("{ half")
+    (folder / "metrics.jsonl").write_text("{ half\n[]\n")
+    (folder / "checkpoints/step-000005/manifest.json").write_text("")
+    (folder / "rollouts/step-000001.jsonl.zst").write_bytes(b"\0 not zstandard")
+    report = build_report(open_store(str(folder)), now=5000)
+    assert report.to_json()["steps"] == 5
+    render_html(report)
+
+
+def test_warnings_follow_from_the_numbers_and_from_the_run(tmp_path: Path) -> None:
+    pretend = SyntheticRun(steps=3, warnings=("a group of one has no gradient",))
+    report = report_of(tmp_path, pretend)
+    assert report.warnings[0] == "a group of one has no gradient"
+    assert "6 rewards ran out of time: masked out, not scored 0" in report.warnings
+    assert "a group of one has no gradient" in render_html(report)
+
+
+def test_a_failure_is_told_with_its_message(tmp_path: Path) -> None:
+    failure = {"error": "DivergedError", "message": "the loss is NaN", "where": "step 4"}
+    report = report_of(tmp_path, SyntheticRun(steps=3, ended="DivergedError", failure=failure))
+    assert (report.status, report.reason, report.exit_code) == ("failed", "the loss is NaN", 85)
+    assert "the loss is NaN" in render_html(report)
+
+
+class Page(HTMLParser):
+    """What a browser would make of the page: its elements, and every address in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.addresses: list[str] = []
+        self.handlers: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.addresses += [value or "" for name, value in attrs if name in ("src", "href")]
+        self.handlers += [name for name, _ in attrs if name.startswith("on")]
+
+
+def test_a_completion_cannot_become_markup(tmp_path: Path) -> None:
+    evil = "</pre><script>alert(1)</script><img src=x onerror=alert(2)>"
+    report = report_of(tmp_path, SyntheticRun(name='<b onclick="x">', completion=evil))
+    text = render_html(report)
+    page = Page()
+    page.feed(text)
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in text
+    assert page.tags.count("script") == 1
+    assert "img" not in page.tags
+    assert not page.handlers
+
+
+def test_the_page_needs_nothing_from_elsewhere(tmp_path: Path) -> None:
+    text = render_html(report_of(tmp_path, SyntheticRun(steps=5)))
+    page = Page()
+    page.feed(text)
+    assert page.addresses == []
+    assert "@import" not in text
+    assert "url(" not in text
+    assert "default-src 'none'" in unescape(text)
+
+
+def test_every_chart_says_in_words_what_it_shows(tmp_path: Path) -> None:
+    text = render_html(report_of(tmp_path, SyntheticRun()))
+    labels = re.findall(r'<svg[^>]*aria-label="([^"]*)"', text)
+    assert len(labels) == 9
+    assert all("Steps 1 to 60" in label for label in labels)
+
+
+def test_samples_of_the_same_prompt_stand_beside_each_other(tmp_path: Path) -> None:
+    report = report_of(tmp_path, SyntheticRun())
+    first, last = report.folder.first, report.folder.last
+    assert [shown.prompt_id for shown in first][:5] == [shown.prompt_id for shown in last][:5]
+    assert (first[0].reward, last[0].reward) == (0.0, 1.0)
+
+
+def test_a_long_run_keeps_its_page_small(tmp_path: Path) -> None:
+    report = report_of(tmp_path, SyntheticRun(steps=1500, compacted=True))
+    text = render_html(report)
+    assert len(text) < 900_000
+    assert "The first 1000 steps are in metrics.jsonl" in text

@@ -1,0 +1,166 @@
+"""Facts, liveness and readiness, and what the port answers over real HTTP."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from fakes.run_folder import synthetic_row
+from prometheus_client.parser import text_string_to_metric_families
+
+from orbit_runtime.errors import OutputError
+from orbit_runtime.observability.metrics import RunMetrics, build_row
+from orbit_runtime.observability.server import BIND_VARIABLE, StatusServer, start_server
+from orbit_runtime.observability.status import RunStatus
+
+
+class Clock:
+    """Time that a test moves."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_step_becomes_the_facts_of_the_run() -> None:
+    status = RunStatus("quickstart", total=60)
+    status.observe(synthetic_row(10))
+    facts = status.snapshot()
+    assert (facts["step"], facts["total"], facts["policy_version"]) == (10, 60, 10)
+    assert facts["adapter_digest"] == f"sha256:{10:064x}"
+    assert facts["parity_limit"] == 1e-5
+    assert facts["eta_seconds"] == pytest.approx(50 * 0.22, rel=0.1)
+
+
+def test_an_unknown_fact_is_refused() -> None:
+    with pytest.raises(TypeError, match="rewrd"):
+        RunStatus("a").update(rewrd=1)
+
+
+def test_a_run_that_makes_no_progress_is_not_alive_and_says_where_it_hangs() -> None:
+    clock = Clock()
+    status = RunStatus("a", stall_limit_seconds=60, clock=clock)
+    status.update(phase="Running", stage="collect")
+    clock.now += 59
+    assert status.is_live() == (True, None)
+    clock.now += 2
+    live, reason = status.is_live()
+    assert not live
+    assert "61 s" in str(reason)
+    assert "collect" in str(reason)
+    status.beat()
+    assert status.is_live()[0]
+
+
+def test_a_run_whose_steps_are_long_is_given_ten_of_them() -> None:
+    clock = Clock()
+    status = RunStatus("a", stall_limit_seconds=60, clock=clock)
+    status.observe(build_row(step=1, seconds_total=30.0))
+    clock.now += 299
+    assert status.is_live()[0]
+    clock.now += 2
+    assert not status.is_live()[0]
+
+
+def test_a_run_that_has_ended_stays_alive() -> None:
+    clock = Clock()
+    status = RunStatus("a", stall_limit_seconds=1, clock=clock)
+    status.update(phase="Done")
+    clock.now += 1000
+    assert status.is_live()[0]
+
+
+def test_a_run_is_ready_only_while_it_runs() -> None:
+    status = RunStatus("a")
+    assert not status.is_ready()[0]
+    status.update(phase="Running")
+    assert status.is_ready() == (True, None)
+    status.update(phase="Failed")
+    assert status.is_ready() == (False, "phase is Failed")
+
+
+def test_a_reader_never_sees_half_a_step() -> None:
+    status = RunStatus("a", total=10_000)
+    torn: list[int] = []
+    stop = threading.Event()
+
+    def read() -> None:
+        while not stop.is_set():
+            facts = status.snapshot()
+            if facts["policy_version"] is not None and facts["step"] != facts["policy_version"]:
+                torn.append(facts["step"])
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for step in range(1, 400):
+        status.observe(build_row(step=step, policy_version=step, seconds_total=0.1))
+    stop.set()
+    reader.join()
+    assert not torn
+
+
+def test_numbers_that_json_has_no_words_for_are_absent() -> None:
+    status = RunStatus("a")
+    status.observe(build_row(step=1, reward_mean=float("nan")))
+    assert status.snapshot()["reward"] is None
+
+
+@pytest.fixture
+def served() -> Iterator[tuple[RunStatus, StatusServer]]:
+    status, metrics = RunStatus("quickstart", total=60), RunMetrics(run="quickstart")
+    metrics.observe(synthetic_row(1))
+    server = start_server(status, metrics, 0)
+    yield status, server
+    server.close()
+
+
+def test_the_port_answers_status_and_metrics(served: tuple[RunStatus, StatusServer]) -> None:
+    _, server = served
+    assert httpx.get(f"{server.url}/status").json()["run"] == "quickstart"
+    answer = httpx.get(f"{server.url}/metrics")
+    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+    assert any(family.name == "orbit_run_step" for family in text_string_to_metric_families(answer.text))
+    assert httpx.get(f"{server.url}/other").status_code == 404
+
+
+def test_health_and_readiness_are_200_or_503_with_the_reason(served: tuple[RunStatus, StatusServer]) -> None:
+    status, server = served
+    assert httpx.get(f"{server.url}/healthz").status_code == 200
+    answer = httpx.get(f"{server.url}/readyz")
+    assert answer.status_code == 503
+    assert answer.json() == {"ok": False, "reason": "phase is Starting"}
+    status.update(phase="Running")
+    assert httpx.get(f"{server.url}/readyz").status_code == 200
+
+
+def test_a_port_in_use_names_the_field_and_the_way_out(served: tuple[RunStatus, StatusServer]) -> None:
+    status, server = served
+    with pytest.raises(OutputError) as caught:
+        start_server(status, RunMetrics(run="b"), server.port)
+    assert str(server.port) in caught.value.message
+    assert caught.value.where == "spec.observability.metricsPort"
+    assert "any free port" in str(caught.value.fix)
+
+
+def test_a_closed_server_gives_its_port_back() -> None:
+    server = start_server(RunStatus("a"), RunMetrics(run="a"), 0)
+    server.close()
+    server.close()
+    with socket.socket() as again:
+        again.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        again.bind(("127.0.0.1", server.port))
+
+
+def test_an_address_that_is_not_ours_is_refused() -> None:
+    with pytest.raises(OutputError, match="cannot listen") as caught:
+        start_server(RunStatus("a"), RunMetrics(run="a"), 0, host="203.0.113.7")
+    assert BIND_VARIABLE in str(caught.value.fix)
+
+
+def test_it_listens_on_loopback_only_unless_told(served: tuple[RunStatus, StatusServer]) -> None:
+    assert served[1].host == "127.0.0.1"
