@@ -101,7 +101,8 @@ class TorchEngine:
             self._version(request.adapter)
             if not request.prompt_ids_T:
                 raise DataError(f"request {request.request_id} has an empty prompt")
-        with torch.inference_mode():
+        # Not inference_mode: layers keep views of the base that the trainer's backward needs as well.
+        with torch.no_grad():
             for rows, row, reason in self._run([Work(request) for request in requests]):
                 yield self._completion(rows, row, reason)
 
@@ -112,7 +113,7 @@ class TorchEngine:
         work = [Work(Request(index, 0, prompt, Sampling(), name), forced) for index, name in enumerate(adapters)]
         heads: dict[str | None, list[float]] = {}
         tails: dict[int, list[float]] = {}
-        with torch.inference_mode(), self._policy.traced() as trace:
+        with torch.no_grad(), self._policy.traced() as trace:
             for rows, row, _ in self._run(work, heads):
                 tails[rows.work[row].request.request_id] = rows.logprobs_CT[row, :tail].tolist()
         return [
