@@ -6,12 +6,13 @@ Does not belong here: durable metrics (`loop.keep`) or the final summary's wordi
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import IO, TYPE_CHECKING, Any, Protocol
 
 from orbit_runtime.observability.metrics import MetricsRow, format_value
@@ -258,11 +259,13 @@ class _Pace:
         return f"{level if flat else up if change > 0 else down} {self.rewards[-1] - self.rewards[0]:+.3f}"
 
 
-def sparkline(values: list[float], width: int) -> str:
-    """The last `width` values as eighth blocks."""
-    shown = values[-width:]
-    if not shown:
+def sparkline(values: Sequence[float], width: int) -> str:
+    """All values in at most `width` eighth blocks; each block is the mean of its share of them."""
+    count = min(width, len(values))
+    if count < 1:
         return ""
+    edges = [index * len(values) // count for index in range(count + 1)]
+    shown = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
     low, high = min(shown), max(shown)
     scale = (high - low) or 1.0
     return "".join("▁▂▃▄▅▆▇█"[min(7, int(8 * (value - low) / scale))] for value in shown)
@@ -290,7 +293,9 @@ def _write_line(stream: IO[str], line: str) -> None:
 
 
 def _sentence(message: str, facts: Mapping[str, Any]) -> str:
-    return message if not facts else f"{message} ({', '.join(f'{key} {value}' for key, value in facts.items())})"
+    """The message, and those facts that it does not state itself."""
+    unsaid = [f"{key} {value}" for key, value in facts.items() if str(value) not in message]
+    return f"{message} ({', '.join(unsaid)})" if unsaid else message
 
 
 def _can_unicode(encoding: str | None) -> bool:

@@ -32,7 +32,7 @@ def play(progress: Progress, steps: int = 3) -> None:
     progress.stage("collect")
     for step in range(1, steps + 1):
         progress.step(synthetic_row(step, total=5))
-    progress.note("the newest checkpoint was damaged", step=3)
+    progress.note("the newest checkpoint was damaged", step=3, run="newest")
     progress.finish({"status": "done", "reward_last": 0.7})
     progress.close()
 
@@ -43,7 +43,7 @@ def test_json_lines_are_one_event_each_and_a_step_carries_the_whole_row() -> Non
     events = [json.loads(line) for line in stream.getvalue().splitlines()]
     assert [event["event"] for event in events] == ["start", "step", "step", "step", "note", "finish"]
     assert events[1]["reward_mean"] == synthetic_row(1, total=5)["reward_mean"]
-    assert events[4] == {"event": "note", "message": "the newest checkpoint was damaged", "step": 3}
+    assert events[4] == {"event": "note", "message": "the newest checkpoint was damaged", "step": 3, "run": "newest"}
 
 
 def test_a_reader_that_leaves_does_not_stop_the_run() -> None:
@@ -118,3 +118,4 @@ def test_a_sparkline_spans_its_lowest_and_highest_value() -> None:
     assert sparkline([0.0, 0.5, 1.0], 10) == "▁▅█"
     assert sparkline([0.3, 0.3], 10) == "▁▁"
     assert sparkline([], 10) == ""
+    assert sparkline([0.0, 0.2, 0.8, 1.0], 2) == "▁█"
