@@ -1,0 +1,75 @@
+"""`spec.adapter`: the part that trains.
+
+Belongs here: the kinds of adapter and their settings. Does not belong here: their maths (`adapters`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from orbit_runtime.spec.block import IDENTITY, AsTuple, Block, Contradiction
+
+AdapterType = Literal["LoRA", "OFT"]
+Parametrization = Literal["CayleyNeumann", "Cayley"]
+TargetName = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*$")]
+NEUMANN_TERMS = 5
+
+
+class LoRA(Block):
+    """`base(x) + (alpha / rank) · B(A(x))`, https://arxiv.org/abs/2106.09685."""
+
+    rank: Annotated[int, IDENTITY, Field(ge=1, le=1024)] = 16
+    """Inner size of the two low-rank matrices."""
+    alpha: Annotated[float, IDENTITY, Field(gt=0, le=65536)] = 32.0
+    """The update is scaled by `alpha / rank`."""
+
+
+class OFT(Block):
+    """`base(x @ R)` with a block-diagonal rotation R, https://arxiv.org/abs/2506.19847."""
+
+    block_size: Annotated[int, IDENTITY, Field(ge=2, le=4096)] = 32
+    """Size of one rotation block; it must divide the input size of every target."""
+    parametrization: Annotated[Parametrization, IDENTITY] = "CayleyNeumann"
+    """How a skew-symmetric matrix becomes a rotation: exactly (`Cayley`) or by a truncated series (`CayleyNeumann`)."""
+    neumann_terms: Annotated[int, IDENTITY, Field(ge=1, le=32)] = NEUMANN_TERMS
+    """Terms of the series of `CayleyNeumann`."""
+
+    def contradictions(self) -> Iterator[Contradiction]:
+        if self.parametrization == "Cayley" and self.neumann_terms != NEUMANN_TERMS:
+            yield Contradiction(
+                ("neumannTerms",),
+                (("parametrization",),),
+                "the exact `Cayley` transform has no series, so this field does nothing",
+                "remove `neumannTerms`, or write `parametrization: CayleyNeumann`",
+            )
+
+
+class Adapter(Block):
+    """The adapter: the only weights that change."""
+
+    type: Annotated[AdapterType, IDENTITY] = "LoRA"
+    """Which adapter; its settings stand in the block of the same name."""
+    lora: LoRA | None = Field(default_factory=lambda data: LoRA() if data["type"] == "LoRA" else None)
+    """Settings of `type: LoRA`; not allowed otherwise."""
+    oft: OFT | None = Field(default_factory=lambda data: OFT() if data["type"] == "OFT" else None)
+    """Settings of `type: OFT`; not allowed otherwise."""
+    targets: Annotated[
+        tuple[TargetName, ...], AsTuple, IDENTITY, Field(min_length=1, max_length=64, examples=[["q_proj", "v_proj"]])
+    ] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    """Linear layers that get an adapter, by the end of their module names. One that matches nothing is an error."""
+
+    def contradictions(self) -> Iterator[Contradiction]:
+        for name, kind, block in (("lora", "LoRA", self.lora), ("oft", "OFT", self.oft)):
+            if block is not None and kind != self.type:
+                yield Contradiction(
+                    (name,),
+                    (("type",),),
+                    f"settings of {kind}, but `type` is `{self.type}`",
+                    f"remove `{name}`, or write `type: {kind}`",
+                )
+        if len(set(self.targets)) < len(self.targets):
+            twice = next(name for name in self.targets if self.targets.count(name) > 1)
+            yield Contradiction(("targets",), (), f"`{twice}` stands here twice", "name each target once")

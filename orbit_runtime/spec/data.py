@@ -1,0 +1,42 @@
+"""`spec.data`: the prompts.
+
+Belongs here: where prompts come from and in which order. Does not belong here: reading them (`data`).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from orbit_runtime.spec.block import IDENTITY, AsTuple, Block, Uri
+
+
+class Prompts(Block):
+    """One source of prompts."""
+
+    uri: Annotated[Uri, IDENTITY, Field(examples=["builtin://two-digit-addition"])]
+    """A file: a path, `file:///…`, or `builtin://two-digit-addition`, which ships with Orbit."""
+    format: Annotated[Literal["Auto", "JSONL", "Parquet"], IDENTITY] = "Auto"
+    """`Auto` goes by the end of the name: `.parquet` is Parquet, everything else JSON lines."""
+    prompt_field: Annotated[str, IDENTITY, Field(min_length=1, max_length=128)] = "prompt"
+    """Column with the prompt: text, which becomes one user message, or a list of chat messages."""
+
+
+class Data(Block):
+    """The prompts and their order. Every other column of a row goes to the rewards."""
+
+    prompts: Annotated[
+        tuple[Prompts, ...],
+        AsTuple,
+        Field(min_length=1, max_length=64, examples=[[{"uri": "builtin://two-digit-addition"}]]),
+    ]
+    """Sources, read one after the other."""
+    limit: Annotated[int | None, IDENTITY, Field(ge=1, le=2**53)] = None
+    """Use only so many prompts, the first ones; unset, all."""
+    epochs: Annotated[int | None, IDENTITY, Field(ge=1, le=1_000_000)] = None
+    """Stop when every prompt was used so often; unset, as often as the steps need."""
+    seed: Annotated[int, IDENTITY, Field(ge=0, le=2**53)] = 0
+    """Seed of the run: of the order of prompts, of sampling and of the adapter's first values."""
+    shuffle: Annotated[bool, IDENTITY] = True
+    """Another order in each epoch; `false` keeps the order of the file."""

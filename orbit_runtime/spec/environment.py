@@ -1,0 +1,77 @@
+"""`spec.environment`: what answers the policy, and what scores it.
+
+Belongs here: the environment and its rewards by name. Does not belong here: running them (`environments`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from orbit_runtime.spec.block import IDENTITY, AsTuple, Block, Contradiction
+
+RewardType = Literal["ExactMatch", "Math"]
+Entrypoint = Annotated[
+    str, Field(min_length=3, max_length=256, pattern=r"^[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_.]*$")
+]
+
+
+class Reward(Block):
+    """One function that scores a completion; the reward of a rollout is the weighted sum of all."""
+
+    name: Annotated[
+        str, IDENTITY, Field(min_length=1, max_length=63, pattern=r"^[A-Za-z][A-Za-z0-9_-]*$", examples=["correct"])
+    ]
+    """Its name in metrics and rollouts, each once."""
+    type: Annotated[RewardType | None, IDENTITY] = None
+    """A reward that ships with Orbit; or else `entrypoint`."""
+    entrypoint: Annotated[Entrypoint | None, IDENTITY, Field(examples=["my_rewards:brevity"])] = None
+    """A function of yours, `module:function`; or else `type`."""
+    weight: Annotated[float, IDENTITY, Field(ge=-1_000_000, le=1_000_000)] = 1.0
+    """Factor of this reward in the sum."""
+    timeout_seconds: Annotated[float, IDENTITY, Field(gt=0, le=86_400)] = 10.0
+    """A call that takes longer is ended and counted as `timeout`, never scored as 0."""
+    arguments: Annotated[dict[str, Any], IDENTITY, Field(max_length=64)] = Field(default_factory=dict)
+    """Keyword arguments of the function."""
+
+    def contradictions(self) -> Iterator[Contradiction]:
+        if self.type is not None and self.entrypoint is not None:
+            yield Contradiction(
+                ("entrypoint",), (("type",),), "a reward has a `type` or an `entrypoint`, not both", "remove one of them"
+            )
+        if self.type is None and self.entrypoint is None:
+            yield Contradiction(
+                (),
+                (("type",), ("entrypoint",)),
+                "a reward needs a `type` or an `entrypoint`",
+                "add `type: ExactMatch`, or `entrypoint: module:function`",
+            )
+
+
+class Environment(Block):
+    """What the policy acts in."""
+
+    type: Annotated[Literal["SingleTurn"], IDENTITY] = "SingleTurn"
+    """`SingleTurn`: one prompt, one completion, scored."""
+    rewards: Annotated[
+        tuple[Reward, ...],
+        AsTuple,
+        Field(min_length=1, max_length=32, examples=[[{"name": "correct", "type": "ExactMatch"}]]),
+    ]
+    """Functions that score a completion."""
+    failure_limit: Annotated[float, IDENTITY, Field(ge=0, le=1)] = 0.1
+    """Largest share of a step's samples whose reward may time out or crash; above it the run stops (86)."""
+
+    def contradictions(self) -> Iterator[Contradiction]:
+        seen: dict[str, int] = {}
+        for index, reward in enumerate(self.rewards):
+            first = seen.setdefault(reward.name, index)
+            if first != index:
+                yield Contradiction(
+                    ("rewards", index, "name"),
+                    (("rewards", first, "name"),),
+                    f"`{reward.name}` is already the name of rewards[{first}]",
+                    "give each reward its own name",
+                )

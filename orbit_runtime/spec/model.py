@@ -1,0 +1,26 @@
+"""`spec.model`: the frozen base.
+
+Belongs here: where the base comes from and what the manifest claims about it.
+Does not belong here: reading a checkpoint (`model_info`, `policy`).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from orbit_runtime.spec.block import IDENTITY, Block, Uri
+
+Precision = Literal["Auto", "BF16", "INT4"]
+
+
+class Model(Block):
+    """The base model: frozen, at its deployment precision."""
+
+    uri: Annotated[Uri, IDENTITY, Field(examples=["builtin://tiny-adder"])]
+    """A folder in Hugging Face format: a path, `file:///…`, or `builtin://tiny-adder`, which ships with Orbit."""
+    precision: Annotated[Precision, IDENTITY] = "Auto"
+    """Checked against the checkpoint; for `builtin://` it selects the variant, where `Auto` means `INT4`."""
+    max_sequence_length: Annotated[int, IDENTITY, Field(ge=2, le=1_048_576)] = 2048
+    """Longest prompt plus completion, in tokens. A longer prompt is an error, a longer completion is cut."""

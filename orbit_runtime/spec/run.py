@@ -1,0 +1,129 @@
+"""The whole manifest.
+
+Belongs here: `OrbitRun`, its metadata, and what is impossible between blocks.
+Does not belong here: a block's own fields, or reading a file (`load`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from orbit_runtime.spec.adapter import Adapter
+from orbit_runtime.spec.algorithm import Algorithm
+from orbit_runtime.spec.block import DISPLAY, IDENTITY, Block, Contradiction
+from orbit_runtime.spec.checkpoint import Checkpoint
+from orbit_runtime.spec.data import Data
+from orbit_runtime.spec.environment import Environment
+from orbit_runtime.spec.model import Model
+from orbit_runtime.spec.observability import Observability
+from orbit_runtime.spec.parity import Parity
+from orbit_runtime.spec.rollout import Rollout
+from orbit_runtime.spec.storage import Storage
+from orbit_runtime.spec.training import Training
+
+API_VERSION = "orbitrl.dev/v1alpha1"
+NAME_LENGTH = 52
+"""Room for `-a<attempt>` in a Job's name and for the suffix of its pod."""
+LABEL = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
+
+
+class Metadata(Block):
+    """Who the run is."""
+
+    name: Annotated[str, DISPLAY, Field(min_length=1, max_length=NAME_LENGTH, pattern=LABEL, examples=["my-run"])]
+    """Name of the run and of its folder: lower-case letters, digits and `-`."""
+    namespace: Annotated[str | None, DISPLAY, Field(min_length=1, max_length=63, pattern=LABEL)] = None
+    """Kubernetes namespace; means nothing outside a cluster."""
+    labels: Annotated[dict[str, Annotated[str, Field(max_length=63)]], DISPLAY, Field(max_length=64)] = Field(
+        default_factory=dict
+    )
+    """Kubernetes labels."""
+    annotations: Annotated[dict[str, Annotated[str, Field(max_length=65536)]], DISPLAY, Field(max_length=64)] = Field(
+        default_factory=dict
+    )
+    """Kubernetes annotations."""
+
+
+class RunSpec(Block):
+    """Everything a run is."""
+
+    model: Model
+    """The frozen base."""
+    adapter: Adapter = Adapter()
+    """The part that trains."""
+    algorithm: Algorithm = Algorithm()
+    """The learning rule."""
+    data: Data
+    """The prompts."""
+    environment: Environment
+    """What scores the policy."""
+    rollout: Rollout = Rollout()
+    """How completions are sampled."""
+    training: Training
+    """How the adapter changes."""
+    parity: Parity = Parity()
+    """How far trainer and engine may differ."""
+    checkpoint: Checkpoint = Checkpoint()
+    """How often the run is kept."""
+    storage: Storage = Storage()
+    """Where the run is kept."""
+    observability: Observability = Observability()
+    """What the run shows."""
+
+    def contradictions(self) -> Iterator[Contradiction]:
+        longest, new = self.model.max_sequence_length, self.rollout.sampling.max_new_tokens
+        if new >= longest:
+            yield Contradiction(
+                ("rollout", "sampling", "maxNewTokens"),
+                (("model", "maxSequenceLength"),),
+                f"{new} leaves no room for a prompt within `model.maxSequenceLength` ({longest})",
+                "lower `maxNewTokens`, or raise `model.maxSequenceLength`",
+            )
+
+
+class OrbitRun(Block):
+    """One RL run: the object in the file, in the cluster and in Python."""
+
+    api_version: Annotated[Literal["orbitrl.dev/v1alpha1"], IDENTITY, Field(examples=[API_VERSION])]
+    """Version of this format."""
+    kind: Annotated[Literal["OrbitRun"], IDENTITY, Field(examples=["OrbitRun"])]
+    """Kind of object."""
+    metadata: Metadata
+    """Who the run is."""
+    spec: RunSpec
+    """Everything the run is."""
+
+    @property
+    def name(self) -> str:
+        return self.metadata.name
+
+    def to_manifest(self) -> dict[str, Any]:
+        """The manifest as plain values, camelCase, defaults written out; `OrbitRun.model_validate` reads it back."""
+        return self.model_dump(mode="json", by_alias=True, exclude_none=True)
+
+    @model_validator(mode="after")
+    def _check_contradictions(self) -> Self:
+        found = list(find_contradictions(self))
+        if found:
+            message = "; ".join(f"{'.'.join(map(str, each.at))}: {each.message}" for each in found)
+            raise PydanticCustomError("contradiction", "{text}", {"text": message, "found": found})
+        return self
+
+
+def find_contradictions(block: Block, path: tuple[str | int, ...] = ()) -> Iterator[Contradiction]:
+    """What is impossible in a block and below it, paths counted from the outermost block."""
+    for each in block.contradictions():
+        yield each._replace(at=(*path, *each.at), involves=tuple((*path, *other) for other in each.involves))
+    for name, field in type(block).model_fields.items():
+        value = getattr(block, name)
+        here = (*path, field.alias or name)
+        if isinstance(value, Block):
+            yield from find_contradictions(value, here)
+        elif isinstance(value, tuple):
+            for index, item in enumerate(value):
+                if isinstance(item, Block):
+                    yield from find_contradictions(item, (*here, index))

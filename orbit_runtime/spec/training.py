@@ -1,0 +1,87 @@
+"""`spec.training`: how the adapter changes.
+
+Belongs here: steps, batches and the optimiser. Does not belong here: the loss (`algorithm`) or the training itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from orbit_runtime.spec.block import DISPLAY, IDENTITY, LAYOUT, Block, Contradiction
+
+
+class Schedule(Block):
+    """The learning rate over the steps."""
+
+    type: Annotated[Literal["Constant", "Linear", "Cosine"], IDENTITY] = "Constant"
+    """What follows the warm-up: no change, or a fall to 0 at `decaySteps`."""
+    warmup_steps: Annotated[int, IDENTITY, Field(ge=0, le=100_000_000)] = 0
+    """Steps over which the rate rises from 0 to `learningRate`."""
+    decay_steps: Annotated[int | None, IDENTITY, Field(ge=1, le=100_000_000)] = None
+    """Step at which `Linear` and `Cosine` reach 0; unset, `steps` as it was at the first start."""
+
+    def contradictions(self) -> Iterator[Contradiction]:
+        if self.type == "Constant" and self.decay_steps is not None:
+            yield Contradiction(
+                ("decaySteps",),
+                (("type",),),
+                "a `Constant` rate does not decay, so this field does nothing",
+                "remove `decaySteps`, or write `type: Linear` or `type: Cosine`",
+            )
+        if self.type != "Constant" and self.decay_steps is not None and self.decay_steps <= self.warmup_steps:
+            yield Contradiction(
+                ("decaySteps",),
+                (("type",), ("warmupSteps",)),
+                f"{self.decay_steps} is not after the warm-up, which ends at step {self.warmup_steps}",
+                f"write `decaySteps: {self.warmup_steps + 1}` or more, or a shorter warm-up",
+            )
+
+
+class Training(Block):
+    """Batches and the optimiser (AdamW)."""
+
+    trainer: Annotated[Literal["Auto", "Torch"], LAYOUT] = "Auto"
+    """What trains."""
+    steps: Annotated[int, DISPLAY, Field(ge=1, le=100_000_000, examples=[100])]
+    """Steps of the whole run: collect, train, publish, checkpoint. May grow on resume."""
+    prompts_per_step: Annotated[int, IDENTITY, Field(ge=1, le=1_000_000)] = 32
+    """Prompts of one step; each is sampled `algorithm.groupSize` times."""
+    mini_batch_prompts: Annotated[int | None, IDENTITY, Field(ge=1, le=1_000_000)] = None
+    """Prompts of one optimiser update; it must divide `promptsPerStep`. Unset, one update per step."""
+    update_epochs: Annotated[int, IDENTITY, Field(ge=1, le=1000)] = 1
+    """How often a step's samples are trained on."""
+    learning_rate: Annotated[float, IDENTITY, Field(gt=0, le=1)] = 1e-4
+    """Peak rate; adapters usually take 1e-5 to 2e-3."""
+    schedule: Schedule = Schedule()
+    """The learning rate over the steps."""
+    weight_decay: Annotated[float, IDENTITY, Field(ge=0, le=1)] = 0.0
+    """AdamW's decoupled weight decay of the adapter."""
+    max_grad_norm: Annotated[float, IDENTITY, Field(gt=0, le=1_000_000)] = 1.0
+    """A longer gradient is scaled down to this norm."""
+    micro_batch_tokens: Annotated[int, LAYOUT, Field(ge=1, le=100_000_000)] = 16384
+    """Tokens of one forward pass; lower it to save memory, the result stays the same."""
+    attention: Annotated[Literal["Auto", "Eager", "SDPA"], LAYOUT] = "Auto"
+    """Attention kernels: `Eager` is plain matrix products, `SDPA` torch's fused attention, which `Auto` takes."""
+
+    def contradictions(self) -> Iterator[Contradiction]:
+        per_step, mini = self.prompts_per_step, self.mini_batch_prompts
+        if mini is not None and per_step % mini:
+            divisors = [n for n in range(1, min(per_step, 4096) + 1) if per_step % n == 0]
+            near = min(divisors, key=lambda n: (abs(n - mini), n))
+            yield Contradiction(
+                ("miniBatchPrompts",),
+                (("promptsPerStep",),),
+                f"{mini} does not divide `promptsPerStep` ({per_step})",
+                f"write `miniBatchPrompts: {near}`, or change `promptsPerStep`",
+            )
+        warmup, decays = self.schedule.warmup_steps, self.schedule.type != "Constant"
+        if decays and self.schedule.decay_steps is None and warmup >= self.steps:
+            yield Contradiction(
+                ("schedule", "warmupSteps"),
+                (("steps",), ("schedule", "type"), ("schedule", "decaySteps")),
+                f"the warm-up ends at step {warmup}, after the last step ({self.steps}), so nothing is left to decay",
+                "write a shorter warm-up, more `steps`, or `type: Constant`",
+            )
