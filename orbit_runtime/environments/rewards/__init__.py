@@ -1,0 +1,14 @@
+"""Rewards that ship with Orbit, by the name a manifest gives them.
+
+Belongs here: one row per reward, as a dotted path, because rewards run in worker processes of their own.
+Does not belong here: their code (one file each), timeouts and restarts (`workers`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+REWARDS: Mapping[str, str] = {
+    "ExactMatch": "orbit_runtime.environments.rewards.exact_match:exact_match",
+    "Math": "orbit_runtime.environments.rewards.math_answer:math_answer",
+}

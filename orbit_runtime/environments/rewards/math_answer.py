@@ -1,0 +1,22 @@
+"""1 where the completion's last mathematical expression equals the expected one, by the library math-verify."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from orbit_runtime.workers.reward_protocol import WrongAnswer
+
+
+def math_answer(
+    completion: str, prompt: Sequence[Mapping[str, str]], fields: Mapping[str, Any], *, field: str = "answer"
+) -> float:
+    """Raises WrongAnswer where the completion holds no expression at all."""
+    from math_verify import parse, verify
+
+    # The library's own time limits use signals of the main thread; this process is ended from outside instead.
+    gold = parse(f"${fields[field]}$", parsing_timeout=None)
+    found = parse(completion, parsing_timeout=None)
+    if not found:
+        raise WrongAnswer("no mathematical expression in the completion")
+    return float(verify(gold, found, timeout_seconds=None))

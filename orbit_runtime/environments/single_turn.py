@@ -1,0 +1,133 @@
+"""One prompt, one completion, scored.
+
+Belongs here: from prompts to requests, and from completions and scores to rollouts.
+Does not belong here: sampling (`rollout`), running reward code (`workers`), when a step begins or ends (`loop`).
+
+Legend: `_P` prompts, `_G` the rollouts of one prompt, `_T` tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from orbit_runtime.seeds import stream_key
+from orbit_runtime.types import Completion, Group, Outcome, Prompt, Request, Rollout, Sampling, Tokenizer, Turn
+from orbit_runtime.workers.reward_protocol import RewardCall, RewardResult, RewardScorer
+
+FAILED: tuple[Outcome, ...] = ("timeout", "crash")
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """One rollout under way."""
+
+    prompt: Prompt
+    sample_index: int
+    request: Request
+
+
+class SingleTurn:
+    """Builds a step's requests, has completions scored as they arrive, and returns groups in the prompts' order.
+
+    One step at a time: `build_requests`, then `submit` per completion, then `build_groups` or `discard`.
+    """
+
+    def __init__(
+        self,
+        run: str,
+        tokenizer: Tokenizer,
+        scorer: RewardScorer,
+        weights: Mapping[str, float],
+        sampling: Sampling,
+        group_size: int,
+        seed: int,
+    ) -> None:
+        self._run = run
+        self._tokenizer = tokenizer
+        self._scorer = scorer
+        self._weights = dict(weights)
+        """Reward name → its factor in the sum, in the manifest's order."""
+        self._sampling = sampling
+        self._group_size = group_size
+        self._seed = seed
+        self._episodes: list[Episode] = []
+        self._submitted: list[int] = []
+
+    def build_requests(self, prompts_P: Sequence[Prompt], adapter: str | None) -> list[Request]:
+        """`group_size` requests per prompt; request ids count from 0 in the prompts' order."""
+        self._episodes, self._submitted = [], []
+        for prompt in prompts_P:
+            ids = tuple(self._tokenizer.encode_chat(prompt.messages))
+            for sample in range(self._group_size):
+                key = stream_key(self._seed, "sample", prompt.prompt_id, prompt.visit, sample, 0)
+                request = Request(len(self._episodes), key, ids, self._sampling, adapter)
+                self._episodes.append(Episode(prompt, sample, request))
+        return [episode.request for episode in self._episodes]
+
+    def submit(self, completion: Completion) -> None:
+        """Starts scoring a finished completion; returns at once."""
+        prompt = self._episodes[completion.request_id].prompt
+        self._submitted.append(completion.request_id)
+        self._scorer.submit(
+            [RewardCall(name, completion.text, prompt.messages, prompt.fields) for name in self._weights]
+        )
+
+    def discard(self) -> None:
+        """Drops the step: waits for what is being scored and forgets it."""
+        self._scorer.gather()
+        self._episodes, self._submitted = [], []
+
+    def build_groups(self, step: int, completions: Mapping[int, Completion]) -> tuple[list[Group], list[str]]:
+        """Waits for the scores; returns groups, and the reasons of rewards that timed out or crashed."""
+        results = self._scorer.gather()
+        width = len(self._weights)
+        by_request = {
+            request_id: results[index * width : (index + 1) * width] for index, request_id in enumerate(self._submitted)
+        }
+        rollouts = [
+            self._rollout(step, episode, completions[episode.request.request_id], by_request[episode.request.request_id])
+            for episode in self._episodes
+        ]
+        size = self._group_size
+        groups = [
+            Group(self._episodes[start].prompt, tuple(rollouts[start : start + size]))
+            for start in range(0, len(rollouts), size)
+        ]
+        reasons = [result.reason for result in results if result.outcome in FAILED]
+        return groups, list(dict.fromkeys(reasons))
+
+    def _rollout(self, step: int, episode: Episode, completion: Completion, results: Sequence[RewardResult]) -> Rollout:
+        prompt_T, answer_T = episode.request.prompt_ids_T, completion.token_ids_T
+        blank = len(prompt_T)
+        total = blank + len(answer_T)
+        reward, outcome = combine(results, list(self._weights.values()))
+        question = str(episode.prompt.messages[-1].get("content", ""))
+        return Rollout(
+            run=self._run,
+            step=step,
+            prompt_id=episode.prompt.prompt_id,
+            sample_index=episode.sample_index,
+            turns=(Turn("user", 0, blank, question), Turn("assistant", blank, total, completion.text)),
+            token_ids_T=(*prompt_T, *answer_T),
+            loss_mask_T=(0,) * blank + (1,) * len(answer_T),
+            logprobs_T=(0.0,) * blank + completion.logprobs_T,
+            versions_T=(-1,) * blank + completion.versions_T,
+            reward=reward,
+            outcome=outcome,
+            reward_parts={name: result.value for name, result in zip(self._weights, results, strict=True)},
+            finish_reason=completion.finish_reason,
+        )
+
+
+def combine(results: Sequence[RewardResult], weights: Sequence[float]) -> tuple[float | None, Outcome]:
+    """Weighted sum of a rollout's rewards. One failed part fails the rollout; one wrong part makes it wrong, and it trains.
+
+    Example: values 1.0 and 0.5 with weights 1.0 and 0.2 give `(1.1, "value")`.
+    """
+    outcomes = [result.outcome for result in results]
+    for failed in FAILED:
+        if failed in outcomes:
+            return None, failed
+    total = sum(weight * (result.value or 0.0) for result, weight in zip(results, weights, strict=True))
+    return total, "wrong" if "wrong" in outcomes else "value"

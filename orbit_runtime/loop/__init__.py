@@ -1,0 +1,10 @@
+"""The run itself: collect, train, publish with proof, keep; again until the last step.
+
+Belongs here: the order of stages, composition, resuming, recording. Only this package saves anything.
+Does not belong here: any stage's arithmetic.
+"""
+
+from orbit_runtime.loop.describe import describe
+from orbit_runtime.loop.run import RunResult, run
+
+__all__ = ["RunResult", "describe", "run"]

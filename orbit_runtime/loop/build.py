@@ -1,0 +1,311 @@
+"""The composition root: a manifest becomes the parts of a run. The only place that knows every package.
+
+Belongs here: choosing and wiring implementations, in the order that finds the cheapest mistakes first.
+Does not belong here: what the parts do, or the order of a step (`sync`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from orbit_runtime.algorithms.advantages import group_advantages
+from orbit_runtime.algorithms.kl_reward import kl_penalised_rewards
+from orbit_runtime.data.prompts import PromptStream, PromptTable, check_lengths, load_prompts
+from orbit_runtime.data.rows import PromptSource
+from orbit_runtime.data.samples import build_samples
+from orbit_runtime.environments.rewards import REWARDS
+from orbit_runtime.environments.single_turn import SingleTurn
+from orbit_runtime.errors import ModelError, UnsupportedError
+from orbit_runtime.loop.keep import keep_checkpoint
+from orbit_runtime.loop.publish import Publisher
+from orbit_runtime.loop.show import Show
+from orbit_runtime.loop.state import RunState
+from orbit_runtime.model_info.builtin_models import builtin_folder
+from orbit_runtime.spec.resolve import Resolved
+from orbit_runtime.spec.run import OrbitRun, RunSpec
+from orbit_runtime.storage import Execution, Store
+from orbit_runtime.types import Engine, Group, Rollout, Sampling, Tokenizer, Trainer
+from orbit_runtime.workers.reward_protocol import RewardScorer, RewardTarget
+
+if TYPE_CHECKING:
+    from orbit_runtime.policy.model import Policy
+    from orbit_runtime.training.torch_trainer import TrainerSettings
+
+CANARY_PROMPT_TOKENS = 28
+CANARY_ANSWER_TOKENS = 4
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Everything a loop needs, built and checked. Nothing here chooses anything any more."""
+
+    run: OrbitRun
+    resolved: Resolved
+    store: Store
+    execution: Execution
+    prompts: PromptStream
+    environment: SingleTurn
+    engine: Engine
+    trainer: Trainer
+    publisher: Publisher
+    identity: str
+    base_digest: Callable[[], str]
+    trainable_parameters: int
+    sequences: tuple[tuple[int, ...], ...]
+    """Real prompts as token ids: what preflight measures on."""
+    precision: str
+    adapter_report: str
+    show: Show
+
+    @property
+    def spec(self) -> RunSpec:
+        return self.run.spec
+
+    def advantages(self, groups_P: Sequence[Group]) -> list[list[float]]:
+        """Advantages of every group, with the KL penalty in the reward where the manifest places it there."""
+        algorithm = self.spec.algorithm
+        penalised = self._penalised_rewards(groups_P) if _kl_in_reward(self.spec) else None
+        advantages = []
+        for index, group in enumerate(groups_P):
+            rewards = penalised[index] if penalised else [rollout.reward for rollout in group.rollouts_G]
+            advantages.append(group_advantages(rewards, normalize=algorithm.advantage.normalize))
+        return advantages
+
+    def _penalised_rewards(self, groups_P: Sequence[Group]) -> list[list[float | None]]:
+        samples = build_samples(groups_P, [[0.0] * len(group.rollouts_G) for group in groups_P])
+        reference = iter(self.trainer.reference_logprobs(samples))
+        kl = self.spec.algorithm.kl
+        penalised = []
+        for group in groups_P:
+            # `build_samples` leaves out the same rollouts: those without a reward or without a sampled token.
+            pairs = [(_sampled(r), next(reference)) if _trains(r) else ((), ()) for r in group.rollouts_G]
+            rewards = [rollout.reward for rollout in group.rollouts_G]
+            policy, base = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+            penalised.append(
+                kl_penalised_rewards(rewards, policy, base, coefficient=kl.coefficient, estimator=kl.estimator)
+            )
+        return penalised
+
+    def keep_checkpoint(self, state: RunState, cursor: Mapping[str, Any]) -> None:
+        keep_checkpoint(
+            self.store,
+            self.execution,
+            state,
+            self.trainer,
+            cursor=cursor,
+            identity=self.identity,
+            keep=self.spec.checkpoint.keep,
+        )
+
+
+def build_parts(
+    resolved: Resolved,
+    store: Store,
+    execution: Execution,
+    show: Show,
+    *,
+    rewards: Mapping[str, Callable[..., Any]] | None,
+    search_path: Sequence[str],
+    closing: ExitStack,
+) -> Parts:
+    """Reads prompts, model and rewards, and wires them. What must be closed is pushed on `closing`.
+
+    Args:
+        rewards: functions given from Python, by reward name; they replace the manifest's of that name.
+        search_path: folders that the manifest's entry points are imported from.
+    """
+    run = resolved.run
+    spec = run.spec
+    show.stage("prompts")
+    sources = [PromptSource(each.uri, each.format, each.prompt_field) for each in spec.data.prompts]
+    table = load_prompts(sources, limit=spec.data.limit)
+    scorer = closing.enter_context(_build_scorer(spec, rewards or {}, search_path))
+    show.stage("model")
+    folder = model_folder(spec.model.uri, spec.model.precision)
+    from orbit_runtime.data.chat import ChatTokenizer
+
+    tokenizer = ChatTokenizer(folder)
+    new_tokens = spec.rollout.sampling.max_new_tokens
+    check_lengths(table, tokenizer.encode_many, max_prompt_tokens=spec.model.max_sequence_length - new_tokens)
+    policy = _build_policy(resolved, folder)
+    trainer, engine = _build_sides(resolved, policy, tokenizer)
+    closing.callback(engine.close)
+    sequences = _sequences(table, tokenizer)
+    publisher = Publisher(store, execution, engine, trainer, _canary(sequences[0], tokenizer), _change_limit(policy))
+    environment = SingleTurn(
+        run.name,
+        tokenizer,
+        scorer,
+        {reward.name: reward.weight for reward in spec.environment.rewards},
+        _sampling(spec),
+        spec.algorithm.group_size,
+        spec.data.seed,
+    )
+    stream = PromptStream(table, seed=spec.data.seed, shuffle=spec.data.shuffle, epochs=spec.data.epochs)
+    return Parts(
+        run=run,
+        resolved=resolved,
+        store=store,
+        execution=execution,
+        prompts=stream,
+        environment=environment,
+        engine=engine,
+        trainer=trainer,
+        publisher=publisher,
+        identity=resolved.identity,
+        base_digest=policy.base_digest,
+        trainable_parameters=policy.injected.report.trainable_parameters,
+        sequences=sequences,
+        precision=policy.precision,
+        adapter_report=policy.injected.report.text(),
+        show=show,
+    )
+
+
+def model_folder(uri: str, precision: str) -> Path:
+    """The local folder of a model.
+
+    Raises:
+        ModelError: an unknown shipped model, or a scheme that this version does not read.
+    """
+    scheme, separator, rest = uri.partition("://")
+    if not separator:
+        return Path(uri)
+    if scheme == "builtin":
+        return builtin_folder(rest, precision)
+    if scheme == "file":
+        return Path(rest)
+    raise ModelError(
+        f"models are not read from {scheme}://", where="spec.model.uri", fix="use a path, file:// or builtin://tiny-adder"
+    )
+
+
+def _build_scorer(
+    spec: RunSpec, functions: Mapping[str, Callable[..., Any]], search_path: Sequence[str]
+) -> RewardScorer:
+    targets = [
+        RewardTarget(
+            reward.name,
+            functions.get(reward.name) or reward.entrypoint or REWARDS[str(reward.type)],
+            reward.arguments,
+            reward.timeout_seconds,
+        )
+        for reward in spec.environment.rewards
+    ]
+    if functions:
+        from orbit_runtime.workers.reward_threads import RewardThreads
+
+        return RewardThreads(targets)
+    from orbit_runtime.workers.reward_pool import RewardPool
+
+    return RewardPool(targets, search_path=search_path)
+
+
+def _build_policy(resolved: Resolved, folder: Path) -> Policy:
+    try:
+        import torch
+    except ImportError:
+        raise UnsupportedError("training needs torch, which is not installed", fix="pip install 'orbit-rl[train]'") from None
+    from orbit_runtime.adapters.config import AdapterConfig
+    from orbit_runtime.policy.load import load_policy
+
+    spec = resolved.run.spec
+    adapter = spec.adapter
+    settings: dict[str, Any] = {}
+    if adapter.lora:
+        settings = {"rank": adapter.lora.rank, "alpha": adapter.lora.alpha}
+    if adapter.oft:
+        oft = adapter.oft
+        settings = {"block_size": oft.block_size, "parametrization": oft.parametrization, "neumann_terms": oft.neumann_terms}
+    return load_policy(
+        folder,
+        AdapterConfig(type=adapter.type, targets=tuple(adapter.targets), **settings),
+        precision=spec.model.precision,
+        seed=spec.data.seed,
+        device=resolved.device,
+        compute_dtype=getattr(torch, resolved.compute_dtype),
+        kernel="Eager" if resolved.attention == "Eager" else "SDPA",
+    )
+
+
+def _build_sides(resolved: Resolved, policy: Policy, tokenizer: Tokenizer) -> tuple[Trainer, Engine]:
+    from orbit_runtime.rollout.torch_engine import TorchEngine
+    from orbit_runtime.training.torch_trainer import TorchTrainer
+
+    trainer = TorchTrainer(policy, _trainer_settings(resolved))
+    engine = TorchEngine(policy, tokenizer, max_running_requests=resolved.run.spec.rollout.max_running_requests)
+    return trainer, engine
+
+
+def _trainer_settings(resolved: Resolved) -> TrainerSettings:
+    from orbit_runtime.algorithms.losses import PolicyLossSettings
+    from orbit_runtime.training.torch_trainer import TrainerSettings
+
+    spec = resolved.run.spec
+    training, algorithm, sampling = spec.training, spec.algorithm, spec.rollout.sampling
+    in_loss = algorithm.kl.placement == "Loss"
+    loss = PolicyLossSettings(
+        clip_low=algorithm.clip.low,
+        clip_high=algorithm.clip.high,
+        kl_coefficient=algorithm.kl.coefficient if in_loss else 0.0,
+        kl_estimator=algorithm.kl.estimator,
+    )
+    importance = algorithm.importance_sampling
+    return TrainerSettings(
+        peak_learning_rate=training.learning_rate,
+        schedule=training.schedule.type,
+        warmup_steps=training.schedule.warmup_steps,
+        decay_steps=resolved.decay_steps or training.steps,
+        weight_decay=training.weight_decay,
+        max_grad_norm=training.max_grad_norm,
+        micro_batch_tokens=training.micro_batch_tokens,
+        mini_batch_prompts=training.mini_batch_prompts,
+        update_epochs=training.update_epochs,
+        loss=loss,
+        reduction=algorithm.reduction,
+        constant_length=sampling.max_new_tokens,
+        importance_cap=importance.cap if importance.type == "TokenTruncated" else None,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        base_model=spec.model.uri,
+    )
+
+
+def _sampling(spec: RunSpec) -> Sampling:
+    sampling = spec.rollout.sampling
+    return Sampling(sampling.temperature, sampling.top_p, sampling.max_new_tokens, tuple(sampling.stop))
+
+
+def _sequences(table: PromptTable, tokenizer: Tokenizer, count: int = 8) -> tuple[tuple[int, ...], ...]:
+    """The first prompts, each with the answer tokens of the canary: whole sequences, as training sees them."""
+    return tuple(tuple(tokenizer.encode_chat(prompt.messages)) for prompt in table.prompts_P[:count])
+
+
+def _canary(prompt_T: tuple[int, ...], tokenizer: Tokenizer) -> tuple[int, ...]:
+    """A real prompt's end, and a few of its own tokens again in the answer's place: short, and never to be sampled."""
+    prompt = prompt_T[-CANARY_PROMPT_TOKENS:]
+    answer = [prompt[index % len(prompt)] for index in range(CANARY_ANSWER_TOKENS)]
+    return (*prompt, *answer)
+
+
+def _change_limit(policy: Policy) -> float:
+    """How far the adapter's effect may differ between the two sides' passes; coarser where activations are BF16."""
+    from orbit_runtime.parity.liveness import CHANGE_LIMITS
+
+    return CHANGE_LIMITS[str(policy.compute_dtype).removeprefix("torch.")]
+
+
+def _kl_in_reward(spec: RunSpec) -> bool:
+    return spec.algorithm.kl.placement == "Reward" and spec.algorithm.kl.coefficient > 0
+
+
+def _trains(rollout: Rollout) -> bool:
+    return rollout.reward is not None and 1 in rollout.loss_mask_T
+
+
+def _sampled(rollout: Rollout) -> tuple[float, ...]:
+    return tuple(value for value, flag in zip(rollout.logprobs_T, rollout.loss_mask_T, strict=True) if flag)

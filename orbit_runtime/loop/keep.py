@@ -1,0 +1,74 @@
+"""Making a step durable: rollouts, metrics row, then the checkpoint whose manifest is written last.
+
+Belongs here: what a checkpoint holds and in which order it is written. Does not belong here: how bytes are stored.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from orbit_runtime.data.records import compress_rollouts
+from orbit_runtime.errors import OrbitError
+from orbit_runtime.loop.state import RunState
+from orbit_runtime.observability.metrics import MetricsRow
+from orbit_runtime.storage import Execution, Store, prune_bundles, write_bundle
+from orbit_runtime.types import Group, Trainer
+
+
+def step_name(step: int) -> str:
+    return f"step-{step:06d}"
+
+
+def keep_step(
+    store: Store, execution: Execution, row: MetricsRow, groups_P: Sequence[Group], step: int
+) -> None:
+    """The step's rollouts and its metrics row; overwritten if the step runs again after a kill."""
+    rollouts = compress_rollouts(rollout for group in groups_P for rollout in group.rollouts_G)
+    store.put_many(
+        [
+            (f"rollouts/{step_name(step)}.jsonl.zst", rollouts),
+            (f"metrics/{step_name(step)}.json", row.to_json().encode()),
+        ]
+    )
+
+
+def keep_checkpoint(
+    store: Store,
+    execution: Execution,
+    state: RunState,
+    trainer: Trainer,
+    *,
+    cursor: Mapping[str, Any],
+    identity: str,
+    keep: int,
+) -> None:
+    """Everything an exact resume needs, under one manifest; older checkpoints and adapters beyond `keep` go.
+
+    Order: the adapter was stored by its publish, rollouts and row by `keep_step`; only now does the step exist.
+    """
+    assert state.publication is not None
+    facts = {
+        "step": state.step,
+        "policy_version": state.version,
+        "adapter_digest": state.publication.adapter.digest,
+        "cursor": dict(cursor),
+        "identity": identity,
+        "proof": state.publication.proof.to_json(),
+        "summary": state.facts(),
+    }
+    prefix = f"checkpoints/{step_name(state.step)}"
+    write_bundle(store, execution, prefix, trainer.save_state(), facts)
+    state.checkpoint_step = state.step
+    prune_bundles(store, "checkpoints/", keep, newest=prefix)
+    prune_bundles(store, "adapters/", keep + 1 if keep else 0, newest=f"adapters/policy-v{state.version}")
+
+
+def keep_failure(store: Store, step: int, error: OrbitError, groups_P: Sequence[Group]) -> None:
+    """Evidence of a step that stopped the run: its rollouts, and what was wrong with it."""
+    objects = [(f"failures/{step_name(step)}.json", json.dumps(error.to_json(), indent=1).encode())]
+    if groups_P:
+        rollouts = compress_rollouts(rollout for group in groups_P for rollout in group.rollouts_G)
+        objects.append((f"failures/{step_name(step)}.jsonl.zst", rollouts))
+    store.put_many(objects)

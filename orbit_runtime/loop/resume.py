@@ -1,0 +1,70 @@
+"""Continuing a run from its folder: is it the same run, and from which checkpoint.
+
+Belongs here: comparing what was asked then and now, choosing a checkpoint, restoring every part from it.
+Does not belong here: reading and verifying bytes (`storage`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from orbit_runtime.errors import OutputError
+from orbit_runtime.loop.build import Parts
+from orbit_runtime.loop.state import RunState
+from orbit_runtime.spec.resolve import Resolved, differences
+from orbit_runtime.storage import Bundle, NotFound, Store, newest_readable
+
+RUN_FILE = "run.json"
+
+
+def read_run_file(store: Store) -> dict[str, Any] | None:
+    """`run.json` of the folder, or `None` where no run was started here."""
+    try:
+        return dict(json.loads(store.get(RUN_FILE)))
+    except NotFound:
+        return None
+    except ValueError:
+        raise OutputError(f"{RUN_FILE} is not JSON", where=store.uri, fix="choose another --out") from None
+
+
+def check_same_run(store: Store, before: Mapping[str, Any], resolved: Resolved) -> list[str]:
+    """Refuses another run's folder; returns what changed and may change, one line each.
+
+    Raises:
+        OutputError: an identity field differs, each named with both values.
+    """
+    changed = differences(before["manifest"], resolved.run)
+    refused = [each for each in changed if each.set == "identity"]
+    if refused:
+        lines = "".join(f"\n  {each.path}: {each.old!r} then, {each.new!r} now" for each in refused)
+        raise OutputError(
+            f"the folder holds a run that differs in what changes its numbers:{lines}",
+            where=store.uri,
+            fix="restore those fields to continue it, or choose another --out for a new run",
+        )
+    return [f"{each.path}: {each.old!r} → {each.new!r} ({each.set})" for each in changed]
+
+
+def find_checkpoint(store: Store) -> tuple[Bundle | None, tuple[str, ...]]:
+    """The newest checkpoint that verifies, and why newer ones do not."""
+    return newest_readable(store, "checkpoints/")
+
+
+def restore(parts: Parts, state: RunState, bundle: Bundle) -> None:
+    """Brings trainer, prompts and counters to the checkpoint; the engine follows by the publish that comes next.
+
+    Raises:
+        OutputError: the checkpoint belongs to another run.
+    """
+    facts = bundle.facts
+    if facts["identity"] != parts.identity:
+        raise OutputError(
+            f"{bundle.prefix} was written by a run of another identity", where=parts.store.uri, fix="choose another --out"
+        )
+    parts.trainer.load_state(bundle.parts)
+    parts.prompts.restore(facts["cursor"])
+    state.step = state.checkpoint_step = int(facts["step"])
+    state.policy_version, state.expected_digest = int(facts["policy_version"]), str(facts["adapter_digest"])
+    state.restore(facts["summary"])

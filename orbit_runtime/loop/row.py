@@ -1,0 +1,76 @@
+"""A step's metrics row from the results of its stages, and the gate on its parity.
+
+Belongs here: gathering numbers under their names. Does not belong here: what the names mean (`observability.metrics`).
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+
+from orbit_runtime.errors import GateError
+from orbit_runtime.loop.collect import Collected
+from orbit_runtime.loop.state import RunState
+from orbit_runtime.observability.metrics import FIELDS, MetricsRow, build_row
+from orbit_runtime.types import UpdateResult
+
+
+def step_row(
+    state: RunState,
+    collected: Collected,
+    result: UpdateResult,
+    *,
+    seconds_train: float,
+    seconds_publish: float,
+    seconds_total: float,
+) -> MetricsRow:
+    """`seconds_checkpoint` is the previous step's: a row is written before its own checkpoint is."""
+    assert state.publication is not None
+    rollouts = [rollout for group in collected.groups_P for rollout in group.rollouts_G]
+    rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
+    outcomes = Counter(rollout.outcome for rollout in rollouts)
+    lengths = [sum(rollout.loss_mask_T) for rollout in rollouts]
+    tokens = sum(lengths)
+    # Rollouts were sampled by the version before the one this step published.
+    sampled_by = state.version - 1
+    oldest = min((version for rollout in rollouts for version in rollout.versions_T if version >= 0), default=sampled_by)
+    trained = {name: value for name, value in result.metrics.items() if name in FIELDS}
+    return build_row(
+        **trained,
+        step=state.step,
+        policy_version=state.version,
+        adapter_digest=state.publication.adapter.digest,
+        reward_mean=statistics.fmean(rewards) if rewards else None,
+        reward_std=statistics.pstdev(rewards) if rewards else None,
+        reward_value=outcomes["value"],
+        reward_wrong=outcomes["wrong"],
+        reward_timeout=outcomes["timeout"],
+        reward_crash=outcomes["crash"],
+        response_tokens_mean=tokens / max(1, len(rollouts)),
+        truncated_fraction=sum(rollout.finish_reason == "length" for rollout in rollouts) / max(1, len(rollouts)),
+        tokens=tokens,
+        tokens_per_second=tokens / seconds_total if seconds_total > 0 else None,
+        parity_limit=state.parity_limit,
+        staleness_max=sampled_by - oldest,
+        seconds_collect=collected.seconds_collect,
+        seconds_score=collected.seconds_score,
+        seconds_train=seconds_train,
+        seconds_publish=seconds_publish,
+        seconds_checkpoint=state.checkpoint_seconds,
+        seconds_total=seconds_total,
+    )
+
+
+def check_parity(result: UpdateResult, limit: float, *, enforce: bool) -> None:
+    """Raises GateError (84) where this step's own rollouts differ from the trainer by more than the limit."""
+    mean = result.metrics.get("parity_mean")
+    if mean is None or not enforce:
+        return
+    if math.isnan(mean) or mean > limit:
+        raise GateError(
+            f"trainer and engine differ by {mean:.3g} per token on this step's rollouts (mean |Δ log-prob|), "
+            f"the limit is {limit:.3g}",
+            where="parity",
+            fix="see parity/ in the run folder; spec.parity.preflight: Report measures without stopping",
+        )

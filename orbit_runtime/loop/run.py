@@ -1,0 +1,240 @@
+"""`run`: a manifest in, a run folder out. Opens, continues, runs, reports and closes, whatever happens in between.
+
+Belongs here: the life of one execution. Does not belong here: the order of a step (`sync`), wiring (`build`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import orbit_runtime
+from orbit_runtime.errors import GateError, OrbitError, OutputError
+from orbit_runtime.loop.build import Parts, build_parts
+from orbit_runtime.loop.machine import machine_facts
+from orbit_runtime.loop.resume import RUN_FILE, check_same_run, find_checkpoint, read_run_file, restore
+from orbit_runtime.loop.show import Show
+from orbit_runtime.loop.signals import stop_on_signals
+from orbit_runtime.loop.state import RunState
+from orbit_runtime.loop.sync import run_sync
+from orbit_runtime.observability.metrics import RunMetrics
+from orbit_runtime.observability.progress import Progress, build_progress
+from orbit_runtime.observability.report import build_report
+from orbit_runtime.observability.report_html import render_html
+from orbit_runtime.observability.status import RunStatus
+from orbit_runtime.parity.preflight import check_preflight, measure_preflight
+from orbit_runtime.spec.resolve import Resolved, identity_fields, resolve
+from orbit_runtime.spec.run import OrbitRun
+from orbit_runtime.storage import Execution, Store, claim_execution, compact_rows, open_store
+
+ATTEMPT_VARIABLE = "ORBIT_ATTEMPT"
+"""Set by the operator: the attempt's name. Such a start takes over from an execution that still looks alive."""
+VERSIONS_OF = ("torch", "transformers", "safetensors", "pydantic", "obstore")
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """How a run ended."""
+
+    ended: str
+    """`done`, `exhausted` (no prompts left) or `stopped` (on request, resumable)."""
+    uri: str
+    report: Mapping[str, Any]
+    """The content of `report.json`."""
+    status: str = ""
+
+
+def run(
+    spec: OrbitRun,
+    *,
+    out: str | None = None,
+    rewards: Mapping[str, Callable[..., Any]] | None = None,
+    progress: Progress | None = None,
+    manifest_folder: Path | None = None,
+) -> RunResult:
+    """Trains until the last step, a stop request or an error; continues where the folder's newest checkpoint stands.
+
+    Args:
+        out: the run folder itself; else `<storage.uri>/<name>`.
+        rewards: functions by reward name, used instead of the manifest's. Such a run can resume only with the same
+            functions, which the report says.
+        manifest_folder: what relative paths and entry points of the manifest refer to; the working folder unless given.
+
+    Raises:
+        OrbitError: with the exit code of its kind; the run folder then holds the last durable step.
+    """
+    resolved = resolve(spec, machine_facts())
+    uri = out or f"{spec.spec.storage.uri.rstrip('/')}/{spec.name}"
+    attempt = os.environ.get(ATTEMPT_VARIABLE)
+    store = open_store(uri)
+    execution = claim_execution(store, run_name=spec.name, takeover=attempt is not None, attempt=attempt)
+    ended = "failed"
+    with ExitStack() as closing:
+        closing.callback(lambda: execution.release(ended))
+        execution.start_heartbeat()
+        show = _build_show(spec, execution, attempt, progress, closing)
+        try:
+            search_path = [str(folder) for folder in (manifest_folder, Path.cwd()) if folder]
+            ended, report = _run(resolved, store, execution, show, rewards, search_path, closing)
+        except OrbitError as error:
+            ended = type(error).__name__
+            show.status.update(phase="Failed", message=str(error), exit_code=error.exit_code)
+            raise
+    return RunResult(ended, store.uri, report)
+
+
+def _run(
+    resolved: Resolved,
+    store: Store,
+    execution: Execution,
+    show: Show,
+    rewards: Mapping[str, Callable[..., Any]] | None,
+    search_path: list[str],
+    closing: ExitStack,
+) -> tuple[str, Mapping[str, Any]]:
+    before = read_run_file(store)
+    changes = check_same_run(store, before, resolved) if before else []
+    bundle, skipped = find_checkpoint(store)
+    parts = build_parts(
+        resolved, store, execution, show, rewards=rewards, search_path=search_path, closing=closing
+    )
+    state = RunState(trainable_parameters=parts.trainable_parameters, base_digest=parts.base_digest())
+    for reason in skipped:
+        state.warn(f"a damaged checkpoint was passed over: {reason}")
+        show.note(f"a damaged checkpoint was passed over: {reason}")
+    if bundle is not None:
+        restore(parts, state, bundle)
+        _check_base(before, state, store)
+        show.note(f"continuing after step {state.step} of {store.uri}", resumed_at=state.step)
+    for change in changes:
+        show.note(f"changed since the last start: {change}")
+    _warn(parts, state, rewards)
+    _write_run_file(parts, state, before, rewards)
+    show.note(parts.adapter_report)
+    total = parts.spec.training.steps
+    show.status.update(phase="Preflight", total=total, step=state.step, resumed=state.resumed > 0)
+    _start_policy(parts, state)
+    show.status.update(phase="Running")
+    show.progress.start(total=total, resumed_at=state.step)
+    with stop_on_signals() as stop:
+        ended = run_sync(parts, state, stop)
+    show.status.update(phase="Stopped" if ended == "stopped" else "Done", exit_code=75 if ended == "stopped" else 0)
+    report = _finish(store, ended)
+    show.progress.finish(report)
+    return ended, report
+
+
+def _start_policy(parts: Parts, state: RunState) -> None:
+    """Publishes the current policy with proof, then measures parity on real prompts, before a token is sampled."""
+    parts.show.stage("preflight")
+    state.publication = parts.publisher.publish(state.policy_version, None)
+    digest = state.publication.adapter.digest
+    if state.expected_digest not in (None, digest):
+        raise GateError(
+            f"the restored trainer publishes {digest[:19]}…, the checkpoint's adapter is {str(state.expected_digest)[:19]}…",
+            where=f"checkpoints/step-{state.step:06d}",
+            fix="the checkpoint was not restored exactly; delete it to continue from the one before",
+        )
+    state.publishes += 1
+    state.publishes_proven += 1
+    spec = parts.spec.parity
+    result = measure_preflight(
+        parts.engine,
+        parts.trainer,
+        parts.sequences,
+        adapter=state.publication.name,
+        precision=parts.precision,
+        factor=spec.floor_factor,
+        absolute=spec.mean_limit,
+    )
+    key = f"parity/preflight-e{parts.execution.number:06d}.json"
+    parts.store.put(key, json.dumps(result.to_json(), indent=1).encode())
+    # A resumed run keeps the limit it started with, so that its rows equal those of an uninterrupted one.
+    state.parity_limit = state.parity_limit or result.limit
+    if spec.preflight == "Enforce":
+        check_preflight(result)
+
+
+def _build_show(
+    spec: OrbitRun, execution: Execution, attempt: str | None, progress: Progress | None, closing: ExitStack
+) -> Show:
+    namespace = spec.metadata.namespace or ""
+    number = execution.number
+    status = RunStatus(spec.name, namespace=namespace, attempt=number, total=spec.spec.training.steps)
+    status.update(execution=number)
+    metrics = RunMetrics(run=spec.name, namespace=namespace, attempt=number)
+    show = Show(progress or build_progress(spec.name), status, metrics)
+    port = spec.spec.observability.metrics_port
+    if port >= 0:
+        from orbit_runtime.observability.server import start_server
+
+        server = start_server(status, metrics, port)
+        closing.callback(server.close)
+        show.note(f"status and metrics at {server.url}", url=server.url)
+    return show
+
+
+def _warn(parts: Parts, state: RunState, rewards: Mapping[str, Callable[..., Any]] | None) -> None:
+    if parts.spec.algorithm.group_size == 1:
+        state.warn("a group of one has no gradient: set algorithm.groupSize to 2 or more to learn")
+    if rewards:
+        state.warn("rewards were given from Python: this run can resume only with the same functions")
+    for warning in state.warnings:
+        parts.show.note(f"warning: {warning}")
+
+
+def _check_base(before: Mapping[str, Any] | None, state: RunState, store: Store) -> None:
+    known = (before or {}).get("base_digest")
+    if known and known != state.base_digest:
+        raise OutputError(
+            f"the base changed since the run started: {known[:19]}… then, {state.base_digest[:19]}… now",
+            where=store.uri,
+            fix="restore the model, or choose another --out for a new run",
+        )
+
+
+def _write_run_file(
+    parts: Parts, state: RunState, before: Mapping[str, Any] | None, rewards: Mapping[str, Any] | None
+) -> None:
+    """`run.json`: what was asked, what it was resolved to, digests, versions and the seed."""
+    content = {
+        "name": parts.run.name,
+        "manifest": parts.run.to_manifest(),
+        "resolved": parts.resolved.to_json(),
+        "identity": identity_fields(parts.run),
+        "identity_digest": parts.identity,
+        "base_digest": state.base_digest,
+        "seed": parts.spec.data.seed,
+        "rewards_from_python": sorted(rewards or {}),
+        "versions": _versions(),
+        "started": (before or {}).get("started", time.time()),
+        "execution": parts.execution.number,
+    }
+    parts.store.put(RUN_FILE, json.dumps(content, indent=1).encode())
+
+
+def _versions() -> dict[str, str]:
+    versions = {"orbit-rl": orbit_runtime.__version__, "python": platform.python_version()}
+    for name in VERSIONS_OF:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def _finish(store: Store, ended: str) -> Mapping[str, Any]:
+    """Compacts the rows and writes the report; what it says comes from the folder, not from memory."""
+    compact_rows(store, "metrics/", "metrics.jsonl")
+    report = build_report(store, ended=ended)
+    store.put("report.json", json.dumps(report.to_json(), indent=1).encode())
+    store.put("report.html", render_html(report).encode())
+    return report.to_json()

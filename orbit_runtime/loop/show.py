@@ -1,0 +1,39 @@
+"""What a run shows while it runs: terminal, status port and metrics, fed from one place.
+
+Belongs here: passing the same facts to every display. Does not belong here: how they look (`observability`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from orbit_runtime.loop.state import RunState
+from orbit_runtime.observability.metrics import MetricsRow, RunMetrics
+from orbit_runtime.observability.progress import Progress
+from orbit_runtime.observability.status import RunStatus
+
+
+class Show:
+    """The run's displays. Safe to call from the loop's thread only."""
+
+    def __init__(self, progress: Progress, status: RunStatus, metrics: RunMetrics) -> None:
+        self.progress = progress
+        self.status = status
+        self.metrics = metrics
+
+    def stage(self, name: str, step: int | None = None) -> None:
+        self.status.update(stage=name)
+        self.progress.stage(name)
+
+    def note(self, message: str, **facts: Any) -> None:
+        self.progress.note(message, **facts)
+
+    def step(self, row: MetricsRow, state: RunState) -> None:
+        self.status.observe(row)
+        self.status.update(last_checkpoint_step=state.checkpoint_step, last_checkpoint=_checkpoint(state))
+        self.metrics.observe(row)
+        self.progress.step(row)
+
+
+def _checkpoint(state: RunState) -> str | None:
+    return f"checkpoints/step-{state.checkpoint_step:06d}" if state.checkpoint_step else None

@@ -1,0 +1,66 @@
+"""What changes while a run runs, and the part of it that a checkpoint keeps as facts.
+
+Belongs here: counters and the current publication. Does not belong here: tensors (`trainer`), prompts' cursor (`data`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from orbit_runtime.loop.publish import Publication
+
+
+@dataclass
+class RunState:
+    """Mutable on purpose: the loop is the only writer."""
+
+    step: int = 0
+    """Steps finished."""
+    publishes: int = 0
+    publishes_proven: int = 0
+    resumed: int = 0
+    """How often this run was continued from a checkpoint."""
+    policy_version: int = 0
+    """Version to publish first: 0, or the checkpoint's."""
+    expected_digest: str | None = None
+    """Digest of the checkpoint's adapter: a resumed trainer must publish exactly these bytes."""
+    publication: Publication | None = None
+    checkpoint_step: int = 0
+    """Newest step that is durable."""
+    checkpoint_seconds: float = 0.0
+    """What keeping the previous step took."""
+    parity_limit: float = 0.0
+    base_digest: str = ""
+    base_digest_after: str | None = None
+    trainable_parameters: int = 0
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def version(self) -> int:
+        return self.publication.adapter.version if self.publication else self.policy_version
+
+    def warn(self, message: str) -> None:
+        if message not in self.warnings:
+            self.warnings.append(message)
+
+    def facts(self) -> dict[str, Any]:
+        """For the report; `restore` reads back what a resumed run continues."""
+        return {
+            "publishes": self.publishes,
+            "publishes_proven": self.publishes_proven,
+            "resumed": self.resumed,
+            "parity_limit": self.parity_limit,
+            "base_digest_before": self.base_digest,
+            "base_digest_after": self.base_digest_after,
+            "trainable_parameters": self.trainable_parameters,
+            "warnings": list(self.warnings),
+        }
+
+    def restore(self, facts: Mapping[str, Any]) -> None:
+        self.publishes = int(facts["publishes"])
+        self.publishes_proven = int(facts["publishes_proven"])
+        self.resumed = int(facts["resumed"]) + 1
+        self.parity_limit = float(facts["parity_limit"])
+        self.warnings = list(facts["warnings"])

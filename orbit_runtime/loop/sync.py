@@ -1,0 +1,95 @@
+"""The synchronous loop, one screen: collect → advantages → train → publish → keep.
+
+Belongs here: the order of a step. Does not belong here: anything a stage does.
+"""
+
+from __future__ import annotations
+
+import time
+
+from orbit_runtime.data.samples import build_samples
+from orbit_runtime.errors import DivergedError, OrbitError, StoppedOnRequest
+from orbit_runtime.loop.build import Parts
+from orbit_runtime.loop.collect import check_failures, collect
+from orbit_runtime.loop.keep import keep_checkpoint, keep_failure, keep_step
+from orbit_runtime.loop.row import check_parity, step_row
+from orbit_runtime.loop.signals import StopFlag
+from orbit_runtime.loop.state import RunState
+from orbit_runtime.types import Group
+
+
+def run_sync(parts: Parts, state: RunState, stop: StopFlag) -> str:
+    """Runs steps until the last one; returns why it ended: `done`, `exhausted` or `stopped`.
+
+    A step is finished or dropped, never half kept: on a stop request the newest finished step is made durable.
+    """
+    training, checkpoint = parts.spec.training, parts.spec.checkpoint
+    cursor = parts.prompts.state()
+    ended = "done"
+    while state.step < training.steps:
+        assert state.publication is not None
+        started = time.monotonic()
+        step = state.step + 1
+        groups: tuple[Group, ...] = ()
+        try:
+            if stop:
+                raise StoppedOnRequest(f"{stop.reason} after step {state.step}")
+            prompts_P = parts.prompts.take(training.prompts_per_step)
+            if not prompts_P:
+                ended = "exhausted"
+                break
+            parts.show.stage("collect", step)
+            collected = collect(
+                prompts_P,
+                parts.environment,
+                parts.engine,
+                step=step,
+                adapter=state.publication.name,
+                version=state.version,
+                stop=stop,
+            )
+            groups = collected.groups_P
+            check_failures(collected, parts.spec.environment.failure_limit)
+
+            advantages_PG = parts.advantages(groups)
+            samples_D = build_samples(groups, advantages_PG)
+            parts.show.stage("train", step)
+            training_started = time.monotonic()
+            result = parts.trainer.update(samples_D)
+            check_parity(result, state.parity_limit, enforce=parts.spec.parity.preflight == "Enforce")
+
+            parts.show.stage("publish", step)
+            publish_started = time.monotonic()
+            state.publication = parts.publisher.publish(state.version + 1, state.publication)
+            state.publishes += 1
+            state.publishes_proven += 1
+
+            keep_started = time.monotonic()
+            state.step, cursor = step, parts.prompts.state()
+            row = step_row(
+                state,
+                collected,
+                result,
+                seconds_train=publish_started - training_started,
+                seconds_publish=keep_started - publish_started,
+                seconds_total=keep_started - started + state.checkpoint_seconds,
+            )
+            keep_step(parts.store, parts.execution, row, groups, step)
+            is_last = step == training.steps or bool(stop)
+            if is_last:
+                state.base_digest_after = parts.base_digest()
+            if is_last or step % checkpoint.every_steps == 0:
+                parts.show.stage("checkpoint", step)
+                parts.keep_checkpoint(state, cursor)
+            state.checkpoint_seconds = time.monotonic() - keep_started
+            parts.show.step(row, state)
+        except StoppedOnRequest as request:
+            parts.show.note(str(request))
+            ended = "stopped"
+            break
+        except OrbitError as error:
+            keep_failure(parts.store, step, error, groups)
+            raise
+    if state.step > state.checkpoint_step:
+        parts.keep_checkpoint(state, cursor)
+    return ended
