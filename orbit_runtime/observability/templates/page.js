@@ -1,3 +1,7 @@
+function text(value) {
+  if (value === null) return '-';
+  return value !== 0 && Math.abs(value) < 1e-3 ? value.toExponential(2) : String(value);
+}
 document.querySelectorAll('svg[data-points]').forEach(function (svg) {
   var data = JSON.parse(svg.dataset.points), d = svg.dataset;
   var left = +d.left, right = +d.right, ns = 'http://www.w3.org/2000/svg';
@@ -14,7 +18,7 @@ document.querySelectorAll('svg[data-points]').forEach(function (svg) {
     var at = span ? left + (data.x[best] - data.x[0]) / span * (right - left) : (left + right) / 2;
     rule.setAttribute('x1', at); rule.setAttribute('x2', at); rule.style.display = '';
     out.textContent = 'step ' + data.x[best] + ': ' + data.s.map(function (s) {
-      return s[0] + ' ' + (s[1][best] === null ? '-' : s[1][best]);
+      return s[0] + ' ' + text(s[1][best]);
     }).join(', ');
   }
   svg.addEventListener('pointermove', show);
