@@ -2,6 +2,29 @@
 
 from __future__ import annotations
 
+from orbit_runtime.spec.load import load_manifest, parse_manifest
+from orbit_runtime.spec.resolve import (
+    Difference,
+    MachineFacts,
+    Resolved,
+    differences,
+    identity_digest,
+    identity_fields,
+    keep_decisions,
+    resolve,
+)
 from orbit_runtime.spec.run import OrbitRun
 
-__all__ = ["OrbitRun"]
+__all__ = [
+    "Difference",
+    "MachineFacts",
+    "OrbitRun",
+    "Resolved",
+    "differences",
+    "identity_digest",
+    "identity_fields",
+    "keep_decisions",
+    "load_manifest",
+    "parse_manifest",
+    "resolve",
+]

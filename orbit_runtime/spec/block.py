@@ -7,6 +7,7 @@ Does not belong here: any field of the manifest.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from difflib import get_close_matches
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, Strict
@@ -35,6 +36,20 @@ class Contradiction(NamedTuple):
     """Every other field that the finding rests on: where one of them is itself wrong, nothing is said."""
     message: str
     fix: str
+
+
+def check_scheme(name: str, uri: str, schemes: tuple[str, ...]) -> Iterator[Contradiction]:
+    """A URI that nothing here opens."""
+    scheme, separator, rest = uri.partition("://")
+    allowed = ", ".join(["a path", *(f"`{each}://`" for each in schemes)])
+    if separator and scheme not in schemes:
+        near = get_close_matches(scheme, schemes, n=1)
+        fix = f"did you mean `{near[0]}://`? allowed: {allowed}" if near else f"allowed: {allowed}"
+        yield Contradiction((name,), (), f"`{uri}` is not something Orbit can open here", fix)
+    elif scheme == "file" and separator and not rest.startswith("/"):
+        yield Contradiction((name,), (), f"`{uri}` does not hold an absolute path", f"write the path alone: `{rest}`")
+    elif separator and not rest.strip("/") and scheme != "file":
+        yield Contradiction((name,), (), f"`{uri}` names nothing after `{scheme}://`", "write its name")
 
 
 class Block(BaseModel):

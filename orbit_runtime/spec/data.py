@@ -5,11 +5,12 @@ Belongs here: where prompts come from and in which order. Does not belong here: 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from orbit_runtime.spec.block import IDENTITY, AsTuple, Block, Uri
+from orbit_runtime.spec.block import IDENTITY, AsTuple, Block, Contradiction, Uri, check_scheme
 
 
 class Prompts(Block):
@@ -21,6 +22,9 @@ class Prompts(Block):
     """`Auto` goes by the end of the name: `.parquet` is Parquet, everything else JSON lines."""
     prompt_field: Annotated[str, IDENTITY, Field(min_length=1, max_length=128)] = "prompt"
     """Column with the prompt: text, which becomes one user message, or a list of chat messages."""
+
+    def contradictions(self) -> Iterator[Contradiction]:
+        yield from check_scheme("uri", self.uri, ("builtin", "file"))
 
 
 class Data(Block):

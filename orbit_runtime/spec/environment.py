@@ -39,7 +39,10 @@ class Reward(Block):
     def contradictions(self) -> Iterator[Contradiction]:
         if self.type is not None and self.entrypoint is not None:
             yield Contradiction(
-                ("entrypoint",), (("type",),), "a reward has a `type` or an `entrypoint`, not both", "remove one of them"
+                ("entrypoint",),
+                (("type",),),
+                "a reward has a `type` or an `entrypoint`, not both",
+                "remove one of them",
             )
         if self.type is None and self.entrypoint is None:
             yield Contradiction(

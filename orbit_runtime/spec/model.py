@@ -6,11 +6,12 @@ Does not belong here: reading a checkpoint (`model_info`, `policy`).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from orbit_runtime.spec.block import IDENTITY, Block, Uri
+from orbit_runtime.spec.block import IDENTITY, Block, Contradiction, Uri, check_scheme
 
 Precision = Literal["Auto", "BF16", "INT4"]
 
@@ -24,3 +25,6 @@ class Model(Block):
     """Checked against the checkpoint; for `builtin://` it selects the variant, where `Auto` means `INT4`."""
     max_sequence_length: Annotated[int, IDENTITY, Field(ge=2, le=1_048_576)] = 2048
     """Longest prompt plus completion, in tokens. A longer prompt is an error, a longer completion is cut."""
+
+    def contradictions(self) -> Iterator[Contradiction]:
+        yield from check_scheme("uri", self.uri, ("builtin", "file"))

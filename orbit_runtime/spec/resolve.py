@@ -1,19 +1,24 @@
-"""From what was asked to what is done: `Auto` decided once, the three sets of fields, and the identity of a run.
+"""From what was asked to what is done: `Auto` decided once, the digest of what changes the maths, what differs.
 
-Belongs here: pure functions of a manifest and of facts about the machine. Does not belong here: finding those facts.
+Belongs here: decisions that need the manifest and a few facts of the machine. Does not belong here: looking at the
+machine, the model or the store; their owners hand the facts in.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
-from pydantic import BaseModel
-
+from orbit_runtime.spec.block import Block, FieldSet
+from orbit_runtime.spec.fields import field_sets
 from orbit_runtime.spec.run import OrbitRun
+
+AUTO_BUILTIN_PRECISION: Literal["INT4"] = "INT4"
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,96 +31,156 @@ class MachineFacts:
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """A manifest with every choice made."""
+    """A run with nothing left open."""
 
+    asked: OrbitRun
+    """As in the file, after `--set` and `${VAR}`."""
     run: OrbitRun
-    trainer: str
-    engine: str
-    device: str
-    """`cpu` or `cuda`."""
-    compute_dtype: str
-    """Of activations: `float32` on a CPU, where BF16 arithmetic is slow, `bfloat16` on a GPU."""
-    attention: str
-    decay_steps: int | None
-    """Where a decaying schedule reaches 0: fixed at the first start, so that longer training does not bend it."""
-    identity: str
-    """Digest of every field that changes the numbers."""
+    """The same with `Auto` decided and the paths of model and prompts absolute. `precision` of a model folder stays
+    `Auto` where the manifest does not claim one: the checkpoint says it."""
+    device: Literal["cpu", "cuda"]
+    compute_dtype: Literal["float32", "bfloat16"]
+
+    @property
+    def trainer(self) -> str:
+        return self.run.spec.training.trainer
+
+    @property
+    def engine(self) -> str:
+        return self.run.spec.rollout.engine
+
+    @property
+    def decay_steps(self) -> int | None:
+        """Step at which the learning rate reaches 0; `None` for a constant one."""
+        return self.run.spec.training.schedule.decay_steps
+
+    @property
+    def identity(self) -> str:
+        """Digest of all that changes the maths."""
+        return identity_digest(self.run)
 
     def to_json(self) -> dict[str, Any]:
-        """For `run.json`: the decisions, without the manifest."""
-        return {key: value for key, value in asdict(self).items() if key != "run"}
+        """For `run.json`: both manifests, what was decided beside them, and the identity."""
+        return {
+            "asked": self.asked.to_manifest(),
+            "resolved": self.run.to_manifest(),
+            "device": self.device,
+            "compute_dtype": self.compute_dtype,
+            "identity": self.identity,
+        }
 
 
 class Difference(NamedTuple):
-    """A field whose value differs between two manifests."""
+    """A field that differs between two manifests; `None` where it is not set."""
 
     path: str
-    set: str
-    """`identity`, `layout` or `display`."""
+    set: FieldSet
     old: Any
     new: Any
 
 
-def resolve(run: OrbitRun, machine: MachineFacts, *, decay_steps: int | None = None) -> Resolved:
-    """Decides every `Auto`. `decay_steps` is what an earlier start of this run decided, if there was one."""
-    training = run.spec.training
-    schedule = training.schedule
-    decay = None if schedule.type == "Constant" else schedule.decay_steps or decay_steps or training.steps
-    return Resolved(
-        run=run,
-        trainer="Torch",
-        engine="Torch",
-        device="cuda" if machine.has_cuda else "cpu",
-        compute_dtype="bfloat16" if machine.has_cuda else "float32",
-        attention="SDPA" if training.attention == "Auto" else training.attention,
-        decay_steps=decay,
-        identity=identity_digest(run),
+def resolve(run: OrbitRun, machine: MachineFacts, *, folder: Path | None = None) -> Resolved:
+    """Decide all that is `Auto`.
+
+    Args:
+        folder: the manifest's; its relative paths of model and prompts start there. Unset, the current folder.
+    """
+    spec, base = run.spec, Path.cwd() if folder is None else folder
+    prompts = tuple(_changed(each, uri=absolute_uri(each.uri, base)) for each in spec.data.prompts)
+    decided = _decide_identity(run)
+    training = decided.spec.training
+    attention = "SDPA" if training.attention == "Auto" else training.attention
+    decided = _with_spec(
+        decided,
+        model=_changed(decided.spec.model, uri=absolute_uri(spec.model.uri, base)),
+        data=_changed(spec.data, prompts=prompts),
+        rollout=_changed(spec.rollout, engine="Torch"),
+        training=_changed(training, trainer="Torch", attention=attention),
     )
+    if machine.has_cuda:
+        return Resolved(run, decided, "cuda", "bfloat16")
+    return Resolved(run, decided, "cpu", "float32")
 
 
-def field_sets(run: OrbitRun) -> Iterator[tuple[str, str, Any]]:
-    """(path, set, value) of every leaf field, paths as in the file: `spec.training.learningRate`."""
-    yield from _leaves(run, "")
+def keep_decisions(resolved: Resolved, earlier: Mapping[str, Any]) -> Resolved:
+    """What the first start decided holds on resume, also where `steps` has changed since.
+
+    Args:
+        earlier: the resolved manifest of that start, from `run.json`.
+    """
+    asked = resolved.asked.spec.training.schedule
+    before = earlier.get("spec", {}).get("training", {}).get("schedule", {}).get("decaySteps")
+    if asked.type == "Constant" or asked.decay_steps is not None or before is None:
+        return resolved
+    return replace(resolved, run=_with_decay(resolved.run, before))
+
+
+def absolute_uri(uri: str, folder: Path) -> str:
+    """A path becomes absolute, `~` and `folder` written out; a URI stays as it is."""
+    if "://" in uri:
+        return uri
+    return os.path.abspath(folder / Path(uri).expanduser())
 
 
 def identity_fields(run: OrbitRun) -> dict[str, Any]:
-    """Path → value of every field that changes the numbers of a run."""
-    return {path: value for path, kind, value in field_sets(run) if kind == "identity"}
+    """Path → value of every field that changes the maths, e.g. `{"spec.adapter.lora.rank": 16, …}`."""
+    return {path: value for path, owner, value in _leaves(_decide_identity(run).to_manifest()) if owner == "identity"}
 
 
 def identity_digest(run: OrbitRun) -> str:
-    """`sha256:…` of the canonical JSON of `identity_fields`."""
-    text = json.dumps(identity_fields(run), sort_keys=True, separators=(",", ":"), allow_nan=False)
-    return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
+    """`sha256:<hex>` over the canonical JSON of `identity_fields`."""
+    text = json.dumps(identity_fields(run), sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+    return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
 
 
-def differences(old: Mapping[str, Any], new: OrbitRun) -> list[Difference]:
-    """Leaf fields that differ between a manifest as `run.json` keeps it and one of today, in the order of the file."""
-    before = {path: value for path, _, value in field_sets(OrbitRun.model_validate(old))}
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Difference]:
+    """Fields that differ between two manifests (`to_manifest()`), in their order, each with the set that it is in.
+
+    A field that this version does not know counts as identity: whether it changes the maths cannot be told.
+    """
+    before = {path: (owner, value) for path, owner, value in _leaves(old)}
+    after = {path: (owner, value) for path, owner, value in _leaves(new)}
     found = []
-    seen = set()
-    for path, kind, value in field_sets(new):
-        seen.add(path)
-        if before.get(path) != value:
-            found.append(Difference(path, kind, before.get(path), value))
-    gone = [(path, value) for path, value in before.items() if path not in seen]
-    return found + [Difference(path, "identity", value, None) for path, value in gone]
+    for path in {**after, **before}:
+        owner, old_value = before.get(path, (None, None))
+        new_owner, new_value = after.get(path, (owner, None))
+        if type(old_value) is not type(new_value) or old_value != new_value:
+            found.append(Difference(path, new_owner or "identity", old_value, new_value))
+    return found
 
 
-def _leaves(block: BaseModel, prefix: str) -> Iterator[tuple[str, str, Any]]:
-    for name, field in type(block).model_fields.items():
-        value = getattr(block, name)
-        path = f"{prefix}{field.alias or name}"
-        extra = field.json_schema_extra
-        kind = extra.get("orbitSet") if isinstance(extra, dict) else None
-        if isinstance(kind, str):
-            yield path, kind, _plain(value)
-        elif isinstance(value, BaseModel):
-            yield from _leaves(value, f"{path}.")
-        elif isinstance(value, tuple):
-            for index, item in enumerate(value):
-                yield from _leaves(item, f"{path}[{index}].")
+def _leaves(value: Any, path: str = "", shape: str = "") -> Iterator[tuple[str, FieldSet, Any]]:
+    """Path, set and value of every field. `shape` is the path with `[]` for every index."""
+    owner = field_sets().get(shape)
+    if owner is None and isinstance(value, Mapping):
+        for name, child in value.items():
+            dot = "." if path else ""
+            yield from _leaves(child, f"{path}{dot}{name}", f"{shape}{dot}{name}")
+    elif owner is None and isinstance(value, list):
+        for index, child in enumerate(value):
+            yield from _leaves(child, f"{path}[{index}]", f"{shape}[]")
+    else:
+        yield path, owner or "identity", value
 
 
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
+def _decide_identity(run: OrbitRun) -> OrbitRun:
+    """What is left open and changes the maths, decided from the manifest alone."""
+    schedule = run.spec.training.schedule
+    if schedule.type != "Constant" and schedule.decay_steps is None:
+        run = _with_decay(run, run.spec.training.steps)
+    if run.spec.model.uri.startswith("builtin://") and run.spec.model.precision == "Auto":
+        run = _with_spec(run, model=_changed(run.spec.model, precision=AUTO_BUILTIN_PRECISION))
+    return run
+
+
+def _with_decay(run: OrbitRun, steps: int) -> OrbitRun:
+    schedule = _changed(run.spec.training.schedule, decay_steps=steps)
+    return _with_spec(run, training=_changed(run.spec.training, schedule=schedule))
+
+
+def _with_spec(run: OrbitRun, **blocks: Block) -> OrbitRun:
+    return _changed(run, spec=_changed(run.spec, **blocks))
+
+
+def _changed[B: Block](block: B, **fields: Any) -> B:
+    return block.model_copy(update=fields)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
 
 from orbit_runtime.spec.adapter import Adapter
@@ -26,6 +26,8 @@ from orbit_runtime.spec.storage import Storage
 from orbit_runtime.spec.training import Training
 
 API_VERSION = "orbitrl.dev/v1alpha1"
+COLLECTING = {"contradictions": "collect"}
+"""Validation context of a caller that looks for contradictions itself."""
 NAME_LENGTH = 52
 """Room for `-a<attempt>` in a Job's name and for the suffix of its pod."""
 LABEL = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
@@ -106,7 +108,9 @@ class OrbitRun(Block):
         return self.model_dump(mode="json", by_alias=True, exclude_none=True)
 
     @model_validator(mode="after")
-    def _check_contradictions(self) -> Self:
+    def _check_contradictions(self, info: ValidationInfo) -> Self:
+        if info.context == COLLECTING:
+            return self
         found = list(find_contradictions(self))
         if found:
             message = "; ".join(f"{'.'.join(map(str, each.at))}: {each.message}" for each in found)

@@ -1,0 +1,198 @@
+"""From a file to an `OrbitRun`, or to every problem that the file has.
+
+Belongs here: reading, `--set`, `${VAR}`, and collecting findings. Does not belong here: deciding `Auto` (`resolve`).
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from orbit_runtime.errors import ManifestError
+from orbit_runtime.spec.block import Contradiction
+from orbit_runtime.spec.document import parse_document
+from orbit_runtime.spec.fields import find_schema, is_block
+from orbit_runtime.spec.overrides import apply_overrides
+from orbit_runtime.spec.problems import build_problem, explain
+from orbit_runtime.spec.run import COLLECTING, OrbitRun, find_contradictions
+
+FieldPath = tuple[str | int, ...]
+
+MAX_BYTES = 1 << 20
+_VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(:-([^}]*))?\}")
+_ECHOES = ("default_factory_not_called", "contradiction")
+"""What pydantic says on top of another finding, or what is collected here."""
+
+
+def load_manifest(
+    path: str | Path, overrides: Sequence[str] = (), *, environ: Mapping[str, str] = os.environ
+) -> OrbitRun:
+    """The run that a file describes.
+
+    Args:
+        overrides: `path=value`, as given to `--set`.
+        environ: what `${VAR}` in a URI is looked up in.
+
+    Raises:
+        ManifestError: with every problem of the file and of the overrides in `problems`.
+    """
+    return parse_manifest(_read(Path(path)), name=str(path), overrides=overrides, environ=environ)
+
+
+def parse_manifest(
+    text: str, *, name: str, overrides: Sequence[str] = (), environ: Mapping[str, str] = os.environ
+) -> OrbitRun:
+    """As `load_manifest`, from text; `name` stands for the file in messages."""
+    document = parse_document(text, name)
+    given, problems = apply_overrides(document.value, overrides)
+    # What --set replaces is no longer a problem of the file.
+    broken = {path for path in document.broken if not _inside(path, given)}
+    problems += [each for each in document.problems if not _replaced(each, given)]
+    findings = [*_expand_uris(document.value, environ), *_validate(document.value, broken)]
+    if not findings and not problems:
+        return OrbitRun.model_validate(document.value, by_name=False)
+    for path, message, fix in findings:
+        if path not in broken:
+            problems.append(build_problem(path, message, fix, name=name, lines=document.lines, given=given))
+    raise _gather(problems, name)
+
+
+def _read(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            raw = file.read(MAX_BYTES + 1)
+    except FileNotFoundError:
+        raise ManifestError(
+            "there is no such file", where=str(path), fix="check the path; `orbit init` writes a manifest to start from"
+        ) from None
+    except IsADirectoryError:
+        raise ManifestError("this is a folder", where=str(path), fix="name the manifest in it") from None
+    except OSError as error:
+        raise ManifestError(
+            f"the file cannot be read: {error.strerror or error}", where=str(path), fix="check its permissions"
+        ) from None
+    if len(raw) > MAX_BYTES:
+        raise ManifestError("the file is larger than 1 MiB", where=str(path), fix="is this the manifest?")
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        raise ManifestError(
+            f"not UTF-8 text (byte 0x{raw[error.start]:02x})", where=f"{path}:{line}", fix="save the file as UTF-8"
+        ) from None
+    return text
+
+
+def _gather(problems: list[ManifestError], name: str) -> ManifestError:
+    def place(problem: ManifestError) -> tuple[int, str]:
+        match = re.match(re.escape(name) + r":(\d+)", problem.where or "")
+        return (int(match[1]) if match else 0, problem.where or "")
+
+    ordered = tuple(sorted(problems, key=place))
+    count = "1 problem" if len(ordered) == 1 else f"{len(ordered)} problems"
+    return ManifestError(f"{count} in the manifest", where=name, problems=ordered)
+
+
+def _inside(path: FieldPath, given: Mapping[FieldPath, str]) -> bool:
+    return any(path[: len(each)] == each for each in given)
+
+
+def _replaced(problem: ManifestError, given: Mapping[FieldPath, str]) -> bool:
+    from orbit_runtime.spec.fields import format_path
+
+    return any((problem.where or "").endswith(f": {format_path(path)}") for path in given)
+
+
+def _expand_uris(value: Any, environ: Mapping[str, str]) -> Iterator[tuple[FieldPath, str, str]]:
+    """Replaces `${VAR}` and `${VAR:-default}` in every URI, in place."""
+    for block, path in list(_uris(value)):
+        text = block["uri"]
+        for match in _VARIABLE.finditer(text):
+            if match[1] not in environ and match[3] is None:
+                fix = f"set `{match[1]}`, or give a default: `${{{match[1]}:-…}}`"
+                yield path, f"the environment variable `{match[1]}` is not set", fix
+        block["uri"] = _VARIABLE.sub(lambda match: environ.get(match[1]) or match[3] or "", text)
+        if "${" in block["uri"]:
+            yield path, f"`{block['uri']}` holds a `${{` that is no variable", "write `${NAME}` or `${NAME:-default}`"
+
+
+def _uris(value: Any, path: FieldPath = ()) -> Iterator[tuple[dict[str, Any], FieldPath]]:
+    items: Any = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, child in items:
+        here = (*path, key)
+        if key == "uri" and isinstance(child, str) and find_schema(here):
+            yield value, here
+        else:
+            yield from _uris(child, here)
+
+
+def _validate(value: Any, broken: set[FieldPath]) -> Iterator[tuple[FieldPath, str, str | None]]:
+    """Every finding: of single fields first, then of fields that contradict each other."""
+    try:
+        OrbitRun.model_validate(value, by_name=False)
+        return
+    except ValidationError as error:
+        found = [each for each in error.errors(include_url=False) if not _is_echo(each)]
+    for each in found:
+        yield (each["loc"], *explain(each["type"], each["loc"], each["input"]))
+    wrong = {*broken, *(each["loc"] for each in found)}
+    for contradiction in _find_contradictions(value, wrong):
+        if not any(_touches(path, wrong) for path in contradiction.involves):
+            yield contradiction.at, contradiction.message, contradiction.fix
+
+
+def _is_echo(error: Any) -> bool:
+    """A list is also called too short where its items are wrong."""
+    short = error["type"] == "too_short" and len(error["input"]) >= error["ctx"]["min_length"]
+    return short or error["type"] in _ECHOES
+
+
+def _find_contradictions(value: Any, wrong: set[FieldPath]) -> list[Contradiction]:
+    """Contradictions of the file as if its wrong fields stood at their defaults.
+
+    pydantic looks for them only in a file without other errors; the reader wants all findings at once.
+    """
+    repaired = copy.deepcopy(value)
+    for path in sorted(wrong, key=len, reverse=True):
+        _repair(repaired, path)
+    try:
+        run = OrbitRun.model_validate(repaired, by_name=False, context=COLLECTING)
+    except ValidationError:
+        return []
+    return list(find_contradictions(run))
+
+
+def _repair(value: Any, path: FieldPath) -> None:
+    """Puts an example where one is needed, and nothing elsewhere."""
+    here: Any = value
+    for part in path[:-1]:
+        here = here[part] if isinstance(here, list) or (isinstance(here, dict) and part in here) else None
+        if here is None:
+            return
+    example = _example(find_schema(path) or {}, required=path[-1] in (find_schema(path[:-1]) or {}).get("required", []))
+    if isinstance(here, list):
+        here[int(path[-1])] = example
+    elif isinstance(here, dict) and example is not None:
+        here[path[-1]] = example
+    elif isinstance(here, dict):
+        here.pop(path[-1], None)
+
+
+def _example(schema: dict[str, Any], *, required: bool) -> Any:
+    """A value that is allowed where one is needed; `None` where the field can be left out."""
+    if not required:
+        return None
+    if is_block(schema):
+        needed = schema.get("required", [])
+        return {name: _example(schema["properties"][name], required=True) for name in needed}
+    return copy.deepcopy(schema["examples"][0]) if "examples" in schema else None
+
+
+def _touches(path: FieldPath, wrong: set[FieldPath]) -> bool:
+    return any(path[: len(each)] == each[: len(path)] for each in wrong)
