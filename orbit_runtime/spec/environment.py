@@ -61,7 +61,11 @@ class Environment(Block):
     rewards: Annotated[
         tuple[Reward, ...],
         AsTuple,
-        Field(min_length=1, max_length=32, examples=[[{"name": "correct", "type": "ExactMatch"}]]),
+        Field(
+            min_length=1,
+            max_length=32,
+            examples=[[{"name": "correct", "type": "ExactMatch", "arguments": {"field": "answer"}}]],
+        ),
     ]
     """Functions that score a completion."""
     failure_limit: Annotated[float, IDENTITY, Field(ge=0, le=1)] = 0.1

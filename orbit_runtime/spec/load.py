@@ -172,16 +172,19 @@ def _repair(value: Any, path: FieldPath) -> None:
     """Puts an example where one is needed, and nothing elsewhere."""
     here: Any = value
     for part in path[:-1]:
-        here = here[part] if isinstance(here, list) or (isinstance(here, dict) and part in here) else None
-        if here is None:
+        if not _holds(here, part):
             return
-    example = _example(find_schema(path) or {}, required=path[-1] in (find_schema(path[:-1]) or {}).get("required", []))
-    if isinstance(here, list):
-        here[int(path[-1])] = example
-    elif isinstance(here, dict) and example is not None:
-        here[path[-1]] = example
+        here = here[part]
+    last, parent = path[-1], find_schema(path[:-1]) or {}
+    example = _example(find_schema(path) or {}, required=last in parent.get("required", []))
+    if example is not None or isinstance(here, list):
+        here[last] = example
     elif isinstance(here, dict):
-        here.pop(path[-1], None)
+        here.pop(last, None)
+
+
+def _holds(block: Any, part: str | int) -> bool:
+    return isinstance(block, list) or (isinstance(block, dict) and part in block)
 
 
 def _example(schema: dict[str, Any], *, required: bool) -> Any:

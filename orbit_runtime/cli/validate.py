@@ -1,0 +1,53 @@
+"""`orbit validate`: is this manifest right, and what does it say.
+
+Belongs here: the summary of a manifest. Does not belong here: finding its problems (`spec`).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from orbit_runtime.cli.output import format_table, print_json
+
+if TYPE_CHECKING:
+    from orbit_runtime.spec import OrbitRun
+
+
+def run_validate(file: Path, overrides: list[str], as_json: bool) -> None:
+    """Prints what the manifest says.
+
+    Raises:
+        ManifestError: with every problem of the file.
+    """
+    from orbit_runtime.spec import MachineFacts, load_manifest, resolve
+
+    run = load_manifest(file, overrides)
+    # The identity is the same on every machine; only relative paths need a folder to start from.
+    resolved = resolve(run, MachineFacts(has_cuda=False, num_gpus=0), folder=file.resolve().parent)
+    if as_json:
+        print_json({"valid": True, "name": run.name, "identity": resolved.identity})
+        return
+    print(format_table(("field", "value"), [*_summary(run), ("identity", resolved.identity)]))
+    print(f"\n{file} is valid")
+
+
+def _summary(run: OrbitRun) -> list[tuple[str, str]]:
+    spec = run.spec
+    adapter, training = spec.adapter, spec.training
+    if adapter.lora is not None:
+        settings = f"rank {adapter.lora.rank}, alpha {adapter.lora.alpha:g}"
+    else:
+        settings = f"block size {adapter.oft.block_size}, {adapter.oft.parametrization}" if adapter.oft else ""
+    batch = f"{training.prompts_per_step} prompts x {spec.algorithm.group_size} samples"
+    return [
+        ("name", run.name),
+        ("model", f"{spec.model.uri} ({spec.model.precision})"),
+        ("adapter", f"{adapter.type}: {settings}, {len(adapter.targets)} targets"),
+        ("algorithm", spec.algorithm.type),
+        ("prompts", ", ".join(each.uri for each in spec.data.prompts)),
+        ("rewards", ", ".join(f"{each.name} ({each.type or each.entrypoint})" for each in spec.environment.rewards)),
+        ("steps", f"{training.steps} of {batch}, up to {spec.rollout.sampling.max_new_tokens} tokens each"),
+        ("trainer, engine", f"{training.trainer}, {spec.rollout.engine}"),
+        ("run folder", f"{spec.storage.uri.rstrip('/')}/{run.name}"),
+    ]
