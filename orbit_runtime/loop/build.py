@@ -25,8 +25,8 @@ from orbit_runtime.loop.publish import Publisher
 from orbit_runtime.loop.show import Show
 from orbit_runtime.loop.state import RunState
 from orbit_runtime.model_info.builtin_models import builtin_folder
-from orbit_runtime.spec.resolve import Resolved
-from orbit_runtime.spec.run import OrbitRun, RunSpec
+from orbit_runtime.spec import OrbitRun, Resolved
+from orbit_runtime.spec.run import RunSpec
 from orbit_runtime.storage import Execution, Store
 from orbit_runtime.types import Engine, Group, Rollout, Sampling, Tokenizer, Trainer
 from orbit_runtime.workers.reward_protocol import RewardScorer, RewardTarget
@@ -228,7 +228,7 @@ def _build_policy(resolved: Resolved, folder: Path) -> Policy:
         seed=spec.data.seed,
         device=resolved.device,
         compute_dtype=getattr(torch, resolved.compute_dtype),
-        kernel="Eager" if resolved.attention == "Eager" else "SDPA",
+        kernel="Eager" if spec.training.attention == "Eager" else "SDPA",
     )
 
 

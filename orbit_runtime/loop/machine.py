@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-from orbit_runtime.spec.resolve import MachineFacts
+from orbit_runtime.spec import MachineFacts
 
 
 def machine_facts() -> MachineFacts:

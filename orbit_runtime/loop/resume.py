@@ -13,7 +13,7 @@ from typing import Any
 from orbit_runtime.errors import OutputError
 from orbit_runtime.loop.build import Parts
 from orbit_runtime.loop.state import RunState
-from orbit_runtime.spec.resolve import Resolved, differences
+from orbit_runtime.spec import Resolved, differences
 from orbit_runtime.storage import Bundle, NotFound, Store, newest_readable
 
 RUN_FILE = "run.json"
@@ -35,7 +35,7 @@ def check_same_run(store: Store, before: Mapping[str, Any], resolved: Resolved) 
     Raises:
         OutputError: an identity field differs, each named with both values.
     """
-    changed = differences(before["manifest"], resolved.run)
+    changed = differences(before["resolved"], resolved.run.to_manifest())
     refused = [each for each in changed if each.set == "identity"]
     if refused:
         lines = "".join(f"\n  {each.path}: {each.old!r} then, {each.new!r} now" for each in refused)

@@ -31,8 +31,7 @@ from orbit_runtime.observability.report import build_report
 from orbit_runtime.observability.report_html import render_html
 from orbit_runtime.observability.status import RunStatus
 from orbit_runtime.parity.preflight import check_preflight, measure_preflight
-from orbit_runtime.spec.resolve import Resolved, identity_fields, resolve
-from orbit_runtime.spec.run import OrbitRun
+from orbit_runtime.spec import OrbitRun, Resolved, identity_fields, keep_decisions, resolve
 from orbit_runtime.storage import Execution, Store, claim_execution, compact_rows, open_store
 
 ATTEMPT_VARIABLE = "ORBIT_ATTEMPT"
@@ -71,7 +70,7 @@ def run(
     Raises:
         OrbitError: with the exit code of its kind; the run folder then holds the last durable step.
     """
-    resolved = resolve(spec, machine_facts())
+    resolved = resolve(spec, machine_facts(), folder=manifest_folder)
     uri = out or f"{spec.spec.storage.uri.rstrip('/')}/{spec.name}"
     attempt = os.environ.get(ATTEMPT_VARIABLE)
     store = open_store(uri)
@@ -101,6 +100,8 @@ def _run(
     closing: ExitStack,
 ) -> tuple[str, Mapping[str, Any]]:
     before = read_run_file(store)
+    if before:
+        resolved = keep_decisions(resolved, before["resolved"])
     changes = check_same_run(store, before, resolved) if before else []
     bundle, skipped = find_checkpoint(store)
     parts = build_parts(
@@ -123,7 +124,7 @@ def _run(
     show.status.update(phase="Preflight", total=total, step=state.step, resumed=state.resumed > 0)
     _start_policy(parts, state)
     show.status.update(phase="Running")
-    show.progress.start(total=total, resumed_at=state.step)
+    show.target(total, state.step)
     with stop_on_signals() as stop:
         ended = run_sync(parts, state, stop)
     show.status.update(phase="Stopped" if ended == "stopped" else "Done", exit_code=75 if ended == "stopped" else 0)
@@ -207,8 +208,7 @@ def _write_run_file(
     """`run.json`: what was asked, what it was resolved to, digests, versions and the seed."""
     content = {
         "name": parts.run.name,
-        "manifest": parts.run.to_manifest(),
-        "resolved": parts.resolved.to_json(),
+        **parts.resolved.to_json(),
         "identity": identity_fields(parts.run),
         "identity_digest": parts.identity,
         "base_digest": state.base_digest,

@@ -5,6 +5,7 @@ Belongs here: passing the same facts to every display. Does not belong here: how
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from orbit_runtime.loop.state import RunState
@@ -32,7 +33,12 @@ class Show:
         self.status.observe(row)
         self.status.update(last_checkpoint_step=state.checkpoint_step, last_checkpoint=_checkpoint(state))
         self.metrics.observe(row)
+        self.metrics.set_progress(time.time())
         self.progress.step(row)
+
+    def target(self, total: int, resumed_at: int) -> None:
+        self.metrics.set_target(total)
+        self.progress.start(total=total, resumed_at=resumed_at)
 
 
 def _checkpoint(state: RunState) -> str | None:

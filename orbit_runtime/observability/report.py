@@ -108,8 +108,8 @@ def build_report(source: Source, *, ended: str | None = None, now: float | None 
 
 
 def manifest_of(run: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The manifest inside `run.json`."""
-    manifest = run.get("manifest", run)
+    """The manifest inside `run.json`, every `Auto` decided."""
+    manifest = run.get("resolved", run)
     return manifest if isinstance(manifest, Mapping) else {}
 
 

@@ -220,7 +220,7 @@ class Store:
 
         retrying = Retrying(
             retry=retry_if_exception(lambda e: isinstance(e, STORE_ERRORS) and read_fault(e).kind == "transient"),
-            wait=wait_exponential_jitter(initial=0.1, max=8.0, jitter=0.1),
+            wait=wait_exponential_jitter(multiplier=0.1, max=8.0, jitter=0.1),
             stop=out_of_time,
             sleep=self.sleep,
             before_sleep=tell,
