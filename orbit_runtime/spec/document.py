@@ -24,7 +24,8 @@ _STR = "tag:yaml.org,2002:str"
 _INT = re.compile(r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 _SPECIAL = re.compile(r"([-+]?)\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
-_LONGEST_NUMBER = 64
+_LONGEST_NUMBER = 4000
+"""Python refuses to convert more than 4300 digits."""
 _NULLS = ("", "~", "null", "Null", "NULL")
 _BOOLS = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
 
@@ -69,6 +70,8 @@ def parse_document(text: str, name: str) -> Document:
         raise _syntax_error(error, text, name) from None
     except RecursionError:
         raise _too_large(name) from None
+    if document.value is None:
+        raise ManifestError("the file is empty", where=name, fix="`orbit init` writes one to start from")
     if not isinstance(document.value, dict):
         raise ManifestError(
             f"the file holds a {_kind(document.value)}, not a manifest",
@@ -168,8 +171,6 @@ class _Reader:
                     )
                 continue
             value = self._value(event, events, (), 0)
-        if not found or value is None:
-            raise ManifestError("the file is empty", where=self._name, fix="`orbit init` writes one to start from")
         document = self._document
         return Document(value, document.lines, document.problems, document.broken)
 
@@ -217,7 +218,7 @@ class _Reader:
             child = self._value(next(events), events, here, depth + 1)
             self._document.lines.setdefault(here, event.start_mark.line + 1)
             if raw == "<<" and event.style is None:
-                self._report(event, path, "merge keys are YAML 1.1 and not 1.2", "write the fields out")
+                self._report(event, here, "merge keys are YAML 1.1 and not 1.2", "write the fields out")
             elif raw in value:
                 first = self._document.lines[here]
                 self._report(event, here, f"`{raw}` stands here twice, first on line {first}", "keep one of the two")

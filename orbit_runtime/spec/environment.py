@@ -6,9 +6,9 @@ Belongs here: the environment and its rewards by name. Does not belong here: run
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, JsonValue
 
 from orbit_runtime.spec.block import IDENTITY, AsTuple, Block, Contradiction
 
@@ -33,7 +33,7 @@ class Reward(Block):
     """Factor of this reward in the sum."""
     timeout_seconds: Annotated[float, IDENTITY, Field(gt=0, le=86_400)] = 10.0
     """A call that takes longer is ended and counted as `timeout`, never scored as 0."""
-    arguments: Annotated[dict[str, Any], IDENTITY, Field(max_length=64)] = Field(default_factory=dict)
+    arguments: Annotated[dict[str, JsonValue], IDENTITY, Field(max_length=64)] = Field(default_factory=dict)
     """Keyword arguments of the function."""
 
     def contradictions(self) -> Iterator[Contradiction]:

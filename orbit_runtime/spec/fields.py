@@ -64,6 +64,11 @@ def find_schema(path: tuple[str | int, ...]) -> Schema | None:
     return here
 
 
+def is_free(schema: Schema) -> bool:
+    """Whether it holds whatever the user puts there."""
+    return schema.get("additionalProperties") is True
+
+
 def is_block(schema: Schema) -> bool:
     """Whether it has fields of its own."""
     return "properties" in schema
@@ -132,6 +137,8 @@ def _inline(schema: Any, definitions: Schema) -> Any:
         if schema.get("default", 0) is None:
             del schema["default"]
         return _inline(schema, definitions)
+    if schema.get("additionalProperties") == {}:
+        schema["additionalProperties"] = True
     if "const" in schema:
         schema["enum"] = [schema.pop("const")]
     # A property may be called like a keyword, so only the values below `properties` are schemas.

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from orbit_runtime.errors import ManifestError
 from orbit_runtime.spec.block import Contradiction
 from orbit_runtime.spec.document import parse_document
-from orbit_runtime.spec.fields import find_schema, is_block
+from orbit_runtime.spec.fields import find_schema, is_block, is_free
 from orbit_runtime.spec.overrides import apply_overrides
 from orbit_runtime.spec.problems import build_problem, explain
 from orbit_runtime.spec.run import COLLECTING, OrbitRun, find_contradictions
@@ -139,12 +139,21 @@ def _validate(value: Any, broken: set[FieldPath]) -> Iterator[tuple[FieldPath, s
         return
     except ValidationError as error:
         found = [each for each in error.errors(include_url=False) if not _is_echo(each)]
-    for each in found:
-        yield (each["loc"], *explain(each["type"], each["loc"], each["input"]))
-    wrong = {*broken, *(each["loc"] for each in found)}
+    places = [_place(each["loc"]) for each in found]
+    for place, each in zip(places, found, strict=True):
+        yield (place, *explain(each["type"], place, each["input"]))
+    wrong = {*broken, *places}
     for contradiction in _find_contradictions(value, wrong):
         if not any(_touches(path, wrong) for path in contradiction.involves):
             yield contradiction.at, contradiction.message, contradiction.fix
+
+
+def _place(loc: FieldPath) -> FieldPath:
+    """Inside a mapping of the user's own, pydantic mixes the names of kinds into the path: it ends at the first key."""
+    for length in range(len(loc)):
+        if is_free(find_schema(loc[:length]) or {}):
+            return loc[: length + 1]
+    return loc
 
 
 def _is_echo(error: Any) -> bool:

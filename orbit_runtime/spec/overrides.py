@@ -12,7 +12,7 @@ from typing import Any
 from orbit_runtime.errors import ManifestError
 from orbit_runtime.spec.document import parse_value
 from orbit_runtime.spec.fields import find_schema, format_path
-from orbit_runtime.spec.problems import find_near
+from orbit_runtime.spec.problems import find_elsewhere, find_near
 
 Path = tuple[str | int, ...]
 
@@ -78,7 +78,8 @@ def _unknown(path: Path, part: str, where: str) -> ManifestError:
     if not known:
         return ManifestError(f"{inside} has no fields", where=where, fix="set it as a whole, e.g. to `{a: 1}`")
     near = find_near(part, known)
-    fix = f"did you mean `{format_path((*path, near))}`?" if near else f"its fields: {', '.join(known)}"
+    meant = format_path((*path, near)) if near else find_elsewhere(part)
+    fix = f"did you mean `{meant}`?" if meant else f"its fields: {', '.join(known)}"
     return ManifestError(f"{inside} has no field `{part}`", where=where, fix=fix)
 
 

@@ -48,6 +48,11 @@ def find_near(word: str, choices: Iterable[str]) -> str | None:
     return plain[near[0]] if near else None
 
 
+def find_elsewhere(name: str) -> str | None:
+    """Path of a field of that name in another block."""
+    return next((field.path for field in all_fields() if field.path.rpartition(".")[2] == name), None)
+
+
 def explain(kind: str, path: Path, value: Any) -> tuple[str, str | None]:
     """Message and fix for one of pydantic's findings, e.g. `explain("literal_error", path, "lora")`."""
     schema = find_schema(path) or {}
@@ -64,7 +69,7 @@ def explain(kind: str, path: Path, value: Any) -> tuple[str, str | None]:
     if kind.startswith("string_pattern"):
         return f"{show_value(value)} is not allowed", f"write {_HINTS[_shape(path)]}"
     if kind in _BOUNDS:
-        return _BOUNDS[kind](value), f"allowed: {format_allowed(schema)}"
+        return _BOUNDS[kind](value), f"allowed: {format_allowed(schema) or 'what JSON can say'}"
     return f"{show_value(value)} is {_kind_of(value)}", _say_what_to_write(path, schema)
 
 
@@ -77,9 +82,7 @@ _BOUNDS: Mapping[str, Callable[[Any], str]] = {
         ("string_too_short", "string_too_long"),
         lambda value: f"{show_value(value)} has {len(value)} characters" if value else "the text is empty",
     ),
-    **dict.fromkeys(
-        ("too_short", "too_long"), lambda value: f"the list has {len(value)} items" if value else "the list is empty"
-    ),
+    **dict.fromkeys(("too_short", "too_long"), lambda value: f"it holds {len(value)}" if value else "it holds nothing"),
 }
 
 
@@ -89,10 +92,10 @@ def _explain_unknown(path: Path) -> tuple[str, str]:
     near = find_near(name, known)
     if near:
         return "unknown field", f"did you mean `{near}`?"
-    elsewhere = [field.path for field in all_fields() if field.path.rpartition(".")[2] == name]
+    elsewhere = find_elsewhere(name)
     if elsewhere:
-        return "unknown field here", f"did you mean `{elsewhere[0]}`?"
-    return "unknown field", f"fields of `{format_path(path[:-1]) or 'the manifest'}`: {', '.join(known)}"
+        return "unknown field here", f"did you mean `{elsewhere}`?"
+    return "unknown field", f"its block has the fields {', '.join(known)}"
 
 
 def _explain_missing(path: Path, schema: Schema) -> tuple[str, str]:
@@ -107,7 +110,7 @@ def _say_what_to_write(path: Path, schema: Schema) -> str:
     if is_block(schema):
         return f"write its fields below it: {', '.join(schema['properties'])}"
     kind, allowed = format_kind(schema), format_allowed(schema)
-    article = "" if kind == "true or false" else "a "
+    article = "" if kind in ("text", "true or false") else "a "
     text = f"write {article}{kind}" + (f", {allowed}" if allowed else "")
     example = schema.get("examples", [None])[0] if "examples" in schema else schema.get("default")
     if example is None or isinstance(path[-1], int):
