@@ -1,0 +1,103 @@
+"""Starts runs that can be killed: imports once, then forks a child per run, so that a life costs no import.
+
+Run as a program. Each line on stdin is a JSON object `{"manifest": {...}, "out": "..."}`; the answer is the child's pid, and
+when it ended, its wait status. The parent never computes, so the children fork from a process without threads.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+
+class Nursery:
+    """The test's side of the program."""
+
+    def __init__(self, environment: dict[str, str] | None = None) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=Path(__file__).resolve().parents[2],
+            env={**os.environ, **(environment or {})},
+        )
+        assert self._read() == {"ready": True}
+
+    def start(self, manifest: dict[str, Any], out: str) -> int:
+        """Pid of a run that has just started."""
+        self._write({"manifest": manifest, "out": out})
+        return int(self._read()["pid"])
+
+    def wait(self) -> int:
+        """Exit code of the run, negative where a signal ended it."""
+        return int(self._read()["code"])
+
+    def run(self, manifest: dict[str, Any], out: str) -> int:
+        self.start(manifest, out)
+        return self.wait()
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(timeout=30)
+
+    def _write(self, message: dict[str, Any]) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(message) + "\n")
+        self._process.stdin.flush()
+
+    def _read(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, "the nursery died"
+        return dict(json.loads(line))
+
+
+def _life(manifest: dict[str, Any], out: str) -> int:
+    from orbit_runtime.errors import OrbitError
+    from orbit_runtime.loop import run
+    from orbit_runtime.observability.progress import SilentProgress
+    from orbit_runtime.spec import OrbitRun
+
+    try:
+        result = run(OrbitRun.model_validate(manifest), out=out, progress=SilentProgress())
+    except OrbitError as error:
+        print(error, file=sys.stderr, flush=True)
+        return error.exit_code
+    return 75 if result.ended == "stopped" else 0
+
+
+def main() -> None:
+    import transformers  # noqa: F401
+    from transformers.models.qwen3 import modeling_qwen3  # noqa: F401
+
+    import orbit_runtime.loop
+    import orbit_runtime.policy.load
+    import orbit_runtime.rollout.torch_engine
+    import orbit_runtime.training.torch_trainer  # noqa: F401
+
+    answer = os.dup(1)
+    os.dup2(2, 1)
+    os.write(answer, b'{"ready": true}\n')
+    for line in sys.stdin:
+        message = json.loads(line)
+        pid = os.fork()
+        if pid == 0:
+            code = 70
+            try:
+                code = _life(message["manifest"], message["out"])
+            finally:
+                sys.stderr.flush()
+                os._exit(code)
+        os.write(answer, json.dumps({"pid": pid}).encode() + b"\n")
+        _, status = os.waitpid(pid, 0)
+        os.write(answer, json.dumps({"code": os.waitstatus_to_exitcode(status)}).encode() + b"\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""kill -9 at any moment costs nothing: rows and adapter equal those of a run that was left alone, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from orbit_runtime.storage import open_store
+from tests.integration.killing import kill_until_done, small_manifest, timeless_rows
+from tests.integration.run_nursery import Nursery
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    made = Nursery()
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize(("adapter", "every_steps"), [("LoRA", 1), ("OFT", 3)])
+def test_ten_kills_change_no_bit(tmp_path: Path, nursery: Nursery, adapter: str, every_steps: int) -> None:
+    manifest = small_manifest(steps=60, adapter=adapter, every_steps=every_steps)
+    started = time.monotonic()
+    assert nursery.run(manifest, str(tmp_path / "alone")) == 0
+    undisturbed = time.monotonic() - started
+    kill_until_done(nursery, manifest, str(tmp_path / "killed"), kills=10, seed=every_steps, longest=undisturbed / 4)
+    alone, killed = open_store(str(tmp_path / "alone")), open_store(str(tmp_path / "killed"))
+    assert timeless_rows(killed) == timeless_rows(alone)
+    report, expected = (json.loads(store.get("report.json")) for store in (killed, alone))
+    assert report["adapter_digest"] == expected["adapter_digest"]
+    assert report["base_digest_before"] == report["base_digest_after"] == expected["base_digest_before"]
+    assert report["publishes"] == report["publishes_proven"] > 60
+    assert report["executions"] == 11 and 0 < report["resumed"] <= 10
+    for step in (1, 30, 60):
+        name = f"rollouts/step-{step:06d}.jsonl.zst"
+        assert killed.get(name) == alone.get(name), "a recorded batch is the same batch"
+
+
+def test_sigterm_finishes_the_step_and_the_same_command_continues(tmp_path: Path, nursery: Nursery) -> None:
+    manifest = small_manifest(steps=60, every_steps=1000)
+    assert nursery.run(manifest, str(tmp_path / "alone")) == 0
+    out = str(tmp_path / "stopped")
+    pid = nursery.start(manifest, out)
+    store = open_store(out)
+    while not store.exists("metrics/step-000005.json"):
+        time.sleep(0.02)
+    os.kill(pid, signal.SIGTERM)
+    assert nursery.wait() == 75
+    newest = json.loads(store.get("report.json"))
+    assert newest["status"] == "stopped" and 5 <= newest["steps"] < 60
+    assert newest["last_checkpoint"].rstrip("/").endswith(f"{newest['steps']:06d}")
+    assert nursery.run(manifest, out) == 0
+    assert timeless_rows(store) == timeless_rows(open_store(str(tmp_path / "alone")))
+
+
+def test_a_finished_run_started_again_does_nothing_and_more_steps_continue_it(tmp_path: Path, nursery: Nursery) -> None:
+    out, alone = str(tmp_path / "grown"), str(tmp_path / "alone")
+    assert nursery.run(small_manifest(steps=4), out) == 0
+    before = open_store(out).get("metrics.jsonl")
+    assert nursery.run(small_manifest(steps=4), out) == 0
+    assert open_store(out).get("metrics.jsonl") == before
+    assert nursery.run(small_manifest(steps=9), out) == 0
+    assert nursery.run(small_manifest(steps=9), alone) == 0
+    assert timeless_rows(open_store(out)) == timeless_rows(open_store(alone))
+
+
+def test_another_seed_is_another_run(tmp_path: Path, nursery: Nursery) -> None:
+    out = str(tmp_path / "run")
+    assert nursery.run(small_manifest(steps=2), out) == 0
+    assert nursery.run(small_manifest(steps=2, seed=1), out) == 73
