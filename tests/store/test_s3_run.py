@@ -1,0 +1,69 @@
+"""Whole runs on a real S3 server: ten kills, and a server that goes away in mid-run."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+
+import pytest
+from fakes.s3_server import S3Server
+
+from orbit_runtime.storage import open_store
+from tests.integration.killing import kill_until_done, small_manifest, timeless_rows
+from tests.integration.run_nursery import Nursery
+
+
+@pytest.fixture(scope="module")
+def nursery(shared_s3_server: S3Server) -> Iterator[Nursery]:
+    made = Nursery(shared_s3_server.environment())
+    yield made
+    made.close()
+
+
+def test_ten_kills_change_no_bit_on_s3(s3_bucket: str, nursery: Nursery) -> None:
+    manifest = small_manifest(steps=60)
+    started = time.monotonic()
+    assert nursery.run(manifest, f"{s3_bucket}/alone") == 0
+    undisturbed = time.monotonic() - started
+    kill_until_done(nursery, manifest, f"{s3_bucket}/killed", kills=10, seed=3, longest=undisturbed / 4)
+    alone, killed = open_store(f"{s3_bucket}/alone"), open_store(f"{s3_bucket}/killed")
+    assert timeless_rows(killed) == timeless_rows(alone)
+    report, expected = (json.loads(store.get("report.json")) for store in (killed, alone))
+    assert report["adapter_digest"] == expected["adapter_digest"]
+    assert report["executions"] == 11 and 0 < report["resumed"] <= 10
+
+
+def test_a_server_that_goes_away_and_comes_back_loses_nothing(own_s3_server: S3Server) -> None:
+    bucket = own_s3_server.make_bucket("outage")
+    nursery = Nursery(own_s3_server.environment())
+    manifest = small_manifest(steps=30)
+    assert nursery.run(manifest, f"{bucket}/alone") == 0
+    nursery.start(manifest, f"{bucket}/disturbed")
+    store = open_store(f"{bucket}/disturbed")
+    for step in (5, 15):
+        deadline = time.monotonic() + 60
+        while not store.exists(f"checkpoints/step-{step:06d}/manifest.json") and time.monotonic() < deadline:
+            time.sleep(0.02)
+        own_s3_server.kill()
+        time.sleep(2)
+        own_s3_server.start()
+    assert nursery.wait() == 0
+    assert timeless_rows(store) == timeless_rows(open_store(f"{bucket}/alone"))
+    nursery.close()
+
+
+def test_a_server_that_stays_away_ends_the_run_with_74_and_it_continues_later(own_s3_server: S3Server) -> None:
+    bucket = own_s3_server.make_bucket("gone")
+    nursery = Nursery({**own_s3_server.environment(), "ORBIT_STORE_DEADLINE_SECONDS": "3"})
+    manifest = small_manifest(steps=30)
+    nursery.start(manifest, f"{bucket}/run")
+    store = open_store(f"{bucket}/run")
+    while not store.exists("checkpoints/step-000004/manifest.json"):
+        time.sleep(0.02)
+    own_s3_server.kill()
+    assert nursery.wait() == 74
+    own_s3_server.start()
+    assert nursery.run(manifest, f"{bucket}/run") == 0
+    assert len(timeless_rows(store)) == 30
+    nursery.close()
