@@ -118,7 +118,7 @@ class Group:
 class Sample:
     """What trains: a rollout's tokens with mask, sampling-side log-probs and advantage.
 
-    Samples with equal `prefix_id` start with the same `prefix_length` unmasked tokens, so a batch may compute them once.
+    Samples with equal `prefix_id` start with the same `prefix_length` unmasked tokens: a batch computes them once.
     """
 
     token_ids_T: tuple[int, ...]

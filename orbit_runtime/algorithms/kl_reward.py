@@ -27,10 +27,10 @@ def kl_penalised_rewards(
     coefficient: float,
     estimator: KLEstimator,
 ) -> list[float | None]:
-    """r_i - coefficient * sum_t KL_t: the penalty inside the reward (InstructGPT, arXiv:2203.02155 eq. 2), before advantages.
+    """r_i - coefficient * sum_t KL_t: the penalty inside the reward, before advantages (arXiv:2203.02155 eq. 2).
 
-    With d = log(reference) - log(policy) per trained token: K1 is -d, K2 d²/2, K3 e^d - 1 - d (see `losses.kl_estimate`).
-    `logprobs_G[i]` are one rollout's trained tokens under the policy that sampled them. A reward of `None` stays `None`.
+    With d = log(reference) - log(policy) per trained token: K1 is -d, K2 d²/2, K3 e^d - 1 - d (`losses.kl_estimate`).
+    `logprobs_G[i]` are one rollout's trained tokens under the policy that sampled them. A reward of `None` stays so.
 
     Example: `kl_penalised_rewards([1.0], [[-1.0]], [[-1.5]], coefficient=0.1, estimator="K1") == [0.95]`
     """

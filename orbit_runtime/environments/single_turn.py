@@ -86,7 +86,9 @@ class SingleTurn:
             request_id: results[index * width : (index + 1) * width] for index, request_id in enumerate(self._submitted)
         }
         rollouts = [
-            self._rollout(step, episode, completions[episode.request.request_id], by_request[episode.request.request_id])
+            self._rollout(
+                step, episode, completions[episode.request.request_id], by_request[episode.request.request_id]
+            )
             for episode in self._episodes
         ]
         size = self._group_size
@@ -121,7 +123,7 @@ class SingleTurn:
 
 
 def combine(results: Sequence[RewardResult], weights: Sequence[float]) -> tuple[float | None, Outcome]:
-    """Weighted sum of a rollout's rewards. One failed part fails the rollout; one wrong part makes it wrong, and it trains.
+    """Weighted sum of a rollout's rewards. One failed part fails it; one wrong part makes it wrong, and it trains.
 
     Example: values 1.0 and 0.5 with weights 1.0 and 0.2 give `(1.1, "value")`.
     """

@@ -180,7 +180,9 @@ def model_folder(uri: str, precision: str) -> Path:
     if scheme == "file":
         return Path(rest)
     raise ModelError(
-        f"models are not read from {scheme}://", where="spec.model.uri", fix="use a path, file:// or builtin://tiny-adder"
+        f"models are not read from {scheme}://",
+        where="spec.model.uri",
+        fix="use a path, file:// or builtin://tiny-adder",
     )
 
 
@@ -209,7 +211,9 @@ def _build_policy(resolved: Resolved, folder: Path) -> Policy:
     try:
         import torch
     except ImportError:
-        raise UnsupportedError("training needs torch, which is not installed", fix="pip install 'orbit-rl[train]'") from None
+        raise UnsupportedError(
+            "training needs torch, which is not installed", fix="pip install 'orbit-rl[train]'"
+        ) from None
     from orbit_runtime.adapters.config import AdapterConfig
     from orbit_runtime.policy.load import load_policy
 
@@ -220,7 +224,11 @@ def _build_policy(resolved: Resolved, folder: Path) -> Policy:
         settings = {"rank": adapter.lora.rank, "alpha": adapter.lora.alpha}
     if adapter.oft:
         oft = adapter.oft
-        settings = {"block_size": oft.block_size, "parametrization": oft.parametrization, "neumann_terms": oft.neumann_terms}
+        settings = {
+            "block_size": oft.block_size,
+            "parametrization": oft.parametrization,
+            "neumann_terms": oft.neumann_terms,
+        }
     return load_policy(
         folder,
         AdapterConfig(type=adapter.type, targets=tuple(adapter.targets), **settings),

@@ -1,7 +1,7 @@
 """Collecting a step's rollouts: requests to the engine, completions to the rewards as they finish, groups in order.
 
-Belongs here: the meeting of prompts, engine and rewards. Does not belong here: what an environment makes of a completion
-(`environments`), how rewards run (`workers`).
+Belongs here: the meeting of prompts, engine and rewards. Does not belong here: what an environment makes of a
+completion (`environments`), how rewards run (`workers`).
 
 Legend: `_P` prompts, `_G` the rollouts of one prompt.
 """
@@ -54,7 +54,7 @@ def collect(
             raise StoppedOnRequest(f"{stop.reason} while step {step} was sampling: the step is dropped")
         if set(completion.versions_T) - {version}:
             raise GateError(
-                f"tokens of step {step} were sampled under versions {sorted(set(completion.versions_T))}, not {version}",
+                f"tokens of step {step} carry versions {sorted(set(completion.versions_T))}, not {version}",
                 where="collect",
             )
         completions[completion.request_id] = completion

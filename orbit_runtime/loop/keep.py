@@ -21,9 +21,7 @@ def step_name(step: int) -> str:
     return f"step-{step:06d}"
 
 
-def keep_step(
-    store: Store, execution: Execution, row: MetricsRow, groups_P: Sequence[Group], step: int
-) -> None:
+def keep_step(store: Store, execution: Execution, row: MetricsRow, groups_P: Sequence[Group], step: int) -> None:
     """The step's rollouts and its metrics row; overwritten if the step runs again after a kill."""
     rollouts = compress_rollouts(rollout for group in groups_P for rollout in group.rollouts_G)
     store.put_many(

@@ -65,7 +65,8 @@ class Publisher:
         except OrbitError as error:
             self._keep_evidence(version, {"version": version, "proven": False, "failures": [str(error)]})
             raise GateError(
-                f"policy version {version} could not be proven live: the engine did not load it: {error}", where="publish"
+                f"policy version {version} could not be proven live: the engine did not load it: {error}",
+                where="publish",
             ) from error
         proof, reading = prove(
             adapter,

@@ -61,7 +61,9 @@ def restore(parts: Parts, state: RunState, bundle: Bundle) -> None:
     facts = bundle.facts
     if facts["identity"] != parts.identity:
         raise OutputError(
-            f"{bundle.prefix} was written by a run of another identity", where=parts.store.uri, fix="choose another --out"
+            f"{bundle.prefix} was written by a run of another identity",
+            where=parts.store.uri,
+            fix="choose another --out",
         )
     parts.trainer.load_state(bundle.parts)
     parts.prompts.restore(facts["cursor"])

@@ -34,7 +34,9 @@ def step_row(
     tokens = sum(lengths)
     # Rollouts were sampled by the version before the one this step published.
     sampled_by = state.version - 1
-    oldest = min((version for rollout in rollouts for version in rollout.versions_T if version >= 0), default=sampled_by)
+    oldest = min(
+        (version for rollout in rollouts for version in rollout.versions_T if version >= 0), default=sampled_by
+    )
     trained = {name: value for name, value in result.metrics.items() if name in FIELDS}
     return build_row(
         **trained,

@@ -104,9 +104,7 @@ def _run(
         resolved = keep_decisions(resolved, before["resolved"])
     changes = check_same_run(store, before, resolved) if before else []
     bundle, skipped = find_checkpoint(store)
-    parts = build_parts(
-        resolved, store, execution, show, rewards=rewards, search_path=search_path, closing=closing
-    )
+    parts = build_parts(resolved, store, execution, show, rewards=rewards, search_path=search_path, closing=closing)
     state = RunState(trainable_parameters=parts.trainable_parameters, base_digest=parts.base_digest())
     for reason in skipped:
         state.warn(f"a damaged checkpoint was passed over: {reason}")
@@ -140,7 +138,7 @@ def _start_policy(parts: Parts, state: RunState) -> None:
     digest = state.publication.adapter.digest
     if state.expected_digest not in (None, digest):
         raise GateError(
-            f"the restored trainer publishes {digest[:19]}…, the checkpoint's adapter is {str(state.expected_digest)[:19]}…",
+            f"the restored trainer publishes {digest[:19]}…, not the checkpoint's {str(state.expected_digest)[:19]}…",
             where=f"checkpoints/step-{state.step:06d}",
             fix="the checkpoint was not restored exactly; delete it to continue from the one before",
         )

@@ -27,7 +27,7 @@ class StopFlag:
 
 @contextmanager
 def stop_on_signals() -> Iterator[StopFlag]:
-    """Within it, SIGINT and SIGTERM set the flag. Outside the main thread, where Python has no signals, it stays unset."""
+    """Within it, SIGINT and SIGTERM set the flag. Outside the main thread, which has no signals, it stays unset."""
     flag = StopFlag()
     if threading.current_thread() is not threading.main_thread():
         yield flag

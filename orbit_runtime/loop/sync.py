@@ -8,10 +8,10 @@ from __future__ import annotations
 import time
 
 from orbit_runtime.data.samples import build_samples
-from orbit_runtime.errors import DivergedError, OrbitError, StoppedOnRequest
+from orbit_runtime.errors import OrbitError, StoppedOnRequest
 from orbit_runtime.loop.build import Parts
 from orbit_runtime.loop.collect import check_failures, collect
-from orbit_runtime.loop.keep import keep_checkpoint, keep_failure, keep_step
+from orbit_runtime.loop.keep import keep_failure, keep_step
 from orbit_runtime.loop.row import check_parity, step_row
 from orbit_runtime.loop.signals import StopFlag
 from orbit_runtime.loop.state import RunState

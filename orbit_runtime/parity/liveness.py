@@ -89,7 +89,9 @@ def prove(
     failures = _bytes_failures(published, slot_digest, adapted, trainer_adapted, expected)
     # `not <=`: a NaN must fail.
     if not error <= change_limit:
-        failures.append(f"the adapter's effect on the canary differs by {error:.3g} from the trainer's, limit {change_limit:.3g}")
+        failures.append(
+            f"the adapter's effect on the canary differs by {error:.3g} from the trainer's, limit {change_limit:.3g}"
+        )
     if previous is not None and moved is not None:
         failures += _novelty_failures(published, slot_digest, reading, previous, moved, change_limit)
     proof = Proof(
@@ -141,7 +143,9 @@ def _novelty_failures(
         failures.append("the engine still holds the previous version's bytes")
     engine_moved = _distance(reading.engine_T, previous.engine_T)
     if moved > 2 * limit and not engine_moved > moved - 2 * limit:
-        failures.append(f"the trainer's canary moved by {moved:.3g} since the previous version, the engine's by {engine_moved:.3g}")
+        failures.append(
+            f"the trainer's canary moved by {moved:.3g} since the previous version, the engine's by {engine_moved:.3g}"
+        )
     return failures
 
 

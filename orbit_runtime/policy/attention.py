@@ -3,7 +3,8 @@
 Belongs here: the registered attention function and the attention kernels both plans share.
 Does not belong here: which token may see which (`packed` for whole sequences, `rollout` for cached decoding).
 
-Legend: `B` rows, `H` query heads, `K` key/value heads, `Q` query positions, `S` key positions, `T` packed tokens, `D` head size.
+Legend: `B` rows, `H` query heads, `K` key/value heads, `Q` query positions, `S` key positions, `T` packed tokens,
+`D` head size.
 """
 
 from __future__ import annotations

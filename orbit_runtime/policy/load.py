@@ -89,7 +89,9 @@ def _read_config(folder: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_bytes())
     except FileNotFoundError:
-        raise ModelError("the model folder holds no config.json", where=str(folder), fix="correct spec.model.uri") from None
+        raise ModelError(
+            "the model folder holds no config.json", where=str(folder), fix="correct spec.model.uri"
+        ) from None
     except ValueError as error:
         raise ModelError(f"not JSON: {error}", where=str(path)) from None
     for key in LOGIT_TRANSFORMS:
@@ -111,7 +113,9 @@ def _build_structure(folder: Path) -> nn.Module:
         raise
     except Exception as error:  # the library raises anything from KeyError to ImportError for a config it cannot use
         summary = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ModelError(f"transformers cannot build this model: {summary}", where=str(folder / "config.json")) from error
+        raise ModelError(
+            f"transformers cannot build this model: {summary}", where=str(folder / "config.json")
+        ) from error
     if not model._supports_attention_backend:
         raise UnsupportedError(
             f"{type(model).__name__} does not let its attention be chosen", where=str(folder / "config.json")
@@ -135,7 +139,9 @@ class _Reader:
     def read(self, name: str) -> torch.Tensor:
         """On the device, in the file's dtype."""
         if name not in self._tensors:
-            raise ModelError(f"the checkpoint holds no tensor {name}", where=str(self.folder), fix="download the model again")
+            raise ModelError(
+                f"the checkpoint holds no tensor {name}", where=str(self.folder), fix="download the model again"
+            )
         path, _ = self._tensors[name]
         if self._open is None or self._open[0] != path:
             self._open = (path, safe_open(str(path), framework="pt", device="cpu"))
@@ -160,12 +166,15 @@ def _fill_linears(model: nn.Module, reader: _Reader, quant: QuantFormat) -> None
         packed = source == name and quant.is_quantized(name)
         codec = FORMATS[quant.name if packed else "BF16"]
         if packed and not reader.has(codec.tensor_names(name)[0]):
-            raise ModelError(f"{name} should be {quant.name}, but the checkpoint has no {codec.tensor_names(name)[0]}", where=where)
+            raise ModelError(
+                f"{name} should be {quant.name}, but the checkpoint has no {codec.tensor_names(name)[0]}", where=where
+            )
         tensors = {key: reader.read(key) for key in codec.tensor_names(source)}
         weight = codec.from_checkpoint(tensors, source)
         if tuple(weight.shape) != (module.out_features, module.in_features):
             raise ModelError(
-                f"{source} is {list(weight.shape)}, config.json says [{module.out_features}, {module.in_features}]", where=where
+                f"{source} is {list(weight.shape)}, config.json says [{module.out_features}, {module.in_features}]",
+                where=where,
             )
         bias = reader.read(f"{name}.bias") if module.bias is not None else None
         parent, _, child = name.rpartition(".")
@@ -200,7 +209,8 @@ def _fill_rest(model: nn.Module, reader: _Reader, compute_dtype: torch.dtype) ->
         value = reader.read(name)
         if value.shape != parameter.shape or not value.is_floating_point():
             raise ModelError(
-                f"{name} is {value.dtype} {list(value.shape)}, expected {list(parameter.shape)}", where=str(reader.folder)
+                f"{name} is {value.dtype} {list(value.shape)}, expected {list(parameter.shape)}",
+                where=str(reader.folder),
             )
         parent, _, child = name.rpartition(".")
         owner = model.get_submodule(parent)

@@ -20,7 +20,7 @@ Head = Callable[[torch.Tensor], torch.Tensor]
 
 
 def nucleus_mask(logits_RV: torch.Tensor, top_p: torch.Tensor | float, keep_R: torch.Tensor | None) -> torch.Tensor:
-    """True for the smallest set of most likely tokens whose mass reaches `top_p`, and for `keep` (Holtzman et al., 2020, section 3.1).
+    """True for the smallest set of most likely tokens whose mass reaches `top_p`, and for `keep` (arXiv:1904.09751, 3.1).
 
     `keep` is the token that was sampled: with the sampler's rounding it can stand just outside our own nucleus.
     """
@@ -48,7 +48,13 @@ class _TokenLogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_RN: torch.Tensor, targets_R: torch.Tensor, head: Head, temperature: float, top_p: float, rows: int
+        ctx: Any,
+        hidden_RN: torch.Tensor,
+        targets_R: torch.Tensor,
+        head: Head,
+        temperature: float,
+        top_p: float,
+        rows: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         logprobs, entropies = [], []
         for start in range(0, len(targets_R), rows):
@@ -63,7 +69,9 @@ class _TokenLogProbs(torch.autograd.Function):
         return torch.cat(logprobs), torch.cat(entropies)
 
     @staticmethod
-    def backward(ctx: Any, grad_R: torch.Tensor, _entropy_grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None, None]:
+    def backward(
+        ctx: Any, grad_R: torch.Tensor, _entropy_grad: torch.Tensor
+    ) -> tuple[torch.Tensor, None, None, None, None, None]:
         hidden_RN, targets_R = ctx.saved_tensors
         head, temperature, top_p, rows = ctx.settings
         grad_hidden = torch.empty_like(hidden_RN)

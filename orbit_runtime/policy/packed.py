@@ -105,7 +105,9 @@ def build_packed(branches: Sequence[Branch], device: torch.device) -> PackedBatc
     groups = _buckets(rows)
     buckets = tuple(_build_bucket(group, device) for group in groups)
     unsort = _unsort(groups, len(tokens))
-    return PackedBatch(tensor(tokens), tensor(positions), tensor(targets), tensor(sources), buckets, tensor(unsort), longest)
+    return PackedBatch(
+        tensor(tokens), tensor(positions), tensor(targets), tensor(sources), buckets, tensor(unsort), longest
+    )
 
 
 def _unsort(groups: list[list[_Row]], num_tokens: int) -> list[int]:

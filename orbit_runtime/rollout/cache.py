@@ -24,13 +24,18 @@ class KVCache:
         self._block: torch.Tensor | None = None
 
     def write_prompts(
-        self, first_row: int, prompt_of_row: torch.Tensor, batch: PackedBatch, starts_P: torch.Tensor, lengths_P: torch.Tensor,
+        self,
+        first_row: int,
+        prompt_of_row: torch.Tensor,
+        batch: PackedBatch,
+        starts_P: torch.Tensor,
+        lengths_P: torch.Tensor,
         captured: list[tuple[torch.Tensor, torch.Tensor]],
     ) -> None:
         """Copies each prompt's keys and values into every row that samples from it, rows `first_row` onward."""
         longest = int(lengths_P.max())
         offsets = torch.arange(longest, device=starts_P.device)[None]
-        index_BS = (starts_P[prompt_of_row, None] + offsets.minimum(lengths_P[prompt_of_row, None] - 1))
+        index_BS = starts_P[prompt_of_row, None] + offsets.minimum(lengths_P[prompt_of_row, None] - 1)
         block = self._allocate(captured)
         rows = slice(first_row, first_row + len(prompt_of_row))
         for layer, pair in enumerate(captured):

@@ -16,7 +16,6 @@ import torch
 
 from orbit_runtime.types import FinishReason, Request
 
-
 Segment = tuple[str | None, int, int]
 
 

@@ -274,12 +274,14 @@ class TorchEngine:
 def _applied(trace: Sequence[Applied], name: str) -> str:
     """Digest of what slot `name` contributed; the passes of one score apply the same tensors, so each counts once."""
     distinct = {
-        (entry.module, *(id(tensor) for tensor in entry.tensors.values())): entry for entry in trace if entry.slot == name
+        (entry.module, *(id(tensor) for tensor in entry.tensors.values())): entry
+        for entry in trace
+        if entry.slot == name
     }
     return applied_digest(distinct.values())
 
 
-def _selected(segments: list[tuple[str | None, int, int]]) -> str | None | list[tuple[str | None, int, int]]:
+def _selected(segments: list[tuple[str | None, int, int]]) -> str | list[tuple[str | None, int, int]] | None:
     """A single segment is the whole batch: the layers' fast path."""
     return segments[0][0] if len(segments) == 1 else segments
 

@@ -11,7 +11,7 @@ K3_CLAMP = 10.0
 
 
 class ParitySums:
-    """Collects `d = logp_trainer - logp_sampler` per token of the first mini-batch, where both sides hold one policy."""
+    """Collects `d = logp_trainer - logp_sampler` of the first mini-batch, where both sides hold one policy."""
 
     def __init__(self) -> None:
         self._parts: list[torch.Tensor] = []

@@ -11,9 +11,7 @@ from typing import Literal
 Schedule = Literal["Constant", "Linear", "Cosine"]
 
 
-def learning_rate(
-    step: int, *, peak: float, schedule: Schedule, warmup_steps: int, decay_steps: int
-) -> float:
+def learning_rate(step: int, *, peak: float, schedule: Schedule, warmup_steps: int, decay_steps: int) -> float:
     """Rate of step number `step`, counted from 0; all optimizer updates of a step share it.
 
     Warm-up rises linearly and reaches `peak` at step `warmup_steps`. `Linear` then falls to 0 at `decay_steps`,

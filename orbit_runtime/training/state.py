@@ -37,9 +37,7 @@ def pack_state(
     return save(contiguous, metadata={"counters": json.dumps(dict(counters), sort_keys=True)})
 
 
-def unpack_state(
-    data: bytes, masters: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer
-) -> dict[str, int]:
+def unpack_state(data: bytes, masters: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer) -> dict[str, int]:
     """Writes tensors back in place; returns the counters.
 
     Raises:

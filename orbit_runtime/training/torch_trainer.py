@@ -160,7 +160,9 @@ class TorchTrainer:
             for name, value in values.items():
                 totals[name] = totals.get(name, 0.0) + value
             if not math.isfinite(values["loss"]):
-                raise DivergedError(f"the loss is {values['loss']} at optimizer update {self._updates}", fix=_DIVERGED_FIX)
+                raise DivergedError(
+                    f"the loss is {values['loss']} at optimizer update {self._updates}", fix=_DIVERGED_FIX
+                )
             loss.backward()
 
     def _apply_gradient(self, totals: dict[str, float]) -> None:
@@ -265,4 +267,6 @@ class TorchTrainer:
         self._updates, self._steps = counters["updates"], counters["steps"]
 
 
-_DIVERGED_FIX = "lower spec.training.learningRate, or set spec.training.maxGradNorm; the step's evidence is kept in the run folder"
+_DIVERGED_FIX = (
+    "lower spec.training.learningRate, or set spec.training.maxGradNorm; the step's evidence is kept in the run folder"
+)

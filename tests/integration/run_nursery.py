@@ -1,7 +1,7 @@
 """Starts runs that can be killed: imports once, then forks a child per run, so that a life costs no import.
 
-Run as a program. Each line on stdin is a JSON object `{"manifest": {...}, "out": "..."}`; the answer is the child's pid, and
-when it ended, its wait status. The parent never computes, so the children fork from a process without threads.
+Run as a program. Each line on stdin is a JSON object `{"manifest": {...}, "out": "..."}`; the answer is the child's
+pid, and when it ended, its exit code. The parent never computes, so the children fork from a process without threads.
 """
 
 from __future__ import annotations

@@ -25,7 +25,22 @@ from orbit_runtime.training import TorchTrainer, TrainerSettings
 from tests.integration.tiny_models import TARGETS
 
 SETTINGS = TrainerSettings(
-    1e-3, "Constant", 0, 1, 0.0, 1.0, 4096, None, 1, PolicyLossSettings(), "Token", 4, None, 1.0, 1.0, "builtin://tiny-adder"
+    1e-3,
+    "Constant",
+    0,
+    1,
+    0.0,
+    1.0,
+    4096,
+    None,
+    1,
+    PolicyLossSettings(),
+    "Token",
+    4,
+    None,
+    1.0,
+    1.0,
+    "builtin://tiny-adder",
 )
 ADAPTERS = {
     "LoRA": AdapterConfig(type="LoRA", targets=TARGETS, rank=4, alpha=8.0),
@@ -121,20 +136,24 @@ def test_the_small_fault_is_smaller_than_the_gate_on_effects(tmp_path: Path) -> 
     made.publish()
     made.train(2, 3e-4)
     moved = made.publish().proof.change_from_previous
-    assert moved is not None and 0 < moved < 10 * CHANGE_LIMITS["float32"]
+    assert moved is not None
+    assert 0 < moved < 10 * CHANGE_LIMITS["float32"]
     made.engine.stale = True
     made.train(3, 2e-6)
     with pytest.raises(GateError) as caught:
         made.publish()
-    assert "effect" not in str(caught.value) and "slot holds" in str(caught.value)
+    assert "effect" not in str(caught.value)
+    assert "slot holds" in str(caught.value)
 
 
 def test_a_healthy_publish_is_proven_and_retires_its_predecessor(rig: Rig) -> None:
-    assert rig.publication is not None and rig.publication.proof.proven
+    assert rig.publication is not None
+    assert rig.publication.proof.proven
     for version in range(2, 8):
         rig.train(version, 0.01)
         publication = rig.publish()
-        assert publication.proof.proven and publication.adapter.version == version
+        assert publication.proof.proven
+        assert publication.adapter.version == version
         assert rig.engine.adapters() == (f"policy-v{version}",)
         assert publication.proof.change_error < CHANGE_LIMITS["float32"] / 5
     manifest = json.loads(rig.store.get("adapters/policy-v7/manifest.json"))
@@ -145,7 +164,8 @@ def test_a_healthy_publish_is_proven_and_retires_its_predecessor(rig: Rig) -> No
 def test_publishing_unchanged_masters_is_no_fault(rig: Rig) -> None:
     first = rig.publication
     second = rig.publish()
-    assert first is not None and second.adapter.digest == first.adapter.digest
+    assert first is not None
+    assert second.adapter.digest == first.adapter.digest
 
 
 def test_masters_that_change_behind_the_publish_are_noticed(rig: Rig) -> None:

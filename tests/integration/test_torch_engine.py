@@ -117,8 +117,10 @@ def test_uniforms_depend_on_key_and_position_only_and_are_uniform() -> None:
     keys = np.array([stream_key(0, "u", index) for index in range(20_000)], np.uint64)
     first, second = uniforms(keys, np.zeros(len(keys), np.int64)), uniforms(keys, np.ones(len(keys), np.int64))
     assert np.array_equal(first[:5], uniforms(keys[:5], np.zeros(5, np.int64)))
-    assert abs(first.mean() - 0.5) < 0.01 and abs(np.corrcoef(first, second)[0, 1]) < 0.03
-    assert first.min() >= 0 and first.max() < 1
+    assert abs(first.mean() - 0.5) < 0.01
+    assert abs(np.corrcoef(first, second)[0, 1]) < 0.03
+    assert first.min() >= 0
+    assert first.max() < 1
     # SplitMix64 of seed 1234567: the published first outputs (Vigna, prng.di.unimi.it/splitmix64.c).
     raw = uniforms(np.array([1234567] * 3, np.uint64), np.arange(3))
     assert (raw * 2**53).astype(np.uint64).tolist() == [
@@ -127,8 +129,11 @@ def test_uniforms_depend_on_key_and_position_only_and_are_uniform() -> None:
 
 
 def test_greedy_rows_take_the_most_likely_token() -> None:
-    tokens, logprobs = draw(torch.tensor([[0.0, 3.0, 1.0]]), torch.tensor([0.99], dtype=torch.float64), torch.zeros(1, 1), None)
-    assert tokens.tolist() == [1] and logprobs.tolist() == [0.0]
+    tokens, logprobs = draw(
+        torch.tensor([[0.0, 3.0, 1.0]]), torch.tensor([0.99], dtype=torch.float64), torch.zeros(1, 1), None
+    )
+    assert tokens.tolist() == [1]
+    assert logprobs.tolist() == [0.0]
 
 
 def test_generation_stops_at_a_stop_string_and_cuts_the_text(adder: tuple[Policy, ChatTokenizer]) -> None:
@@ -164,9 +169,7 @@ def test_mixed_adapters_in_one_batch_equal_separate_batches(adder: tuple[Policy,
     mixed, expected = [], {}
     for index, name in enumerate((None, "policy-v1", "policy-v2")):
         requests = requests_for(tokenizer, prompts, 4, sampling=sampling, adapter=name)
-        renamed = [
-            Request(100 * index + r.request_id, r.key, r.prompt_ids_T, r.sampling, r.adapter) for r in requests
-        ]
+        renamed = [Request(100 * index + r.request_id, r.key, r.prompt_ids_T, r.sampling, r.adapter) for r in requests]
         expected.update(by_id(list(engine.generate(renamed))))
         mixed += renamed
     mixed = mixed[::3] + mixed[1::3] + mixed[2::3]
@@ -181,7 +184,7 @@ def test_score_equals_the_packed_pass_and_traces_what_was_applied(adder: tuple[P
     policy, tokenizer = adder
     engine = TorchEngine(policy, tokenizer, max_running_requests=8)
     engine.load_adapter("policy-v5", random_adapter(policy, 5))
-    tokens = tokenizer.encode_chat([{"role": "user", "content": "12+34="}]) + [5, 6, 7]
+    tokens = [*tokenizer.encode_chat([{"role": "user", "content": "12+34="}]), 5, 6, 7]
     adapted, base = engine.score(tokens, ["policy-v5", None])
     with torch.no_grad():
         batch = policy.pack([Branch(0, tokens[:1], tokens[1:])])
@@ -190,7 +193,8 @@ def test_score_equals_the_packed_pass_and_traces_what_was_applied(adder: tuple[P
             with_adapter, _ = policy.logprobs(batch)
     assert base.logprobs_T[1:] == pytest.approx(bare.tolist(), abs=1e-4)
     assert adapted.logprobs_T[1:] == pytest.approx(with_adapter.tolist(), abs=1e-4)
-    assert adapted.applied_digest is not None and base.applied_digest is None
+    assert adapted.applied_digest is not None
+    assert base.applied_digest is None
     assert max(abs(a - b) for a, b in zip(adapted.logprobs_T, base.logprobs_T, strict=True)) > 0.01
     engine.close()
 

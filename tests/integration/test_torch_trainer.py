@@ -62,7 +62,14 @@ def samples_of(seed: int, groups: int = 3, size: int = 4) -> list[Sample]:
             advantage = float(torch.randn((), generator=generator))
             mask = (0,) * len(prompt) + (1,) * count
             made.append(
-                Sample(tuple(prompt + answer), mask, (0.0,) * len(prompt) + tuple(logprobs), advantage, prefix_id, len(prompt))
+                Sample(
+                    tuple(prompt + answer),
+                    mask,
+                    (0.0,) * len(prompt) + tuple(logprobs),
+                    advantage,
+                    prefix_id,
+                    len(prompt),
+                )
             )
     return made
 
@@ -124,7 +131,8 @@ def test_a_loss_that_is_not_finite_stops_before_the_masters_move(folder: Path) -
     broken = [replace(sample, advantage=float("nan")) for sample in samples_of(0)]
     with pytest.raises(DivergedError) as caught:
         trainer.update(broken)
-    assert caught.value.exit_code == 85 and "learningRate" in str(caught.value)
+    assert caught.value.exit_code == 85
+    assert "learningRate" in str(caught.value)
     assert trainer.save_state() == before
 
 
