@@ -23,7 +23,7 @@ class KL(Block):
     placement: Annotated[Literal["Loss", "Reward"], IDENTITY] = "Loss"
     """Added to the loss, or subtracted from the reward before the advantage."""
     estimator: Annotated[Literal["K1", "K2", "K3"], IDENTITY] = "K3"
-    """Per-token estimator of the divergence, http://joschu.net/blog/kl-approx.html."""
+    """Per-token estimator of the divergence (J. Schulman, Approximating KL divergence, 2020)."""
 
 
 class Clip(Block):

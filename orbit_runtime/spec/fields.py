@@ -137,7 +137,7 @@ def _inline(schema: Any, definitions: Schema) -> Any:
         if schema.get("default", 0) is None:
             del schema["default"]
         return _inline(schema, definitions)
-    if schema.get("additionalProperties") == {}:
+    if schema.get("additionalProperties") == {"$ref": "#/$defs/JsonValue"}:
         schema["additionalProperties"] = True
     if "const" in schema:
         schema["enum"] = [schema.pop("const")]

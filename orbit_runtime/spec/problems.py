@@ -143,6 +143,9 @@ def build_problem(
     for length in range(len(path), 0, -1):
         if path[:length] in given:
             return ManifestError(message, where=f"--set {given[path[:length]]}: {field}", fix=fix)
+    inside = next((each for each in given if each[: len(path)] == path), None)
+    if inside is not None and path not in lines:
+        return ManifestError(message, where=f"--set {given[inside]}: {field}", fix=fix)
     line = locate(path, lines)
     place = f"{name}:{line}" if line else f"{name}:1"
     return ManifestError(message, where=f"{place}: {field}" if field else place, fix=fix)

@@ -1,0 +1,131 @@
+"""The CRD is a structural schema with defaults and bounds, and says what the models say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from orbit_runtime.spec import OrbitRun
+from orbit_runtime.spec.crd import LIST_TYPES, RULES, build_crd, build_schema
+from orbit_runtime.spec.fields import all_fields
+from orbit_runtime.spec.generate import render_crd
+
+ALLOWED = {
+    "type", "description", "enum", "pattern", "format", "default", "properties", "required", "items",
+    "additionalProperties", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "minLength", "maxLength",
+    "minItems", "maxItems", "maxProperties", "x-kubernetes-validations", "x-kubernetes-list-type",
+    "x-kubernetes-list-map-keys", "x-kubernetes-preserve-unknown-fields",
+}  # fmt: skip
+"""Of `JSONSchemaProps`, what this schema needs: `$ref`, `anyOf` and `nullable` are not among it."""
+TYPES = {"object", "array", "string", "integer", "number", "boolean"}
+
+
+def walk(schema: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    yield path, schema
+    for name, child in schema.get("properties", {}).items():
+        yield from walk(child, f"{path}.{name}".lstrip("."))
+    if "items" in schema:
+        yield from walk(schema["items"], f"{path}[]")
+    if isinstance(schema.get("additionalProperties"), dict):
+        yield from walk(schema["additionalProperties"], f"{path}.*")
+
+
+SCHEMA = build_schema()
+NODES = dict(walk(SCHEMA))
+
+
+@pytest.mark.parametrize("path", NODES)
+def test_every_place_is_structural(path: str) -> None:
+    node = NODES[path]
+    assert set(node) <= ALLOWED
+    assert node["type"] in TYPES
+    assert not ("properties" in node and "additionalProperties" in node)
+    assert ("items" in node) == (node["type"] == "array")
+    if node["type"] == "object":
+        kinds = ("properties", "additionalProperties", "x-kubernetes-preserve-unknown-fields")
+        assert path == "metadata" or sum(kind in node for kind in kinds) == 1
+    assert set(node.get("required", [])) <= set(node.get("properties", {}))
+    for bound in ("exclusiveMinimum", "exclusiveMaximum"):
+        assert isinstance(node.get(bound, True), bool)
+
+
+@pytest.mark.parametrize("path", [path for path in NODES if path.startswith("spec")])
+def test_every_value_is_bounded(path: str) -> None:
+    """CEL's cost is estimated from the bounds; an unbounded text or list makes a rule too expensive."""
+    node = NODES[path]
+    bound = {"string": "maxLength", "array": "maxItems", "integer": "maximum", "number": "maximum"}.get(node["type"])
+    assert bound is None or "enum" in node or bound in node
+    if node["type"] == "object" and "properties" not in node:
+        assert "maxProperties" in node
+
+
+def test_a_required_field_has_no_default_and_every_other_block_is_filled_in() -> None:
+    for node in NODES.values():
+        for name in node.get("required", []):
+            assert "default" not in node["properties"][name]
+    filled = [path for path, node in NODES.items() if node.get("default") == {} and "properties" in node]
+    assert "spec.adapter" in filled
+    assert "spec.rollout.sampling" in filled
+    assert "spec.adapter.oft" not in filled
+
+
+def test_the_defaults_are_those_of_the_models() -> None:
+    least = {
+        "apiVersion": "orbitrl.dev/v1alpha1",
+        "kind": "OrbitRun",
+        "metadata": {"name": "x"},
+        "spec": {
+            "model": {"uri": "m"},
+            "data": {"prompts": [{"uri": "p"}]},
+            "environment": {"rewards": [{"name": "a", "type": "Math"}]},
+            "training": {"steps": 3},
+        },
+    }
+    filled = fill({"spec": least["spec"]}, SCHEMA)["spec"]
+    by_model = OrbitRun.model_validate(least).to_manifest()["spec"]
+    # What depends on another field has no default in a CRD.
+    del by_model["adapter"]["lora"]
+    for reward in by_model["environment"]["rewards"]:
+        del reward["arguments"]
+    assert filled == by_model
+
+
+def fill(value: Any, schema: dict[str, Any]) -> Any:
+    """As the API server fills in defaults."""
+    if isinstance(value, dict) and "properties" in schema:
+        out = dict(value)
+        for name, child in schema["properties"].items():
+            if name not in out and "default" in child:
+                out[name] = child["default"]
+            if name in out:
+                out[name] = fill(out[name], child)
+        return out
+    return [fill(item, schema["items"]) for item in value] if isinstance(value, list) else value
+
+
+def test_every_field_of_the_manifest_is_in_the_schema() -> None:
+    spec = [field.path for field in all_fields() if field.path.startswith("spec")]
+    assert [path for path in spec if path not in NODES] == []
+
+
+def test_rules_and_list_types_stand_where_they_are_meant_to() -> None:
+    for path in RULES:
+        assert len(NODES[path]["x-kubernetes-validations"]) == len(RULES[path])
+    for path in LIST_TYPES:
+        assert NODES[path]["type"] == "array"
+    assert all("x-kubernetes-list-type" in node for node in NODES.values() if node["type"] == "array")
+
+
+def test_the_object_has_its_names_and_a_status_of_its_own() -> None:
+    crd = build_crd()
+    assert crd["metadata"]["name"] == "orbitruns.orbitrl.dev"
+    assert crd["spec"]["names"]["shortNames"] == ["orun"]
+    (version,) = crd["spec"]["versions"]
+    assert version["subresources"] == {"status": {}}
+    assert NODES["status"]["x-kubernetes-preserve-unknown-fields"] is True
+
+
+def test_the_file_is_the_same_each_time() -> None:
+    assert render_crd() == render_crd()

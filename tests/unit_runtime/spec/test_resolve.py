@@ -1,0 +1,210 @@
+"""`Auto`, the identity of a run, and what may differ on resume."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orbit_runtime.spec import (
+    MachineFacts,
+    OrbitRun,
+    Resolved,
+    differences,
+    identity_digest,
+    identity_fields,
+    keep_decisions,
+    parse_manifest,
+    resolve,
+)
+from orbit_runtime.spec.fields import all_fields, field_sets
+
+TEXT = """\
+apiVersion: orbitrl.dev/v1alpha1
+kind: OrbitRun
+metadata: {name: run}
+spec:
+  model: {uri: builtin://tiny-adder}
+  data: {prompts: [{uri: p.jsonl}]}
+  environment: {rewards: [{name: correct, type: ExactMatch}]}
+  training: {steps: 5}
+"""
+CPU, GPU = MachineFacts(has_cuda=False, num_gpus=0), MachineFacts(has_cuda=True, num_gpus=1)
+
+
+def build(*overrides: str) -> OrbitRun:
+    return parse_manifest(TEXT, name="run.yaml", overrides=overrides, environ={})
+
+
+def resolved(*overrides: str) -> Resolved:
+    return resolve(build(*overrides), CPU, folder=Path("/work"))
+
+
+def test_auto_is_decided_by_the_machine() -> None:
+    cpu, gpu = resolve(build(), CPU), resolve(build(), GPU)
+    assert (cpu.trainer, cpu.engine, cpu.device, cpu.compute_dtype) == ("Torch", "Torch", "cpu", "float32")
+    assert (gpu.trainer, gpu.engine, gpu.device, gpu.compute_dtype) == ("Torch", "Torch", "cuda", "bfloat16")
+    assert cpu.run.spec.training.attention == "SDPA"
+
+
+def test_auto_precision_of_a_shipped_model_is_its_quantised_variant_and_of_a_folder_stays_open() -> None:
+    assert resolved().run.spec.model.precision == "INT4"
+    assert resolved("model.precision=BF16").run.spec.model.precision == "BF16"
+    assert resolved("model.uri=m").run.spec.model.precision == "Auto"
+
+
+def test_nothing_that_can_be_decided_stays_auto() -> None:
+    text = json.dumps(resolved("data.prompts[0].format=JSONL").run.to_manifest())
+    assert "Auto" not in text
+
+
+def test_relative_paths_start_at_the_manifests_folder_and_output_at_the_current_one() -> None:
+    run = resolved("model.uri=../models/x", "data.prompts=[{uri: p.jsonl}, {uri: /abs/q}, {uri: 'file:///r'}]").run
+    assert run.spec.model.uri == "/models/x"
+    assert [each.uri for each in run.spec.data.prompts] == ["/work/p.jsonl", "/abs/q", "file:///r"]
+    assert run.spec.storage.uri == "runs"
+
+
+def test_what_was_asked_stays_beside_what_was_decided() -> None:
+    facts = resolved().to_json()
+    assert facts["asked"]["spec"]["rollout"]["engine"] == "Auto"
+    assert facts["resolved"]["spec"]["rollout"]["engine"] == "Torch"
+    assert facts["identity"] == resolved().identity
+    assert json.loads(json.dumps(facts)) == facts
+
+
+def test_the_rate_decays_to_the_steps_of_the_first_start() -> None:
+    linear = "training.schedule.type=Linear"
+    assert resolved().decay_steps is None
+    first = resolved(linear)
+    assert first.decay_steps == 5
+    longer = resolved(linear, "training.steps=9")
+    assert longer.decay_steps == 9
+    assert longer.identity != first.identity
+    kept = keep_decisions(longer, first.run.to_manifest())
+    assert (kept.decay_steps, kept.run.spec.training.steps, kept.identity) == (5, 9, first.identity)
+
+
+def test_decay_steps_that_were_asked_for_are_not_replaced_by_those_of_the_first_start() -> None:
+    first = resolved("training.schedule.type=Linear").run.to_manifest()
+    asked = resolved("training.schedule={type: Linear, decaySteps: 7}")
+    assert keep_decisions(asked, first).decay_steps == 7
+    constant = resolved()
+    assert keep_decisions(constant, first) == constant
+
+
+def test_every_field_is_in_one_of_the_three_sets() -> None:
+    without = [field.path for field in all_fields() if field.path not in field_sets()]
+    assert without == []
+    assert set(field_sets().values()) == {"identity", "layout", "display"}
+
+
+def test_the_sets_are_those_of_the_design() -> None:
+    def of(name: str) -> list[str]:
+        return [path.removeprefix("spec.") for path, owner in field_sets().items() if owner == name]
+
+    assert of("layout") == [
+        "rollout.engine",
+        "rollout.maxRunningRequests",
+        "training.trainer",
+        "training.microBatchTokens",
+        "training.attention",
+    ]
+    assert of("display") == [
+        "metadata.name",
+        "metadata.namespace",
+        "metadata.labels",
+        "metadata.annotations",
+        "training.steps",
+        "checkpoint.everySteps",
+        "checkpoint.keep",
+        "storage.uri",
+        "observability.metricsPort",
+        "observability.logLevel",
+    ]
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "training.steps=9",
+        "metadata.name=other",
+        "metadata.labels={a: b}",
+        "checkpoint.everySteps=3",
+        "storage.uri=/elsewhere",
+        "observability.logLevel=Debug",
+        "rollout.engine=Torch",
+        "training.microBatchTokens=64",
+        "training.attention=Eager",
+        "model.precision=INT4",
+        "training.learningRate=0.0001",
+    ],
+)
+def test_display_layout_and_defaults_written_out_leave_the_identity_alone(override: str) -> None:
+    assert resolved(override).identity == resolved().identity
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "model.precision=BF16",
+        "adapter.lora.rank=8",
+        "adapter.type=OFT",
+        "algorithm.kl.coefficient=0.1",
+        "data.seed=1",
+        "data.limit=9",
+        "data.prompts=[{uri: p.jsonl}, {uri: q.jsonl}]",
+        "environment.rewards[0].weight=2",
+        "environment.rewards[0].arguments={a: 1}",
+        "rollout.sampling.stop=[x]",
+        "training.promptsPerStep=16",
+        "training.schedule.type=Cosine",
+        "parity.floorFactor=5",
+    ],
+)
+def test_what_changes_the_maths_changes_the_identity(override: str) -> None:
+    assert resolved(override).identity != resolved().identity
+
+
+def test_the_digest_is_stable() -> None:
+    """It stands in checkpoints: a change here makes every older one unreadable, so it must be meant."""
+    run = build("model.uri=/m", "data.prompts[0].uri=/p", "model.precision=INT4")
+    assert identity_digest(run) == "sha256:8835d54dc68cb6e624d8ba6153a12f402ea9345c0fd362b082614170182d3619"
+
+
+def test_identity_fields_name_each_field_by_its_path() -> None:
+    fields = identity_fields(build("adapter.lora.rank=4"))
+    assert fields["spec.adapter.lora.rank"] == 4
+    assert fields["spec.data.prompts[0].uri"] == "p.jsonl"
+    assert "spec.training.steps" not in fields
+    assert not any(path.startswith("spec.adapter.oft") for path in fields)
+
+
+def test_differences_name_path_set_and_both_values() -> None:
+    old = resolved().run.to_manifest()
+    new = resolved(
+        "training.steps=9", "adapter.lora.rank=8", "data.limit=3", "training.attention=Eager"
+    ).run.to_manifest()
+    assert [tuple(each) for each in differences(old, new)] == [
+        ("spec.adapter.lora.rank", "identity", 16, 8),
+        ("spec.data.limit", "identity", None, 3),
+        ("spec.training.steps", "display", 5, 9),
+        ("spec.training.attention", "layout", "SDPA", "Eager"),
+    ]
+    assert differences(old, old) == []
+
+
+def test_a_field_of_another_version_counts_as_identity() -> None:
+    old: dict[str, Any] = resolved().run.to_manifest()
+    old["spec"]["algorithm"]["entropyBonus"] = 0.1
+    assert [tuple(each) for each in differences(old, resolved().run.to_manifest())] == [
+        ("spec.algorithm.entropyBonus", "identity", 0.1, None)
+    ]
+
+
+def test_the_identity_is_the_digest_of_what_differences_call_identity() -> None:
+    one, two = resolved("training.steps=9"), resolved("training.steps=7", "training.attention=Eager")
+    assert not [each for each in differences(one.run.to_manifest(), two.run.to_manifest()) if each.set == "identity"]
+    assert one.identity == two.identity
