@@ -144,7 +144,7 @@ def _structural(schema: Schema, path: str) -> Schema:
         if schema.get("required"):
             out["required"] = schema["required"]
         elif "default" in schema:
-            out["default"] = {}
+            out["default"] = _own_defaults(schema) if path in RULES else {}
     elif "items" in schema:
         out["items"] = _structural(schema["items"], f"{path}[]")
         out.update(LIST_TYPES.get(path, {"x-kubernetes-list-type": "atomic"}))
@@ -159,6 +159,15 @@ def _structural(schema: Schema, path: str) -> Schema:
     if path in RULES:
         out["x-kubernetes-validations"] = _rules(path)
     return out
+
+
+def _own_defaults(schema: Schema) -> Schema:
+    """The API server holds a block's default against its rules before it fills in the defaults of its fields."""
+    return {
+        name: child["default"]
+        for name, child in schema["properties"].items()
+        if not is_block(child) and "default" in child
+    }
 
 
 def _rules(path: str) -> list[Schema]:

@@ -65,10 +65,20 @@ def test_a_required_field_has_no_default_and_every_other_block_is_filled_in() ->
     for node in NODES.values():
         for name in node.get("required", []):
             assert "default" not in node["properties"][name]
-    filled = [path for path, node in NODES.items() if node.get("default") == {} and "properties" in node]
+    filled = [path for path, node in NODES.items() if "default" in node and "properties" in node]
     assert "spec.adapter" in filled
     assert "spec.rollout.sampling" in filled
     assert "spec.adapter.oft" not in filled
+
+
+def test_the_default_of_a_block_with_rules_is_written_out() -> None:
+    """The API server refuses a CRD whose default breaks a rule, and looks before it fills in nested defaults."""
+    assert NODES["spec.algorithm.clip"]["default"] == {"low": 0.2, "high": 0.2}
+    assert NODES["spec.rollout"]["default"] == {}
+    for path in RULES:
+        scalars = [name for name, node in NODES[path].get("properties", {}).items() if "default" in node]
+        if "default" in NODES[path]:
+            assert set(NODES[path]["default"]) == {n for n in scalars if "properties" not in NODES[f"{path}.{n}"]}
 
 
 def test_the_defaults_are_those_of_the_models() -> None:
