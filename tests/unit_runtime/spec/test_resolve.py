@@ -39,7 +39,7 @@ def build(*overrides: str) -> OrbitRun:
 
 
 def resolved(*overrides: str) -> Resolved:
-    return resolve(build(*overrides), CPU, folder=Path("/work"))
+    return resolve(build(*overrides), CPU, folder=Path("/project"))
 
 
 def test_auto_is_decided_by_the_machine() -> None:
@@ -63,7 +63,7 @@ def test_nothing_that_can_be_decided_stays_auto() -> None:
 def test_relative_paths_start_at_the_manifests_folder_and_output_at_the_current_one() -> None:
     run = resolved("model.uri=../models/x", "data.prompts=[{uri: p.jsonl}, {uri: /abs/q}, {uri: 'file:///r'}]").run
     assert run.spec.model.uri == "/models/x"
-    assert [each.uri for each in run.spec.data.prompts] == ["/work/p.jsonl", "/abs/q", "file:///r"]
+    assert [each.uri for each in run.spec.data.prompts] == ["/project/p.jsonl", "/abs/q", "file:///r"]
     assert run.spec.storage.uri == "runs"
 
 
