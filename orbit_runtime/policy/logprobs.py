@@ -20,7 +20,7 @@ Head = Callable[[torch.Tensor], torch.Tensor]
 
 
 def nucleus_mask(logits_RV: torch.Tensor, top_p: torch.Tensor | float, keep_R: torch.Tensor | None) -> torch.Tensor:
-    """True for the smallest set of most likely tokens whose mass reaches `top_p`, and for `keep` (arXiv:1904.09751, 3.1).
+    """True for the smallest set of most likely tokens whose mass reaches `top_p`, and for `keep` (arXiv:1904.09751).
 
     `keep` is the token that was sampled: with the sampler's rounding it can stand just outside our own nucleus.
     """

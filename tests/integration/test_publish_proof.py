@@ -184,3 +184,15 @@ def test_masters_that_change_behind_the_publish_are_noticed(rig: Rig) -> None:
     rig.publisher = replace(rig.publisher, trainer=Moving())  # type: ignore[arg-type]
     with pytest.raises(GateError, match="trainer's layers applied"):
         rig.publish()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("adapter", sorted(ADAPTERS))
+def test_no_false_alarm_in_250_healthy_publishes(tmp_path: Path, adapter: str) -> None:
+    """500 with both adapters: small and large updates in turn, as an optimizer makes them early and late."""
+    made = Rig(tmp_path / "run", adapter)
+    worst = 0.0
+    for version in range(250):
+        made.train(version, 10 ** -(2 + version % 4))
+        worst = max(worst, made.publish().proof.change_error)
+    assert worst < CHANGE_LIMITS["float32"] / 2, "the limit keeps its distance from healthy publishes"

@@ -1,0 +1,34 @@
+"""The shipped manifests run, learn, prove every publish, and report what they did."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from orbit_runtime.cli.main import run_command
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+@pytest.mark.parametrize(("example", "steps", "gain"), [("quickstart.yaml", 25, 0.25), ("quickstart-oft.yaml", 25, 0.08)])
+def test_an_example_learns(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], example: str, steps: int, gain: float
+) -> None:
+    out = str(tmp_path / "run")
+    argv = ["run", str(EXAMPLES / example), "--out", out, "--set", f"training.steps={steps}"]
+    assert run_command(argv) == 0
+    shown = capsys.readouterr().out
+    assert "reward before" in shown
+    assert "report.html" in shown
+    assert run_command(["report", out, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["reward_last"] - report["reward_first"] >= gain
+    assert report["publishes"] == report["publishes_proven"] == steps + 1
+    assert report["base_digest_before"] == report["base_digest_after"]
+    assert report["trainable_parameters"] > 0
+    assert report["resumed"] == 0
+    page = Path(out, "report.html").read_text()
+    assert "http://" not in page.replace("http://www.w3.org", "")
+    assert report["adapter_digest"][:20] in page
