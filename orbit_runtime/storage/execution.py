@@ -152,11 +152,7 @@ def claim_execution(
             if not takeover:
                 raise _in_use(store, _newest_record(store), clock(), proven=True) from None
         except OSError as error:
-            raise OutputError(
-                f"the folder cannot be created or written ({error.strerror})",
-                where=store.uri,
-                fix="choose a folder that this user may write",
-            ) from None
+            raise store.explain(error, "locking the folder") from None
         else:
             if lock is None:
                 _log.warning("%s: this file system has no flock; relying on heartbeats alone", store.uri)

@@ -13,11 +13,22 @@ from typing import Literal
 from obstore.exceptions import AlreadyExistsError, InvalidPathError, PermissionDeniedError, UnauthenticatedError
 
 FaultKind = Literal[
-    "missing", "exists", "transient", "no-bucket", "refused", "no-credentials", "clock", "full", "denied", "unusable"
+    "missing",
+    "exists",
+    "transient",
+    "no-bucket",
+    "refused",
+    "no-credentials",
+    "clock",
+    "rejected",
+    "full",
+    "denied",
+    "unusable",
 ]
 
 _CODES: dict[str, FaultKind] = {
     "NoSuchBucket": "no-bucket",
+    "InvalidBucketName": "no-bucket",
     "NoSuchKey": "missing",
     "AccessDenied": "refused",
     "InvalidAccessKeyId": "refused",
@@ -26,6 +37,8 @@ _CODES: dict[str, FaultKind] = {
     "InvalidToken": "refused",
     "XAdminUserNotFound": "refused",  # versitygw's word for an unknown access key, sent with a 404
     "RequestTimeTooSkewed": "clock",
+    "RequestTimeout": "transient",  # a 400: the body came too slowly
+    "IncompleteBody": "transient",
 }
 _ERRNOS: dict[int, FaultKind] = {
     1: "denied",  # EPERM: also what a filesystem without hard links answers to a create-only put
@@ -36,6 +49,7 @@ _ERRNOS: dict[int, FaultKind] = {
     30: "denied",  # EROFS
     122: "full",  # EDQUOT
 }
+_PASSING_STATUS = ("408", "409", "425", "429")
 _CREDENTIAL_SOURCES = ("169.254.169.254", "169.254.170.2", "169.254.170.23", "sts.amazonaws.com")
 
 
@@ -63,6 +77,8 @@ def read_fault(error: Exception) -> Fault:
         return Fault("missing", "not found")
     if isinstance(error, UnauthenticatedError) or status == "401" or (status == "403" and code is None):
         return Fault("refused", f"{status or 401} {code or 'not allowed'}")
+    if isinstance(error, OSError) and error.errno is not None:
+        return Fault(_ERRNOS.get(error.errno, "transient"), error.strerror or "the disk failed")
     errno = _first(r"\(os error (\d+)\)", text) or _first(r"code: (\d+),", text)
     if errno is not None and int(errno) in _ERRNOS:
         return Fault(_ERRNOS[int(errno)], _os_reason(text))
@@ -71,7 +87,9 @@ def read_fault(error: Exception) -> Fault:
     if isinstance(error, InvalidPathError):
         return Fault("unusable", "the store cannot hold this name")
     if status is not None:
-        return Fault("transient", f"{status} {code}" if code else status)
+        passing = status.startswith("5") and status != "501"
+        kind: FaultKind = "transient" if passing or status in _PASSING_STATUS else "rejected"
+        return Fault(kind, f"{status} {code}" if code else status)
     return Fault("transient", _os_reason(text))
 
 

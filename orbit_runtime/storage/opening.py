@@ -19,7 +19,7 @@ from orbit_runtime.errors import OutputError, UsageError
 from orbit_runtime.storage.store import Backend, Store
 
 if TYPE_CHECKING:
-    from obstore.store import ClientConfig, RetryConfig
+    from obstore.store import ClientConfig, RetryConfig, S3Config
 
 DEADLINE_SECONDS = 120.0
 START_DEADLINE_SECONDS = 20.0
@@ -169,10 +169,12 @@ def _remote(uri: str, scheme: str, environ: Mapping[str, str]) -> Backend:
     retry: RetryConfig = {"max_retries": 0, "retry_timeout": timedelta(seconds=1)}
     if scheme == "s3":
         client = _CLIENT.copy()
-        endpoint = environ.get("AWS_ENDPOINT_URL_S3") or environ.get("AWS_ENDPOINT_URL", "")
-        if endpoint.startswith("http://"):
+        endpoint = environ.get("AWS_ENDPOINT_URL_S3") or environ.get("AWS_ENDPOINT_URL") or None
+        if endpoint is not None and endpoint.startswith("http://"):
             client["allow_http"] = True
-        return cast(Backend, S3Store(parts.netloc, prefix=prefix, client_options=client, retry_config=retry))
+        place: S3Config = {"endpoint": endpoint} if endpoint else {}
+        s3 = S3Store(parts.netloc, prefix=prefix, config=place, client_options=client, retry_config=retry)
+        return cast(Backend, s3)
     if scheme == "gs":
         return cast(Backend, GCSStore(parts.netloc, prefix=prefix, client_options=_CLIENT, retry_config=retry))
     if scheme == "az":

@@ -17,7 +17,7 @@ from obstore.exceptions import BaseError
 from tenacity import RetryCallState, Retrying, retry_if_exception, wait_exponential_jitter
 
 from orbit_runtime.errors import CredentialsError, OrbitError, OutputError, StorageError
-from orbit_runtime.storage.faults import Fault, read_fault
+from orbit_runtime.storage.faults import read_fault
 
 _log = logging.getLogger("orbit.storage")
 _KEY = re.compile(r"[A-Za-z0-9._=+-]+(/[A-Za-z0-9._=+-]+)*")
@@ -30,15 +30,15 @@ Keys = list[str]
 """`list` is a method below."""
 
 
-class NotFound(StorageError):  # noqa: N818
+class NotFound(StorageError):
     """No object has this key."""
 
 
-class AlreadyExists(StorageError):  # noqa: N818
+class AlreadyExists(StorageError):
     """A create-only put found another writer's object."""
 
 
-class CorruptBundle(StorageError):  # noqa: N818
+class CorruptBundle(StorageError):
     """A bundle is not what its manifest says: a part is missing, truncated or changed, or the manifest is no JSON."""
 
 
@@ -229,9 +229,11 @@ class Store:
         try:
             return retrying(attempt)
         except STORE_ERRORS as error:
-            raise self._explain(read_fault(error), doing, key, self.monotonic() - started) from None
+            raise self.explain(error, doing, key, seconds=self.monotonic() - started) from None
 
-    def _explain(self, fault: Fault, doing: str, key: str, seconds: float) -> OrbitError:
+    def explain(self, error: Exception, doing: str, key: str = "", *, seconds: float = 0.0) -> OrbitError:
+        """The error of ours that says what a failed call means, without the text of the store's own."""
+        fault = read_fault(error)
         where = self.uri
         match fault.kind:
             case "missing":
@@ -240,7 +242,7 @@ class Store:
                 return AlreadyExists(f"{key} was already written by someone else", where=where)
             case "no-bucket":
                 return OutputError(
-                    "the bucket does not exist", where=where, fix="create the bucket, or correct the name in the URI"
+                    "the bucket does not exist", where=where, fix="create the bucket, or correct its name in the URI"
                 )
             case "refused":
                 return CredentialsError(
@@ -260,6 +262,12 @@ class Store:
                     "the store refused the request because this machine's clock is wrong",
                     where=where,
                     fix="synchronise the clock (NTP) and start again",
+                )
+            case "rejected":
+                return OutputError(
+                    f"{doing} was rejected ({fault.reason})",
+                    where=where,
+                    fix="check AWS_REGION, AWS_ENDPOINT_URL and the bucket; the store has to honour If-None-Match",
                 )
             case "full":
                 return StorageError(

@@ -1,0 +1,122 @@
+"""From a URI to a store: what is found out before anything is written."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from orbit_runtime.errors import OutputError, StorageError, UsageError
+from orbit_runtime.storage import claim_execution, list_bundles, open_store, write_bundle
+
+
+def test_a_path_and_its_file_uri_are_one_folder(tmp_path: Path) -> None:
+    open_store(str(tmp_path / "a b" / "ü")).put("k", b"v")
+    quoted = (tmp_path / "a b" / "ü").as_uri()
+    assert "%20" in quoted
+    assert open_store(quoted).get("k") == b"v"
+
+
+def test_opening_creates_nothing(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path / "deep" / "run"))
+    assert (store.list(), store.exists("run.json")) == ([], False)
+    assert [*tmp_path.iterdir()] == []
+
+
+@pytest.mark.parametrize("below", ["", "/run", "/deep/run"])
+def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path: Path, below: str) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(OutputError, match="file is a file, not a folder") as caught:
+        open_store(f"{tmp_path}/file{below}")
+    assert caught.value.exit_code == 73
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere; see the read-only mount below")
+def test_a_folder_that_may_not_be_written_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(OutputError, match="may not write"):
+        open_store(f"{tmp_path}/run")
+
+
+@pytest.mark.parametrize(
+    ("uri", "words"),
+    [
+        ("ftp://host.example/x", "ftp:// is not a kind of store"),
+        ("s3:///x", "names no bucket"),
+        ("s3://key:hunter2@bucket/x", "nothing else"),
+        ("file://otherhost/x", "names no local folder"),
+        ("", "no name"),
+    ],
+)
+def test_a_uri_that_means_nothing_is_a_usage_error(uri: str, words: str) -> None:
+    with pytest.raises(UsageError, match=words) as caught:
+        open_store(uri)
+    assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize("value", ["soon", "-1", "nan", "inf"])
+def test_a_deadline_that_is_no_number_is_a_usage_error(tmp_path: Path, value: str) -> None:
+    with pytest.raises(UsageError, match="not a number of seconds"):
+        open_store(str(tmp_path), environ={"ORBIT_STORE_DEADLINE_SECONDS": value})
+
+
+def test_the_deadline_comes_from_the_environment(tmp_path: Path) -> None:
+    assert open_store(str(tmp_path), environ={"ORBIT_STORE_DEADLINE_SECONDS": "7.5"}).deadline_seconds == 7.5
+    assert open_store(str(tmp_path), environ={}).deadline_seconds == 120
+
+
+def test_a_folder_where_a_file_is_wanted_is_told_at_once(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    store.put("a/b", b"")
+    with pytest.raises(OutputError, match="a file and a folder want the same name"):
+        store.put("a", b"")
+    with pytest.raises(OutputError, match="a file and a folder want the same name"):
+        store.put("a/b/c", b"")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 256 KiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small tmpfs needs root")
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", folder], capture_output=True).returncode:
+        pytest.skip("this root may not mount a tmpfs")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+def test_a_full_disk_is_74_with_the_space_left_and_leaves_the_old_bundle_whole(small_disk: Path) -> None:
+    store = open_store(str(small_disk / "run"))
+    execution = claim_execution(store, run_name="r")
+    write_bundle(store, execution, "checkpoints/step-1", {"a.bin": b"x" * 100_000}, {})
+    with pytest.raises(StorageError, match=r"no space left on device \(0\.\d MiB free of 0\.2 MiB\)") as caught:
+        write_bundle(store, execution, "checkpoints/step-2", {"a.bin": b"x" * 90_000, "b.bin": b"x" * 90_000}, {})
+    assert caught.value.exit_code == 74
+    assert list_bundles(store, "checkpoints/") == ["checkpoints/step-1/"]
+    assert not [*small_disk.rglob("*#*")]
+    execution.release("StorageError")
+
+
+def test_a_disk_that_is_full_from_the_start_is_74(small_disk: Path) -> None:
+    with (small_disk / "filler").open("wb") as file, pytest.raises(OSError, match="No space"):
+        file.write(b"x" * 400_000)
+    store = open_store(str(small_disk / "run"))
+    with pytest.raises(StorageError, match="no space left") as caught:
+        claim_execution(store, run_name="r")
+    assert caught.value.exit_code == 74
+
+
+def test_a_read_only_file_system_is_73(small_disk: Path) -> None:
+    store = open_store(str(small_disk / "run"))
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    with pytest.raises(OutputError, match="may not write"):
+        open_store(str(small_disk / "run"))
+    with pytest.raises(OutputError, match=r"(?i)read-only"):
+        store.put("k", b"v")
+    with pytest.raises(OutputError, match=r"(?i)read-only"):
+        claim_execution(store, run_name="r")
