@@ -12,7 +12,9 @@ from orbit_runtime.cli.main import run_command
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
-@pytest.mark.parametrize(("example", "steps", "gain"), [("quickstart.yaml", 25, 0.25), ("quickstart-oft.yaml", 25, 0.08)])
+@pytest.mark.parametrize(
+    ("example", "steps", "gain"), [("quickstart.yaml", 25, 0.25), ("quickstart-oft.yaml", 25, 0.08)]
+)
 def test_an_example_learns(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], example: str, steps: int, gain: float
 ) -> None:
