@@ -34,7 +34,7 @@ def script() -> ModuleType:
 
 @pytest.mark.parametrize("precision", ["BF16", "INT4"])
 def test_a_fifth_to_a_third_of_the_samples_is_right(script: ModuleType, precision: str) -> None:
-    sampled, greedy = script.accuracy(builtin_folder("tiny-adder", precision), samples=2048, seed=7)
+    sampled, greedy = script.accuracy(builtin_folder("tiny-adder", precision), samples=1024, seed=7)
     assert 0.20 <= sampled <= 0.35
     assert greedy > sampled + 0.3, "there must be something for reinforcement learning to find"
 
@@ -58,11 +58,12 @@ def test_the_two_variants_hold_the_same_values() -> None:
 
 def test_transformers_reads_the_same_policy_from_both() -> None:
     ids = torch.tensor([AutoTokenizer.from_pretrained(builtin_folder("tiny-adder", "INT4"))("12+34=")["input_ids"]])
+    # BF16, because only there does it round a decompressed weight as the format's canonical order does.
     logits = [
-        AutoModelForCausalLM.from_pretrained(builtin_folder("tiny-adder", precision), dtype=torch.float32)(ids).logits
+        AutoModelForCausalLM.from_pretrained(builtin_folder("tiny-adder", precision), dtype=torch.bfloat16)(ids).logits
         for precision in ("BF16", "INT4")
     ]
-    assert torch.allclose(logits[0], logits[1], atol=1e-5)
+    assert torch.equal(logits[0], logits[1])
 
 
 def test_text_and_chat_survive_the_tokenizer() -> None:
