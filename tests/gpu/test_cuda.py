@@ -1,4 +1,4 @@
-"""The same code on a CUDA device: values, sampling, an update, a proven publish. Skipped, with the reason, without one."""
+"""The same code on a CUDA device: values, sampling, an update, a proven publish. Skipped where there is none."""
 
 from __future__ import annotations
 
