@@ -4,7 +4,7 @@ Belongs here: claiming, heartbeats, refusing. Does not belong here: what is writ
 
 Under `executions/`: `000003.json` (create-only: who took number 3), `000003.heartbeat.json` (rewritten while it lives,
 and once at its end), `.lock` (flock, local folders only). Machines that share a folder need clocks that agree to
-within half of `STALE_SECONDS`.
+within 20 s.
 """
 
 from __future__ import annotations

@@ -131,6 +131,29 @@ def test_of_processes_that_start_at_once_exactly_one_wins(tmp_path: Path) -> Non
     assert numbers == [0, 0, 0, 1]
 
 
+def test_a_claim_that_another_one_overtakes_is_refused() -> None:
+    """Both saw an empty folder; the other one's record arrives first."""
+    clock, backend = FakeClock(), FaultyBackend()
+    store = faulty_store(backend, clock)
+
+    def overtake(key: str) -> None:
+        del backend.hooks["put"]
+        claim_execution(store, run_name="r", clock=clock, process=ELSEWHERE)
+
+    backend.hooks["put"] = overtake
+    with pytest.raises(OutputError, match=r"in use by execution 1 .* on host other-host"):
+        claim_execution(store, run_name="r", clock=clock)
+
+
+def test_a_holder_of_the_lock_keeps_the_folder_however_old_its_last_sign_of_life(tmp_path: Path) -> None:
+    """A stopped process (SIGSTOP, a laptop asleep) may wake up."""
+    execution = claim_execution(open_store(str(tmp_path)), run_name="r", process=ELSEWHERE)
+    with pytest.raises(OutputError, match="in use by execution 1") as caught:
+        claim_execution(open_store(str(tmp_path)), run_name="r", clock=lambda: time.time() + 1000)
+    assert "start again in" not in str(caught.value.fix)
+    execution.release("done")
+
+
 def test_an_expired_heartbeat_of_another_host_is_taken_over_and_the_older_refused() -> None:
     clock = FakeClock()
     store = faulty_store(FaultyBackend(), clock)
