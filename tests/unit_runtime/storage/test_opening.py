@@ -87,7 +87,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", folder], capture_output=True).returncode:
         pytest.skip("this root may not mount a tmpfs")
     yield folder
-    subprocess.run(["umount", folder], check=True)
+    subprocess.run(["umount", "--lazy", folder], check=True)
 
 
 def test_a_full_disk_is_74_with_the_space_left_and_leaves_the_old_bundle_whole(small_disk: Path) -> None:
