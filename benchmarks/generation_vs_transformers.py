@@ -1,0 +1,116 @@
+"""Sampling: the torch engine against transformers `generate`, equal lengths and long-tailed ones.
+
+Belongs here: both sides on one model, taking turns. Does not belong here: how either samples.
+
+transformers at its best: KV cache, fp32 and SDPA as here, all requests in one batch (prompts are of one length,
+so nothing is padded), no top-k. Only Orbit's side also returns the log-prob of every token; both return text.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.harness import arguments, compare, save, table
+from benchmarks.long_tail import MAX_NEW_TOKENS, build_model_folder
+from orbit_runtime.adapters.config import AdapterConfig
+from orbit_runtime.data.chat import ChatTokenizer
+from orbit_runtime.policy.load import load_policy
+from orbit_runtime.rollout.torch_engine import TorchEngine
+from orbit_runtime.seeds import stream_key
+from orbit_runtime.types import Request, Sampling
+
+EQUAL_REQUESTS, EQUAL_TOKENS = 64, 64
+LONG_TAILED_REQUESTS = 256
+
+
+class Endless:
+    """The model's tokenizer with no token that ends an answer: every answer has the length that was asked for."""
+
+    def __init__(self, tokenizer: ChatTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.eos_ids: tuple[int, ...] = ()
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(token_ids)
+
+    def encode_chat(self, messages: Any) -> list[int]:
+        return self._tokenizer.encode_chat(messages)
+
+
+def main() -> None:
+    options = arguments(__doc__.splitlines()[0] if __doc__ else "")
+    comparisons = []
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = build_model_folder(Path(temporary) / "long-tail")
+        tokenizer = ChatTokenizer(folder)
+        policy = load_policy(folder, AdapterConfig(type="LoRA", targets=("q_proj",)))
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
+    torch.manual_seed(0)
+    messages = [[{"role": "user", "content": f"{10 + n % 90}+{10 + n // 90}="}] for n in range(LONG_TAILED_REQUESTS)]
+    prompts = tokenizer.encode_many(messages)
+    assert len({len(prompt) for prompt in prompts}) == 1
+    calls = 0
+    tokens: dict[str, list[int]] = {}
+
+    def orbit(engine: TorchEngine, count: int, new_tokens: int, name: str) -> None:
+        nonlocal calls
+        calls += 1
+        sampling = Sampling(max_new_tokens=new_tokens)
+        requests = [
+            Request(index, stream_key(0, "benchmark", calls, index), tuple(prompt), sampling, None)
+            for index, prompt in enumerate(prompts[:count])
+        ]
+        completions = list(engine.generate(requests))
+        tokens.setdefault(f"{name}, Orbit", []).append(sum(len(each.token_ids_T) for each in completions))
+
+    @torch.inference_mode()
+    def generate(count: int, new_tokens: int, ends: list[int] | None, name: str) -> None:
+        model.generation_config.eos_token_id = ends
+        input_ids = torch.tensor(prompts[:count])
+        answers = model.generate(
+            input_ids=input_ids,
+            attention_mask=torch.ones_like(input_ids),
+            max_new_tokens=new_tokens,
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            use_cache=True,
+        )[:, input_ids.shape[1] :]
+        rows = answers.tolist()
+        lengths = [next((at + 1 for at, token in enumerate(row) if token in (ends or ())), len(row)) for row in rows]
+        for row, length in zip(rows, lengths, strict=True):
+            tokenizer.decode(row[:length])
+        tokens.setdefault(f"{name}, transformers", []).append(sum(lengths))
+
+    for name, count, new_tokens, target, ends in (
+        ("generation, 64 requests, 64 tokens", EQUAL_REQUESTS, EQUAL_TOKENS, 1.5, None),
+        ("generation, 256 requests, up to 128", LONG_TAILED_REQUESTS, MAX_NEW_TOKENS, 2.5, list(tokenizer.eos_ids)),
+    ):
+        used = tokenizer if ends else Endless(tokenizer)
+        engine = TorchEngine(policy, used, max_running_requests=count)
+        row = compare(
+            name,
+            ("Orbit", lambda e=engine, c=count, n=new_tokens, w=name: orbit(e, c, n, w)),
+            ("transformers", lambda c=count, n=new_tokens, s=ends, w=name: generate(c, n, s, w)),
+            repetitions=options.repetitions,
+            target=target,
+        )
+        comparisons.append(row)
+    facts = {name: sum(counts) / len(counts) for name, counts in tokens.items()}
+    print(table(comparisons))
+    for name, count in facts.items():
+        print(f"{name}: {count:.0f} tokens a call")
+    save("generation_vs_transformers", comparisons, {"tokens_a_call": facts}, options.out)
+
+
+if __name__ == "__main__":
+    main()

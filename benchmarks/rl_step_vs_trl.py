@@ -1,0 +1,223 @@
+"""A whole RL step: Orbit's loop, publish, proof and checkpoint included, against TRL's GRPOTrainer with PEFT LoRA.
+
+Belongs here: both sides at the two shapes of the speed table, taking turns in one process.
+Does not belong here: what a step does (`orbit_runtime.loop`).
+
+TRL at its best: one process, the whole batch in one forward pass, no checkpointing of gradients, no reference model
+(beta 0), no second pass for old log-probs (one update a generation), logging and saving off, fp32 as on Orbit's side.
+Orbit keeps a checkpoint at every step and proves every publish; its clock of a step (`seconds_total`) has it all.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.harness import Comparison, arguments, save, table
+from benchmarks.long_tail import LEARNING_RATE, MAX_NEW_TOKENS, build_model_folder, even_length
+from orbit_runtime.model_info.builtin_models import builtin_folder
+
+GROUP = 16
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+WARMUP_STEPS = 2
+"""Steps at the start of every turn that are not counted."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One row of the speed table."""
+
+    name: str
+    prompts: int
+    max_new_tokens: int
+    learning_rate: float
+    precision: str
+    steps_per_turn: int
+    target: float
+
+
+SHORT = Shape("RL step, 32 x 16 x 4 tokens", 32, 4, 2e-3, "INT4", 8, 1.5)
+LONG = Shape("RL step, 16 x 16, long-tailed up to 128", 16, MAX_NEW_TOKENS, LEARNING_RATE, "BF16", 2, 3.0)
+
+
+@dataclass
+class Turns:
+    """What one side measured."""
+
+    seconds: list[float] = field(default_factory=list)
+    """Median of the counted steps, one per turn."""
+    tokens: list[float] = field(default_factory=list)
+    """Mean length of a completion, one per counted step or call."""
+
+
+def orbit_turn(shape: Shape, folder: Path, out: Path) -> Callable[[Turns], None]:
+    """Returns a function that continues one run by a turn's steps, each timed by the run itself."""
+    from orbit_runtime.loop import run
+    from orbit_runtime.observability.progress import SilentProgress
+    from orbit_runtime.spec import OrbitRun
+
+    steps = 0
+    exact = {"name": "correct", "type": "ExactMatch", "arguments": {"field": "answer"}}
+    even = {"name": "even", "entrypoint": f"{even_length.__module__}:{even_length.__name__}"}
+
+    def turn(turns: Turns) -> None:
+        nonlocal steps
+        first = steps + WARMUP_STEPS
+        steps += WARMUP_STEPS + shape.steps_per_turn
+        spec = {
+            "model": {"uri": str(folder), "precision": shape.precision, "maxSequenceLength": 512},
+            "adapter": {"type": "LoRA", "lora": {"rank": 16, "alpha": 32.0}, "targets": TARGETS},
+            "algorithm": {"type": "GRPO", "groupSize": GROUP},
+            "data": {"prompts": [{"uri": "builtin://two-digit-addition"}]},
+            "environment": {"type": "SingleTurn", "rewards": [exact if shape is SHORT else even]},
+            "rollout": {"sampling": {"maxNewTokens": shape.max_new_tokens}},
+            "training": {
+                "steps": steps,
+                "promptsPerStep": shape.prompts,
+                "learningRate": shape.learning_rate,
+            },
+            "observability": {"metricsPort": -1},
+        }
+        manifest = {
+            "apiVersion": "orbitrl.dev/v1alpha1",
+            "kind": "OrbitRun",
+            "metadata": {"name": "benchmark"},
+            "spec": spec,
+        }
+        root = Path(__file__).resolve().parent.parent
+        run(OrbitRun.model_validate(manifest), out=str(out), progress=SilentProgress(), manifest_folder=root)
+        rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        counted = [row for row in rows if row["step"] > first]
+        assert len(counted) == shape.steps_per_turn
+        turns.seconds.append(statistics.median(row["seconds_total"] for row in counted))
+        turns.tokens += [row["response_tokens_mean"] for row in counted]
+
+    return turn
+
+
+def trl_turn(shape: Shape, folder: Path, out: Path) -> Callable[[Turns], None]:
+    """Returns a function that trains a turn's steps with one GRPOTrainer, each timed between two ends of a step."""
+    import torch
+    from datasets import Dataset
+    from peft import LoraConfig
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    lengths: list[float] = []
+
+    def reward(completions: list[Any], completion_ids: list[list[int]], answer: list[str], **_: Any) -> list[float]:
+        lengths.append(statistics.mean(len(ids) for ids in completion_ids))
+        texts = [completion[0]["content"] for completion in completions]
+        if shape is SHORT:
+            return [float(text.strip() == right) for text, right in zip(texts, answer, strict=True)]
+        return [even_length(text, None, None) for text in texts]
+
+    class Clock(TrainerCallback):
+        ends: list[float]
+
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            self.ends = [time.perf_counter()]
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            self.ends.append(time.perf_counter())
+
+    rows = [
+        {"prompt": [{"role": "user", "content": f"{left}+{right}="}], "answer": str(left + right)}
+        for left in range(10, 100)
+        for right in range(10, 100)
+    ]
+    batch = shape.prompts * GROUP
+    config = GRPOConfig(
+        output_dir=str(out),
+        per_device_train_batch_size=batch,
+        num_generations=GROUP,
+        max_completion_length=shape.max_new_tokens,
+        max_steps=WARMUP_STEPS + shape.steps_per_turn,
+        learning_rate=shape.learning_rate,
+        lr_scheduler_type="constant",
+        num_iterations=1,
+        steps_per_generation=1,
+        beta=0.0,
+        temperature=1.0,
+        top_k=0,
+        gradient_checkpointing=False,
+        bf16=False,
+        use_cpu=not torch.cuda.is_available(),
+        disable_dropout=True,
+        logging_strategy="no",
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        seed=0,
+    )
+    clock = Clock()
+    trainer = GRPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa"),
+        processing_class=AutoTokenizer.from_pretrained(folder),
+        reward_funcs=reward,
+        args=config,
+        train_dataset=Dataset.from_list(rows),
+        peft_config=LoraConfig(r=16, lora_alpha=32, lora_dropout=0.0, target_modules=TARGETS, task_type="CAUSAL_LM"),
+        callbacks=[clock],
+    )
+
+    def turn(turns: Turns) -> None:
+        lengths.clear()
+        trainer.train()
+        seconds = [end - start for start, end in zip(clock.ends, clock.ends[1:], strict=False)]
+        turns.seconds.append(statistics.median(seconds[WARMUP_STEPS:]))
+        turns.tokens += lengths[WARMUP_STEPS:]
+
+    return turn
+
+
+def compare_shape(shape: Shape, folders: tuple[Path, Path], scratch: Path, turns: int) -> tuple[Comparison, Any]:
+    """`folders`: Orbit's checkpoint, and one with the same values in BF16 for TRL."""
+    orbit, trl = Turns(), Turns()
+    sides = [
+        (orbit_turn(shape, folders[0], scratch / "orbit"), orbit),
+        (trl_turn(shape, folders[1], scratch / "trl"), trl),
+    ]
+    for number in range(turns):
+        for turn, measured in sides if number % 2 else reversed(sides):
+            turn(measured)
+    ratio = statistics.median(theirs / ours for ours, theirs in zip(orbit.seconds, trl.seconds, strict=True))
+    medians = statistics.median(orbit.seconds), statistics.median(trl.seconds)
+    row = Comparison(shape.name, "Orbit", "TRL + PEFT", *medians, ratio, shape.target, turns)
+    facts = {
+        "mean_tokens_orbit": statistics.mean(orbit.tokens),
+        "mean_tokens_trl": statistics.mean(trl.tokens),
+        "seconds_orbit": orbit.seconds,
+        "seconds_trl": trl.seconds,
+    }
+    return row, facts
+
+
+def main() -> None:
+    options = arguments(__doc__.splitlines()[0] if __doc__ else "")
+    comparisons, facts = [], {}
+    with tempfile.TemporaryDirectory() as temporary:
+        scratch = Path(temporary)
+        long_tail = build_model_folder(scratch / "long-tail")
+        adder = (builtin_folder("tiny-adder", "INT4"), builtin_folder("tiny-adder", "BF16"))
+        for index, (shape, folders) in enumerate([(SHORT, adder), (LONG, (long_tail, long_tail))]):
+            turns = max(3, options.repetitions // 3)
+            row, facts[shape.name] = compare_shape(shape, folders, scratch / str(index), turns)
+            comparisons.append(row)
+    print(table(comparisons))
+    for name, values in facts.items():
+        print(f"{name}: mean completion {values['mean_tokens_orbit']:.1f} / {values['mean_tokens_trl']:.1f} tokens")
+    save("rl_step_vs_trl", comparisons, facts, options.out)
+
+
+if __name__ == "__main__":
+    main()
