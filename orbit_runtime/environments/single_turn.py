@@ -8,6 +8,7 @@ Legend: `_P` prompts, `_G` the rollouts of one prompt, `_T` tokens.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,8 @@ from orbit_runtime.types import Completion, Group, Outcome, Prompt, Request, Rol
 from orbit_runtime.workers.reward_protocol import RewardCall, RewardResult, RewardScorer
 
 FAILED: tuple[Outcome, ...] = ("timeout", "crash")
+SUBMIT_CALLS, SUBMIT_SECONDS = 128, 0.05
+"""Reward calls travel together: so many, or those of so long, whichever is first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +56,15 @@ class SingleTurn:
         self._seed = seed
         self._episodes: list[Episode] = []
         self._submitted: list[int] = []
+        self._waiting: list[RewardCall] = []
+        self._flushed = 0.0
 
     def build_requests(self, prompts_P: Sequence[Prompt], adapter: str | None) -> list[Request]:
         """`group_size` requests per prompt; request ids count from 0 in the prompts' order."""
         self._episodes, self._submitted = [], []
-        for prompt in prompts_P:
-            ids = tuple(self._tokenizer.encode_chat(prompt.messages))
+        encoded = self._tokenizer.encode_many([prompt.messages for prompt in prompts_P])
+        for prompt, prompt_ids in zip(prompts_P, encoded, strict=True):
+            ids = tuple(prompt_ids)
             for sample in range(self._group_size):
                 key = stream_key(self._seed, "sample", prompt.prompt_id, prompt.visit, sample, 0)
                 request = Request(len(self._episodes), key, ids, self._sampling, adapter)
@@ -66,20 +72,22 @@ class SingleTurn:
         return [episode.request for episode in self._episodes]
 
     def submit(self, completion: Completion) -> None:
-        """Starts scoring a finished completion; returns at once."""
+        """Starts scoring a finished completion, together with those that finish about the same time."""
         prompt = self._episodes[completion.request_id].prompt
         self._submitted.append(completion.request_id)
-        self._scorer.submit(
-            [RewardCall(name, completion.text, prompt.messages, prompt.fields) for name in self._weights]
-        )
+        self._waiting += [RewardCall(name, completion.text, prompt.messages, prompt.fields) for name in self._weights]
+        if len(self._waiting) >= SUBMIT_CALLS or time.monotonic() - self._flushed > SUBMIT_SECONDS:
+            self._flush()
 
     def discard(self) -> None:
         """Drops the step: waits for what is being scored and forgets it."""
+        self._flush()
         self._scorer.gather()
         self._episodes, self._submitted = [], []
 
     def build_groups(self, step: int, completions: Mapping[int, Completion]) -> tuple[list[Group], list[str]]:
         """Waits for the scores; returns groups, and the reasons of rewards that timed out or crashed."""
+        self._flush()
         results = self._scorer.gather()
         width = len(self._weights)
         by_request = {
@@ -98,6 +106,10 @@ class SingleTurn:
         ]
         reasons = [result.reason for result in results if result.outcome in FAILED]
         return groups, list(dict.fromkeys(reasons))
+
+    def _flush(self) -> None:
+        self._scorer.submit(self._waiting)
+        self._waiting, self._flushed = [], time.monotonic()
 
     def _rollout(self, step: int, episode: Episode, completion: Completion, results: Sequence[RewardResult]) -> Rollout:
         prompt_T, answer_T = episode.request.prompt_ids_T, completion.token_ids_T

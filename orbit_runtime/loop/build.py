@@ -290,7 +290,7 @@ def _sampling(spec: RunSpec) -> Sampling:
 
 def _sequences(table: PromptTable, tokenizer: Tokenizer, count: int = 8) -> tuple[tuple[int, ...], ...]:
     """The first prompts, each with the answer tokens of the canary: whole sequences, as training sees them."""
-    return tuple(tuple(tokenizer.encode_chat(prompt.messages)) for prompt in table.prompts_P[:count])
+    return tuple(tuple(ids) for ids in tokenizer.encode_many([prompt.messages for prompt in table.prompts_P[:count]]))
 
 
 def _canary(prompt_T: tuple[int, ...], tokenizer: Tokenizer) -> tuple[int, ...]:

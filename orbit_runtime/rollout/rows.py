@@ -27,6 +27,17 @@ class Work:
     forced_T: tuple[int, ...] | None = None
 
 
+@dataclass(frozen=True)
+class Finished:
+    """A request served: its tokens and their log-probs, under the policy version that sampled them."""
+
+    request: Request
+    reason: FinishReason
+    token_ids_T: list[int]
+    logprobs_T: list[float]
+    version: int
+
+
 class Rows:
     """Dense per-row state for at most `capacity` requests of at most `max_new` new tokens."""
 
@@ -90,6 +101,20 @@ class Rows:
             (row, reason)
             for row, reason, is_forced, full in zip(done, reasons, forced, at_limit, strict=True)
             if full or not is_forced
+        ]
+
+    def finish(self, done: Sequence[tuple[int, FinishReason]]) -> list[Finished]:
+        """What rows have sampled, read out in one go."""
+        if not done:
+            return []
+        index = [row for row, _ in done]
+        counts = self.generated_C[index].tolist()
+        tokens, logprobs = self.tokens_CT[index].tolist(), self.logprobs_CT[index].tolist()
+        return [
+            Finished(
+                self.work[row].request, reason, tokens[at][: counts[at]], logprobs[at][: counts[at]], self.version[row]
+            )
+            for at, (row, reason) in enumerate(done)
         ]
 
     def remove(self, rows: list[int]) -> tuple[list[int], list[int]]:

@@ -23,7 +23,7 @@ from orbit_runtime.policy.logprobs import token_logprobs
 from orbit_runtime.policy.model import Policy
 from orbit_runtime.policy.packed import Branch, PackedPlan
 from orbit_runtime.rollout.cache import DecodePlan, KVCache
-from orbit_runtime.rollout.rows import Rows, Work, merge_segments
+from orbit_runtime.rollout.rows import Finished, Rows, Work, merge_segments
 from orbit_runtime.rollout.sampling import draw, uniforms
 from orbit_runtime.types import AdapterFiles, Completion, FinishReason, Request, Sampling, Scored, Tokenizer
 
@@ -103,8 +103,8 @@ class TorchEngine:
                 raise DataError(f"request {request.request_id} has an empty prompt")
         # Not inference_mode: layers keep views of the base that the trainer's backward needs as well.
         with torch.no_grad():
-            for rows, row, reason in self._run([Work(request) for request in requests]):
-                yield self._completion(rows, row, reason)
+            for finished in self._run([Work(request) for request in requests]):
+                yield self._completion(finished)
 
     def score(self, token_ids_T: Sequence[int], adapters: Sequence[str | None]) -> list[Scored]:
         """Teacher-forced: a prefill of all but the last few tokens, then decode steps, every adapter in one batch."""
@@ -114,8 +114,8 @@ class TorchEngine:
         heads: dict[str | None, list[float]] = {}
         tails: dict[int, list[float]] = {}
         with torch.no_grad(), self._policy.traced() as trace:
-            for rows, row, _ in self._run(work, heads):
-                tails[rows.work[row].request.request_id] = rows.logprobs_CT[row, :tail].tolist()
+            for finished in self._run(work, heads):
+                tails[finished.request.request_id] = finished.logprobs_T
         return [
             Scored((0.0, *heads[name], *tails[index]), _applied(trace, name) if name else None)
             for index, name in enumerate(adapters)
@@ -123,8 +123,8 @@ class TorchEngine:
 
     def _run(
         self, work: Sequence[Work], prompt_logprobs: dict[str | None, list[float]] | None = None
-    ) -> Iterator[tuple[Rows, int, FinishReason]]:
-        """Serves every work item; a yielded row is readable until the iterator is advanced.
+    ) -> Iterator[Finished]:
+        """Serves every work item, each yielded when its last token is there.
 
         With `prompt_logprobs` given, the prompts' own log-probs are left in it, by adapter.
         """
@@ -146,8 +146,7 @@ class TorchEngine:
             else:
                 self._decode(rows, cache)
             done = self._finished(rows)
-            for row, reason in done:
-                yield rows, row, reason
+            yield from rows.finish(done)
             if done:
                 length = int(rows.position_C[: len(rows)].max())
                 sources, targets = rows.remove([row for row, _ in done])
@@ -257,17 +256,15 @@ class TorchEngine:
         text = self._tokenizer.decode(rows.tokens_CT[row, max(0, count - window) : count].tolist())
         return any(stop in text for stop in stops)
 
-    def _completion(self, rows: Rows, row: int, reason: FinishReason) -> Completion:
-        request = rows.work[row].request
-        count = int(rows.generated_C[row])
-        tokens = tuple(rows.tokens_CT[row, :count].tolist())
+    def _completion(self, finished: Finished) -> Completion:
+        tokens = tuple(finished.token_ids_T)
         return Completion(
-            request_id=request.request_id,
+            request_id=finished.request.request_id,
             token_ids_T=tokens,
-            logprobs_T=tuple(rows.logprobs_CT[row, :count].tolist()),
-            versions_T=(rows.version[row],) * count,
-            finish_reason=reason,
-            text=_answer_text(self._tokenizer, tokens, request.sampling.stop),
+            logprobs_T=tuple(finished.logprobs_T),
+            versions_T=(finished.version,) * len(tokens),
+            finish_reason=finished.reason,
+            text=_answer_text(self._tokenizer, tokens, finished.request.sampling.stop),
         )
 
 
