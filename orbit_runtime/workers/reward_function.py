@@ -1,0 +1,120 @@
+"""Loading a reward function and calling it once, with every way it can misbehave told apart.
+
+Belongs here: what a return value or an exception means. Does not belong here: timeouts, which only another process
+can keep.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import math
+import numbers
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from orbit_runtime.workers.reward_protocol import RewardResult, WrongAnswer
+
+
+class TargetError(Exception):
+    """A reward cannot be loaded or called as the manifest says; the message is for the user."""
+
+
+def load_target(target: str, arguments: Mapping[str, Any]) -> Callable[..., Any]:
+    """The function behind `module:function`, checked to take the arguments it will get.
+
+    Raises:
+        TargetError: it names the module or attribute that is missing, and the folders that were searched.
+    """
+    module_name, separator, attribute = target.partition(":")
+    if not separator or not module_name or not attribute:
+        raise TargetError(f"{target!r} is not of the form 'module:function'")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (module_name == error.name or module_name.startswith(error.name + ".")):
+            raise TargetError(f"no module {error.name!r}; searched: {', '.join(map(repr, sys.path))}") from error
+        raise TargetError(f"module {module_name!r} needs {error.name!r}, which is not installed") from error
+    except BaseException as error:  # importing runs user code
+        raise TargetError(f"importing {module_name!r} fails: {describe(error)}") from error
+    function: Any = module
+    for part in attribute.split("."):
+        if not hasattr(function, part):
+            raise TargetError(f"module {module_name!r} ({_origin(module)}) has no {attribute!r}")
+        function = getattr(function, part)
+    check_callable(function, target, arguments)
+    return function  # type: ignore[no-any-return]
+
+
+def check_callable(function: Any, target: str, arguments: Mapping[str, Any]) -> None:
+    """Raises `TargetError` unless `function(completion, prompt, fields, **arguments)` can be called."""
+    if not callable(function):
+        raise TargetError(f"{target!r} is not a function but {type(function).__name__}")
+    if inspect.iscoroutinefunction(function):
+        raise TargetError(f"{target!r} is async; a reward is a plain function, and workers run many at once")
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return  # built in C without a signature: the first call will tell
+    try:
+        signature.bind("", [], {}, **arguments)
+    except TypeError as error:
+        raise TargetError(
+            f"{target!r} cannot be called as (completion, prompt, fields, **{dict(arguments)}): {error}"
+        ) from error
+
+
+def call_reward(
+    function: Callable[..., Any],
+    arguments: Mapping[str, Any],
+    completion: str,
+    prompt: Sequence[Mapping[str, str]],
+    fields: Mapping[str, Any],
+) -> RewardResult:
+    """Calls it and maps what happens to an outcome; nothing that user code raises gets out."""
+    start = time.perf_counter()
+    try:
+        value = function(completion, prompt, fields, **arguments)
+    except WrongAnswer as verdict:
+        return RewardResult("wrong", 0.0, str(verdict), time.perf_counter() - start)
+    except BaseException as error:  # SystemExit and KeyboardInterrupt of user code are crashes of that call, too
+        return RewardResult("crash", None, describe(error), time.perf_counter() - start)
+    return _build_result(value, time.perf_counter() - start)
+
+
+def describe(error: BaseException) -> str:
+    """Type, message and the line of user code that raised, on one line."""
+    text = " ".join(str(error).split())[:300]
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {text}{place}" if text else f"{type(error).__name__}{place}"
+
+
+def _build_result(value: Any, seconds: float) -> RewardResult:
+    """Booleans count as 1.0 and 0.0; `None` is `wrong`; anything else that is no finite real number is a crash."""
+    if value is None:
+        return RewardResult("wrong", 0.0, "returned None", seconds)
+    if not isinstance(value, numbers.Real):
+        return RewardResult("crash", None, f"returned {_shown(value)}, which is no number", seconds)
+    try:
+        number = float(value)
+    except Exception as error:  # an integer beyond floats, or a number class of the user's
+        return RewardResult("crash", None, describe(error), seconds)
+    if not math.isfinite(number):
+        return RewardResult("crash", None, f"returned {number}", seconds)
+    return RewardResult("value", number, "", seconds)
+
+
+def _shown(value: Any) -> str:
+    try:
+        text = repr(value)
+    except Exception:  # a broken __repr__ of the user's must not end the worker
+        text = "…"
+    return f"{type(value).__name__} {text[:80]}"
+
+
+def _origin(module: Any) -> str:
+    return str(getattr(module, "__file__", None) or "built in")

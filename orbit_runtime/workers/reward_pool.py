@@ -1,0 +1,277 @@
+"""Rewards in long-lived worker processes: a call that hangs or dies costs that call and no other.
+
+Belongs here: dispatch, per-call timeouts, restarts. Does not belong here: what a reward computes, or how scores
+combine.
+
+One thread of this process owns every worker: it starts them (Linux ties their lives to the thread that did), feeds
+them, reads results and kills what overstays, so that scoring goes on while the caller generates.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from orbit_runtime.errors import InternalError, ManifestError, OrbitError, RewardsFailingError
+from orbit_runtime.workers.reward_process import RewardProcess, head_message
+from orbit_runtime.workers.reward_protocol import (
+    MAX_FAILURES_KEPT,
+    RewardCall,
+    RewardFailure,
+    RewardResult,
+    RewardTarget,
+    build_failure,
+)
+
+CHUNK_SECONDS = 0.005
+"""Work handed to a worker at once: long enough to hide a round trip, short enough to keep the workers even."""
+FIRST_CHUNK, MAX_CHUNK = 8, 64
+MAX_IDLE_DEATHS = 3
+"""Workers that end while they run no call, one after the other, before the pool gives up."""
+
+
+class RewardPool:
+    """`num_workers` processes that each hold every reward.
+
+    Args:
+        targets: rewards whose `target` is a dotted path.
+        search_path: folders that entry points are imported from first, such as the working folder and the manifest's.
+        start_seconds: what importing all rewards may take.
+
+    Raises:
+        ManifestError: an entry point cannot be imported or called with its arguments.
+    """
+
+    def __init__(
+        self,
+        targets: Sequence[RewardTarget],
+        *,
+        num_workers: int | None = None,
+        search_path: Sequence[str] = (),
+        start_seconds: float = 120.0,
+    ) -> None:
+        rewards = [
+            (target.name, target.target, target.arguments) for target in targets if isinstance(target.target, str)
+        ]
+        assert len(rewards) == len(targets), "callables run in-process, see reward_threads"
+        self._head = head_message(rewards, search_path)
+        self._targets = {target.name: target for target in targets}
+        self._num_workers = num_workers or default_workers()
+        self._start_seconds = start_seconds
+
+        self._changed = threading.Condition()
+        """Guards every field below that both threads touch, and is notified when a gather may be complete."""
+        self._calls: list[RewardCall] = []
+        self._results: list[RewardResult | None] = []
+        self._pending: deque[int] = deque()
+        self._unanswered = 0
+        self._num_ready = 0
+        self._failure: OrbitError | None = None
+        self._is_closing = False
+        self._failures: list[RewardFailure] = []
+
+        self._workers: list[RewardProcess] = []
+        self._call_seconds: float | None = None
+        self._idle_deaths = 0
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_read, False)
+        self._thread = threading.Thread(target=self._serve, name="reward-pool", daemon=True)
+        self._thread.start()
+        with self._changed:
+            self._changed.wait_for(lambda: self._num_ready >= self._num_workers or self._failure is not None)
+        if self._failure is not None:
+            self.close()
+            raise self._failure
+
+    @property
+    def failures(self) -> Sequence[RewardFailure]:
+        """The first timeouts and crashes, at most twenty."""
+        return tuple(self._failures)
+
+    def submit(self, calls: Sequence[RewardCall]) -> None:
+        """Starts scoring and returns at once."""
+        if not calls:
+            return
+        with self._changed:
+            self._pending.extend(range(len(self._calls), len(self._calls) + len(calls)))
+            self._calls.extend(calls)
+            self._results.extend([None] * len(calls))
+            self._unanswered += len(calls)
+        os.write(self._wake_write, b"w")
+
+    def gather(self) -> list[RewardResult]:
+        """Waits for everything submitted since the last gather; results in the order of submission.
+
+        Raises:
+            ManifestError: a restarted worker can no longer import a reward.
+            RewardsFailingError: workers end by themselves, running no call.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._unanswered == 0 or self._failure is not None)
+            if self._failure is not None:
+                raise self._failure
+            results = [result for result in self._results if result is not None]
+            assert len(results) == len(self._calls)
+            self._calls, self._results = [], []
+        return results
+
+    def score(self, calls: Sequence[RewardCall]) -> list[RewardResult]:
+        """Submit and gather."""
+        assert not self._calls, "gather what was submitted before"
+        self.submit(calls)
+        return self.gather()
+
+    def close(self) -> None:
+        """Ends every worker. Safe to call twice."""
+        if self._is_closing:
+            return
+        self._is_closing = True
+        os.write(self._wake_write, b"w")
+        self._thread.join()
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # Everything below runs in the pool's thread.
+
+    def _serve(self) -> None:
+        try:
+            self._workers = [self._start() for _ in range(self._num_workers)]
+            while not self._is_closing and self._failure is None:
+                self._wait()
+                with self._changed:
+                    for place, worker in enumerate(self._workers):
+                        self._attend(place, worker)
+                    for worker in self._workers:
+                        self._feed(worker)
+                    if self._unanswered == 0 or self._failure is not None:
+                        self._changed.notify_all()
+        except Exception as error:  # the waiting thread must learn of it
+            with self._changed:
+                self._failure = InternalError(f"the reward pool failed: {type(error).__name__}: {error}")
+                self._failure.__cause__ = error
+                self._changed.notify_all()
+        finally:
+            for worker in self._workers:
+                worker.end()
+
+    def _start(self) -> RewardProcess:
+        return RewardProcess(self._head, now=time.monotonic())
+
+    def _wait(self) -> None:
+        """Sleeps until a pipe is ready or the next deadline."""
+        deadlines = [deadline for worker in self._workers if (deadline := self._deadline(worker)) is not None]
+        timeout = max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._wake_read, selectors.EVENT_READ)
+            for worker in self._workers:
+                selector.register(worker.results_fd, selectors.EVENT_READ)
+                if worker.wants_write:
+                    selector.register(worker.calls_fd, selectors.EVENT_WRITE)
+            ready = selector.select(timeout)
+        if any(key.fd == self._wake_read for key, _ in ready):
+            os.read(self._wake_read, 1 << 16)
+
+    def _deadline(self, worker: RewardProcess) -> float | None:
+        if not worker.is_ready:
+            return worker.progress_at + self._start_seconds
+        if not worker.in_flight:
+            return None
+        return worker.progress_at + self._targets[self._calls[worker.in_flight[0]].reward].timeout_seconds
+
+    def _attend(self, place: int, worker: RewardProcess) -> None:
+        """Takes a worker's messages; replaces it when it is gone or overstays."""
+        worker.flush()
+        messages, is_open = worker.receive()
+        for message in messages:
+            self._handle(worker, message)
+        if self._failure is not None:
+            return
+        deadline = self._deadline(worker)
+        if not is_open:
+            self._replace(place, worker, "crash", worker.exit_reason())
+        elif deadline is not None and time.monotonic() >= deadline:
+            if not worker.is_ready:
+                self._failure = ManifestError(
+                    f"importing the rewards took longer than {self._start_seconds:g} s",
+                    where="environment.rewards",
+                    fix="do slow work on the first call, not on import",
+                )
+                return
+            worker.end()
+            seconds = self._targets[self._calls[worker.in_flight[0]].reward].timeout_seconds
+            self._replace(place, worker, "timeout", f"no result within {seconds:g} s; the worker was killed")
+
+    def _handle(self, worker: RewardProcess, message: Any) -> None:
+        worker.progress_at = time.monotonic()
+        if isinstance(message, dict):
+            if "error" in message:
+                problem = message["error"]
+                self._failure = ManifestError(
+                    problem["message"],
+                    where=f"environment.rewards[{problem['reward']}]",
+                    fix="name an importable 'module:function' that takes (completion, prompt, fields, **arguments)",
+                )
+            else:
+                worker.is_ready = True
+                self._num_ready += 1
+                self._changed.notify_all()
+            return
+        result = RewardResult(*message)
+        self._idle_deaths = 0
+        self._call_seconds = (
+            result.seconds if self._call_seconds is None else 0.9 * self._call_seconds + 0.1 * result.seconds
+        )
+        self._answer(worker.in_flight.popleft(), result)
+
+    def _replace(self, place: int, worker: RewardProcess, outcome: str, reason: str) -> None:
+        """Answers the call that was running, gives the others back, and starts a new worker."""
+        if worker.in_flight:
+            hit = worker.in_flight.popleft()
+            self._answer(hit, RewardResult("timeout" if outcome == "timeout" else "crash", None, reason))
+            self._pending.extendleft(reversed(worker.in_flight))
+        else:
+            self._idle_deaths += 1
+            if self._idle_deaths >= MAX_IDLE_DEATHS:
+                self._failure = RewardsFailingError(
+                    f"reward workers keep ending while they score nothing: {reason}",
+                    where="environment.rewards",
+                    fix="look for threads, signals or memory limits that end the process",
+                )
+                return
+        self._workers[place] = self._start()
+
+    def _answer(self, index: int, result: RewardResult) -> None:
+        self._results[index] = result
+        self._unanswered -= 1
+        if result.value is None and len(self._failures) < MAX_FAILURES_KEPT:
+            self._failures.append(build_failure(self._calls[index], result))
+
+    def _feed(self, worker: RewardProcess) -> None:
+        if not worker.is_idle or not self._pending:
+            return
+        size = FIRST_CHUNK if self._call_seconds is None else int(CHUNK_SECONDS / max(self._call_seconds, 1e-9))
+        share = -(-len(self._pending) // self._num_workers)
+        chunk = [self._pending.popleft() for _ in range(max(1, min(size, MAX_CHUNK, share)))]
+        calls = [self._calls[index] for index in chunk]
+        worker.in_flight.extend(chunk)
+        worker.progress_at = time.monotonic()
+        worker.send([[c.reward, c.completion, [dict(m) for m in c.prompt], dict(c.fields)] for c in calls])
+
+
+def default_workers() -> int:
+    """One per core that this process may use, at most eight."""
+    return min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)

@@ -1,0 +1,104 @@
+"""The nouns of scoring: what a reward is, a call of it, and its result.
+
+Belongs here: records and the exception that user code may raise. Does not belong here: processes (`reward_pool`), or
+the weighted sum over rewards (`environments.rewards`). Light on purpose: every worker process imports it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Literal, Protocol, Self
+
+RewardOutcome = Literal["value", "wrong", "timeout", "crash"]
+
+MAX_FAILURES_KEPT = 20
+
+
+class WrongAnswer(Exception):  # noqa: N818 - it is a verdict, not an error
+    """Raised by a reward: the completion is no answer at all. It scores 0.0 and trains, counted as `wrong`."""
+
+
+@dataclass(frozen=True, slots=True)
+class RewardTarget:
+    """One reward of a run.
+
+    Example: `RewardTarget("exact", "orbit_runtime.environments.rewards.exact_match:exact_match", {"field": "answer"},
+    10.0)`
+    """
+
+    name: str
+    target: str | Callable[..., Any]
+    """`module:function`, run in worker processes; or a callable handed over from Python, run in this process."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    timeout_seconds: float = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class RewardCall:
+    """One completion to score with one reward."""
+
+    reward: str
+    """Name of its `RewardTarget`."""
+    completion: str
+    prompt: Sequence[Mapping[str, str]]
+    fields: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class RewardResult:
+    """What came of one call."""
+
+    outcome: RewardOutcome
+    value: float | None
+    """Finite for `value`, 0.0 for `wrong`, `None` for `timeout` and `crash`: a failure is never scored as 0."""
+    reason: str = ""
+    """Why it is not a value."""
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class RewardFailure:
+    """Evidence of a timeout or crash, kept for the report."""
+
+    reward: str
+    outcome: RewardOutcome
+    reason: str
+    completion: str
+    """Its first 200 characters."""
+
+
+class RewardScorer(Protocol):
+    """Scores completions while others are still being generated. One thread uses it at a time."""
+
+    @property
+    def failures(self) -> Sequence[RewardFailure]:
+        """The first timeouts and crashes, at most twenty."""
+        ...
+
+    def submit(self, calls: Sequence[RewardCall]) -> None:
+        """Starts scoring and returns at once."""
+        ...
+
+    def gather(self) -> list[RewardResult]:
+        """Waits for everything submitted since the last gather; results in the order of submission."""
+        ...
+
+    def score(self, calls: Sequence[RewardCall]) -> list[RewardResult]:
+        """Submit and gather."""
+        ...
+
+    def close(self) -> None:
+        """Ends every worker. Safe to call twice."""
+        ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+def build_failure(call: RewardCall, result: RewardResult) -> RewardFailure:
+    return RewardFailure(call.reward, result.outcome, result.reason, call.completion[:200])

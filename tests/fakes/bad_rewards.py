@@ -1,0 +1,47 @@
+"""Rewards that misbehave in every way a user's can."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from orbit_runtime.workers.reward_protocol import WrongAnswer
+
+Prompt = Sequence[Mapping[str, str]]
+
+
+def by_text(completion: str, prompt: Prompt, fields: Mapping[str, Any], *, scale: float = 1.0) -> Any:
+    """Does what the completion says."""
+    actions = {
+        "raise": lambda: 1 / 0,
+        "nan": lambda: float("nan"),
+        "inf": lambda: float("inf"),
+        "text": lambda: "good",
+        "none": lambda: None,
+        "true": lambda: True,
+        "hang": lambda: time.sleep(3600),
+        "spin": _spin,
+        "die": lambda: os._exit(3),
+        "exit": lambda: exit(4),
+    }
+    if completion == "wrong":
+        raise WrongAnswer("no number in it")
+    if completion in actions:
+        return actions[completion]()
+    print("a reward may print", completion)
+    return scale * len(completion)
+
+
+def _spin() -> None:
+    while True:
+        pass
+
+
+async def never(completion: str, prompt: Prompt, fields: Mapping[str, Any]) -> float:
+    return 1.0
+
+
+def too_few(completion: str) -> float:
+    return 1.0

@@ -1,0 +1,139 @@
+"""Rewards in processes of their own: outcomes, timeouts that end calls, deaths, start-up errors, orphans."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fakes import bad_rewards
+
+from orbit_runtime.errors import ManifestError
+from orbit_runtime.workers.reward_pool import RewardPool
+from orbit_runtime.workers.reward_protocol import RewardCall, RewardTarget
+from orbit_runtime.workers.reward_threads import RewardThreads
+
+TESTS = str(Path(__file__).resolve().parents[2])
+TARGET = RewardTarget("score", "fakes.bad_rewards:by_text", {"scale": 2.0}, timeout_seconds=0.5)
+
+
+def calls(*texts: str) -> list[RewardCall]:
+    return [RewardCall("score", text, [{"role": "user", "content": "q"}], {}) for text in texts]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RewardPool]:
+    with RewardPool([TARGET], num_workers=2, search_path=[TESTS]) as made:
+        yield made
+
+
+def outcomes(pool: RewardPool, *texts: str) -> list[tuple[str, float | None]]:
+    return [(result.outcome, result.value) for result in pool.score(calls(*texts))]
+
+
+def test_values_come_back_in_order(pool: RewardPool) -> None:
+    texts = ["x" * (index % 7 + 1) for index in range(300)]
+    assert outcomes(pool, *texts) == [("value", 2.0 * len(text)) for text in texts]
+
+
+@pytest.mark.parametrize(
+    ("text", "outcome", "value", "reason"),
+    [
+        ("raise", "crash", None, "ZeroDivisionError"),
+        ("nan", "crash", None, "nan"),
+        ("inf", "crash", None, "inf"),
+        ("text", "crash", None, "no number"),
+        ("none", "wrong", 0.0, "None"),
+        ("true", "value", 1.0, ""),
+        ("wrong", "wrong", 0.0, "no number in it"),
+        ("exit", "crash", None, "SystemExit"),
+    ],
+)
+def test_every_way_to_answer_has_its_outcome(
+    pool: RewardPool, text: str, outcome: str, value: float | None, reason: str
+) -> None:
+    (result,) = pool.score(calls(text))
+    assert (result.outcome, result.value) == (outcome, value)
+    assert reason in result.reason
+
+
+@pytest.mark.parametrize("text", ["hang", "spin"])
+def test_a_call_that_overstays_is_ended_and_the_others_are_unharmed(pool: RewardPool, text: str) -> None:
+    started = time.monotonic()
+    found = outcomes(pool, "ab", text, "abc", *["a"] * 40)
+    assert found == [("value", 4.0), ("timeout", None), ("value", 6.0), *[("value", 2.0)] * 40]
+    assert time.monotonic() - started < 10
+    assert any(failure.outcome == "timeout" for failure in pool.failures)
+
+
+def test_a_worker_that_dies_costs_one_call(pool: RewardPool) -> None:
+    assert outcomes(pool, "a", "die", "ab", "die", "abc") == [
+        ("value", 2.0),
+        ("crash", None),
+        ("value", 4.0),
+        ("crash", None),
+        ("value", 6.0),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ("no_such_module:score", "no module 'no_such_module'"),
+        ("fakes.bad_rewards:missing", "has no 'missing'"),
+        ("fakes.bad_rewards:never", "async"),
+        ("fakes.bad_rewards:too_few", "cannot be called"),
+        ("fakes.bad_rewards", "module:function"),
+    ],
+)
+def test_a_reward_that_cannot_be_loaded_is_an_error_at_start(target: str, words: str) -> None:
+    with pytest.raises(ManifestError) as caught:
+        RewardPool([RewardTarget("score", target)], num_workers=1, search_path=[TESTS])
+    assert words in str(caught.value)
+    assert caught.value.exit_code == 64
+
+
+def test_no_worker_outlives_a_parent_that_was_killed() -> None:
+    program = (
+        "import sys, time; sys.path.insert(0, sys.argv[1])\n"
+        "from orbit_runtime.workers.reward_pool import RewardPool\n"
+        "from orbit_runtime.workers.reward_protocol import RewardTarget\n"
+        "pool = RewardPool([RewardTarget('s', 'fakes.bad_rewards:by_text')], num_workers=2, search_path=[sys.argv[1]])\n"
+        "print('ready', flush=True); time.sleep(60)\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", program, TESTS], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    assert parent.stdout.readline() == "ready\n"
+    children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
+    everyone = children or [
+        line.split()[0]
+        for line in subprocess.check_output(["ps", "-eo", "pid,ppid"], text=True).splitlines()
+        if line.split()[1] == str(parent.pid)
+    ]
+    assert len(everyone) == 2
+    parent.kill()
+    parent.wait()
+    deadline = time.monotonic() + 10
+    while any(_runs(pid) for pid in everyone) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(_runs(pid) for pid in everyone)
+
+
+def _runs(pid: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_callables_of_this_process_are_scored_and_flagged_when_they_overstay() -> None:
+    target = RewardTarget("score", bad_rewards.by_text, {"scale": 1.0}, timeout_seconds=0.2)
+    with RewardThreads([target]) as threads:
+        found = [(result.outcome, result.value) for result in threads.score(calls("ab", "hang", "raise", "wrong"))]
+        assert found == [("value", 2.0), ("timeout", None), ("crash", None), ("wrong", 0.0)]
+        assert len(threads.failures) == 2
+    with pytest.raises(ManifestError, match="dotted path"):
+        RewardThreads([target, RewardTarget("other", "fakes.bad_rewards:by_text")])
