@@ -7,7 +7,6 @@ micro-batch, all samples joined, prompts and masked tokens left out.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -118,27 +117,3 @@ def policy_loss(
         if reference_logprobs_T is not None:
             metrics["kl"] = kl_estimate(logprobs_T, reference_logprobs_T, "K3").sum()
     return loss, metrics
-
-
-def kl_penalised_rewards(
-    rewards_G: Sequence[float | None],
-    logprobs_G: Sequence[torch.Tensor],
-    reference_logprobs_G: Sequence[torch.Tensor],
-    *,
-    coefficient: float,
-    estimator: KLEstimator,
-) -> list[float | None]:
-    """r_i - coefficient * sum_t KL_t: the penalty inside the reward (InstructGPT, arXiv:2203.02155 eq. 2), before
-    advantages.
-
-    `logprobs_G[i]` holds one rollout's trained tokens under the policy that sampled them. A reward of `None` stays
-    `None`.
-    """
-    penalised: list[float | None] = []
-    for reward, logprobs_T, reference_T in zip(rewards_G, logprobs_G, reference_logprobs_G, strict=True):
-        if reward is None:
-            penalised.append(None)
-            continue
-        kl = kl_estimate(logprobs_T.double(), reference_T.double(), estimator).sum().item()
-        penalised.append(reward - coefficient * kl)
-    return penalised

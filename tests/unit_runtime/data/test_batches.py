@@ -1,0 +1,78 @@
+"""Samples, micro-batches and the rollout record."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orbit_runtime.data.packing import batch_cost, pack_micro_batches, split_mini_batches
+from orbit_runtime.data.records import compress_rollouts, decompress_rollouts
+from orbit_runtime.data.samples import build_samples
+from orbit_runtime.errors import DataError
+from orbit_runtime.types import Group, Prompt, Rollout, Sample, Turn
+
+
+def rollout(prompt: int, sample: int, reward: float | None, answer: int = 3) -> Rollout:
+    tokens = (1, 2, 3 + prompt, *range(50, 50 + answer))
+    return Rollout(
+        run="r",
+        step=1,
+        prompt_id=f"p/{prompt}",
+        sample_index=sample,
+        turns=(Turn("user", 0, 3, "q"), Turn("assistant", 3, 3 + answer, "a\u2028é")),
+        token_ids_T=tokens,
+        loss_mask_T=(0,) * 3 + (1,) * answer,
+        logprobs_T=(0.0,) * 3 + tuple(-random.Random(sample).random() for _ in range(answer)),
+        versions_T=(-1,) * 3 + (4,) * answer,
+        reward=reward,
+        outcome="value" if reward is not None else "timeout",
+        reward_parts={"correct": reward},
+        finish_reason="stop",
+    )
+
+
+def group(prompt: int, rewards: list[float | None]) -> Group:
+    made = tuple(rollout(prompt, sample, reward) for sample, reward in enumerate(rewards))
+    return Group(Prompt(f"p/{prompt}", 0, ()), made)
+
+
+def test_failed_rewards_become_no_sample_and_groups_share_their_prompt() -> None:
+    groups = [group(0, [1.0, None, 0.0]), group(1, [0.5, 0.5, 0.5])]
+    samples = build_samples(groups, [[0.7, 0.0, -0.7], [0.0, 0.0, 0.0]])
+    assert [sample.prefix_id for sample in samples] == [0, 0, 1, 1, 1]
+    assert [sample.advantage for sample in samples[:2]] == [0.7, -0.7]
+    assert {sample.prefix_length for sample in samples} == {3}
+
+
+def test_a_rollout_record_survives_its_file_to_the_bit() -> None:
+    rollouts = [rollout(0, index, None if index == 1 else index / 3) for index in range(4)]
+    assert decompress_rollouts(compress_rollouts(rollouts)) == rollouts
+    with pytest.raises(DataError):
+        decompress_rollouts(b"not zstandard")
+
+
+def sample(prefix: int, prompt: int, answer: int) -> Sample:
+    length = prompt + answer
+    return Sample((7,) * length, (0,) * prompt + (1,) * answer, (0.0,) * length, 1.0, prefix, prompt)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 4), st.integers(1, 9)), min_size=1, max_size=40),
+    st.integers(1, 60),
+)
+def test_micro_batches_hold_every_sample_once_and_keep_the_budget(pairs: list[tuple[int, int]], budget: int) -> None:
+    samples = [sample(prefix, 3 + prefix, answer) for prefix, answer in pairs]
+    batches = pack_micro_batches(samples, budget)
+    assert sorted(index for batch in batches for index in batch) == list(range(len(samples)))
+    for batch in batches:
+        assert batch_cost(samples, batch) <= budget or len(batch) == 1
+    assert batches == pack_micro_batches(samples, budget)
+
+
+def test_mini_batches_are_cut_by_prompts() -> None:
+    samples = [sample(prefix, 3, 2) for prefix in (0, 0, 1, 1, 1, 2)]
+    assert split_mini_batches(samples, None) == [(0, 1, 2, 3, 4, 5)]
+    assert split_mini_batches(samples, 2) == [(0, 1, 2, 3, 4), (5,)]

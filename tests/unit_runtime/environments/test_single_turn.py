@@ -1,0 +1,100 @@
+"""From prompts to requests, from completions and scores to rollouts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import pytest
+
+from orbit_runtime.environments.rewards.exact_match import exact_match
+from orbit_runtime.environments.rewards.math_answer import math_answer
+from orbit_runtime.environments.single_turn import SingleTurn, combine
+from orbit_runtime.types import Completion, Prompt, Sampling
+from orbit_runtime.workers.reward_protocol import RewardResult, RewardTarget, WrongAnswer
+from orbit_runtime.workers.reward_threads import RewardThreads
+
+
+class Letters:
+    """A tokenizer whose ids are code points."""
+
+    eos_ids = (0,)
+
+    def encode_many(self, conversations: Sequence[Sequence[Mapping[str, str]]]) -> list[list[int]]:
+        return [[ord(letter) for letter in messages[-1]["content"]] for messages in conversations]
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return "".join(map(chr, token_ids))
+
+
+PROMPTS = [Prompt(f"p/{name}", 0, ({"role": "user", "content": name},), {"answer": name}) for name in ("ab", "c")]
+
+
+def build(seed: int = 0) -> SingleTurn:
+    def crash_on_x(completion: str, prompt: object, fields: Mapping[str, str]) -> float:
+        if completion == "x":
+            raise RuntimeError("no x")
+        return float(completion == fields["answer"])
+
+    scorer = RewardThreads([RewardTarget("correct", crash_on_x), RewardTarget("match", exact_match)])
+    return SingleTurn("run", Letters(), scorer, {"correct": 1.0, "match": 0.5}, Sampling(), 2, seed)
+
+
+def test_requests_name_their_random_stream_by_what_they_are() -> None:
+    first = build().build_requests(PROMPTS, "policy-v3")
+    assert [request.request_id for request in first] == [0, 1, 2, 3]
+    assert first[0].prompt_ids_T == (97, 98)
+    assert {request.adapter for request in first} == {"policy-v3"}
+    keys = [request.key for request in first]
+    assert len(set(keys)) == 4
+    assert keys[2:] == [request.key for request in build().build_requests(PROMPTS[1:], None)]
+    again = [Prompt(p.prompt_id, 1, p.messages, p.fields) for p in PROMPTS]
+    assert not set(keys) & {request.key for request in build().build_requests(again, None)}
+    assert not set(keys) & {request.key for request in build(seed=1).build_requests(PROMPTS, None)}
+
+
+def test_groups_come_back_in_order_whatever_finished_first() -> None:
+    environment = build()
+    environment.build_requests(PROMPTS, "policy-v3")
+    texts = {0: "ab", 1: "no", 2: "x", 3: "c"}
+    completions = {
+        index: Completion(index, tuple(map(ord, text)), (-0.5,) * len(text), (3,) * len(text), "stop", text)
+        for index, text in texts.items()
+    }
+    for index in (3, 1, 0, 2):
+        environment.submit(completions[index])
+    groups, reasons = environment.build_groups(7, completions)
+    rewards = [[rollout.reward for rollout in group.rollouts_G] for group in groups]
+    assert rewards == [[1.5, 0.0], [None, 1.5]]
+    assert len(reasons) == 1
+    assert "no x" in reasons[0]
+    first = groups[0].rollouts_G[0]
+    assert first.loss_mask_T == (0, 0, 1, 1)
+    assert first.versions_T == (-1, -1, 3, 3)
+    assert first.reward_parts == {"correct": 1.0, "match": 1.0}
+    assert [turn.role for turn in first.turns] == ["user", "assistant"]
+    failed = groups[1].rollouts_G[0]
+    assert (failed.outcome, failed.reward) == ("crash", None)
+
+
+def test_one_failed_part_fails_the_rollout_and_a_wrong_part_trains() -> None:
+    value, wrong = RewardResult("value", 1.0), RewardResult("wrong", 0.0)
+    timeout, crash = RewardResult("timeout", None), RewardResult("crash", None)
+    assert combine([value, value], [1.0, 0.2]) == (1.2, "value")
+    assert combine([value, wrong], [1.0, 0.2]) == (1.0, "wrong")
+    assert combine([crash, timeout, value], [1, 1, 1]) == (None, "timeout")
+    assert combine([crash, wrong], [1, 1]) == (None, "crash")
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "reward"),
+    [("46", "46", 1.0), (" 46\n", "46", 1.0), ("46", 46, 1.0), ("47", "46", 0.0), ("", "46", 0.0)],
+)
+def test_exact_match_compares_text_without_outer_space(completion: str, answer: object, reward: float) -> None:
+    assert exact_match(completion, [], {"answer": answer}) == reward
+
+
+def test_math_compares_values_and_tells_no_answer_from_a_wrong_one() -> None:
+    assert math_answer("so it is $\\frac{1}{2}$", [], {"answer": "0.5"}) == 1.0
+    assert math_answer("the answer is \\boxed{3}", [], {"answer": "4"}) == 0.0
+    with pytest.raises(WrongAnswer):
+        math_answer("I do not know", [], {"answer": "4"})
