@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from orbit_runtime.data.records import compress_rollouts
-from orbit_runtime.errors import OrbitError
+from orbit_runtime.errors import OrbitError, OutputError, StorageError
 from orbit_runtime.loop.state import RunState
 from orbit_runtime.observability.metrics import MetricsRow
 from orbit_runtime.storage import Execution, Store, prune_bundles, write_bundle
@@ -22,7 +23,12 @@ def step_name(step: int) -> str:
 
 
 def keep_step(store: Store, execution: Execution, row: MetricsRow, groups_P: Sequence[Group], step: int) -> None:
-    """The step's rollouts and its metrics row; overwritten if the step runs again after a kill."""
+    """The step's rollouts and its metrics row; overwritten if the step runs again after a kill.
+
+    Raises:
+        OutputError: another execution took over; its rows are not touched.
+    """
+    execution.check()
     rollouts = compress_rollouts(rollout for group in groups_P for rollout in group.rollouts_G)
     store.put_many(
         [
@@ -64,9 +70,16 @@ def keep_checkpoint(
 
 
 def keep_failure(store: Store, step: int, error: OrbitError, groups_P: Sequence[Group]) -> None:
-    """Evidence of a step that stopped the run: its rollouts, and what was wrong with it."""
+    """Evidence of a step that stopped the run: its rollouts, and what was wrong with it.
+
+    Where the store itself is the trouble, or another execution owns the folder, nothing is written; and an error while
+    writing never hides the one that is being told.
+    """
+    if isinstance(error, (OutputError, StorageError)):
+        return
     objects = [(f"failures/{step_name(step)}.json", json.dumps(error.to_json(), indent=1).encode())]
     if groups_P:
         rollouts = compress_rollouts(rollout for group in groups_P for rollout in group.rollouts_G)
         objects.append((f"failures/{step_name(step)}.jsonl.zst", rollouts))
-    store.put_many(objects)
+    with suppress(OrbitError):
+        store.put_many(objects)

@@ -22,7 +22,7 @@ from orbit_runtime.loop.build import Parts, build_parts
 from orbit_runtime.loop.machine import machine_facts
 from orbit_runtime.loop.resume import RUN_FILE, check_same_run, find_checkpoint, read_run_file, restore
 from orbit_runtime.loop.show import Show
-from orbit_runtime.loop.signals import stop_on_signals
+from orbit_runtime.loop.signals import StopFlag, stop_on_signals
 from orbit_runtime.loop.state import RunState
 from orbit_runtime.loop.sync import run_sync
 from orbit_runtime.observability.metrics import RunMetrics
@@ -79,10 +79,11 @@ def run(
     with ExitStack() as closing:
         closing.callback(lambda: execution.release(ended))
         execution.start_heartbeat()
+        stop = closing.enter_context(stop_on_signals())
         show = _build_show(spec, execution, attempt, progress, closing)
         try:
             search_path = [str(folder) for folder in (manifest_folder, Path.cwd()) if folder]
-            ended, report = _run(resolved, store, execution, show, rewards, search_path, closing)
+            ended, report = _run(resolved, store, execution, show, stop, rewards, search_path, closing)
         except OrbitError as error:
             ended = type(error).__name__
             show.status.update(phase="Failed", message=str(error), exit_code=error.exit_code)
@@ -95,6 +96,7 @@ def _run(
     store: Store,
     execution: Execution,
     show: Show,
+    stop: StopFlag,
     rewards: Mapping[str, Callable[..., Any]] | None,
     search_path: list[str],
     closing: ExitStack,
@@ -106,13 +108,12 @@ def _run(
     bundle, skipped = find_checkpoint(store)
     parts = build_parts(resolved, store, execution, show, rewards=rewards, search_path=search_path, closing=closing)
     state = RunState(trainable_parameters=parts.trainable_parameters, base_digest=parts.base_digest())
-    for reason in skipped:
-        state.warn(f"a damaged checkpoint was passed over: {reason}")
-        show.note(f"a damaged checkpoint was passed over: {reason}")
     if bundle is not None:
         restore(parts, state, bundle)
         _check_base(before, state, store)
         show.note(f"continuing after step {state.step} of {store.uri}", resumed_at=state.step)
+    for reason in skipped:
+        state.warn(f"a damaged checkpoint was passed over: {reason}")
     for change in changes:
         show.note(f"changed since the last start: {change}")
     _warn(parts, state, rewards)
@@ -123,8 +124,7 @@ def _run(
     _start_policy(parts, state)
     show.status.update(phase="Running")
     show.target(total, state.step)
-    with stop_on_signals() as stop:
-        ended = run_sync(parts, state, stop)
+    ended = run_sync(parts, state, stop)
     show.status.update(phase="Stopped" if ended == "stopped" else "Done", exit_code=75 if ended == "stopped" else 0)
     report = _finish(store, ended)
     show.progress.finish(report)

@@ -119,6 +119,11 @@ class Store:
             # An earlier try may have been carried out although its answer was lost.
             if tries == 1 or self.get(key) != data:
                 raise
+        except NotFound:
+            # Writing creates what is missing, so what is not there is a place where nothing can be created.
+            raise OutputError(
+                f"{key} cannot be created here", where=self.uri, fix="choose a folder that can be written"
+            ) from None
 
     def get(self, key: str) -> bytes:
         """Read one object. Raises `NotFound`."""
