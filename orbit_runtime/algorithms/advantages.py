@@ -10,10 +10,14 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
+from orbit_runtime.errors import DivergedError
+
 Normalize = Literal["Group", "None"]
 
 STD_EPSILON = 1e-4
 """Added to the standard deviation, as in TRL 1.16 (`GRPOTrainer`, `scale_rewards="group"`)."""
+REWARD_LIMIT = 3.4028234663852886e38
+"""The largest fp32 number: advantages are trained on in fp32."""
 
 
 def group_advantages(rewards_G: Sequence[float | None], *, normalize: Normalize) -> list[float]:
@@ -26,9 +30,20 @@ def group_advantages(rewards_G: Sequence[float | None], *, normalize: Normalize)
     A reward of `None` (timeout or crash) is no observation: it is left out of mean and deviation and gets advantage
     0.0. Fewer than two rewards, or rewards that are all equal, compare nothing: every advantage is exactly 0.0.
 
+    Raises:
+        DivergedError: a reward, after weights and penalties, is no fp32 number.
+
     Example: `group_advantages([1.0, 0.0, None], normalize="None") == [0.5, -0.5, 0.0]`
     """
     valid = [reward for reward in rewards_G if reward is not None]
+    for reward in valid:
+        if not abs(reward) <= REWARD_LIMIT:  # NaN compares false
+            raise DivergedError(
+                f"a reward of {reward:.3g} is beyond what fp32 can hold",
+                where="spec.environment.rewards",
+                fix="scale the reward or its weight so that values are of the order of 1; the rollouts are kept in "
+                "failures/",
+            )
     if len(valid) < 2 or min(valid) == max(valid):
         return [0.0] * len(rewards_G)
     mean = math.fsum(valid) / len(valid)

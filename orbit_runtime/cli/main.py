@@ -17,7 +17,7 @@ import typer
 from typer.exceptions import TyperException
 
 import orbit_runtime
-from orbit_runtime.errors import EXIT_STOPPED, OrbitError, UsageError
+from orbit_runtime.errors import EXIT_STOPPED, InternalError, OrbitError, UsageError
 
 app = typer.Typer(
     name="orbit",
@@ -143,6 +143,8 @@ def run_command(arguments: Sequence[str]) -> int:
         return EXIT_STOPPED if code == 130 else code
     except TyperException as error:
         return _fail(_usage_error(error, arguments), as_json)
+    except InternalError as error:
+        return _crash(error, arguments, as_json)
     except OrbitError as error:
         return _fail(error, as_json)
     except (KeyboardInterrupt, typer.Abort):
@@ -178,7 +180,6 @@ def _fail(error: OrbitError, as_json: bool) -> int:
 
 def _crash(error: BaseException, arguments: Sequence[str], as_json: bool) -> int:
     from orbit_runtime.cli.crash import write_crash_report
-    from orbit_runtime.errors import InternalError
 
     path = write_crash_report(error, arguments)
     place = str(path) if path else "nowhere: neither the working folder nor the temporary one can be written"

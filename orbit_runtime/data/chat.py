@@ -87,7 +87,11 @@ def _load_tokenizer(folder: Path) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the library raises anything from OSError to KeyError here
         summary = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ModelError(f"the tokenizer cannot be loaded: {summary}", where=str(folder)) from error
+        raise ModelError(
+            f"the tokenizer cannot be loaded: {summary}",
+            where=str(folder),
+            fix="copy or download the tokenizer files and config.json of the model again",
+        ) from error
     if not tokenizer.chat_template:
         raise ModelError(
             "the tokenizer has no chat template",

@@ -8,6 +8,7 @@ Legend: `_P` prompts, `_G` the rollouts of one prompt, `_T` tokens.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -105,6 +106,8 @@ class SingleTurn:
             for start in range(0, len(rollouts), size)
         ]
         reasons = [result.reason for result in results if result.outcome in FAILED]
+        if not reasons and any(rollout.outcome in FAILED for rollout in rollouts):
+            reasons = ["the weighted sum of the rewards is not finite"]
         return groups, list(dict.fromkeys(reasons))
 
     def _flush(self) -> None:
@@ -137,6 +140,8 @@ class SingleTurn:
 def combine(results: Sequence[RewardResult], weights: Sequence[float]) -> tuple[float | None, Outcome]:
     """Weighted sum of a rollout's rewards. One failed part fails it; one wrong part makes it wrong, and it trains.
 
+    A sum that overflows is a crash, as an infinite reward is.
+
     Example: values 1.0 and 0.5 with weights 1.0 and 0.2 give `(1.1, "value")`.
     """
     outcomes = [result.outcome for result in results]
@@ -144,4 +149,6 @@ def combine(results: Sequence[RewardResult], weights: Sequence[float]) -> tuple[
         if failed in outcomes:
             return None, failed
     total = sum(weight * (result.value or 0.0) for result, weight in zip(results, weights, strict=True))
+    if not math.isfinite(total):
+        return None, "crash"
     return total, "wrong" if "wrong" in outcomes else "value"

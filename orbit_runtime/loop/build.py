@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from orbit_runtime.algorithms.advantages import group_advantages
 from orbit_runtime.algorithms.kl_reward import kl_penalised_rewards
-from orbit_runtime.data.prompts import PromptStream, PromptTable, check_lengths, load_prompts
+from orbit_runtime.data.prompts import PromptStream, PromptTable, check_fields, check_lengths, load_prompts
 from orbit_runtime.data.rows import PromptSource
 from orbit_runtime.data.samples import build_samples
 from orbit_runtime.environments.rewards import REWARDS
@@ -123,6 +123,7 @@ def build_parts(
     show.stage("prompts")
     sources = [PromptSource(each.uri, each.format, each.prompt_field) for each in spec.data.prompts]
     table = load_prompts(sources, limit=spec.data.limit)
+    check_fields(table, _fields_read(spec, rewards or {}))
     scorer = closing.enter_context(_build_scorer(spec, rewards or {}, search_path))
     show.stage("model")
     folder = model_folder(spec.model.uri, spec.model.precision)
@@ -205,6 +206,12 @@ def _build_scorer(
     from orbit_runtime.workers.reward_pool import RewardPool
 
     return RewardPool(targets, search_path=search_path)
+
+
+def _fields_read(spec: RunSpec, functions: Mapping[str, Callable[..., Any]]) -> dict[str, str]:
+    """Column → the reward that reads it. Known of the shipped rewards only; what a user's function reads is its own."""
+    shipped = [each for each in spec.environment.rewards if each.type and each.name not in functions]
+    return {str(each.arguments.get("field", "answer")): each.name for each in shipped}
 
 
 def _build_policy(resolved: Resolved, folder: Path) -> Policy:

@@ -73,5 +73,5 @@ def check_failures(collected: Collected, limit: float) -> None:
             f"{failed} of {len(rollouts)} rewards of this step failed, the limit is {limit:.0%}: "
             + "; ".join(collected.reasons[:3]),
             where="spec.environment.failureLimit",
-            fix="mend the reward; a timeout is raised with timeoutSeconds; the rollouts are kept in rollouts/",
+            fix="mend the reward; a timeout is raised with timeoutSeconds; the rollouts are kept in failures/",
         )

@@ -151,6 +151,10 @@ def claim_execution(
         except LockBusyError:
             if not takeover:
                 raise _in_use(store, _newest_record(store), clock(), proven=True) from None
+        except FileNotFoundError:
+            raise OutputError(
+                "the folder cannot be created", where=store.uri, fix="choose a folder that can be written"
+            ) from None
         except OSError as error:
             raise store.explain(error, "locking the folder") from None
         else:

@@ -19,6 +19,7 @@ from typing import Any
 
 PACKAGE_ROOT = str(Path(__file__).parents[2])
 READ_SIZE = 1 << 16
+WORKER_MODULE = "orbit_runtime.workers.reward_worker"
 
 
 class RewardProcess:
@@ -29,8 +30,7 @@ class RewardProcess:
         self.results_fd, results_write = os.pipe()
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "orbit_runtime.workers.reward_worker"]
-                + [str(calls_read), str(results_write), str(os.getpid())],
+                [sys.executable, "-P", "-m", WORKER_MODULE, str(calls_read), str(results_write), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
                 pass_fds=(calls_read, results_write),
                 env=_environment(),
