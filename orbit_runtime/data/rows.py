@@ -114,7 +114,7 @@ def _jsonl_rows(raw: bytes, source: PromptSource) -> list[Mapping[str, Any]]:
 def _parquet_rows(raw: bytes, source: PromptSource) -> list[Mapping[str, Any]]:
     try:
         import pyarrow  # type: ignore[import-untyped]
-        from pyarrow import parquet  # type: ignore[import-untyped]
+        from pyarrow import parquet
     except ImportError:
         raise DataError(
             "reading Parquet needs pyarrow, which is not installed",

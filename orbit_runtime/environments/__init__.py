@@ -1,4 +1,5 @@
 """What the policy acts in: from prompts to requests, from completions and scores to rollouts.
 
-Belongs here: environments and the rewards that ship with Orbit. Does not belong here: sampling (`rollout`), processes (`workers`).
+Belongs here: environments and the rewards that ship with Orbit. Does not belong here: sampling
+(`rollout`), processes (`workers`).
 """

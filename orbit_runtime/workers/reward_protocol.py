@@ -16,7 +16,7 @@ RewardOutcome = Literal["value", "wrong", "timeout", "crash"]
 MAX_FAILURES_KEPT = 20
 
 
-class WrongAnswer(Exception):  # noqa: N818 - it is a verdict, not an error
+class WrongAnswer(Exception):
     """Raised by a reward: the completion is no answer at all. It scores 0.0 and trains, counted as `wrong`."""
 
 

@@ -3,8 +3,9 @@
 Belongs here: running them off the loop's thread and noticing the ones that overstay.
 Does not belong here: rewards by dotted path, which get processes of their own (`reward_pool`).
 
-A thread cannot be ended from outside. A call that overstays is counted as `timeout` and left behind; its thread ends when
-the function returns, or with the process. Whoever needs a limit that really ends a call names the reward by its path.
+A thread cannot be ended from outside. A call that overstays is counted as `timeout` and left behind; its thread ends
+when the function returns, or with the process. Whoever needs a limit that really ends a call names the
+reward by its path.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ def math_answer(
     completion: str, prompt: Sequence[Mapping[str, str]], fields: Mapping[str, Any], *, field: str = "answer"
 ) -> float:
     """Raises WrongAnswer where the completion holds no expression at all."""
-    from math_verify import parse, verify
+    from math_verify import parse, verify  # type: ignore[import-untyped]
 
     # The library's own time limits use signals of the main thread; this process is ended from outside instead.
     gold = parse(f"${fields[field]}$", parsing_timeout=None)

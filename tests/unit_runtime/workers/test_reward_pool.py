@@ -101,7 +101,8 @@ def test_no_worker_outlives_a_parent_that_was_killed() -> None:
         "import sys, time; sys.path.insert(0, sys.argv[1])\n"
         "from orbit_runtime.workers.reward_pool import RewardPool\n"
         "from orbit_runtime.workers.reward_protocol import RewardTarget\n"
-        "pool = RewardPool([RewardTarget('s', 'fakes.bad_rewards:by_text')], num_workers=2, search_path=[sys.argv[1]])\n"
+        "pool = RewardPool([RewardTarget('s', 'fakes.bad_rewards:by_text')], num_workers=2,"
+        " search_path=[sys.argv[1]])\n"
         "print('ready', flush=True); time.sleep(60)\n"
     )
     parent = subprocess.Popen([sys.executable, "-c", program, TESTS], stdout=subprocess.PIPE, text=True)
