@@ -34,7 +34,7 @@ class Episode:
 class SingleTurn:
     """Builds a step's requests, has completions scored as they arrive, and returns groups in the prompts' order.
 
-    One step at a time: `build_requests`, then `submit` per completion, then `build_groups` or `discard`.
+    One step at a time: `build_requests`, then `submit` per completion, then `build_groups`, or `discard` at the end.
     """
 
     def __init__(
@@ -81,10 +81,14 @@ class SingleTurn:
             self._flush()
 
     def discard(self) -> None:
-        """Drops the step: waits for what is being scored and forgets it."""
+        """Drops the step of a run that stops: rewards still running are ended, however long they were allowed."""
+        self._scorer.close()
+        self._episodes, self._submitted, self._waiting = [], [], []
+
+    def is_scored(self, wait_seconds: float) -> bool:
+        """Whether `build_groups` would return at once, after waiting so long for it."""
         self._flush()
-        self._scorer.gather()
-        self._episodes, self._submitted = [], []
+        return self._scorer.wait(wait_seconds)
 
     def build_groups(self, step: int, completions: Mapping[int, Completion]) -> tuple[list[Group], list[str]]:
         """Waits for the scores; returns groups, and the reasons of rewards that timed out or crashed."""

@@ -17,6 +17,9 @@ from orbit_runtime.errors import GateError, RewardsFailingError, StoppedOnReques
 from orbit_runtime.loop.signals import StopFlag
 from orbit_runtime.types import Completion, Engine, Group, Prompt
 
+STOP_SECONDS = 0.5
+"""How often a stop request is looked for while rewards run: they may be slow, a pod's grace period is short."""
+
 
 @dataclass(frozen=True)
 class Collected:
@@ -42,7 +45,7 @@ def collect(
     """Samples and scores every rollout of `prompts_P` under `adapter`.
 
     Raises:
-        StoppedOnRequest: a signal came while sampling; the step is dropped.
+        StoppedOnRequest: a signal came while sampling or scoring; the step is dropped.
         GateError: a token was sampled under another policy version.
     """
     started = time.monotonic()
@@ -60,6 +63,10 @@ def collect(
         completions[completion.request_id] = completion
         environment.submit(completion)
     sampled = time.monotonic()
+    while not environment.is_scored(STOP_SECONDS):
+        if stop:
+            environment.discard()
+            raise StoppedOnRequest(f"{stop.reason} while step {step} was being scored: the step is dropped")
     groups, reasons = environment.build_groups(step, completions)
     return Collected(tuple(groups), tuple(reasons), sampled - started, time.monotonic() - sampled)
 

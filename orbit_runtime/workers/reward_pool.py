@@ -98,12 +98,18 @@ class RewardPool:
         """Starts scoring and returns at once."""
         if not calls:
             return
+        assert not self._is_closing, "the pool is closed"
         with self._changed:
             self._pending.extend(range(len(self._calls), len(self._calls) + len(calls)))
             self._calls.extend(calls)
             self._results.extend([None] * len(calls))
             self._unanswered += len(calls)
         os.write(self._wake_write, b"w")
+
+    def wait(self, seconds: float) -> bool:
+        """Waits at most so long; whether everything submitted is answered, or nothing more will be."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._unanswered == 0 or self._failure is not None, seconds)
 
     def gather(self) -> list[RewardResult]:
         """Waits for everything submitted since the last gather; results in the order of submission.

@@ -81,6 +81,10 @@ class RewardScorer(Protocol):
         """Starts scoring and returns at once."""
         ...
 
+    def wait(self, seconds: float) -> bool:
+        """Waits at most so long; whether everything submitted is answered. For callers that watch for a stop."""
+        ...
+
     def gather(self) -> list[RewardResult]:
         """Waits for everything submitted since the last gather; results in the order of submission."""
         ...

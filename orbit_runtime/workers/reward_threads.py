@@ -10,8 +10,10 @@ reward by its path.
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
+import time
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
@@ -49,6 +51,7 @@ class RewardThreads:
                 raise ManifestError(str(error), where=f"rewards[{target.name!r}]") from error
         self._targets = {target.name: target for target in targets}
         self._calls: list[RewardCall] = []
+        self._results: list[RewardResult] = []
         self._failures: list[RewardFailure] = []
 
     @property
@@ -58,9 +61,19 @@ class RewardThreads:
     def submit(self, calls: Sequence[RewardCall]) -> None:
         self._calls.extend(calls)
 
+    def wait(self, seconds: float) -> bool:
+        """Scores until the time is over, and then finishes the call that is running."""
+        deadline = time.monotonic() + seconds
+        while len(self._results) < len(self._calls):
+            if time.monotonic() >= deadline:
+                return False
+            self._results.append(self._run(self._calls[len(self._results)]))
+        return True
+
     def gather(self) -> list[RewardResult]:
-        results = [self._run(call) for call in self._calls]
-        self._calls = []
+        self.wait(math.inf)
+        results = self._results
+        self._calls, self._results = [], []
         return results
 
     def score(self, calls: Sequence[RewardCall]) -> list[RewardResult]:
@@ -68,7 +81,7 @@ class RewardThreads:
         return self.gather()
 
     def close(self) -> None:
-        self._calls = []
+        self._calls, self._results = [], []
 
     def __enter__(self) -> Self:
         return self

@@ -12,6 +12,7 @@ Out: JSON lines. First `{"ready": true}` or `{"error": {"reward": ..., "message"
 from __future__ import annotations
 
 import ctypes
+import io
 import json
 import os
 import signal
@@ -30,7 +31,9 @@ def main(calls_fd: int, results_fd: int, parent_pid: int) -> int:
     end_with_parent(parent_pid)
     for fd in (calls_fd, results_fd):
         os.set_inheritable(fd, False)  # a subprocess of a reward must not keep the pipes open
-    os.dup2(2, 1)  # what rewards print is log output
+    os.dup2(2, 1)  # what rewards print is log output, and is not lost when the worker is killed
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)
     with open(calls_fd, "rb") as calls:
         head = read_message(calls)
         if head is None:

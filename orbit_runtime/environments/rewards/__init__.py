@@ -8,6 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from orbit_runtime.workers.reward_protocol import WrongAnswer
+
+__all__ = ["REWARDS", "WrongAnswer"]
+
 REWARDS: Mapping[str, str] = {
     "ExactMatch": "orbit_runtime.environments.rewards.exact_match:exact_match",
     "Math": "orbit_runtime.environments.rewards.math_answer:math_answer",

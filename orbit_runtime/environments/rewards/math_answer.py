@@ -16,6 +16,8 @@ def math_answer(
 
     # The library's own time limits use signals of the main thread; this process is ended from outside instead.
     gold = parse(f"${fields[field]}$", parsing_timeout=None)
+    if not gold:
+        raise ValueError(f"column {field!r} holds no mathematical expression: {fields[field]!r}")
     found = parse(completion, parsing_timeout=None)
     if not found:
         raise WrongAnswer("no mathematical expression in the completion")

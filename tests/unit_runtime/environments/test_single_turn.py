@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import pytest
 
@@ -10,8 +12,11 @@ from orbit_runtime.environments.rewards.exact_match import exact_match
 from orbit_runtime.environments.rewards.math_answer import math_answer
 from orbit_runtime.environments.single_turn import SingleTurn, combine
 from orbit_runtime.types import Completion, Prompt, Sampling
+from orbit_runtime.workers.reward_pool import RewardPool
 from orbit_runtime.workers.reward_protocol import RewardResult, RewardTarget, WrongAnswer
 from orbit_runtime.workers.reward_threads import RewardThreads
+
+TESTS = str(Path(__file__).resolve().parents[2])
 
 
 class Letters:
@@ -98,3 +103,28 @@ def test_math_compares_values_and_tells_no_answer_from_a_wrong_one() -> None:
     assert math_answer("the answer is \\boxed{3}", [], {"answer": "4"}) == 0.0
     with pytest.raises(WrongAnswer):
         math_answer("I do not know", [], {"answer": "4"})
+
+
+def test_a_column_that_is_no_mathematics_is_a_crash_and_not_a_wrong_answer() -> None:
+    with pytest.raises(ValueError, match="'answer' holds no mathematical expression"):
+        math_answer("4", [], {"answer": ""})
+
+
+def test_a_stop_does_not_wait_for_slow_rewards() -> None:
+    slow = RewardTarget("slow", "fakes.bad_rewards:by_text", {}, timeout_seconds=600.0)
+    with RewardPool([slow], num_workers=1, search_path=[TESTS]) as pool:
+        environment = SingleTurn("run", Letters(), pool, {"slow": 1.0}, Sampling(), 1, 0)
+        environment.build_requests(PROMPTS[:1], None)
+        environment.submit(Completion(0, (1,), (-0.5,), (3,), "stop", "hang"))
+        started = time.monotonic()
+        assert not environment.is_scored(0.2)
+        environment.discard()
+        assert time.monotonic() - started < 2.0
+
+
+def test_scores_that_are_there_are_not_waited_for() -> None:
+    environment = build()
+    environment.build_requests(PROMPTS[:1], None)
+    assert environment.is_scored(60.0)
+    environment.submit(Completion(0, (1,), (-0.5,), (3,), "stop", "ab"))
+    assert environment.is_scored(60.0)
