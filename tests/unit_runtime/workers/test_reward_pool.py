@@ -96,13 +96,15 @@ def test_a_reward_that_cannot_be_loaded_is_an_error_at_start(target: str, words:
     assert caught.value.exit_code == 64
 
 
-def test_no_worker_outlives_a_parent_that_was_killed() -> None:
+def test_no_worker_outlives_a_parent_that_was_killed_not_even_one_that_spins() -> None:
     program = (
         "import sys, time; sys.path.insert(0, sys.argv[1])\n"
         "from orbit_runtime.workers.reward_pool import RewardPool\n"
         "from orbit_runtime.workers.reward_protocol import RewardTarget\n"
         "pool = RewardPool([RewardTarget('s', 'fakes.bad_rewards:by_text')], num_workers=2,"
         " search_path=[sys.argv[1]])\n"
+        "from orbit_runtime.workers.reward_protocol import RewardCall\n"
+        "pool.submit([RewardCall('s', 'spin', [], {})] * 2); time.sleep(0.2)\n"
         "print('ready', flush=True); time.sleep(60)\n"
     )
     parent = subprocess.Popen([sys.executable, "-c", program, TESTS], stdout=subprocess.PIPE, text=True)
