@@ -114,7 +114,9 @@ def _build_structure(folder: Path) -> nn.Module:
     except Exception as error:  # the library raises anything from KeyError to ImportError for a config it cannot use
         summary = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(
-            f"transformers cannot build this model: {summary}", where=str(folder / "config.json")
+            f"transformers cannot build this model: {summary}",
+            where=str(folder / "config.json"),
+            fix="use a model whose architecture the installed transformers knows",
         ) from error
     if not model._supports_attention_backend:
         raise UnsupportedError(
@@ -175,6 +177,7 @@ def _fill_linears(model: nn.Module, reader: _Reader, quant: QuantFormat) -> None
             raise ModelError(
                 f"{source} is {list(weight.shape)}, config.json says [{module.out_features}, {module.in_features}]",
                 where=where,
+                fix="config.json and the weights are of two models: copy or download the model again",
             )
         bias = reader.read(f"{name}.bias") if module.bias is not None else None
         parent, _, child = name.rpartition(".")

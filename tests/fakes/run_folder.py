@@ -112,8 +112,7 @@ def write_run_folder(folder: Path, pretend: SyntheticRun = SyntheticRun()) -> Pa
     manifest = {"apiVersion": "orbitrl.dev/v1alpha1", "kind": "OrbitRun", "metadata": {"name": name}}
     run = {
         "name": name,
-        "manifest": {**manifest, "spec": manifest_spec},
-        "resolved": {"trainer": "Torch", "engine": "Torch", "device": "cpu"},
+        "resolved": {**manifest, "spec": manifest_spec},
         "base_digest": BASE,
         "versions": {"orbit-rl": "0.1.0", "python": "3.12.11"},
     }
