@@ -32,6 +32,8 @@ from orbit_runtime.workers.reward_protocol import (
 CHUNK_SECONDS = 0.005
 """Work handed to a worker at once: long enough to hide a round trip, short enough to keep the workers even."""
 FIRST_CHUNK, MAX_CHUNK = 8, 64
+TAKE_SECONDS = 30.0
+"""What an idle worker may need to take its calls, on top of the first call's own time."""
 MAX_IDLE_DEATHS = 3
 """Workers that end while they run no call, one after the other, before the pool gives up."""
 
@@ -196,7 +198,8 @@ class RewardPool:
             return worker.progress_at + self._start_seconds
         if not worker.in_flight:
             return None
-        return worker.progress_at + self._targets[self._calls[worker.in_flight[0]].reward].timeout_seconds
+        allowed = self._targets[self._calls[worker.in_flight[0]].reward].timeout_seconds
+        return worker.progress_at + allowed + (0.0 if worker.has_taken else TAKE_SECONDS)
 
     def _attend(self, place: int, worker: RewardProcess) -> None:
         """Takes a worker's messages; replaces it when it is gone or overstays."""
@@ -231,6 +234,8 @@ class RewardPool:
                     where=f"environment.rewards[{problem['reward']}]",
                     fix="name an importable 'module:function' that takes (completion, prompt, fields, **arguments)",
                 )
+            elif "taken" in message:
+                worker.has_taken = True
             else:
                 worker.is_ready = True
                 self._num_ready += 1
@@ -274,6 +279,7 @@ class RewardPool:
         chunk = [self._pending.popleft() for _ in range(max(1, min(size, MAX_CHUNK, share)))]
         calls = [self._calls[index] for index in chunk]
         worker.in_flight.extend(chunk)
+        worker.has_taken = False
         worker.progress_at = time.monotonic()
         worker.send([[c.reward, c.completion, [dict(m) for m in c.prompt], dict(c.fields)] for c in calls])
 

@@ -47,6 +47,8 @@ class RewardProcess:
         self.is_ready = False
         self.in_flight: deque[int] = deque()
         """Indexes of the calls sent and not answered; the first one is running."""
+        self.has_taken = False
+        """Whether it said so, since the last chunk was sent."""
         self.progress_at = now
         """When the running call started, as far as the parent can know."""
         self.send(head)

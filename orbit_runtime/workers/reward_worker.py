@@ -5,7 +5,8 @@ which are the parent's (`reward_pool`), and heavy imports: a worker starts in so
 
 In:  4-byte length, JSON. First `{"path": [...], "rewards": [[name, target, arguments], ...]}`, then chunks of calls
      `[[name, completion, prompt, fields], ...]`.
-Out: JSON lines. First `{"ready": true}` or `{"error": {"reward": ..., "message": ...}}`, then per call
+Out: JSON lines. First `{"ready": true}` or `{"error": {"reward": ..., "message": ...}}`, then per chunk
+     `{"taken": true}` (from there on time counts: an idle process may first have to be paged in), and per call
      `[outcome, value, reason, seconds]`, written before the next call starts, so that the parent knows which one hangs.
 """
 
@@ -48,6 +49,7 @@ def main(calls_fd: int, results_fd: int, parent_pid: int) -> int:
                 return 1
         _write(results_fd, {"ready": True})
         while (chunk := read_message(calls)) is not None:
+            _write(results_fd, {"taken": True})
             for name, completion, prompt, fields in chunk:
                 function, arguments = functions[name]
                 result = call_reward(function, arguments, completion, prompt, fields)

@@ -170,7 +170,7 @@ def test_a_reward_that_fails_is_counted_masked_and_above_the_limit_stops_the_run
     )
     rows = [{"prompt": "12+34=", "answer": "46"}, {"prompt": "12+35=", "answer": "47"}]
     prompts(*(json.dumps(row) for row in rows))(shell)
-    reward = {"name": "mine", "entrypoint": "mine:score", "arguments": {"bad": answer}, "timeoutSeconds": 0.3}
+    reward = {"name": "mine", "entrypoint": "mine:score", "arguments": {"bad": answer}, "timeoutSeconds": 1.0}
     shell.spec["environment"] = {"rewards": [reward], "failureLimit": 1.0}
     shell.spec["training"] |= {"promptsPerStep": 2, "steps": 1}
     shell.spec["algorithm"]["groupSize"] = 2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -140,3 +142,23 @@ def test_callables_of_this_process_are_scored_and_flagged_when_they_overstay() -
         assert len(threads.failures) == 2
     with pytest.raises(ManifestError, match="dotted path"):
         RewardThreads([target, RewardTarget("other", "fakes.bad_rewards:by_text")])
+
+
+def test_a_worker_that_is_slow_to_wake_is_not_taken_for_a_slow_reward() -> None:
+    with RewardPool([TARGET], num_workers=1, search_path=[TESTS]) as pool:
+        (worker,) = [pid for pid in children() if "reward_worker" in command(pid)][-1:]
+        os.kill(worker, signal.SIGSTOP)
+        pool.submit(calls("ab"))
+        assert not pool.wait(2 * TARGET.timeout_seconds)
+        os.kill(worker, signal.SIGCONT)
+        assert [result.outcome for result in pool.gather()] == ["value"]
+
+
+def children() -> list[int]:
+    """Of every thread of this process, oldest first."""
+    listed = [path.read_text().split() for path in Path("/proc/self/task").glob("*/children")]
+    return sorted(int(pid) for pids in listed for pid in pids)
+
+
+def command(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_text()
