@@ -12,6 +12,7 @@ from typing import Any
 
 from orbit_runtime.data.records import compress_rollouts
 from orbit_runtime.errors import OrbitError, OutputError, StorageError
+from orbit_runtime.loop.publish import adapter_name
 from orbit_runtime.loop.state import RunState
 from orbit_runtime.observability.metrics import MetricsRow
 from orbit_runtime.storage import Execution, Store, prune_bundles, write_bundle
@@ -22,6 +23,10 @@ def step_name(step: int) -> str:
     return f"step-{step:06d}"
 
 
+def checkpoint_prefix(step: int) -> str:
+    return f"checkpoints/{step_name(step)}"
+
+
 def keep_step(store: Store, execution: Execution, row: MetricsRow, groups_P: Sequence[Group], step: int) -> None:
     """The step's rollouts and its metrics row; overwritten if the step runs again after a kill.
 
@@ -29,10 +34,9 @@ def keep_step(store: Store, execution: Execution, row: MetricsRow, groups_P: Seq
         OutputError: another execution took over; its rows are not touched.
     """
     execution.check()
-    rollouts = compress_rollouts(rollout for group in groups_P for rollout in group.rollouts_G)
     store.put_many(
         [
-            (f"rollouts/{step_name(step)}.jsonl.zst", rollouts),
+            (f"rollouts/{step_name(step)}.jsonl.zst", _rollout_file(groups_P)),
             (f"metrics/{step_name(step)}.json", row.to_json().encode()),
         ]
     )
@@ -62,11 +66,11 @@ def keep_checkpoint(
         "proof": state.publication.proof.to_json(),
         "summary": state.facts(),
     }
-    prefix = f"checkpoints/{step_name(state.step)}"
+    prefix = checkpoint_prefix(state.step)
     write_bundle(store, execution, prefix, trainer.save_state(), facts)
     state.checkpoint_step = state.step
     prune_bundles(store, "checkpoints/", keep, newest=prefix)
-    prune_bundles(store, "adapters/", keep + 1 if keep else 0, newest=f"adapters/policy-v{state.version}")
+    prune_bundles(store, "adapters/", keep + 1 if keep else 0, newest=f"adapters/{adapter_name(state.version)}")
 
 
 def keep_failure(store: Store, step: int, error: OrbitError, groups_P: Sequence[Group]) -> None:
@@ -77,9 +81,11 @@ def keep_failure(store: Store, step: int, error: OrbitError, groups_P: Sequence[
     """
     if isinstance(error, (OutputError, StorageError)):
         return
-    objects = [(f"failures/{step_name(step)}.json", json.dumps(error.to_json(), indent=1).encode())]
-    if groups_P:
-        rollouts = compress_rollouts(rollout for group in groups_P for rollout in group.rollouts_G)
-        objects.append((f"failures/{step_name(step)}.jsonl.zst", rollouts))
     with suppress(OrbitError):
-        store.put_many(objects)
+        store.put(f"failures/{step_name(step)}.json", json.dumps(error.to_json(), indent=1).encode())
+        if groups_P:
+            store.put(f"failures/{step_name(step)}.jsonl.zst", _rollout_file(groups_P))
+
+
+def _rollout_file(groups_P: Sequence[Group]) -> bytes:
+    return compress_rollouts(rollout for group in groups_P for rollout in group.rollouts_G)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from orbit_runtime.loop.keep import checkpoint_prefix
 from orbit_runtime.loop.state import RunState
 from orbit_runtime.observability.metrics import MetricsRow, RunMetrics
 from orbit_runtime.observability.progress import Progress
@@ -31,7 +32,8 @@ class Show:
 
     def step(self, row: MetricsRow, state: RunState) -> None:
         self.status.observe(row)
-        self.status.update(last_checkpoint_step=state.checkpoint_step, last_checkpoint=_checkpoint(state))
+        kept = state.checkpoint_step
+        self.status.update(last_checkpoint_step=kept, last_checkpoint=checkpoint_prefix(kept) if kept else None)
         self.metrics.observe(row)
         self.metrics.set_progress(time.time())
         self.progress.step(row)
@@ -39,7 +41,3 @@ class Show:
     def target(self, total: int, resumed_at: int) -> None:
         self.metrics.set_target(total)
         self.progress.start(total=total, resumed_at=resumed_at)
-
-
-def _checkpoint(state: RunState) -> str | None:
-    return f"checkpoints/step-{state.checkpoint_step:06d}" if state.checkpoint_step else None

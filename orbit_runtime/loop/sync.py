@@ -25,7 +25,7 @@ def run_sync(parts: Parts, state: RunState, stop: StopFlag) -> str:
     """
     training, checkpoint = parts.spec.training, parts.spec.checkpoint
     cursor = parts.prompts.state()
-    ended = "done"
+    ended, first = "done", state.step
     while state.step < training.steps:
         assert state.publication is not None
         started = time.monotonic()
@@ -75,10 +75,7 @@ def run_sync(parts: Parts, state: RunState, stop: StopFlag) -> str:
                 seconds_total=keep_started - started + state.checkpoint_seconds,
             )
             keep_step(parts.store, parts.execution, row, groups, step)
-            is_last = step == training.steps or bool(stop)
-            if is_last:
-                state.base_digest_after = parts.base_digest()
-            if is_last or step % checkpoint.every_steps == 0:
+            if step % checkpoint.every_steps == 0 and step < training.steps:
                 parts.show.stage("checkpoint", step)
                 parts.keep_checkpoint(state, cursor)
             state.checkpoint_seconds = time.monotonic() - keep_started
@@ -90,6 +87,8 @@ def run_sync(parts: Parts, state: RunState, stop: StopFlag) -> str:
         except OrbitError as error:
             keep_failure(parts.store, step, error, groups)
             raise
-    if state.step > state.checkpoint_step:
+    if state.step > first:
+        # However it ended, the newest finished step is durable, and says that the base is still the one it started on.
+        state.base_digest_after = parts.base_digest()
         parts.keep_checkpoint(state, cursor)
     return ended

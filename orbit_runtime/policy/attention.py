@@ -30,8 +30,9 @@ class Plan(Protocol):
         """Returns `[1, T, H, D]`."""
         ...
 
-    def require_window(self, window: int | None) -> None:
-        """Raises UnsupportedError where a sliding window would hide keys that this plan shows."""
+    @property
+    def longest(self) -> int:
+        """Positions of the longest sequence in this pass."""
         ...
 
 
@@ -53,9 +54,19 @@ def orbit_attention(
         if extras.get(unknown) is not None:
             raise UnsupportedError(f"attention with {unknown} is not supported", where=type(module).__name__)
     plan: Plan = extras["orbit_plan"]
-    plan.require_window(extras.get("sliding_window"))
+    _check_window(plan.longest, extras.get("sliding_window"))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return plan.attend(module.layer_idx, query, key, value, scale=scale), None  # type: ignore[arg-type]
+
+
+def _check_window(longest: int, window: int | None) -> None:
+    """Plans show every query its whole past, so a sliding window that would hide some of it is refused."""
+    if window is not None and longest > window:
+        raise UnsupportedError(
+            f"a sequence of {longest} tokens exceeds the model's sliding window of {window}",
+            where="spec.model.maxSequenceLength",
+            fix=f"set spec.model.maxSequenceLength to {window} or less",
+        )
 
 
 def attend_rows(

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
-from orbit_runtime.errors import UnsupportedError
 from orbit_runtime.policy.attention import Kernel, attend_rows
 
 BUCKET_RATIO = 1.5
@@ -171,13 +170,9 @@ class PackedPlan:
         self.kernel: Kernel = kernel
         self.captured: list[tuple[torch.Tensor, torch.Tensor]] | None = [] if capture else None
 
-    def require_window(self, window: int | None) -> None:
-        if window is not None and self.batch.longest > window:
-            raise UnsupportedError(
-                f"a sequence of {self.batch.longest} tokens exceeds the model's sliding window of {window}",
-                where="spec.model.maxSequenceLength",
-                fix=f"set spec.model.maxSequenceLength to {window} or less",
-            )
+    @property
+    def longest(self) -> int:
+        return self.batch.longest
 
     def attend(
         self, layer: int, q_1HTD: torch.Tensor, k_1KTD: torch.Tensor, v_1KTD: torch.Tensor, *, scale: float

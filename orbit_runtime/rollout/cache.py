@@ -92,13 +92,9 @@ class DecodePlan:
             steps = torch.arange(self._length, device=position_B.device)
             self._visible = (steps[None] <= position_B[:, None])[:, None, None]
 
-    def require_window(self, window: int | None) -> None:
-        if window is not None and self._length > window:
-            raise UnsupportedError(
-                f"a sequence of {self._length} tokens exceeds the model's sliding window of {window}",
-                where="spec.model.maxSequenceLength",
-                fix=f"set spec.model.maxSequenceLength to {window} or less",
-            )
+    @property
+    def longest(self) -> int:
+        return self._length
 
     def attend(
         self, layer: int, q_BH1D: torch.Tensor, k_BK1D: torch.Tensor, v_BK1D: torch.Tensor, *, scale: float

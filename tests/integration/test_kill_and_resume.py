@@ -57,6 +57,7 @@ def test_sigterm_finishes_the_step_and_the_same_command_continues(tmp_path: Path
     assert newest["status"] == "stopped"
     assert 5 <= newest["steps"] < 60
     assert newest["last_checkpoint"].rstrip("/").endswith(f"{newest['steps']:06d}")
+    assert newest["base_digest_after"] == newest["base_digest_before"]
     assert nursery.run(manifest, out) == 0
     assert timeless_rows(store) == timeless_rows(open_store(str(tmp_path / "alone")))
 

@@ -306,6 +306,7 @@ def test_prompts_that_run_out_end_the_run_well(shell: Shell) -> None:
     shell.spec["training"] |= {"steps": 9, "promptsPerStep": 4}
     assert shell.run() == 0
     assert "used up" in shell.shown
+    assert shell.report()["base_digest_after"] == shell.report()["base_digest_before"]
     assert shell.report()["steps"] == 2
 
 
