@@ -25,8 +25,8 @@ from orbit_runtime.types import AdapterFiles, Engine, Scored
 CHANGE_LIMITS = {"float32": 1e-3, "bfloat16": 0.25}
 """By compute dtype: how far one adapter's effect on a log-prob may differ between two orders of summation.
 
-The first is measured: 500 healthy publishes stay below half of it. The second is an estimate, not run on hardware. Faults
-smaller than this are found by the digests, which know no size.
+The first is measured: 500 healthy publishes stay below half of it. The second is an estimate, not run on hardware.
+Faults smaller than this are found by the digests, which know no size.
 """
 
 
