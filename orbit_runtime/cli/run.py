@@ -70,12 +70,14 @@ def format_result(ended: str, uri: str, report: Mapping[str, Any]) -> str:
     gain = "" if first is None or last is None else f" ({last - first:+.4f})"
     state = {"stopped": "stopped on request; the same command continues", "exhausted": "done: the prompts are used up"}
     took = f"{report.get('steps')} steps in {report.get('seconds', 0):.1f} s"
+    version = report.get("policy_version")
     words = [
         f"{report.get('run')}: {state.get(ended, ended)}, {took}",
         f"reward before {format_number(first)}, after {format_number(last)}{gain}",
         f"publishes proven {report.get('publishes_proven')} of {report.get('publishes')}",
         *(f"warning: {warning}" for warning in report.get("warnings", ())),
-        f"adapter {uri}/adapters/policy-v{report.get('policy_version')}",
+        # Stopped before the first step, a run has trained no adapter.
+        *([] if version is None else [f"adapter {uri}/adapters/policy-v{version}"]),
         f"report  {uri}/report.html",
     ]
     return "\n".join(words)

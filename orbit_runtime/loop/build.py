@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from orbit_runtime.algorithms.advantages import group_advantages
 from orbit_runtime.algorithms.kl_reward import kl_penalised_rewards
 from orbit_runtime.data.prompts import PromptStream, PromptTable, check_fields, check_lengths, load_prompts
 from orbit_runtime.data.rows import PromptSource
@@ -32,6 +31,7 @@ from orbit_runtime.types import Engine, Group, Rollout, Sampling, Tokenizer, Tra
 from orbit_runtime.workers.reward_protocol import RewardScorer, RewardTarget
 
 if TYPE_CHECKING:
+    from orbit_runtime.algorithms.table import Algorithm
     from orbit_runtime.policy.model import Policy
     from orbit_runtime.training.torch_trainer import TrainerSettings
 
@@ -52,6 +52,7 @@ class Parts:
     engine: Engine
     trainer: Trainer
     publisher: Publisher
+    algorithm: Algorithm
     identity: str
     base_digest: Callable[[], str]
     trainable_parameters: int
@@ -67,12 +68,12 @@ class Parts:
 
     def advantages(self, groups_P: Sequence[Group]) -> list[list[float]]:
         """Advantages of every group, with the KL penalty in the reward where the manifest places it there."""
-        algorithm = self.spec.algorithm
+        normalize = self.spec.algorithm.advantage.normalize
         penalised = self._penalised_rewards(groups_P) if _kl_in_reward(self.spec) else None
         advantages = []
         for index, group in enumerate(groups_P):
             rewards = penalised[index] if penalised else [rollout.reward for rollout in group.rollouts_G]
-            advantages.append(group_advantages(rewards, normalize=algorithm.advantage.normalize))
+            advantages.append(self.algorithm.advantages(rewards, normalize=normalize))
         return advantages
 
     def _penalised_rewards(self, groups_P: Sequence[Group]) -> list[list[float | None]]:
@@ -133,7 +134,10 @@ def build_parts(
     new_tokens = spec.rollout.sampling.max_new_tokens
     check_lengths(table, tokenizer.encode_many, max_prompt_tokens=spec.model.max_sequence_length - new_tokens)
     policy = _build_policy(resolved, folder)
-    trainer, engine = _build_sides(resolved, policy, tokenizer)
+    from orbit_runtime.algorithms.table import ALGORITHMS
+
+    algorithm = ALGORITHMS[spec.algorithm.type]
+    trainer, engine = _build_sides(resolved, policy, tokenizer, algorithm)
     closing.callback(engine.close)
     sequences = _sequences(table, tokenizer)
     publisher = Publisher(store, execution, engine, trainer, _canary(sequences[0], tokenizer), _change_limit(policy))
@@ -157,6 +161,7 @@ def build_parts(
         engine=engine,
         trainer=trainer,
         publisher=publisher,
+        algorithm=algorithm,
         identity=resolved.identity,
         base_digest=policy.base_digest,
         trainable_parameters=policy.injected.report.trainable_parameters,
@@ -247,11 +252,13 @@ def _build_policy(resolved: Resolved, folder: Path) -> Policy:
     )
 
 
-def _build_sides(resolved: Resolved, policy: Policy, tokenizer: Tokenizer) -> tuple[Trainer, Engine]:
+def _build_sides(
+    resolved: Resolved, policy: Policy, tokenizer: Tokenizer, algorithm: Algorithm
+) -> tuple[Trainer, Engine]:
     from orbit_runtime.rollout.torch_engine import TorchEngine
     from orbit_runtime.training.torch_trainer import TorchTrainer
 
-    trainer = TorchTrainer(policy, _trainer_settings(resolved))
+    trainer = TorchTrainer(policy, _trainer_settings(resolved), algorithm.loss)
     engine = TorchEngine(policy, tokenizer, max_running_requests=resolved.run.spec.rollout.max_running_requests)
     return trainer, engine
 

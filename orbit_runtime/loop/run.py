@@ -48,7 +48,6 @@ class RunResult:
     uri: str
     report: Mapping[str, Any]
     """The content of `report.json`."""
-    status: str = ""
 
 
 def run(

@@ -8,8 +8,9 @@ Legend: `D` samples, `R` trained tokens of a micro-batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -68,7 +69,8 @@ class MicroBatch:
 class TorchTrainer:
     """A `Trainer` in this process, on the policy that the torch engine shares."""
 
-    def __init__(self, policy: Policy, settings: TrainerSettings) -> None:
+    def __init__(self, policy: Policy, settings: TrainerSettings, loss: Callable[..., Any] = policy_loss) -> None:
+        self._loss = loss
         self._policy = policy
         self._settings = settings
         self._masters = policy.injected.masters.parameters
@@ -144,7 +146,7 @@ class TorchTrainer:
             if settings.importance_cap is not None:
                 old_R = old[number] if old else logprobs_R.detach()
                 importance_R = truncated_importance(old_R, micro.sampled_R, settings.importance_cap)
-            loss, sums = policy_loss(
+            loss, sums = self._loss(
                 logprobs_R,
                 old_R,
                 micro.advantages_R,
