@@ -11,8 +11,9 @@ from collections.abc import Mapping
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load, save
+from safetensors.torch import load
 
+from orbit_runtime.adapters.tensorfile import dump
 from orbit_runtime.errors import ModelError
 
 PART = "trainer.safetensors"
@@ -33,8 +34,7 @@ def pack_state(
         for moment in _MOMENTS:
             if moment in moments:
                 tensors[f"{moment}/{name}"] = moments[moment]
-    contiguous = {name: tensors[name].cpu().contiguous() for name in sorted(tensors)}
-    return save(contiguous, metadata={"counters": json.dumps(dict(counters), sort_keys=True)})
+    return dump(tensors, torch.float32, {"counters": json.dumps(dict(counters), sort_keys=True)})
 
 
 def unpack_state(data: bytes, masters: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer) -> dict[str, int]:
