@@ -7,8 +7,9 @@ Does not belong here: what the parts do, or the order of a step (`sync`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,7 @@ from orbit_runtime.model_info.builtin_models import builtin_folder
 from orbit_runtime.spec import OrbitRun, Resolved
 from orbit_runtime.spec.run import RunSpec
 from orbit_runtime.storage import Execution, Store
-from orbit_runtime.types import Engine, Group, Rollout, Sampling, Tokenizer, Trainer
+from orbit_runtime.types import Engine, Group, Probe, Rollout, Sampling, Tokenizer, Trainer
 from orbit_runtime.workers.reward_protocol import RewardScorer, RewardTarget
 
 if TYPE_CHECKING:
@@ -58,6 +59,8 @@ class Parts:
     trainable_parameters: int
     sequences: tuple[tuple[int, ...], ...]
     """Real prompts as token ids: what preflight measures on."""
+    probing: Callable[[Probe], AbstractContextManager[None]]
+    """A context within which the trainer holds an adapter that nobody trained, for preflight."""
     precision: str
     adapter_report: str
     show: Show
@@ -166,6 +169,7 @@ def build_parts(
         base_digest=policy.base_digest,
         trainable_parameters=policy.injected.report.trainable_parameters,
         sequences=sequences,
+        probing=partial(policy.injected.masters.probing, seed=spec.data.seed),
         precision=policy.precision,
         adapter_report=policy.injected.report.text(),
         show=show,
@@ -303,7 +307,7 @@ def _sampling(spec: RunSpec) -> Sampling:
 
 
 def _sequences(table: PromptTable, tokenizer: Tokenizer, count: int = 8) -> tuple[tuple[int, ...], ...]:
-    """The first prompts, each with the answer tokens of the canary: whole sequences, as training sees them."""
+    """The first prompts with their chat template, as training sees them."""
     return tuple(tuple(ids) for ids in tokenizer.encode_many([prompt.messages for prompt in table.prompts_P[:count]]))
 
 

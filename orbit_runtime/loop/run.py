@@ -149,6 +149,7 @@ def _start_policy(parts: Parts, state: RunState) -> None:
         parts.trainer,
         parts.sequences,
         adapter=state.publication.name,
+        probing=parts.probing,
         precision=parts.precision,
         factor=spec.floor_factor,
         absolute=spec.mean_limit,
