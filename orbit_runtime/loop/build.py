@@ -20,12 +20,13 @@ from orbit_runtime.data.samples import build_samples
 from orbit_runtime.environments.rewards import REWARDS
 from orbit_runtime.environments.single_turn import SingleTurn
 from orbit_runtime.errors import ModelError, UnsupportedError
+from orbit_runtime.loop.content import Names, content_digests
 from orbit_runtime.loop.keep import keep_checkpoint
 from orbit_runtime.loop.publish import Publisher
 from orbit_runtime.loop.show import Show
 from orbit_runtime.loop.state import RunState
 from orbit_runtime.model_info.builtin_models import builtin_folder
-from orbit_runtime.spec import OrbitRun, Resolved
+from orbit_runtime.spec import OrbitRun, Resolved, identity_digest
 from orbit_runtime.spec.run import RunSpec
 from orbit_runtime.storage import Execution, Store
 from orbit_runtime.types import Engine, Group, Probe, Rollout, Sampling, Tokenizer, Trainer
@@ -54,7 +55,9 @@ class Parts:
     trainer: Trainer
     publisher: Publisher
     algorithm: Algorithm
-    identity: str
+    names: Names
+    content: Mapping[str, str]
+    """Digests of the model and the prompts, by name."""
     base_digest: Callable[[], str]
     trainable_parameters: int
     sequences: tuple[tuple[int, ...], ...]
@@ -68,6 +71,11 @@ class Parts:
     @property
     def spec(self) -> RunSpec:
         return self.run.spec
+
+    @property
+    def identity(self) -> str:
+        """Digest of all that changes the run's numbers: settings, model and prompts."""
+        return identity_digest(self.run, self.content)
 
     def advantages(self, groups_P: Sequence[Group]) -> list[list[float]]:
         """Advantages of every group, with the KL penalty in the reward where the manifest places it there."""
@@ -114,6 +122,7 @@ def build_parts(
     *,
     rewards: Mapping[str, Callable[..., Any]] | None,
     search_path: Sequence[str],
+    names: Names,
     closing: ExitStack,
 ) -> Parts:
     """Reads prompts, model and rewards, and wires them. What must be closed is pushed on `closing`.
@@ -121,11 +130,15 @@ def build_parts(
     Args:
         rewards: functions given from Python, by reward name; they replace the manifest's of that name.
         search_path: folders that the manifest's entry points are imported from.
+        names: what the first start called model and prompts.
     """
     run = resolved.run
     spec = run.spec
     show.stage("prompts")
-    sources = [PromptSource(each.uri, each.format, each.prompt_field) for each in spec.data.prompts]
+    sources = [
+        PromptSource(each.uri, each.format, each.prompt_field, name)
+        for each, name in zip(spec.data.prompts, names.prompts, strict=True)
+    ]
     table = load_prompts(sources, limit=spec.data.limit)
     check_fields(table, _fields_read(spec, rewards or {}))
     scorer = closing.enter_context(_build_scorer(spec, rewards or {}, search_path))
@@ -140,7 +153,7 @@ def build_parts(
     from orbit_runtime.algorithms.table import ALGORITHMS
 
     algorithm = ALGORITHMS[spec.algorithm.type]
-    trainer, engine = _build_sides(resolved, policy, tokenizer, algorithm)
+    trainer, engine = _build_sides(resolved, policy, tokenizer, algorithm, base_model=names.model)
     closing.callback(engine.close)
     sequences = _sequences(table, tokenizer)
     publisher = Publisher(store, execution, engine, trainer, _canary(sequences[0], tokenizer), _change_limit(policy))
@@ -165,7 +178,8 @@ def build_parts(
         trainer=trainer,
         publisher=publisher,
         algorithm=algorithm,
-        identity=resolved.identity,
+        names=names,
+        content=content_digests(folder, table, policy.base_digest()),
         base_digest=policy.base_digest,
         trainable_parameters=policy.injected.report.trainable_parameters,
         sequences=sequences,
@@ -257,17 +271,17 @@ def _build_policy(resolved: Resolved, folder: Path) -> Policy:
 
 
 def _build_sides(
-    resolved: Resolved, policy: Policy, tokenizer: Tokenizer, algorithm: Algorithm
+    resolved: Resolved, policy: Policy, tokenizer: Tokenizer, algorithm: Algorithm, *, base_model: str
 ) -> tuple[Trainer, Engine]:
     from orbit_runtime.rollout.torch_engine import TorchEngine
     from orbit_runtime.training.torch_trainer import TorchTrainer
 
-    trainer = TorchTrainer(policy, _trainer_settings(resolved), algorithm.loss)
+    trainer = TorchTrainer(policy, _trainer_settings(resolved, base_model), algorithm.loss)
     engine = TorchEngine(policy, tokenizer, max_running_requests=resolved.run.spec.rollout.max_running_requests)
     return trainer, engine
 
 
-def _trainer_settings(resolved: Resolved) -> TrainerSettings:
+def _trainer_settings(resolved: Resolved, base_model: str) -> TrainerSettings:
     from orbit_runtime.algorithms.losses import PolicyLossSettings
     from orbit_runtime.training.torch_trainer import TrainerSettings
 
@@ -297,7 +311,7 @@ def _trainer_settings(resolved: Resolved) -> TrainerSettings:
         importance_cap=importance.cap if importance.type == "TokenTruncated" else None,
         temperature=sampling.temperature,
         top_p=sampling.top_p,
-        base_model=spec.model.uri,
+        base_model=base_model,
     )
 
 

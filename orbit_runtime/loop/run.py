@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import orbit_runtime
-from orbit_runtime.errors import GateError, OrbitError, OutputError
+from orbit_runtime.errors import GateError, OrbitError
 from orbit_runtime.loop.build import Parts, build_parts
+from orbit_runtime.loop.content import WEIGHTS, check_content, resolve_names
 from orbit_runtime.loop.machine import machine_facts
 from orbit_runtime.loop.resume import RUN_FILE, check_same_run, find_checkpoint, read_run_file, restore
 from orbit_runtime.loop.show import Show
@@ -105,11 +106,15 @@ def _run(
         resolved = keep_decisions(resolved, before["resolved"])
     changes = check_same_run(store, before, resolved) if before else []
     bundle, skipped = find_checkpoint(store)
-    parts = build_parts(resolved, store, execution, show, rewards=rewards, search_path=search_path, closing=closing)
-    state = RunState(trainable_parameters=parts.trainable_parameters, base_digest=parts.base_digest())
+    names = resolve_names(resolved, before)
+    parts = build_parts(
+        resolved, store, execution, show, rewards=rewards, search_path=search_path, names=names, closing=closing
+    )
+    if before:
+        check_content(store.uri, before, parts.content)
+    state = RunState(trainable_parameters=parts.trainable_parameters, base_digest=parts.content[WEIGHTS])
     if bundle is not None:
         restore(parts, state, bundle)
-        _check_base(before, state, store)
         show.note(f"continuing after step {state.step} of {store.uri}", resumed_at=state.step)
     for reason in skipped:
         state.warn(f"a damaged checkpoint was passed over: {reason}")
@@ -190,16 +195,6 @@ def _warn(parts: Parts, state: RunState, rewards: Mapping[str, Callable[..., Any
         parts.show.note(f"warning: {warning}")
 
 
-def _check_base(before: Mapping[str, Any] | None, state: RunState, store: Store) -> None:
-    known = (before or {}).get("base_digest")
-    if known and known != state.base_digest:
-        raise OutputError(
-            f"the base changed since the run started: {known[:19]}… then, {state.base_digest[:19]}… now",
-            where=store.uri,
-            fix="restore the model, or choose another --out for a new run",
-        )
-
-
 def _write_run_file(
     parts: Parts, state: RunState, before: Mapping[str, Any] | None, rewards: Mapping[str, Any] | None
 ) -> None:
@@ -207,8 +202,9 @@ def _write_run_file(
     content = {
         "name": parts.run.name,
         **parts.resolved.to_json(),
-        "identity": identity_fields(parts.run),
+        "identity": {**identity_fields(parts.run), **parts.content},
         "identity_digest": parts.identity,
+        "names": parts.names.to_json(),
         "base_digest": state.base_digest,
         "seed": parts.spec.data.seed,
         "rewards_from_python": sorted(rewards or {}),

@@ -12,12 +12,14 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from orbit_runtime.spec.block import Block, FieldSet
 from orbit_runtime.spec.fields import field_sets
 from orbit_runtime.spec.run import OrbitRun
 
+EMPTY: Mapping[str, str] = MappingProxyType({})
 AUTO_BUILTIN_PRECISION: Literal["INT4"] = "INT4"
 
 
@@ -56,7 +58,7 @@ class Resolved:
 
     @property
     def identity(self) -> str:
-        """Digest of all that changes the maths."""
+        """Digest of every setting that changes the maths; what model and prompts hold is known only to a run."""
         return identity_digest(self.run)
 
     def to_json(self) -> dict[str, Any]:
@@ -127,9 +129,14 @@ def identity_fields(run: OrbitRun) -> dict[str, Any]:
     return {path: value for path, owner, value in _leaves(_decide_identity(run).to_manifest()) if owner == "identity"}
 
 
-def identity_digest(run: OrbitRun) -> str:
-    """`sha256:<hex>` over the canonical JSON of `identity_fields`."""
-    text = json.dumps(identity_fields(run), sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+def identity_digest(run: OrbitRun, content: Mapping[str, str] = EMPTY) -> str:
+    """`sha256:<hex>` over the canonical JSON of `identity_fields` and, for a run, the digests of what it reads.
+
+    Args:
+        content: name → digest, e.g. `{"content.data.prompts[0]": "sha256:…"}`.
+    """
+    facts = {**identity_fields(run), **content}
+    text = json.dumps(facts, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
     return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
 
 

@@ -243,6 +243,42 @@ def test_fields_that_may_change_are_listed_and_others_are_refused_by_name(shell:
     assert (shell.out / "metrics.jsonl").read_bytes() == before
 
 
+def test_inputs_that_moved_continue_the_run_bit_for_bit_and_another_content_is_refused(shell: Shell) -> None:
+    first, elsewhere = shell.folder / "first", shell.folder / "elsewhere"
+    model(lambda folder: None)(shell)
+    prompts(*(json.dumps({"prompt": f"1{n}+11=", "answer": str(21 + n)}) for n in range(6)))(shell)
+    shell.spec["training"]["steps"] = 3
+    assert shell.run("--out", str(first)) == 0
+    shell.spec["training"]["steps"] = 2
+    assert shell.run() == 0
+    elsewhere.mkdir()
+    (shell.folder / "model").rename(elsewhere / "base")
+    (shell.folder / "prompts.jsonl").rename(elsewhere / "renamed.jsonl")
+    shell.spec["model"]["uri"] = str(elsewhere / "base")
+    shell.spec["data"]["prompts"] = [{"uri": "elsewhere/renamed.jsonl"}]
+    shell.spec["training"]["steps"] = 3
+    assert shell.run() == 0
+    assert f"spec.model.uri moved from {shell.folder / 'model'} to {elsewhere / 'base'}, with the same" in shell.shown
+    assert "spec.data.prompts[0].uri moved" in shell.shown
+    assert timeless_rows(open_store(str(shell.out))) == timeless_rows(open_store(str(first)))
+    before = (shell.out / "run.json").read_bytes()
+    shell.spec["training"]["steps"] = 4
+    for path in ("base/config.json", "base/tokenizer.json", "renamed.jsonl"):
+        file = elsewhere / path
+        kept = file.read_bytes()
+        file.write_bytes(kept + b"\n")
+        assert shell.run() == 73
+        named = {"renamed.jsonl": "content.data.prompts[0]"}.get(path, f"content.model.{file.name}")
+        assert f"{named}: sha256:" in shell.shown
+        file.write_bytes(kept)
+    make_checkpoint(elsewhere / "other", "llama", seed=1)
+    shell.spec["model"]["uri"] = str(elsewhere / "other")
+    assert shell.run() == 73
+    assert "content.model.weights: sha256:" in shell.shown
+    assert "config.json" not in shell.shown, "only what differs is named"
+    assert (shell.out / "run.json").read_bytes() == before
+
+
 def test_a_second_run_on_a_live_output_stops(shell: Shell) -> None:
     program = (
         "import sys, time\n"
