@@ -106,6 +106,18 @@ def quantise_strangely(folder: Path) -> None:
     path.write_text(json.dumps(config | {"quantization_config": {"quant_method": "bitsandbytes"}}))
 
 
+def spoil(name: str, change: Callable[[str], str]) -> Callable[[Path], None]:
+    def spoiled(folder: Path) -> None:
+        path = folder / name
+        path.write_text(change(path.read_text()))
+
+    return spoiled
+
+
+def half(text: str) -> str:
+    return text[: len(text) // 2]
+
+
 ROWS: dict[str, tuple[Callable[[Shell], None], int, str]] = {
     "unknown field": (put("training.learningrate", 1e-3), 64, "learningRate"),
     "enum near miss": (put("adapter.type", "lora"), 64, "LoRA"),
@@ -114,6 +126,16 @@ ROWS: dict[str, tuple[Callable[[Shell], None], int, str]] = {
     "model without tokenizer": (model(remove_tokenizer), 66, "tokenizer"),
     "truncated safetensors": (model(truncate), 66, "model.safetensors"),
     "missing shard": (model(lose_shard, max_shard_size="60KB"), 66, "shards are missing"),
+    "broken config.json": (model(spoil("config.json", lambda text: "{\n" + text)), 66, "config.json:2: not JSON"),
+    "empty config.json": (model(spoil("config.json", lambda text: "")), 66, "config.json:1: the file is empty"),
+    "config.json with a text for a number": (
+        model(spoil("config.json", lambda text: text.replace('"hidden_size": 64', '"hidden_size": "x"'))),
+        66,
+        "config.json: transformers cannot read this configuration: Validation error for field 'hidden_size'",
+    ),
+    "half a generation_config.json": (model(spoil("generation_config.json", half)), 66, "generation_config.json:"),
+    "half a tokenizer.json": (model(spoil("tokenizer.json", half)), 66, "tokenizer.json:"),
+    "half a tokenizer_config.json": (model(spoil("tokenizer_config.json", half)), 66, "tokenizer_config.json:"),
     "unknown quantisation": (model(quantise_strangely), 66, "bitsandbytes"),
     "precision that the checkpoint is not": (
         lambda shell: (model(lambda folder: None)(shell), shell.spec["model"].update(precision="INT4"), None)[-1],
