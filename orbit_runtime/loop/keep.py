@@ -27,19 +27,26 @@ def checkpoint_prefix(step: int) -> str:
     return f"checkpoints/{step_name(step)}"
 
 
-def keep_step(store: Store, execution: Execution, row: MetricsRow, groups_P: Sequence[Group], step: int) -> None:
+def keep_step(
+    store: Store, execution: Execution, row: MetricsRow, groups_P: Sequence[Group], *, before: MetricsRow | None
+) -> None:
     """The step's rollouts and its metrics row; overwritten if the step runs again after a kill.
+
+    Args:
+        before: the row of the step before it, which is stored again with what its checkpoint took.
 
     Raises:
         OutputError: another execution took over; its rows are not touched.
     """
     execution.check()
-    store.put_many(
-        [
-            (f"rollouts/{step_name(step)}.jsonl.zst", _rollout_file(groups_P)),
-            (f"metrics/{step_name(step)}.json", row.to_json().encode()),
-        ]
-    )
+    rows = [_row_file(each) for each in (before, row) if each is not None]
+    store.put_many([(f"rollouts/{step_name(int(row.number('step') or 0))}.jsonl.zst", _rollout_file(groups_P)), *rows])
+
+
+def keep_row(store: Store, execution: Execution, row: MetricsRow) -> None:
+    """The last step's row, complete."""
+    execution.check()
+    store.put(*_row_file(row))
 
 
 def keep_checkpoint(
@@ -85,6 +92,10 @@ def keep_failure(store: Store, step: int, error: OrbitError, groups_P: Sequence[
         store.put(f"failures/{step_name(step)}.json", json.dumps(error.to_json(), indent=1).encode())
         if groups_P:
             store.put(f"failures/{step_name(step)}.jsonl.zst", _rollout_file(groups_P))
+
+
+def _row_file(row: MetricsRow) -> tuple[str, bytes]:
+    return f"metrics/{step_name(int(row.number('step') or 0))}.json", row.to_json().encode()
 
 
 def _rollout_file(groups_P: Sequence[Group]) -> bytes:
