@@ -87,8 +87,8 @@ def render_environment() -> str:
 def render_metrics() -> str:
     """The page of a step's numbers."""
     lines = [_MADE, "", "# Metrics", "",
-             "One row a step: `metrics/step-000012.json` while the run is under way, all in `metrics.jsonl` at the end.",
-             "A field that does not apply is `null`; NaN and the infinities are texts. The same numbers are on",
+             "One row a step: `metrics/step-000012.json` while the run is under way, all in `metrics.jsonl` at the",
+             "end. A field that does not apply is `null`; NaN and the infinities are texts. The same numbers are on",
              "`/metrics` for Prometheus, with the labels `namespace`, `run` and `attempt`.", "",
              "| field | unit | meaning | Prometheus |", "|---|---|---|---|"]  # fmt: skip
     for metric in METRICS:

@@ -58,6 +58,8 @@ class Parts:
     names: Names
     content: Mapping[str, str]
     """Digests of the model and the prompts, by name."""
+    reference_fields: tuple[str, ...]
+    """Columns of the prompts that hold the expected answer."""
     base_digest: Callable[[], str]
     trainable_parameters: int
     sequences: tuple[tuple[int, ...], ...]
@@ -140,7 +142,8 @@ def build_parts(
         for each, name in zip(spec.data.prompts, names.prompts, strict=True)
     ]
     table = load_prompts(sources, limit=spec.data.limit)
-    check_fields(table, _fields_read(spec, rewards or {}))
+    read = _fields_read(spec, rewards or {})
+    check_fields(table, read)
     scorer = closing.enter_context(_build_scorer(spec, rewards or {}, search_path))
     show.stage("model")
     folder = model_folder(spec.model.uri, spec.model.precision)
@@ -180,6 +183,7 @@ def build_parts(
         algorithm=algorithm,
         names=names,
         content=content_digests(folder, table, policy.base_digest()),
+        reference_fields=tuple(read) or ("answer",),
         base_digest=policy.base_digest,
         trainable_parameters=policy.injected.report.trainable_parameters,
         sequences=sequences,

@@ -76,7 +76,14 @@ def run_sync(parts: Parts, state: RunState, stop: StopFlag) -> str:
                 seconds_publish=keep_started - publish_started,
                 seconds_total=keep_started - started,
             )
-            keep_step(parts.store, parts.execution, row, groups, before=state.row)
+            keep_step(
+                parts.store,
+                parts.execution,
+                row,
+                groups,
+                before=state.row,
+                reference_fields=parts.reference_fields,
+            )
             if step % checkpoint.every_steps == 0 and step < training.steps:
                 parts.show.stage("checkpoint", step)
                 parts.keep_checkpoint(state, cursor)

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 
 from orbit_runtime.loop import run
+from orbit_runtime.loop.keep import MAX_REFERENCE, build_references
 from orbit_runtime.observability.metrics import STAGES, MetricsRow
 from orbit_runtime.observability.progress import SilentProgress
 from orbit_runtime.spec import OrbitRun
+from orbit_runtime.types import Group, Prompt
 from tests.integration.killing import small_manifest
 
 SLOW = 1.0
@@ -57,4 +59,22 @@ def test_a_row_holds_what_its_own_checkpoint_took(tmp_path: Path) -> None:
         "seconds_checkpoint",
         "seconds_total",
         "tokens_per_second",
+    }
+
+
+def test_what_a_prompt_expects_is_text_short_and_only_where_its_row_says_it() -> None:
+    rows: dict[str, dict[str, Any]] = {
+        "p/0": {"answer": "46"},
+        "p/1": {"answer": 46, "unit": "é"},
+        "p/2": {"answer": {"value": [1, 2]}},
+        "p/3": {"answer": None},
+        "p/4": {},
+        "p/5": {"answer": "x" * 3000},
+    }
+    groups = [Group(Prompt(name, 0, (), fields), ()) for name, fields in rows.items()]
+    assert build_references(groups, ("answer", "unit")) == {
+        "p/0": "46",
+        "p/1": "46\né",
+        "p/2": '{"value": [1, 2]}',
+        "p/5": "x" * MAX_REFERENCE,
     }
