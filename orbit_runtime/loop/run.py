@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +30,13 @@ from orbit_runtime.observability.progress import Progress, build_progress
 from orbit_runtime.observability.report import build_report
 from orbit_runtime.observability.report_html import render_html
 from orbit_runtime.observability.status import RunStatus
+from orbit_runtime.observability.versions import installed_versions
 from orbit_runtime.parity.preflight import check_preflight, measure_preflight
 from orbit_runtime.spec import OrbitRun, Resolved, identity_fields, keep_decisions, resolve
 from orbit_runtime.storage import Execution, Store, claim_execution, compact_rows, open_store
 
 ATTEMPT_VARIABLE = "ORBIT_ATTEMPT"
 """Set by the operator: the attempt's name. Such a start takes over from an execution that still looks alive."""
-VERSIONS_OF = ("torch", "transformers", "safetensors", "pydantic", "obstore")
 
 
 @dataclass(frozen=True)
@@ -208,21 +207,15 @@ def _write_run_file(
         "base_digest": state.base_digest,
         "seed": parts.spec.data.seed,
         "rewards_from_python": sorted(rewards or {}),
-        "versions": _versions(),
+        "versions": {
+            "orbit-rl": orbit_runtime.__version__,
+            "python": platform.python_version(),
+            **installed_versions(),
+        },
         "started": (before or {}).get("started", time.time()),
         "execution": parts.execution.number,
     }
     parts.store.put(RUN_FILE, json.dumps(content, indent=1).encode())
-
-
-def _versions() -> dict[str, str]:
-    versions = {"orbit-rl": orbit_runtime.__version__, "python": platform.python_version()}
-    for name in VERSIONS_OF:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return versions
 
 
 def _finish(store: Store, ended: str) -> Mapping[str, Any]:

@@ -21,6 +21,7 @@ from orbit_runtime.spec.run import OrbitRun
 
 EMPTY: Mapping[str, str] = MappingProxyType({})
 AUTO_BUILTIN_PRECISION: Literal["INT4"] = "INT4"
+"""What `precision: Auto` means for a shipped model: the variant that shows a frozen quantised base."""
 
 
 @dataclass(frozen=True, slots=True)
