@@ -51,7 +51,7 @@ def check_same_run(store: Store, before: Mapping[str, Any], resolved: Resolved) 
     return [
         f"{each.path} moved from {each.old} to {each.new}, with the same content"
         if MOVABLE.fullmatch(each.path)
-        else f"{each.path}: {each.old!r} → {each.new!r} ({each.set})"
+        else f"{each.path}: {each.old!r} then, {each.new!r} now"
         for each in changed
     ]
 

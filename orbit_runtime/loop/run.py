@@ -123,6 +123,8 @@ def _run(
     _write_run_file(parts, state, before, rewards)
     show.note(parts.adapter_report)
     total = parts.spec.training.steps
+    if state.step >= total:
+        show.note(f"nothing left to train: {state.step} steps are done; to go on, raise spec.training.steps ({total})")
     show.status.update(phase="Preflight", total=total, step=state.step, resumed=state.resumed > 0)
     _start_policy(parts, state)
     show.status.update(phase="Running")

@@ -301,6 +301,15 @@ def test_inputs_that_moved_continue_the_run_bit_for_bit_and_another_content_is_r
     assert (shell.out / "run.json").read_bytes() == before
 
 
+def test_a_finished_run_that_is_started_again_says_that_nothing_is_left(shell: Shell) -> None:
+    assert shell.run() == 0
+    assert "nothing left" not in shell.shown
+    before = shell.report()["adapter_digest"]
+    assert shell.run() == 0
+    assert "nothing left to train: 2 steps are done; to go on, raise spec.training.steps (2)" in shell.shown
+    assert shell.report()["adapter_digest"] == before
+
+
 def test_a_second_run_on_a_live_output_stops(shell: Shell) -> None:
     program = (
         "import sys, time\n"
