@@ -106,16 +106,21 @@ def resolve(run: OrbitRun, machine: MachineFacts, *, folder: Path | None = None)
 
 
 def keep_decisions(resolved: Resolved, earlier: Mapping[str, Any]) -> Resolved:
-    """What the first start decided holds on resume, also where `steps` has changed since.
+    """What the first start decided holds on resume, also where `steps` has changed since, or the model has moved.
 
     Args:
         earlier: the resolved manifest of that start, from `run.json`.
     """
+    run, spec = resolved.run, earlier.get("spec", {})
+    precision = spec.get("model", {}).get("precision")
+    if run.spec.model.precision == "Auto" and precision is not None:
+        # A folder that is left to say what it is: it must be what it was then, and is checked against it.
+        run = _with_spec(run, model=_changed(run.spec.model, precision=precision))
     asked = resolved.asked.spec.training.schedule
-    before = earlier.get("spec", {}).get("training", {}).get("schedule", {}).get("decaySteps")
-    if asked.type == "Constant" or asked.decay_steps is not None or before is None:
-        return resolved
-    return replace(resolved, run=_with_decay(resolved.run, before))
+    decay = spec.get("training", {}).get("schedule", {}).get("decaySteps")
+    if asked.type != "Constant" and asked.decay_steps is None and decay is not None:
+        run = _with_decay(run, decay)
+    return replace(resolved, run=run)
 
 
 def absolute_uri(uri: str, folder: Path) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 from orbit_runtime.cli.main import run_command
+from orbit_runtime.model_info.builtin_models import builtin_folder
 from orbit_runtime.storage import open_store
 from tests.integration.killing import small_manifest, timeless_rows
 from tests.integration.tiny_models import make_checkpoint
@@ -299,6 +301,18 @@ def test_inputs_that_moved_continue_the_run_bit_for_bit_and_another_content_is_r
     assert "content.model.weights: sha256:" in shell.shown
     assert "config.json" not in shell.shown, "only what differs is named"
     assert (shell.out / "run.json").read_bytes() == before
+
+
+def test_a_shipped_model_may_move_into_a_folder_of_its_own(shell: Shell) -> None:
+    shell.spec["model"] = {"uri": "builtin://tiny-adder"}
+    assert shell.run() == 0
+    shutil.copytree(builtin_folder("tiny-adder", "INT4"), shell.folder / "copy")
+    shell.spec["model"]["uri"] = "copy"
+    shell.spec["training"]["steps"] = 3
+    assert shell.run() == 0
+    shell.spec["model"]["uri"] = "no/such/folder"
+    assert shell.run() == 66
+    assert "the model folder does not exist" in shell.shown
 
 
 def test_a_finished_run_that_is_started_again_says_that_nothing_is_left(shell: Shell) -> None:

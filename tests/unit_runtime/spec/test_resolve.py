@@ -95,6 +95,18 @@ def test_decay_steps_that_were_asked_for_are_not_replaced_by_those_of_the_first_
     assert keep_decisions(constant, first) == constant
 
 
+def test_a_model_that_moved_out_of_the_package_keeps_its_precision() -> None:
+    first = resolved("model.uri=builtin://tiny-adder").run.to_manifest()
+    moved = keep_decisions(resolved("model.uri=/copy"), first)
+    assert moved.run.spec.model.precision == "INT4"
+    assert [each.path for each in differences(first, moved.run.to_manifest())] == ["spec.model.uri"]
+    other = keep_decisions(resolved("model.uri=/copy", "model.precision=BF16"), first)
+    assert [each.path for each in differences(first, other.run.to_manifest())] == [
+        "spec.model.uri",
+        "spec.model.precision",
+    ]
+
+
 def test_every_field_is_in_one_of_the_three_sets() -> None:
     without = [field.path for field in all_fields() if field.path not in field_sets()]
     assert without == []
