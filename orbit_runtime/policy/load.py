@@ -25,6 +25,7 @@ from orbit_runtime.model_info.headers import TensorInfo, read_folder
 from orbit_runtime.model_info.quantization import QuantFormat, parse_quantization
 from orbit_runtime.model_info.settings import load_settings
 from orbit_runtime.policy.attention import IMPLEMENTATION, Kernel
+from orbit_runtime.policy.direct import build_direct
 from orbit_runtime.policy.model import Policy
 from orbit_runtime.policy.modules import FrozenEmbedding, fuse_norms
 from orbit_runtime.quant.formats import FORMATS
@@ -79,7 +80,8 @@ def load_policy(
     model.to(device)
     head = model.get_output_embeddings()
     injected = inject(model, adapter.targets, adapter, seed, compute_dtype=compute_dtype)
-    return Policy(model, injected, device, compute_dtype, head.out_features, quant.name, kernel)
+    direct = build_direct(model, compute_dtype)
+    return Policy(model, injected, device, compute_dtype, head.out_features, quant.name, kernel, direct)
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

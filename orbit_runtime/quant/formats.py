@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,8 @@ class Codec:
     """`(*views of any run of rows, dtype)` → dense `[rows, K]`."""
     dequantize: Callable[..., Tensor]
     num_bytes: Callable[[Any], int]
+    stack: Callable[[Sequence[Any]], Any] | None
+    """Weights over the same columns → one weight, rows under rows; None from it, or in its place: not possible."""
 
 
 FORMATS: dict[str, Codec] = {
@@ -43,6 +45,7 @@ FORMATS: dict[str, Codec] = {
         dense_rows=module.dense_rows,
         dequantize=module.dequantize,
         num_bytes=module.num_bytes,
+        stack=getattr(module, "stack", None),
     )
     for name, module, weight_type in (("BF16", bf16, BF16Weight), ("INT4", int4, INT4Weight))
 }
