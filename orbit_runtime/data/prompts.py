@@ -24,6 +24,8 @@ class PromptTable:
     prompts_P: tuple[Prompt, ...]
     digest: str
     """`sha256:<hex>` over the sources' bytes, prompt fields and the limit: equal digests mean equal prompts."""
+    file_digests: tuple[str, ...]
+    """`sha256:<hex>` of each source's bytes."""
 
 
 def load_prompts(sources: Sequence[PromptSource], *, limit: int | None = None) -> PromptTable:
@@ -34,9 +36,11 @@ def load_prompts(sources: Sequence[PromptSource], *, limit: int | None = None) -
     """
     prompts: list[Prompt] = []
     digest = hashlib.sha256()
+    files: list[str] = []
     seen: dict[str, int] = {}
     for source in sources:
         rows, file_digest = load_rows(source)
+        files.append(f"sha256:{file_digest}")
         digest.update(f"{file_digest} {source.prompt_field}\n".encode())
         seen[source.name] = seen.get(source.name, 0) + 1
         name = source.name if seen[source.name] == 1 else f"{source.name}-{seen[source.name]}"
@@ -48,7 +52,7 @@ def load_prompts(sources: Sequence[PromptSource], *, limit: int | None = None) -
         raise DataError(
             "there are no prompts", where="data.prompts", fix="name at least one file; data.limit is 1 or more"
         )
-    return PromptTable(tuple(prompts), f"sha256:{digest.hexdigest()}")
+    return PromptTable(tuple(prompts), f"sha256:{digest.hexdigest()}", tuple(files))
 
 
 def check_fields(table: PromptTable, required: Mapping[str, str]) -> None:

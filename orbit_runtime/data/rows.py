@@ -33,11 +33,13 @@ class PromptSource:
     """A path, `file://…` or `builtin://…`."""
     format: Format = "Auto"
     prompt_field: str = "prompt"
+    kept_name: str | None = None
+    """What the file was called when the run started: ids key the random draws, so a renamed file keeps them."""
 
     @property
     def name(self) -> str:
         """The file's stem: the first part of its prompts' ids."""
-        return Path(self.uri.split("://", 1)[-1]).stem
+        return self.kept_name or Path(self.uri.split("://", 1)[-1]).stem
 
 
 def load_rows(source: PromptSource) -> tuple[list[Mapping[str, Any]], str]:

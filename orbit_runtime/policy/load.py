@@ -9,7 +9,6 @@ quantised weight keeps its packed bytes.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from orbit_runtime.adapters.inject import inject
 from orbit_runtime.errors import ManifestError, ModelError, OrbitError, UnsupportedError
 from orbit_runtime.model_info.headers import TensorInfo, read_folder
 from orbit_runtime.model_info.quantization import QuantFormat, parse_quantization
+from orbit_runtime.model_info.settings import load_settings
 from orbit_runtime.policy.attention import IMPLEMENTATION, Kernel
 from orbit_runtime.policy.direct import build_direct
 from orbit_runtime.policy.model import Policy
@@ -89,17 +89,15 @@ def _read_config(folder: Path) -> dict[str, Any]:
     if not folder.is_dir():
         raise ModelError("the model folder does not exist", where=str(folder), fix="correct spec.model.uri")
     try:
-        config = json.loads(path.read_bytes())
+        config = load_settings(path)
     except FileNotFoundError:
         raise ModelError(
             "the model folder holds no config.json", where=str(folder), fix="correct spec.model.uri"
         ) from None
-    except ValueError as error:
-        raise ModelError(f"not JSON: {error}", where=str(path)) from None
     for key in LOGIT_TRANSFORMS:
         if config.get(key) not in (None, 1, 1.0):
             raise UnsupportedError(f"{key} = {config[key]} is not supported", where=str(path))
-    return dict(config)
+    return config
 
 
 def _build_structure(folder: Path) -> nn.Module:

@@ -96,10 +96,6 @@ class Policy:
             digest.update(tensor.detach().contiguous().cpu().view(torch.uint8).numpy().tobytes())
         return f"sha256:{digest.hexdigest()}"
 
-    def base_bytes(self) -> int:
-        """Bytes the frozen base occupies."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self._base_tensors().values())
-
     def _base_tensors(self) -> dict[str, torch.Tensor]:
         tensors = dict(self.model.named_parameters())
         tensors.update(self.model.named_buffers())

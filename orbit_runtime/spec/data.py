@@ -10,14 +10,15 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from orbit_runtime.spec.block import IDENTITY, AsTuple, Block, Contradiction, Uri, check_scheme
+from orbit_runtime.spec.block import IDENTITY, LAYOUT, AsTuple, Block, Contradiction, Uri, check_scheme
 
 
 class Prompts(Block):
     """One source of prompts."""
 
-    uri: Annotated[Uri, IDENTITY, Field(examples=["builtin://two-digit-addition"])]
-    """A file: a path, `file:///…`, or `builtin://two-digit-addition`, which ships with Orbit."""
+    uri: Annotated[Uri, LAYOUT, Field(examples=["builtin://two-digit-addition"])]
+    """A file: a path, `file:///…`, or `builtin://two-digit-addition`, which ships with Orbit. It may move on
+    resume: a run knows its prompts by digest."""
     format: Annotated[Literal["Auto", "JSONL", "Parquet"], IDENTITY] = "Auto"
     """`Auto` goes by the end of the name: `.parquet` is Parquet, everything else JSON lines."""
     prompt_field: Annotated[str, IDENTITY, Field(min_length=1, max_length=128)] = "prompt"

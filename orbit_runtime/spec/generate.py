@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from orbit_runtime.spec.crd import GROUP, PLURAL, build_crd
@@ -33,10 +34,10 @@ def render_all() -> dict[str, str]:
     return {f"crds/{PLURAL}.{GROUP}.yaml": render_crd(), "docs/reference/manifest.md": render_reference()}
 
 
-def main(arguments: list[str], root: Path) -> int:
-    """0, or 1 where `--check` found a stale file."""
+def write_pages(pages: Mapping[str, str], arguments: list[str], root: Path) -> int:
+    """Writes what differs; with `--check` only says so. 0, or 1 where `--check` found a stale file."""
     stale = []
-    for name, content in render_all().items():
+    for name, content in pages.items():
         file = root / name
         if file.is_file() and file.read_text(encoding="utf-8") == content:
             continue
@@ -46,10 +47,10 @@ def main(arguments: list[str], root: Path) -> int:
             file.write_text(content, encoding="utf-8")
             print(f"wrote {name}")
     if stale and "--check" in arguments:
-        print(f"stale: {', '.join(stale)}; run `make crds`", file=sys.stderr)
+        print(f"stale: {', '.join(stale)}; run `make docs`", file=sys.stderr)
         return 1
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], Path(__file__).resolve().parents[2]))
+    sys.exit(write_pages(render_all(), sys.argv[1:], Path(__file__).resolve().parents[2]))

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from orbit_runtime.spec.block import IDENTITY, Block, Contradiction, Uri, check_scheme
+from orbit_runtime.spec.block import IDENTITY, LAYOUT, Block, Contradiction, Uri, check_scheme
 
 Precision = Literal["Auto", "BF16", "INT4"]
 
@@ -19,8 +19,9 @@ Precision = Literal["Auto", "BF16", "INT4"]
 class Model(Block):
     """The base model: frozen, at its deployment precision."""
 
-    uri: Annotated[Uri, IDENTITY, Field(examples=["builtin://tiny-adder"])]
-    """A folder in Hugging Face format: a path, `file:///…`, or `builtin://tiny-adder`, which ships with Orbit."""
+    uri: Annotated[Uri, LAYOUT, Field(examples=["builtin://tiny-adder"])]
+    """A folder in Hugging Face format: a path, `file:///…`, or `builtin://tiny-adder`, which ships with Orbit. It
+    may move on resume: a run knows its model by digest."""
     precision: Annotated[Precision, IDENTITY] = "Auto"
     """Checked against the checkpoint; for `builtin://` it selects the variant, where `Auto` means `INT4`."""
     max_sequence_length: Annotated[int, IDENTITY, Field(ge=2, le=1_048_576)] = 2048

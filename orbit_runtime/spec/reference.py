@@ -30,7 +30,7 @@ One `OrbitRun` says everything about a run: `orbit run FILE`. `orbit init` write
 - **Variables.** `${VAR}` and `${VAR:-default}` are replaced in every `uri`, and nowhere else.
 - **Sets.** `identity` fields change the maths: a run folder of another identity is refused, the difference named.
   `layout` fields (where and how it is computed) and `display` fields (how long, what is kept and shown) may change on
-  resume.
+  resume. The model and the prompts count by the digests of their files: they may move, another content is refused.
 """
 
 TEMPLATE_HEAD = """\
