@@ -30,6 +30,7 @@ _QUANTITY = "a number of bytes such as `512Mi` or `64Gi`"
 _HINTS = {
     "metadata.name": "lower-case letters, digits and `-`, with a letter or digit at both ends",
     "metadata.namespace": "lower-case letters, digits and `-`, with a letter or digit at both ends",
+    "metadata.labels.*": _LABEL_VALUE,
     "spec.environment.rewards[].entrypoint": "`module:function`, such as `my_rewards:brevity`",
     "spec.environment.rewards[].name": "letters, digits, `_` and `-`, with a letter first",
     "spec.adapter.targets[]": "the end of a module name: letters, digits, `_` and `.`",
