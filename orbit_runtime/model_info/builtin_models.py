@@ -15,7 +15,7 @@ from orbit_runtime.errors import ModelError
 from orbit_runtime.spec.resolve import AUTO_BUILTIN_PRECISION
 
 ROOT = Path(__file__).resolve().parent / "builtin"
-REINSTALL = "reinstall orbit-rl; to change a shipped model, copy its folder and name the copy in `model.uri`"
+REINSTALL = "reinstall orbit-rl; to change a shipped model, copy its folder and name the copy in `spec.model.uri`"
 
 
 def builtin_folder(name: str, precision: str, root: Path = ROOT) -> Path:
@@ -37,7 +37,7 @@ def builtin_folder(name: str, precision: str, root: Path = ROOT) -> Path:
         raise ModelError(
             f"`{name}` is not shipped in {precision}",
             where=f"builtin://{name}",
-            fix=f"set `model.precision` to one of {_quoted(available)}",
+            fix=f"set `spec.model.precision` to one of {_quoted(available)}",
         )
     folder = root / name / variant
     check_files(folder, shipped[name][variant])
