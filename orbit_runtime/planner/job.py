@@ -58,6 +58,8 @@ class Job:
     micro_batch_tokens: int
     is_micro_batch_fixed: bool
     """The manifest says it; else the planner may lower it."""
+    step_tokens: int
+    """Tokens of a whole step at full length: a micro-batch never holds more."""
     asked: Asked
     copies: Literal["Auto", "Shared", "Two"]
     is_split: bool
@@ -70,8 +72,12 @@ class Job:
         return self.engine == "Torch"
 
 
-def build_job(run: OrbitRun, machine: Machine) -> Job:
-    """`Auto`: torch for both on the CPU and on one GPU, Megatron and SGLang on several."""
+def build_job(run: OrbitRun, machine: Machine, *, may_choose: bool = True) -> Job:
+    """`Auto`: torch for both on the CPU and on one GPU, Megatron and SGLang on several.
+
+    Args:
+        may_choose: a micro-batch that the manifest leaves at its default may be made smaller.
+    """
     spec = run.spec
     training, adapter, placement = spec.training, spec.adapter, spec.placement
     several = machine.num_gpus > 1
@@ -88,7 +94,8 @@ def build_job(run: OrbitRun, machine: Machine) -> Job:
         max_sequence=spec.model.max_sequence_length,
         running=min(spec.rollout.max_running_requests, samples),
         micro_batch_tokens=training.micro_batch_tokens,
-        is_micro_batch_fixed="micro_batch_tokens" in training.model_fields_set,
+        is_micro_batch_fixed=not may_choose or "micro_batch_tokens" in training.model_fields_set,
+        step_tokens=samples * spec.model.max_sequence_length,
         asked=Asked(parallel.tensor, parallel.expert, parallel.pipeline, parallel.context),
         copies=placement.base_copies,
         is_split=placement.layout == "Split" and several,

@@ -223,7 +223,7 @@ def _engine_work(setting: Setting) -> Parts:
 
 def _training(setting: Setting) -> Parts:
     model, layout, job = setting.model.architecture, setting.layout, setting.job
-    tokens, width = setting.micro_batch_tokens, setting.compute_bytes
+    tokens, width = min(setting.micro_batch_tokens, job.step_tokens), setting.compute_bytes
     share = layout.tensor * layout.context
     inputs = tokens * model.hidden_size * model.streams * width * model.num_layers
     live = tokens * _layer_elements(setting) * width

@@ -85,13 +85,16 @@ class Plan:
         return {**fields, "fits": self.fits, "download_seconds": round(self.download_seconds, 1)}
 
 
-def plan(run: OrbitRun, model: ModelFacts, machine: Machine) -> Plan:
+def plan(run: OrbitRun, model: ModelFacts, machine: Machine, *, may_choose: bool = True) -> Plan:
     """Pure. What does not fit or is not supported is in `problems`; only a manifest that is wrong raises.
+
+    Args:
+        may_choose: whether a micro-batch that the manifest leaves open may be lowered until it fits.
 
     Raises:
         ManifestError: the precision is not the checkpoint's, or a target, rank or block size suits no layer.
     """
-    job = build_job(run, machine)
+    job = build_job(run, machine, may_choose=may_choose)
     _check_precision(job, model)
     adapter = adapter_size(model.architecture, job)
     choice = choose(model, job, machine, adapter)
@@ -171,7 +174,7 @@ def _short(has: int | None, needs: int, what: str, field: str) -> list[Problem]:
 
 
 def _notes(choice: Choice, model: ModelFacts, job: Job, machine: Machine, support: Support) -> list[str]:
-    notes = []
+    notes: list[str] = []
     setting = choice.setting
     if support.state == "planned":
         notes += support.reasons
