@@ -78,6 +78,22 @@ def validate(file: Manifest, overrides: Overrides = None, as_json: AsJson = Fals
 
 
 @app.command()
+def plan(
+    file: Manifest,
+    gpu: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Plan for this GPU, such as B200, in place of placement.gpuProduct."),
+    ] = None,
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say what a run takes, part by part, and whether it fits; no GPU and no download needed."""
+    from orbit_runtime.cli.plan import run_plan
+
+    raise typer.Exit(run_plan(file, overrides or [], gpu=gpu, as_json=as_json))
+
+
+@app.command()
 def init(
     path: Annotated[Path, typer.Argument(metavar="FILE", help="Where to write it.")] = Path("run.yaml"),
     force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,

@@ -142,6 +142,8 @@ class Placement(Block):
     """GPUs of the pod, all on one node. 0 runs on the CPU."""
     gpu_product: Annotated[LabelValue | None, LAYOUT, Field(min_length=1, examples=["NVIDIA-B200"])] = None
     """Only nodes whose label `nvidia.com/gpu.product` says so; unset, any."""
+    base_copies: Annotated[Literal["Auto", "Shared", "Two"], LAYOUT] = "Auto"
+    """Whether trainer and engine each hold the base or share one; `Auto`: two where they fit."""
     image: Annotated[
         str | None,
         LAYOUT,

@@ -120,6 +120,9 @@ class LocalFolder:
     def get(self, path: str, /) -> Any:
         return self._open().get(path)
 
+    def get_range(self, path: str, /, *, start: int, end: int) -> Any:
+        return self._open().get_range(path, start=start, end=end)
+
     def head(self, path: str, /) -> Any:
         return self._open().head(path)
 
