@@ -33,6 +33,10 @@ class Settings:
     """Pull policy of the containers of a run."""
     image_pull_secrets: tuple[str, ...] = ()
     """Names of pull secrets in the run's namespace."""
+    run_cpu: int = 0
+    """Cores of a run whose manifest says nothing; 0 asks for none in particular."""
+    run_memory: str = ""
+    """Memory of a run whose manifest says nothing, such as `1Ti`; empty asks for none in particular."""
     metrics_port: int = 8080
     """Port of the operator's own `/metrics`; 0 takes any free one."""
     health_port: int = 8081
