@@ -10,7 +10,7 @@ from typing import Any
 
 from orbit_runtime.spec.adapter import NEUMANN_TERMS
 from orbit_runtime.spec.algorithm import TRUNCATION_CAP
-from orbit_runtime.spec.fields import Schema, is_block, schema_tree
+from orbit_runtime.spec.fields import Schema, is_block, schema_tree, status_tree
 from orbit_runtime.spec.run import LABEL, NAME_LENGTH
 
 GROUP, VERSION, PLURAL = "orbitrl.dev", "v1alpha1", "orbitruns"
@@ -70,18 +70,33 @@ RULES: dict[str, tuple[Rule, ...]] = {
 LIST_TYPES: dict[str, Schema] = {
     "spec.adapter.targets": {"x-kubernetes-list-type": "set"},
     "spec.environment.rewards": {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
+    "spec.placement.envFromSecrets": {"x-kubernetes-list-type": "set"},
+    "spec.placement.egress[].ports": {"x-kubernetes-list-type": "set"},
+    "status.attempts": {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["number"]},
+    "status.conditions": {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]},
 }
 """How lists merge under server-side apply; every other one is atomic."""
 
 COLUMNS = (
-    ("Model", "string", ".spec.model.uri", 0),
-    ("Adapter", "string", ".spec.adapter.type", 0),
-    ("Steps", "integer", ".spec.training.steps", 0),
-    ("Precision", "string", ".spec.model.precision", 1),
+    ("Phase", "string", ".status.phase", 0),
+    ("Reason", "string", ".status.reason", 0),
+    ("Step", "integer", ".status.step", 0),
+    ("Reward", "number", ".status.reward", 0),
+    ("Attempt", "integer", ".status.attempt", 0),
     ("Age", "date", ".metadata.creationTimestamp", 0),
+    ("Model", "string", ".spec.model.uri", 1),
+    ("Precision", "string", ".spec.model.precision", 1),
+    ("Adapter", "string", ".spec.adapter.type", 1),
+    ("Queue", "string", ".spec.lifecycle.queueName", 1),
+    ("Node", "string", ".status.node", 1),
+    ("Checkpoint", "integer", ".status.checkpoint.step", 1),
 )
+"""As `kubectl get orun` prints them; those of priority 1 with `-o wide`."""
 
-_KEPT = ("type", "description", "enum", "pattern", "minLength", "maxLength", "minItems", "maxItems", "maxProperties")
+_KEPT = (
+    "type", "format", "description", "enum", "pattern",
+    "minLength", "maxLength", "minItems", "maxItems", "maxProperties",
+)  # fmt: skip
 
 
 def build_crd() -> dict[str, Any]:
@@ -124,7 +139,7 @@ def build_schema() -> Schema:
             "kind": {"type": "string"},
             "metadata": {"type": "object"},
             "spec": _structural(tree["properties"]["spec"], "spec"),
-            "status": {"type": "object", "x-kubernetes-preserve-unknown-fields": True},
+            "status": _structural(status_tree(), "status"),
         },
         "x-kubernetes-validations": _rules(""),
     }

@@ -18,9 +18,11 @@ from orbit_runtime.spec.block import DISPLAY, IDENTITY, Block, Contradiction
 from orbit_runtime.spec.checkpoint import Checkpoint
 from orbit_runtime.spec.data import Data
 from orbit_runtime.spec.environment import Environment
+from orbit_runtime.spec.lifecycle import Lifecycle
 from orbit_runtime.spec.model import Model
 from orbit_runtime.spec.observability import Observability
 from orbit_runtime.spec.parity import Parity
+from orbit_runtime.spec.placement import Placement
 from orbit_runtime.spec.rollout import Rollout
 from orbit_runtime.spec.storage import Storage
 from orbit_runtime.spec.training import Training
@@ -73,6 +75,10 @@ class RunSpec(Block):
     """How often the run is kept."""
     storage: Storage = Storage()
     """Where the run is kept."""
+    placement: Placement = Placement()
+    """What it gets on a cluster."""
+    lifecycle: Lifecycle = Lifecycle()
+    """When it starts, pauses and is tried again on a cluster."""
     observability: Observability = Observability()
     """What the run shows."""
 
