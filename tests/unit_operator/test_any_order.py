@@ -13,11 +13,13 @@ from typing import Any
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from unit_operator.cluster_model import Cluster, build_cluster
+
 from orbit_operator.actions import Plan
 from orbit_operator.attempts import add_created
 from orbit_operator.facts import JobFacts, Observed, PodFacts, Progress
 from orbit_operator.plan import needs_fresh_look
-from unit_operator.cluster_model import Cluster, build_cluster
+from orbit_runtime.spec.status import RunStatus
 
 CODES = (0, 1, 64, 66, 70, 73, 74, 75, 77, 78, 79, 80, 81, 82, 83, 84, 85, 86, 134, 137, 139, 143)
 EXAMPLES = int(os.environ.get("ORBIT_TEST_EXAMPLES", "60"))
@@ -203,12 +205,13 @@ class AnyOrder(RuleBasedStateMachine):
         self.cluster.status = before
 
     @invariant()
-    def every_condition_stands_in_every_status(self) -> None:
+    def every_status_is_whole_and_fits_the_schema(self) -> None:
         status = self.cluster.status
         if status:
             kinds = [condition["type"] for condition in status["conditions"]]
             assert len(kinds) == len(set(kinds)) == 13
             assert all(condition["reason"] for condition in status["conditions"])
+            RunStatus.model_validate(status, by_name=False)
 
     def teardown(self) -> None:
         """Once the world is kind, the run ends by itself or stands suspended, and nothing of it lives."""

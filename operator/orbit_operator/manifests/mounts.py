@@ -1,6 +1,6 @@
 """Claims and ConfigMaps that a manifest names in its URIs: where the pod finds them.
 
-Belongs here: `pvc://` and `configmap://` as volumes and as paths. Does not belong here: every pod's own volumes (`pod`).
+Belongs here: `pvc://` and `configmap://` as volumes and as paths. Does not belong here: other volumes (`pod`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The NetworkPolicy of a run: nothing in but questions about its state, nothing out but names, HTTPS and what is declared."""
+"""The NetworkPolicy of a run: only questions about its state come in; only names, HTTPS and what is declared go out."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def charge(attempts: Sequence[Attempt], number: int, verdict: Verdict) -> Budget
             return "user"
     if verdict.result == "Stopped":
         streak = 0
-        for earlier, later in zip(reversed(before), [*reversed(before[1:]), this], strict=False):
+        for earlier, later in zip(reversed(before), [this, *reversed(before[1:])], strict=False):
             assert earlier.verdict is not None
             if earlier.verdict.result != "Stopped" or _progressed(earlier, later):
                 break
