@@ -11,9 +11,12 @@ from dataclasses import replace
 
 from orbit_operator.actions import Action, ApplySupport, RunEvent, State
 from orbit_operator.facts import Attempt, Observed, PodFacts, RunFacts
+from orbit_operator.manifests.source import config_map_name
 from orbit_operator.policies.failure import find_waiting
 
 _ENDING_EVENTS = {"Preempted": "RunPreempted", "GPUFault": "GPUFaultDetected", "Stalled": "RunStalled"}
+
+POD_PENDING = ("PodPending", "the Job's pod is being made")
 
 
 def describe(run: RunFacts, observed: Observed, base: State, pod: PodFacts | None) -> tuple[State, tuple[Action, ...]]:
@@ -23,7 +26,7 @@ def describe(run: RunFacts, observed: Observed, base: State, pod: PodFacts | Non
     if job is not None and job.is_suspended and (pod is None or not pod.is_deleting):
         return _queued(run, observed, base, job.name), ()
     if pod is None:
-        return replace(base, phase="Pending", reason="PodPending", message="the Job's pod is being made"), ()
+        return _unmade(observed, base), ()
     if pod.is_deleting:
         return replace(base, phase="Restarting", reason="PodTerminating", message=f"pod {pod.name} is ending"), ()
     if pod.unschedulable:
@@ -33,7 +36,9 @@ def describe(run: RunFacts, observed: Observed, base: State, pod: PodFacts | Non
         reason, owner, message = waiting
         again: tuple[Action, ...] = (ApplySupport(),) if reason == "ConfigurationMissing" else ()
         return replace(base, phase="Starting", reason=reason, message=message, owner=owner), again
-    return _at_work(observed, base, attempt, pod), ()
+    state = _at_work(observed, base, attempt, pod)
+    ours = state.reason == "VolumeMissing" and config_map_name(run.name) in state.message
+    return state, (ApplySupport(),) if ours else ()
 
 
 def events_since(observed: Observed, attempts: Sequence[Attempt]) -> tuple[RunEvent, ...]:
@@ -86,4 +91,15 @@ def _at_work(observed: Observed, base: State, attempt: Attempt, pod: PodFacts) -
     if pod.started is not None:
         reason = "EngineWarmup" if progress is not None and progress.phase == "Preflight" else "ModelLoading"
         return replace(base, phase="Starting", reason=reason, message=where)
+    if observed.warning:
+        return replace(base, phase="Starting", reason="VolumeMissing", message=observed.warning, owner="user")
     return replace(base, phase="Starting", reason="ContainerCreating", message=where)
+
+
+def _unmade(observed: Observed, base: State) -> State:
+    """The Job has no pod yet; after a while, whoever refuses it has said why."""
+    if "exceeded quota" in observed.warning:
+        return replace(base, phase="Pending", reason="QuotaExceeded", message=observed.warning, owner="cluster")
+    if observed.warning:
+        return replace(base, phase="Pending", reason="PodRefused", message=observed.warning, owner="cluster")
+    return replace(base, phase="Pending", reason=POD_PENDING[0], message=POD_PENDING[1])

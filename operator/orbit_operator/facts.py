@@ -256,6 +256,8 @@ class Observed:
     nodes: Mapping[str, NodeFacts] = field(default_factory=dict)
     progress: Progress | None = None
     queue: QueueFacts | None = None
+    warning: str = ""
+    """Why the pod is not made or its container not created, in the words of a warning event."""
     former_pods: int = 0
     """Live pods of an earlier run of the same name, which is being deleted."""
     cleanup: Literal["", "Running", "Complete", "Failed"] = ""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from orbit_operator.actions import CreateAttempt, DeleteJob, Plan, RunEvent, State
 from orbit_operator.attempts import fold_attempts, newest_pod, retire
-from orbit_operator.describe import describe, events_since
+from orbit_operator.describe import POD_PENDING, describe, events_since
 from orbit_operator.ending import find_end, finish, idle_jobs, keep_finalizer, plan_deletion, stop
 from orbit_operator.facts import Attempt, Observed, PodFacts, RunFacts
 from orbit_operator.policies.accounting import account_all
@@ -158,7 +158,7 @@ def _start(run: RunFacts, observed: Observed, now: float, base: State) -> Plan:
         )
         return Plan((), state, wake_at=following.not_before)
     event = RunEvent("RunAttemptCreated", f"attempt {number}" + _because(base.attempts))
-    state = replace(base, phase="Pending", reason="AttemptCreated", message=f"attempt {number} is being made")
+    state = replace(base, phase="Pending", reason=POD_PENDING[0], message=POD_PENDING[1])
     return Plan((CreateAttempt(number, following.avoid_nodes),), state, (event,))
 
 
