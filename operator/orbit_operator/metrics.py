@@ -95,7 +95,7 @@ def _samples(spec: Mapping[str, Any], status: Mapping[str, Any], gpus: int) -> I
     def word(block: str, name: str) -> str:
         return str((spec.get(block) or {}).get(name) or "")
 
-    attempts = status.get("attempts") or ()
+    attempts = status.get("attempts") or []
     node = str(status.get("node") or "")
     names = (word("model", "uri"), word("model", "precision"), word("adapter", "type"), word("lifecycle", "queueName"))
     yield "info", (*names, node), 1.0
