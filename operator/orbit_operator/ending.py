@@ -123,8 +123,10 @@ def keep_finalizer(run: RunFacts) -> tuple[Action, ...]:
 
 
 def idle_jobs(observed: Observed) -> tuple[DeleteJob, ...]:
-    """Jobs that have not ended and have no pod to end them: a queue holds them, or it is not made yet."""
+    """Jobs that no pod will end: a queue holds them, or they never had one. One whose pod is gone ends by itself."""
     with_pod = {pod.attempt for pod in observed.pods}
+    with_pod |= {attempt.number for attempt in observed.stored.attempts if attempt.pod_uid}
+    with_pod |= {job.attempt for job in observed.jobs if job.had_pod}
     return tuple(
         DeleteJob(job.name, job.uid)
         for job in observed.jobs

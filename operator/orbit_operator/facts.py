@@ -126,8 +126,12 @@ class JobFacts:
     finished_at: float | None = None
     failure: str = ""
     """Reason of its `Failed` condition."""
+    exit_code: int | None = None
+    """What its `Failed` condition says of the container's end: it stays when the pod is gone."""
     is_suspended: bool = False
     is_deleting: bool = False
+    had_pod: bool = False
+    """Its controller has counted a pod, which may be gone by now."""
 
 
 @dataclass(frozen=True, slots=True)

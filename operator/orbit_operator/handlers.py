@@ -53,9 +53,9 @@ def build_registry(cache: Cache, changed: Callable[[Key], None]) -> kopf.Operato
         changed((body["metadata"]["namespace"], run_name_of(body)))
 
     @kopf.on.event(*POD, registry=registry)
-    async def on_pod(event: Body, body: Body, uid: str, **_: Any) -> None:
+    async def on_pod(event: Body, body: Body, **_: Any) -> None:
         if event["type"] == "DELETED":
-            cache.pods.drop(uid)
+            drop_pod(cache, body)
         changed((body["metadata"]["namespace"], run_name_of(body)))
 
     return registry
@@ -73,6 +73,14 @@ def put_child(cache: Cache, kind: str, body: Body) -> None:
         cache.jobs.put(key, head["uid"], Child(run_uid_of(body), read_job(body)), version)
     else:
         cache.pods.put(key, head["uid"], Child(run_uid_of(body), read_pod(body)), version)
+
+
+def drop_pod(cache: Cache, body: Body) -> None:
+    """How a pod ended stays known until its Job has ended as well: the next checks of the cache drop it."""
+    if read_pod(body).is_terminal:
+        put_child(cache, "pods", body)
+    else:
+        cache.pods.drop(body["metadata"]["uid"])
 
 
 def build_kopf_settings(settings: Settings) -> kopf.OperatorSettings:

@@ -57,6 +57,9 @@ class Observer:
             pods: Iterable[Child[PodFacts]] = [
                 Child(run_uid_of(item), read_pod(item)) async for item in self._api.list(PODS, key[0], selector)
             ]
+            there = {each.facts.uid for each in pods}
+            ended = (each for each in self._cache.pods.of(key) if each.facts.is_terminal)
+            pods = [*pods, *(each for each in ended if each.facts.uid not in there)]
         else:
             raw, jobs, pods = self._cache.run(key), self._cache.jobs.of(key), self._cache.pods.of(key)
         if raw is None:

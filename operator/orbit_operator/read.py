@@ -5,6 +5,7 @@ Belongs here: reading a single OrbitRun, Job, pod or node. Does not belong here:
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,6 +20,7 @@ from orbit_runtime.spec import lifecycle as spec_lifecycle
 
 GPU_CONDITIONS = ("GPU", "XID", "NVLink", "NVML", "InfiniBand")
 """A node condition whose type holds one of these and that is True speaks of broken hardware."""
+_BY_POLICY, _EXIT_CODE = "PodFailurePolicy", re.compile(r"failed with exit code (\d+)")
 _TEXT = 900
 
 Object = Mapping[str, Any]
@@ -69,8 +71,10 @@ def read_job(body: Object) -> JobFacts:
         finished=finished,  # type: ignore[arg-type]  # one of the two words, or None
         finished_at=read_time(last.get("lastTransitionTime")),
         failure=str(last.get("reason") or "") if finished == "Failed" else "",
+        exit_code=_exit_code(last),
         is_suspended=bool((body.get("spec") or {}).get("suspend")),
         is_deleting="deletionTimestamp" in metadata,
+        had_pod=any(status.get(name) for name in ("active", "terminating", "failed", "succeeded")),
     )
 
 
@@ -122,6 +126,12 @@ def read_node(body: Object) -> NodeFacts:
 
 
 _NORMAL = ("", None, "ContainerCreating", "PodInitializing")
+
+
+def _exit_code(condition: Object) -> int | None:
+    """The Job's failure policy makes its controller write the exit code down."""
+    found = _EXIT_CODE.search(str(condition.get("message") or "")) if condition.get("reason") == _BY_POLICY else None
+    return None if found is None else int(found[1])
 
 
 def _waiting(container: Object) -> Object:

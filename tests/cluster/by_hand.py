@@ -196,8 +196,9 @@ class Team:
 
 
 @contextmanager
-def open_team(server: Server, namespace: str) -> Iterator[Team]:
+def open_team(server: Server, name: str) -> Iterator[Team]:
     """A new namespace whose pods are moved until the end, when it is deleted."""
+    namespace = f"{name}-{os.urandom(3).hex()}"
     server.apply(
         f"/api/v1/namespaces/{namespace}", {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}}
     )

@@ -13,7 +13,7 @@ from pathlib import Path
 from cluster.by_hand import ROOT, Team
 
 FAST = {
-    "ORBIT_OPERATOR_LEASE_SECONDS": "2",
+    "ORBIT_OPERATOR_IDENTITY": "the-operator",
     "ORBIT_OPERATOR_HEALTH_PORT": "0",
     "ORBIT_OPERATOR_METRICS_PORT": "0",
     "ORBIT_OPERATOR_POLL_SECONDS": "60",
@@ -34,7 +34,6 @@ class Operator:
             "PYTHONPATH": f"{ROOT / 'operator'}{os.pathsep}{ROOT}",
             "ORBIT_OPERATOR_NAMESPACES": team.namespace,
             "ORBIT_OPERATOR_NAMESPACE": team.namespace,
-            "ORBIT_OPERATOR_IDENTITY": log.name,
             **FAST,
         }
         with log.open("ab") as output:

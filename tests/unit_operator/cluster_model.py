@@ -128,12 +128,13 @@ class Cluster:
 
     def make_pod(self) -> None:
         """Job controller: a Job that is not held and never had a pod gets one; a queue's comeback gets another."""
-        for job in self.jobs.values():
+        for name, job in self.jobs.items():
             pods = [pod for pod in self.pods.values() if pod.job_uid == job.uid]
             failed = any(pod.phase == "Failed" for pod in pods)
             if job.finished is None and not job.is_suspended and not pods and not failed:
                 uid = self._uid("pod")
                 self.pods[uid] = PodFacts(uid, uid, job.attempt, job.uid, created=self.now)
+                self.jobs[name] = replace(job, had_pod=True)
 
     def conclude_jobs(self) -> None:
         """Job controller: with `backoffLimit: 0` a Job ends with its pod, and not before the pod has."""

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from orbit_operator.manifests.pod import build_pod_template
+from orbit_operator.manifests.pod import RUN_CONTAINER, build_pod_template
 from orbit_operator.manifests.source import Object, RunSource, job_name, metadata
 from orbit_operator.settings import Settings
 
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
+
+FAILURE_RULES: list[Object] = [
+    {"action": "FailJob", "onExitCodes": {"containerName": RUN_CONTAINER, "operator": "NotIn", "values": [0]}},
+    {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+]
+"""Every failure ends the Job, as it would without them; with them its condition keeps the exit code for good."""
 
 
 def build_job(source: RunSource, attempt: int, avoid_nodes: Sequence[str], settings: Settings) -> Object:
@@ -26,6 +32,7 @@ def build_job(source: RunSource, attempt: int, avoid_nodes: Sequence[str], setti
             "completions": 1,
             "parallelism": 1,
             "podReplacementPolicy": "Failed",
+            "podFailurePolicy": {"rules": FAILURE_RULES},
             "suspend": queue is not None,
             "template": build_pod_template(source, attempt, avoid_nodes, settings),
         },

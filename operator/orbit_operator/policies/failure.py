@@ -92,7 +92,8 @@ def judge_job(job: JobFacts | None, pod: PodFacts | None, node: NodeFacts | None
     """
     if pod is not None and pod.end is not None:
         return _with_node(_judge_exit(pod.end, pod), node)
-    if pod is not None and (pod.is_terminal or pod.disruption):
+    known_by_job = job is not None and job.exit_code is not None
+    if pod is not None and (pod.is_terminal or pod.disruption) and not known_by_job:
         return _with_node(_judge_pod(pod), node)
     if job is not None and job.finished == "Complete":
         return Verdict("Succeeded", "Succeeded", exit_code=EXIT_DONE)
@@ -100,6 +101,9 @@ def judge_job(job: JobFacts | None, pod: PodFacts | None, node: NodeFacts | None
         return Verdict("Stopped", "JobWithdrawn", "free", message="the Job was deleted before it had a pod")
     if job is None:
         return Verdict("Failed", "JobDeleted", "infra", "cluster", "the Job of this attempt was deleted while it ran")
+    if job.exit_code is not None:
+        gone = PodFacts("", "", job.attempt, is_ready=False)
+        return _with_node(_judge_exit(ContainerEnd(job.exit_code), gone), node)
     return Verdict("Failed", "PodGone", "infra", "cluster", f"the pod is gone without a trace ({job.failure})")
 
 
