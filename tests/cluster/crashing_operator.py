@@ -1,7 +1,7 @@
 """The operator, with a transport that kills the process at one API call, and one that lets some calls fail.
 
 `ORBIT_TEST_CRASH=before:7` ends it as `kill -9` does before the seventh call that changes something (the Lease's not
-counted), `after:7` after it was answered. `ORBIT_TEST_FAULTS=409,429,500` answers about every third such call with these.
+counted), `after:7` after it was answered. `ORBIT_TEST_FAULTS=409,429,500` answers a third of such calls with these.
 """
 
 from __future__ import annotations
