@@ -198,6 +198,8 @@ async def open_api(**options: Any) -> Api:
     else:
         await config.load_kube_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
     configuration.connection_pool_maxsize = CONNECTIONS
+    # With it, every single request would look for ~/.netrc in a thread.
+    configuration.client_session_kwargs = {"trust_env": False}
     # Retrying is the work queue's: a request is repeated only after looking again.
     configuration.retries = None
     return Api(ApiClient(configuration), **options)

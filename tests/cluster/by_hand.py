@@ -87,7 +87,7 @@ def find_server() -> Server:
     return server
 
 
-def wait_for[T](probe: Callable[[], T | None], what: str, seconds: float = 30.0) -> T:
+def wait_for[T](probe: Callable[[], T | None], what: str, seconds: float = 90.0) -> T:
     """The first answer that is true."""
     deadline = time.monotonic() + seconds
     while True:
@@ -128,7 +128,7 @@ class Team:
         found = self.server.get(self.path("orbitruns", name))
         return {} if found is None else found.get("status") or {}
 
-    def wait_phase(self, name: str, *phases: str, seconds: float = 60.0) -> Object:
+    def wait_phase(self, name: str, *phases: str, seconds: float = 120.0) -> Object:
         def probe() -> Object | None:
             status = self.status(name)
             return status if status.get("phase") in phases else None

@@ -12,7 +12,7 @@ import pytest
 from cluster.by_hand import Server, Team, find_server, open_team, wait_for
 from cluster.operator_process import Operator, run_operator
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def live_with_a_crash(server: Server, folder: Path, crash: str) -> bool:
         first = Operator(team, folder / f"{name}-1.log", ORBIT_TEST_CRASH=crash)
         with ThreadPoolExecutor(1) as user:
             life = user.submit(live, team)
-            wait_for(lambda: first.process.poll() is not None or life.done(), f"{name}: the crash", 90)
+            wait_for(lambda: first.process.poll() is not None or life.done(), f"{name}: the crash", 240)
             try:
                 first.process.wait(3)
             except TimeoutExpired:
@@ -70,7 +70,7 @@ def live_with_a_crash(server: Server, folder: Path, crash: str) -> bool:
             assert first.process.returncode == 137, f"{name}: {first.process.returncode}: {first.text[-2000:]}"
             with run_operator(team, folder / f"{name}-2.log") as second:
                 try:
-                    life.result(90)
+                    life.result(240)
                     check(team)
                 except AssertionError as error:
                     raise AssertionError(f"{name}: {error}\n{first.text[-1500:]}\n{second.text[-1500:]}") from None

@@ -88,7 +88,7 @@ def test_an_ending_that_the_infrastructure_pays_for(team: Team, code: int) -> No
     name = f"infra-{code}"
     team.exits = {1: code, 2: 0}
     team.start_run(name)
-    status = team.wait_phase(name, "Restarting", seconds=20)
+    status = team.wait_phase(name, "Restarting")
     assert status["nextAttemptTime"]
     assert condition(status, "Interrupted")["status"] == "True"
     assert (status["infraRestarts"], status["userRetries"]) == (1, 0)
@@ -98,7 +98,7 @@ def test_an_ending_that_the_infrastructure_pays_for(team: Team, code: int) -> No
 def test_after_its_back_off_a_run_goes_on_and_ends_well(team: Team) -> None:
     team.exits = {1: 82, 2: 0}
     team.start_run("resumed")
-    status = team.wait_phase("resumed", "Succeeded", seconds=40)
+    status = team.wait_phase("resumed", "Succeeded")
     assert [each["ending"]["result"] for each in status["attempts"]] == ["Failed", "Succeeded"]
 
 
@@ -123,7 +123,7 @@ def test_a_job_deleted_by_hand_is_an_attempt_that_ended(team: Team) -> None:
     running_pod(team, "no-job")
     team.exits = {2: 0}
     team.server.delete(team.path("jobs", "no-job-a1"))
-    team.wait_phase("no-job", "Succeeded", seconds=40)
+    team.wait_phase("no-job", "Succeeded")
     assert "no-job-a2" in team.jobs()
     assert "no-job-a1" not in team.jobs()
 
@@ -140,7 +140,7 @@ def test_a_node_that_is_lost_is_left_and_its_zombie_never_counts(team: Team) -> 
         team.path("pods", pod["metadata"]["name"], "status"),
         {"status": {"conditions": [{"type": "Ready", "status": "False", "reason": "NodeLost"}]}},
     )
-    wait_for(lambda: len(team.status("zombie").get("attempts", ())) == 2, "a second attempt", 40)
+    wait_for(lambda: len(team.status("zombie").get("attempts", ())) == 2, "a second attempt")
     status = team.status("zombie")
     assert status["attempts"][0]["ending"]["reason"] == "NodeLost"
     second = running_pod_of(team, "zombie", 2)
@@ -173,7 +173,7 @@ def test_a_quota_that_is_used_up_is_said_to_be_the_reason(team: Team, server: Se
     wait_for(lambda: (server.get(team.path("resourcequotas", "none")) or {}).get("status", {}).get("hard"), "the quota")
     try:
         team.start_run("no-quota", placement={"gpus": 8})
-        wait_for(lambda: team.status("no-quota").get("reason") == "QuotaExceeded", "the reason", 40)
+        wait_for(lambda: team.status("no-quota").get("reason") == "QuotaExceeded", "the reason")
         status = team.status("no-quota")
         assert status["whoActs"] == "Cluster"
         assert "exceeded quota" in status["message"]
@@ -217,17 +217,17 @@ def test_a_name_used_again_waits_for_the_pods_of_its_former_run(team: Team) -> N
     wait_for(lambda: team.status("twice").get("reason") == "FormerRunEnding", "the new one waits")
     assert "twice-a1" not in team.jobs()
     team.lost_nodes = set()
-    wait_for(lambda: "twice-a1" in team.jobs(), "the new one starts", 40)
+    wait_for(lambda: "twice-a1" in team.jobs(), "the new one starts")
 
 
 def test_time_to_live_deletes_the_run(team: Team) -> None:
     team.exits = {1: 0}
     team.start_run("short", lifecycle={"ttlSecondsAfterFinished": 1})
     wait_for(lambda: "short-a1" in team.jobs(), "the Job")
-    wait_for(lambda: team.server.get(team.path("orbitruns", "short")) is None, "the run goes away", 40)
+    wait_for(lambda: team.server.get(team.path("orbitruns", "short")) is None, "the run goes away")
 
 
-def test_an_answer_of_409_429_or_500_to_a_third_of_all_calls_changes_nothing(server: Server, tmp_path: Path) -> None:
+def test_an_answer_of_409_429_or_500_to_a_fifth_of_all_calls_changes_nothing(server: Server, tmp_path: Path) -> None:
     with (
         open_team(server, "flaky") as team,
         run_operator(team, tmp_path / "flaky.log", ORBIT_TEST_FAULTS="409,429,500"),
@@ -279,7 +279,7 @@ def test_of_two_operators_one_acts_and_the_other_takes_over(server: Server, tmp_
                 assert holder() == "first"
                 # Stopped like a machine that hangs: it neither renews nor gives back.
                 first.process.send_signal(signal.SIGSTOP)
-                wait_for(lambda: holder() == "second", "the second takes over", 40)
+                wait_for(lambda: holder() == "second", "the second takes over")
                 team.exits = {1: 0}
                 team.wait_phase("adder", "Succeeded")
                 first.process.send_signal(signal.SIGCONT)
