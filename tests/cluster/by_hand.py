@@ -17,15 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 import yaml
 
 from orbit_runtime.spec import load_manifest
 from orbit_runtime.spec.crd import build_crd
 
 ROOT = Path(__file__).parents[2]
-KUBECONFIG = "ORBIT_TEST_KUBECONFIG"
-"""Of a control plane without nodes: API server and controller manager."""
 RUNS = "/apis/orbitrl.dev/v1alpha1"
 Object = dict[str, Any]
 
@@ -77,11 +74,9 @@ class Server:
         return dict(answer.json())
 
 
-def find_server() -> Server:
-    """Skips, with the reason, where there is none."""
-    if KUBECONFIG not in os.environ:
-        pytest.skip(f"{KUBECONFIG} names no control plane")
-    server = Server(os.environ[KUBECONFIG])
+def connect(kubeconfig: Path) -> Server:
+    """To a control plane without nodes and without a scheduler; it knows OrbitRuns then."""
+    server = Server(str(kubeconfig))
     server.apply("/apis/apiextensions.k8s.io/v1/customresourcedefinitions/orbitruns.orbitrl.dev", build_crd())
     wait_for(lambda: server.get(RUNS), "the CRD is served")
     return server

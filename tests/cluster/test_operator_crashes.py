@@ -9,15 +9,16 @@ from pathlib import Path
 from subprocess import TimeoutExpired
 
 import pytest
-from cluster.by_hand import Server, Team, find_server, open_team, wait_for
+from cluster.bed.control_plane import ControlPlane
+from cluster.by_hand import Server, Team, connect, open_team, wait_for
 from cluster.operator_process import Operator, run_operator
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
 
 
 @pytest.fixture(scope="module")
-def server() -> Server:
-    return find_server()
+def server(control_plane: ControlPlane) -> Server:
+    return connect(control_plane.kubeconfig)
 
 
 def live(team: Team) -> None:
