@@ -82,7 +82,7 @@ def connect(kubeconfig: Path) -> Server:
     return server
 
 
-def wait_for[T](probe: Callable[[], T | None], what: str, seconds: float = 30.0) -> T:
+def wait_for[T](probe: Callable[[], T | None], what: str, seconds: float = 90.0) -> T:
     """The first answer that is true."""
     deadline = time.monotonic() + seconds
     while True:
@@ -123,7 +123,7 @@ class Team:
         found = self.server.get(self.path("orbitruns", name))
         return {} if found is None else found.get("status") or {}
 
-    def wait_phase(self, name: str, *phases: str, seconds: float = 60.0) -> Object:
+    def wait_phase(self, name: str, *phases: str, seconds: float = 120.0) -> Object:
         def probe() -> Object | None:
             status = self.status(name)
             return status if status.get("phase") in phases else None
@@ -156,6 +156,12 @@ class Team:
             self.history.append(live)
         for pod in pods:
             self._move(pod)
+
+    def show_life(self) -> None:
+        """A node that says nothing is not ready after a while."""
+        for index in (0, 1):
+            if f"{self.namespace}-n{index}" not in self.lost_nodes:
+                set_ready(self.server, f"{self.namespace}-n{index}", True)
 
     def _move(self, pod: Object) -> None:
         head, status = pod["metadata"], pod["status"]
@@ -207,9 +213,13 @@ def open_team(server: Server, name: str) -> Iterator[Team]:
     over = threading.Event()
 
     def keep_moving() -> None:
+        beat = 0.0
         while not over.wait(0.1):
             try:
                 team.act_as_kubelet()
+                if time.monotonic() - beat > 4.0:
+                    beat = time.monotonic()
+                    team.show_life()
             except (AssertionError, httpx.HTTPError):
                 continue  # The object moved on meanwhile, or the server is away: look again.
 

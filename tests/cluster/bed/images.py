@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
+import sys
 import tempfile
+from functools import cache
 from pathlib import Path
 
 from cluster.bed.node import PAUSE_IMAGE
 from cluster.bed.processes import run
 from cluster.bed.programs import find_program
 
+ROOT = Path(__file__).parents[3]
 PAUSE_SOURCE = """
 #include <signal.h>
 #include <stdlib.h>
@@ -68,3 +72,63 @@ def buildah(*words: str) -> str:
     storage = images_folder() / "buildah"
     roots = ["--root", storage, "--runroot", "/run/orbit-buildah", "--storage-driver", "overlay"]
     return run(find_program("buildah"), *roots, *words, seconds=1200)
+
+
+BASE_IMAGE = "localhost/orbit-test-base:1"
+LEFT_OUT = ("test", "idlelib", "tkinter", "turtledemo", "lib2to3", "site-packages", "__pycache__")
+
+
+def build_base_image() -> None:
+    """This machine's own Debian and interpreter, so that packages of its environments can be mounted into images.
+
+    It knows the certificates that this machine trusts, through which a build may reach the package index.
+    """
+    if buildah("images", "--quiet", "--filter", f"reference={BASE_IMAGE}").strip():
+        return
+    release = dict(line.split("=", 1) for line in Path("/etc/os-release").read_text().splitlines() if "=" in line)
+    with tempfile.TemporaryDirectory(dir=images_folder()) as name:
+        root = Path(name, "root")
+        run(find_program("debootstrap"), "--variant=minbase", "--include=ca-certificates",
+            release["VERSION_CODENAME"].strip('"'), root, seconds=600)  # fmt: skip
+        _add_python(root)
+        certificates = Path("/etc/ssl/certs/ca-certificates.crt")
+        shutil.copy(certificates, root / certificates.relative_to("/"))
+        shutil.rmtree(root / "var/cache/apt")
+        run("tar", "--create", "--numeric-owner", "--file", Path(name, "root.tar"), "--directory", root, ".")
+        shutil.rmtree(root)
+        lines = ["FROM scratch", "ADD root.tar /", f"ENV SSL_CERT_FILE={certificates} PIP_CERT={certificates}"]
+        Path(name, "Containerfile").write_text("\n".join(lines) + "\n")
+        build_image(Path(name), BASE_IMAGE)
+
+
+def _add_python(root: Path) -> None:
+    """The interpreter of these tests under /usr/local, with the libraries of this machine that it needs."""
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    library = Path(sys.base_prefix, "lib", version)
+    target = root / "usr/local/lib" / version
+    shutil.copytree(library, target, ignore=shutil.ignore_patterns(*LEFT_OUT, "config-*"), symlinks=True)
+    (target / "site-packages").mkdir()
+    program = Path(sys.base_prefix, "bin", version).resolve()
+    shutil.copy(program, root / "usr/local/bin" / version)
+    for link in ("python3", "python"):
+        (root / "usr/local/bin" / link).symlink_to(version)
+    needed = run("ldd", program, *(library / "lib-dynload").glob("*.so"))
+    for line in sorted({line.strip() for line in needed.splitlines() if "=> /" in line}):
+        path = Path(line.split("=> ")[1].split(" (")[0])
+        if not list(root.glob(f"usr/lib/*/{path.name}")) + list(root.glob(f"lib/*/{path.name}")):
+            shutil.copy(path, root / "usr/local/lib" / path.name)
+    run("chroot", root, "ldconfig")
+
+
+@cache
+def build_product_image(target: str) -> tuple[str, Path]:
+    """`operator` or `runtime` of the product's Dockerfile on the local base; its name and its archive."""
+    build_base_image()
+    name = f"localhost/orbit-{target}:test"
+    build_image(
+        ROOT, name, "--target", target, "--build-arg", f"BASE_IMAGE={BASE_IMAGE}", "--build-arg",
+        f"OPERATOR_BASE_IMAGE={BASE_IMAGE}", "--build-arg", "HEAVY=mounted", "--build-arg", "VERSION=0.1.0",
+    )  # fmt: skip
+    archive = images_folder() / f"orbit-{target}.tar"
+    save_image(name, archive)
+    return name, archive
