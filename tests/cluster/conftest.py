@@ -52,7 +52,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Whoever asks for the cluster first waits for its start."""
+    """Those that start a bed of their own come first; whoever asks for the shared one may wait for its start."""
+    items.sort(key=lambda item: item.path.name != "test_leftovers.py")
     for item in items:
         if "cluster" in getattr(item, "fixturenames", ()) and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(600))

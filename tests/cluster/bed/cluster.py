@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.bed import network, services
-from cluster.bed.cleanup import FOLDER, RECORD, remove_leftovers
+from cluster.bed.cleanup import FOLDER, RECORD, list_leftovers, remove_leftovers
 from cluster.bed.control_plane import ControlPlane
 from cluster.bed.images import build_pause_image
 from cluster.bed.node import GPU_PRODUCT, NUM_GPUS, Node
@@ -86,13 +86,13 @@ def run_cluster(logs: Path) -> Iterator[Cluster]:
     with LOCK.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         remove_leftovers()  # Of a bed whose tests were killed.
+        cluster = _build(logs)
         try:
-            cluster = _build(logs)
             _start(cluster)
             yield cluster
         finally:
             stop(cluster)
-    LOCK.unlink(missing_ok=True)
+        assert not (left := list_leftovers()), left
 
 
 def _build(logs: Path) -> Cluster:
