@@ -1,0 +1,47 @@
+{{- /* Everything the operator may do, in one place: Roles and `helm test` are made from it. No verb on secrets. */}}
+
+{{- /* In each watched namespace. */}}
+{{- define "orbit.runRules" -}}
+- apiGroups: [orbitrl.dev]
+  resources: [orbitruns]
+  verbs: [get, list, watch, patch, delete]
+- apiGroups: [orbitrl.dev]
+  resources: [orbitruns/status]
+  verbs: [patch]
+# Owner references that block deletion, where the cluster checks them.
+- apiGroups: [orbitrl.dev]
+  resources: [orbitruns/finalizers]
+  verbs: [update]
+- apiGroups: [batch]
+  resources: [jobs]
+  verbs: [get, list, watch, create, patch, delete]
+- apiGroups: [""]
+  resources: [pods]
+  verbs: [get, list, watch, delete]
+- apiGroups: [""]
+  resources: [configmaps]
+  verbs: [create, patch]
+- apiGroups: [networking.k8s.io]
+  resources: [networkpolicies]
+  verbs: [create, patch]
+- apiGroups: [""]
+  resources: [events]
+  verbs: [create, patch]
+- apiGroups: [kueue.x-k8s.io]
+  resources: [workloads]
+  verbs: [get, list, watch]
+{{- end }}
+
+{{- /* In the operator's own namespace. The chart makes the Lease, so that uninstalling removes it. */}}
+{{- define "orbit.leaseRules" -}}
+- apiGroups: [coordination.k8s.io]
+  resources: [leases]
+  resourceNames: [{{ include "orbit.operatorName" . }}]
+  verbs: [get, patch, update]
+{{- end }}
+
+{{- define "orbit.nodeRules" -}}
+- apiGroups: [""]
+  resources: [nodes]
+  verbs: [get, list, watch]
+{{- end }}
