@@ -52,10 +52,19 @@ FLEET = Dashboard(
                 text="GPUs that trained usefully, whose work was lost, and that waited.",
             ),
             Panel(
-                "Attempts that ended",
+                "Attempts that ended, per hour",
                 "stack",
-                {"{{class}}: {{reason}}": "sum by (class, reason) (increase(orbit_run_attempts_total{@}[1h]))"},
-                width=12,
+                {"{{class}}": "sum by (class) (increase(orbit_run_attempts_total{@}[1h]))"},
+                text="On whose account: `free` on request, `infra` the cluster's or the hardware's, `user` the manifest's.",
+            ),
+            Panel(
+                "Why they ended, 24 h",
+                "stack",
+                {
+                    "{{reason}}, {{owner}}": "count by (reason, owner)"
+                    " (time() - orbit_run_last_end_timestamp_seconds{@} < 86400)"
+                },
+                text="The newest end of each run, and who must act.",
             ),
             Panel("Step", "line", {"{{namespace}}/{{run}}": "max by (namespace, run) (orbit_run_step{@})"}, width=12),
             Panel(
@@ -118,7 +127,7 @@ RUN = Dashboard(
                 unit="s",
             ),
             Panel("Attempt", "line", {"attempt": "max(orbit_run_attempt{@})"}),
-            Panel("Ends of attempts", "line", {"{{class}}: {{reason}}": "orbit_run_attempts_total{@}"}),
+            Panel("Ends of attempts", "line", {"{{class}}": "orbit_run_attempts_total{@}"}),
             Panel("GPU time", "line", {"{{kind}}": "orbit_run_gpu_seconds_total{@}"}, unit="s"),
             Panel(
                 "Conditions that hold",
