@@ -1,6 +1,6 @@
 """Strict JSON schemas for kubeconform, made from the OpenAPI that each Kubernetes release carries in its own Go module.
 
-The monitoring kinds come from the CRDs in the Prometheus operator's Go module. Nothing is built; `go mod download` fetches.
+The monitoring kinds come from the CRDs in the Prometheus operator's Go module. Nothing is built, only fetched.
 Belongs here: OpenAPI → one schema per kind. Does not belong here: running kubeconform.
 """
 

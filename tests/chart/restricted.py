@@ -1,6 +1,6 @@
 """The *restricted* pod security standard (Kubernetes 1.34), as a list of what a pod does wrong.
 
-Written from the standard's text, independently of the chart. Volumes, host namespaces, users, privileges, capabilities, seccomp.
+Written from the standard's text, independently of the chart.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ FLEET = Dashboard(
                 "Attempts that ended, per hour",
                 "stack",
                 {"{{class}}": "sum by (class) (increase(orbit_run_attempts_total{@}[1h]))"},
-                text="On whose account: `free` on request, `infra` the cluster's or the hardware's, `user` the manifest's.",
+                text="On whose account: `free` on request, `infra` cluster or hardware, `user` the manifest.",
             ),
             Panel(
                 "Why they ended, 24 h",

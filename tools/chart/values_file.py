@@ -37,7 +37,9 @@ def read_values(source: str) -> list[Value]:
     """
     defaults = YAML(typ="safe").load(source)
     found: list[Value] = []
-    section, comment, parents = "", [], []
+    section = ""
+    comment: list[str] = []
+    parents: list[str] = []
     for number, line in enumerate(source.splitlines(), start=1):
         said = _COMMENT.match(line)
         if said:

@@ -1,6 +1,6 @@
 """What `helm test` runs, in the operator's image: is the release able to work? Standard library only.
 
-`operator`, as the operator's account: the CRD is served, every right it needs is there, none on secrets, metrics answer.
+`operator`, as the operator's account: the CRD is served, it has its rights and none on secrets, metrics answer.
 `user`, as an account that may only create runs: the API server takes a good OrbitRun and refuses a bad one (dry run).
 """
 
