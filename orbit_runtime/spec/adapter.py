@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from orbit_runtime.spec.block import IDENTITY, AsTuple, Block, Contradiction
+from orbit_runtime.spec.block import IDENTITY, AsTuple, Block, Contradiction, check_unique
 
 AdapterType = Literal["LoRA", "OFT"]
 Parametrization = Literal["CayleyNeumann", "Cayley"]
@@ -70,6 +70,4 @@ class Adapter(Block):
                     f"settings of {kind}, but `type` is `{self.type}`",
                     f"remove `{name}`, or write `type: {kind}`",
                 )
-        if len(set(self.targets)) < len(self.targets):
-            twice = next(name for name in self.targets if self.targets.count(name) > 1)
-            yield Contradiction(("targets",), (), f"`{twice}` stands here twice", "name each target once")
+        yield from check_unique("targets", self.targets)

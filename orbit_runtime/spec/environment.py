@@ -10,8 +10,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue
 
-from orbit_runtime.spec.block import IDENTITY, AsTuple, Block, Contradiction
+from orbit_runtime.spec.block import IDENTITY, AsTuple, Block, Contradiction, Uri, check_scheme
 
+CODE_SCHEMES = ("file", "s3", "pvc", "configmap")
 RewardType = Literal["ExactMatch", "Math"]
 Entrypoint = Annotated[
     str, Field(min_length=3, max_length=256, pattern=r"^[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_.]*$")
@@ -53,11 +54,24 @@ class Reward(Block):
             )
 
 
+class Code(Block):
+    """Rewards of your own, beside what is installed."""
+
+    uri: Annotated[Uri, IDENTITY, Field(examples=["s3://bucket/my-rewards"])]
+    """A folder that is put first where modules are looked for: a path, `file:///…`, `s3://bucket/prefix`, on a cluster
+    `pvc://claim/path` or `configmap://name`."""
+
+    def contradictions(self) -> Iterator[Contradiction]:
+        yield from check_scheme("uri", self.uri, CODE_SCHEMES)
+
+
 class Environment(Block):
     """What the policy acts in."""
 
     type: Annotated[Literal["SingleTurn"], IDENTITY] = "SingleTurn"
     """`SingleTurn`: one prompt, one completion, scored."""
+    code: Code | None = None
+    """Where the modules of `entrypoint` are; unset, on the Python path and beside the manifest."""
     rewards: Annotated[
         tuple[Reward, ...],
         AsTuple,

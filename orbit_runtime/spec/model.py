@@ -13,6 +13,7 @@ from pydantic import Field
 
 from orbit_runtime.spec.block import IDENTITY, Block, Contradiction, Uri, check_scheme
 
+MODEL_SCHEMES = ("builtin", "file", "hf", "s3", "pvc")
 Precision = Literal["Auto", "BF16", "INT4"]
 
 
@@ -20,11 +21,12 @@ class Model(Block):
     """The base model: frozen, at its deployment precision."""
 
     uri: Annotated[Uri, IDENTITY, Field(examples=["builtin://tiny-adder"])]
-    """A folder in Hugging Face format: a path, `file:///…`, or `builtin://tiny-adder`, which ships with Orbit."""
+    """A folder in Hugging Face format: a path, `file:///…`, `hf://org/name@revision`, `s3://bucket/prefix`, on a
+    cluster `pvc://claim/path`, or `builtin://tiny-adder`, which ships with Orbit."""
     precision: Annotated[Precision, IDENTITY] = "Auto"
     """Checked against the checkpoint; for `builtin://` it selects the variant, where `Auto` means `INT4`."""
     max_sequence_length: Annotated[int, IDENTITY, Field(ge=2, le=1_048_576)] = 2048
     """Longest prompt plus completion, in tokens. A longer prompt is an error, a longer completion is cut."""
 
     def contradictions(self) -> Iterator[Contradiction]:
-        yield from check_scheme("uri", self.uri, ("builtin", "file"))
+        yield from check_scheme("uri", self.uri, MODEL_SCHEMES)

@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from orbit_runtime.spec.fields import Schema, format_allowed, format_kind, is_block, schema_tree
+from orbit_runtime.spec.fields import Schema, format_allowed, format_kind, is_block, is_left_out, schema_tree
 
 _WIDTH = 100
 
@@ -75,6 +75,7 @@ def _row(name: str, schema: Schema, *, required: bool) -> str:
         default = "**required**"
     elif is_block(schema):
         default = "its defaults where `type` names it" if schema.get("optional") else "its defaults"
+        default = "unset" if is_left_out(schema) else default
     else:
         default = "unset" if schema.get("optional") else f"`{_yaml(schema.get('default', {}))}`"
     cells = (
@@ -96,10 +97,10 @@ def _template(schema: Schema, depth: int, *, live: bool, values: dict[str, Any])
         on = live and (name in required or name in values)
         mark = "" if on else "#"
         yield from _comment(child, indent)
-        if is_block(child):
+        if is_block(child) and not is_left_out(child):
             yield f"{indent}{mark}{name}:\n"
             yield from _template(child, depth + 1, live=on, values={})
-        elif is_block(child.get("items", {})):
+        elif name in required and is_block(child.get("items", {})):
             yield f"{indent}{mark}{name}:\n"
             yield from _items(child, depth + 1, live=on)
         else:

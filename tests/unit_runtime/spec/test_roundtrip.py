@@ -21,7 +21,15 @@ JSON_VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(WORDS, inner, max_size=3),
     max_leaves=5,
 )
-PATTERNS = {"entrypoint": st.just("a.b:c"), "name": st.from_regex(r"\A[a-z][a-z0-9]{0,7}\Z"), "uri": PLACES}
+PATTERNS = {
+    "entrypoint": st.just("a.b:c"),
+    "name": st.from_regex(r"\A[a-z][a-z0-9]{0,7}\Z"),
+    "uri": PLACES,
+    "cidr": st.sampled_from(["10.0.0.0/8", "fd00::/8"]),
+    "managedBy": st.just("kueue.x-k8s.io/multikueue"),
+}
+KEYS = st.from_regex(r"\A[a-z0-9]{1,8}\Z")
+QUANTITIES = st.from_regex(r"\A[1-9][0-9]{0,3}(Ki|Gi|M)?\Z")
 
 
 def values_of(name: str, schema: Schema) -> st.SearchStrategy[Any]:
@@ -46,8 +54,10 @@ def values_of(name: str, schema: Schema) -> st.SearchStrategy[Any]:
         most = min(3, schema["maxItems"])
         return st.lists(values_of("", schema["items"]), min_size=schema.get("minItems", 0), max_size=most)
     if kind == "object":
-        return st.dictionaries(WORDS, JSON_VALUES if is_free(schema) else WORDS, max_size=3)
-    return st.from_regex(r"\A[a-z0-9]{1,8}\Z") if "pattern" in schema else WORDS
+        return st.dictionaries(WORDS, JSON_VALUES, max_size=3) if is_free(schema) else st.dictionaries(KEYS, KEYS)
+    if "Ki|" in schema.get("pattern", ""):
+        return QUANTITIES
+    return KEYS if "pattern" in schema else WORDS
 
 
 def blocks_of(schema: Schema) -> st.SearchStrategy[dict[str, Any]]:
