@@ -31,6 +31,8 @@ BOUNDS: dict[str, Schema] = {
     "runs.image.digest": _DIGEST,
     "runs.imagePullPolicy": _PULL_POLICY,
     "runs.imagePullSecrets": {"items": {"type": "string", "minLength": 1}},
+    "runs.cpu": {"minimum": 0, "maximum": 1024},
+    "runs.memory": {"type": "string", "pattern": f"^$|{QUANTITY['pattern']}"},
     "runs.ttlSecondsAfterFinished": {"minimum": -1},
     "operator.logLevel": {"enum": ["Debug", "Info", "Warning", "Error"]},
     "operator.workers": {"minimum": 1, "maximum": 64},

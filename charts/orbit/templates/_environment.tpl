@@ -6,6 +6,8 @@
   "ENGINE_IMAGE" .Values.runs.engineImage
   "IMAGE_PULL_POLICY" .Values.runs.imagePullPolicy
   "IMAGE_PULL_SECRETS" (join "," .Values.runs.imagePullSecrets)
+  "RUN_CPU" (int64 .Values.runs.cpu)
+  "RUN_MEMORY" .Values.runs.memory
   "METRICS_PORT" 8080
   "HEALTH_PORT" 8081
   "LOG_LEVEL" .Values.operator.logLevel
