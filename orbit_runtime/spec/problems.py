@@ -144,7 +144,15 @@ def _kind_of(value: Any) -> str:
 
 
 def _shape(path: Path) -> str:
-    return format_path(path).translate(str.maketrans("", "", "0123456789")) if path else ""
+    """The place as `_HINTS` names it: `spec.adapter.targets[]`, `metadata.labels.*`."""
+    text = ""
+    for index, part in enumerate(path):
+        if isinstance(part, int):
+            text += "[]"
+        else:
+            known = part in (find_schema(path[:index]) or {}).get("properties", {})
+            text += f".{part}" if known else ".*"
+    return text.removeprefix(".")
 
 
 def locate(path: Path, lines: Mapping[Path, int]) -> int | None:

@@ -262,7 +262,7 @@ CONTRADICTIONS = [
     (
         "        type: ExactMatch",
         "        type: ExactMatch\n      - {name: correct, type: Math}",
-        "run.yaml:19: spec.environment.rewards[1].name: `correct` is already the name of rewards[0]\n"
+        "run.yaml:19: spec.environment.rewards[1]: `correct` is already the name of rewards[0]\n"
         "  fix: give each reward its own name",
     ),
     (
