@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, Strict, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, model_validator
 from pydantic.alias_generators import to_camel
 
 FieldSet = Literal["identity", "layout", "display"]
@@ -37,6 +37,14 @@ Quantity = Annotated[str, Field(min_length=1, max_length=20, pattern=r"^[1-9][0-
 """Bytes as Kubernetes writes them."""
 AsTuple = Strict(False)
 """A list in the file becomes a tuple here; its items stay strict."""
+
+
+def _drop_none(value: Any) -> Any:
+    return {key: each for key, each in value.items() if each is not None} if isinstance(value, dict) else value
+
+
+WithoutEmpty = BeforeValidator(_drop_none)
+"""A key without a value is left out of a mapping, as the API server does."""
 
 
 class Contradiction(NamedTuple):

@@ -158,7 +158,8 @@ def _structural(schema: Schema, path: str) -> Schema:
         if isinstance(values, dict):
             out["additionalProperties"] = _structural(values, f"{path}.*")
         else:
-            out["x-kubernetes-preserve-unknown-fields"] = True
+            # On the values and not on the mapping, whose keys CEL would then not compare.
+            out["additionalProperties"] = {"nullable": True, "x-kubernetes-preserve-unknown-fields": True}
     if "default" in schema and not is_block(schema):
         out["default"] = schema["default"]
     if rules_at(path):

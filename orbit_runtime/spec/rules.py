@@ -65,7 +65,7 @@ CHECKS: dict[str, tuple[Rule, ...]] = {
     ),
     "spec": (
         Rule(
-            "self.rollout.sampling.maxNewTokens < self.model.maxSequenceLength",
+            "self.model.maxSequenceLength < 2 || self.rollout.sampling.maxNewTokens < self.model.maxSequenceLength",
             "leave room for a prompt: lower it, or raise model.maxSequenceLength",
             ".rollout.sampling.maxNewTokens",
         ),
@@ -82,7 +82,9 @@ CHECKS: dict[str, tuple[Rule, ...]] = {
             ".neumannTerms",
         ),
     ),
-    "spec.algorithm.clip": (Rule("self.low <= self.high", "write low no higher than high, or raise high", ".low"),),
+    "spec.algorithm.clip": (
+        Rule("self.high < 0.0 || self.low <= self.high", "write low no higher than high, or raise high", ".low"),
+    ),
     "spec.algorithm.importanceSampling": (
         Rule(
             f"self.type != 'None' || self.cap == {TRUNCATION_CAP:.1f}",
@@ -98,7 +100,8 @@ CHECKS: dict[str, tuple[Rule, ...]] = {
     ),
     "spec.training": (
         Rule(
-            "!has(self.miniBatchPrompts) || self.promptsPerStep % self.miniBatchPrompts == 0",
+            "!has(self.miniBatchPrompts) || self.miniBatchPrompts < 1"
+            " || self.promptsPerStep % self.miniBatchPrompts == 0",
             "write a divisor of promptsPerStep",
             ".miniBatchPrompts",
         ),
@@ -160,7 +163,8 @@ CHECKS: dict[str, tuple[Rule, ...]] = {
         ),
     ),
 }
-"""By path: what a new object is held against."""
+"""By path: what a new object is held against. A rule is silent where a field that it rests on is itself out of bounds,
+which the server has said already."""
 
 _FIXED = "cannot change once the run exists: start a new run"
 

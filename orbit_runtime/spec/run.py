@@ -14,7 +14,7 @@ from pydantic_core import PydanticCustomError
 
 from orbit_runtime.spec.adapter import Adapter
 from orbit_runtime.spec.algorithm import Algorithm
-from orbit_runtime.spec.block import DISPLAY, IDENTITY, Block, Contradiction, LabelValue, check_label_keys
+from orbit_runtime.spec.block import DISPLAY, IDENTITY, Block, Contradiction, LabelValue, WithoutEmpty, check_label_keys
 from orbit_runtime.spec.checkpoint import Checkpoint
 from orbit_runtime.spec.data import Data
 from orbit_runtime.spec.environment import Environment
@@ -50,9 +50,9 @@ class Metadata(Block):
     """Name of the run and of its folder: lower-case letters, digits and `-`."""
     namespace: Annotated[str | None, DISPLAY, Field(min_length=1, max_length=63, pattern=NAME_PATTERN)] = None
     """Kubernetes namespace; means nothing outside a cluster."""
-    labels: Annotated[dict[str, LabelValue], DISPLAY] = Field(default_factory=dict)
+    labels: Annotated[dict[str, LabelValue], DISPLAY, WithoutEmpty] = Field(default_factory=dict)
     """Kubernetes labels."""
-    annotations: Annotated[dict[str, str], DISPLAY] = Field(default_factory=dict)
+    annotations: Annotated[dict[str, str], DISPLAY, WithoutEmpty] = Field(default_factory=dict)
     """Kubernetes annotations."""
 
     @model_validator(mode="before")
@@ -106,8 +106,8 @@ class RunSpec(Block):
             yield Contradiction(
                 ("rollout", "sampling", "maxNewTokens"),
                 (("model", "maxSequenceLength"),),
-                f"{new} leaves no room for a prompt within `model.maxSequenceLength` ({longest})",
-                "lower `maxNewTokens`, or raise `model.maxSequenceLength`",
+                f"{new} leaves no room for a prompt within `spec.model.maxSequenceLength` ({longest})",
+                "lower `maxNewTokens`, or raise `spec.model.maxSequenceLength`",
             )
 
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
+EXAMPLES = sorted((Path(__file__).resolve().parents[2] / "examples").glob("*.yaml"))
 NEEDED = {
     "model": "{uri: builtin://tiny-adder}",
     "data": "{prompts: [{uri: builtin://two-digit-addition}]}",
@@ -18,6 +20,8 @@ NEEDED = {
 SERVER_NAMES_THE_MAP = "the server names the map, not the entry"
 NO_TYPE, NO_YAML = "the server has no such type", "it is no YAML to the server"
 UNSET = "only the pod knows its variables"
+ANY = ("*",)
+"""The server refuses it, and names whatever it likes."""
 OWN_READING = "YAML 1.1 and 1.2 differ, and kubectl takes one of the two"
 
 
@@ -92,7 +96,8 @@ GOOD_BLOCKS: dict[str, tuple[str, ...]] = {
     ),
     "placement": (
         "{egress: [], tolerations: [], envFromSecrets: [], nodeSelector: {}, resources: {}, modelCache: {}}",
-        "{gpus: 0, modelCache: {sizeLimit: 10Gi}}", "{egress: [{cidr: 10.1.2.3/8}]}", "{layout: Split, gpus: 2}",
+        "{gpus: 0, modelCache: {sizeLimit: 10Gi}}", "{egress: [{cidr: 10.1.2.3/8}]}", "{nodeSelector: {a: }}",
+        "{layout: Split, gpus: 2}",
         "{layout: Split, gpus: 4, gpuProduct: NVIDIA-B200, image: 'registry:5000/a/b@sha256:00', "
         "resources: {cpu: 64, memory: 1Ti, ephemeralStorage: '1000', sharedMemory: 64Gi}, modelCache: {claimName: c}, "
         "envFromSecrets: [a, b.c], egress: [{cidr: 10.0.0.0/8, ports: [1, 65535]}, {cidr: '::/0'}, {namespace: m}], "
@@ -130,7 +135,7 @@ BAD_BLOCKS: dict[str, tuple[tuple[str, str], ...]] = {
         ("{importanceSampling: {cap: 3}}", "importanceSampling.cap"),
     ),
     "data": (
-        ("{prompts: []}", "prompts"), ("{prompts: {uri: a}}", "prompts"), ("{prompts: [null]}", "prompts[0]"),
+        ("{prompts: []}", "prompts"), ("{prompts: uri}", "prompts"), ("{prompts: [null]}", "prompts[0]"),
         ("{prompts: [{uri: a}, {uri: b, weight: 1}]}", "prompts[1].weight"),
         ("{prompts: [{uri: a}, {uri: 'http://x'}]}", "prompts[1].uri"),
         ("{prompts: [{uri: a}], shuffle: 'true'}", "shuffle"), ("{prompts: [{uri: a}], shuffle: 1}", "shuffle"),
@@ -176,7 +181,7 @@ BAD_BLOCKS: dict[str, tuple[tuple[str, str], ...]] = {
             )
         ),
         ("{nodeSelector: {a b: c}}", "nodeSelector"), ("{nodeSelector: {a: b c}}", "nodeSelector.a"),
-        ("{nodeSelector: {a: }}", "nodeSelector.a"), ("{nodeSelector: [a]}", "nodeSelector"),
+        ("{nodeSelector: [a]}", "nodeSelector"),
         ("{tolerations: [{key: a, operator: Exists, value: b}]}", "tolerations[0].value"),
         ("{tolerations: [{value: b}]}", "tolerations[0].key"), ("{tolerations: [{key: a b}]}", "tolerations[0].key"),
         ("{tolerations: [{key: a, tolerationSeconds: 5}]}", "tolerations[0].tolerationSeconds"),
@@ -189,6 +194,7 @@ GOOD_METADATA = (
     '{name: corpus, labels: {a: "010", b: "on", c: "1_000"}}',
     "{name: corpus, annotations: {note: übung 数}}",
     '{name: "1"}',
+    "{name: corpus, labels: {a: }, annotations: }",
     "{name: " + "a" * 52 + "}",
     '{name: corpus, labels: {example.com/team: a.b_c-D, plain: ""}, annotations: {Example.com/X: any text}}',
     "{name: corpus, labels: {" + ", ".join(f"l{index}: x" for index in range(70)) + "}}",
@@ -206,7 +212,8 @@ BAD_METADATA = (
     ("{name: corpus, annotations: {a/b/c: d}}", "annotations"),
     ("{name: corpus, annotations: {" + ", ".join(f"a{i}: {'x' * 65_000}" for i in range(5)) + "}}", "annotations"),
 )
-BAD_LABELS = ("b c", "b" * 64, "ü", "5", "true")
+BAD_LABELS = {"b c": "metadata.labels", "b" * 64: "metadata.labels", "ü": "metadata.labels", "5": "", "true": ""}
+"""Value → what the server blames: it cannot even read one that is no text."""
 BAD_SCALARS = ("010", "0o17", "1_000", "0b11", "on", "1:30", "2026-01-01")
 STATUS = """\
 status:
@@ -242,8 +249,8 @@ OTHERS = (
         ("metadata.generateName",),
         "the server makes a name first",
     ),
-    Case("another version", manifest().replace("v1alpha1", "v2"), ("apiVersion",), ("",), NO_TYPE),
-    Case("another kind", manifest().replace("OrbitRun", "Orbitrun"), ("kind",), ("",), NO_TYPE),
+    Case("another version", manifest().replace("v1alpha1", "v2"), ("apiVersion",), ANY, NO_TYPE),
+    Case("another kind", manifest().replace("OrbitRun", "Orbitrun"), ("kind",), ANY, NO_TYPE),
     Case("a key twice", manifest(training="{steps: 5, steps: 6}"), ("spec.training.steps",), ("",), NO_YAML),
     Case("two documents", f"{manifest()}---\n{manifest()}", ("",), (), "kubectl creates both"),
     Case(
@@ -269,9 +276,9 @@ def hand_written() -> Iterator[Case]:
         yield Case(f"metadata: {text}"[:80], manifest(metadata=text))
     for text, field in BAD_METADATA:
         yield Case(f"metadata: {text}"[:80], manifest(metadata=text), (f"metadata.{field}",))
-    for text in BAD_LABELS:
+    for text, by_server in BAD_LABELS.items():
         whole = manifest(metadata=f"{{name: corpus, labels: {{a: {text}}}}}")
-        yield Case(f"label: {text}"[:80], whole, ("metadata.labels.a",), ("metadata.labels",), SERVER_NAMES_THE_MAP)
+        yield Case(f"label: {text}"[:80], whole, ("metadata.labels.a",), (by_server,), SERVER_NAMES_THE_MAP)
     for text in BAD_SCALARS:
         number = text.replace("_", "").isalnum() and text != "on"
         whole = manifest(training=f"{{steps: {text}}}")

@@ -31,6 +31,7 @@ AROUND: dict[str, dict[str, Any]] = {
     "spec.adapter.oft": {"adapter": {"type": "OFT", "oft": {}}},
     "spec.adapter.lora": {"adapter": {"lora": {}}},
     "spec.algorithm.importanceSampling": {"algorithm": {"importanceSampling": {"type": "TokenTruncated"}}},
+    "spec.training.schedule.warmupSteps": {"training": {"steps": 5}},
     "spec.training.schedule": {"training": {"steps": 100_000_000, "schedule": {"type": "Cosine", "decaySteps": 10**8}}},
     "spec.environment.code": {"environment": {"code": {}, "rewards": [{"name": "a", "type": "Math"}]}},
     "spec.environment.rewards[].entrypoint": {"environment": {"rewards": [{"name": "a"}]}},
@@ -53,11 +54,17 @@ def field_cases() -> Iterator[Case]:
             continue
         place = field.path.replace("[]", "[0]")
         for bad in bad_values(field.schema):
-            text = json.dumps(_with(field.path, bad), ensure_ascii=False)
-            yield Case(f"{field.path}: {_show(bad)}", text, (place,))
+            yield _case(field.path, place, bad, bad)
         for bad in bad_items(field.schema.get("items", {})):
-            text = json.dumps(_with(field.path, [bad]), ensure_ascii=False)
-            yield Case(f"{field.path}: [{_show(bad)}]", text, (f"{place}[0]",))
+            yield _case(field.path, f"{place}[0]", bad, [bad])
+
+
+def _case(path: str, place: str, bad: Any, value: Any) -> Case:
+    text = json.dumps(_with(path, value), ensure_ascii=False)
+    name = f"{path}: {_show(value)}"
+    if isinstance(bad, dict) and set(bad) == {"a"}:
+        return Case(name, text, (place,), (f"{place}.a",), "the server looks for unknown fields first")
+    return Case(name, text, (place,))
 
 
 def bad_values(schema: Schema) -> Iterator[Any]:

@@ -17,10 +17,14 @@ ALLOWED = {
     "type", "description", "enum", "pattern", "format", "default", "properties", "required", "items",
     "additionalProperties", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "minLength", "maxLength",
     "minItems", "maxItems", "maxProperties", "x-kubernetes-validations", "x-kubernetes-list-type",
-    "x-kubernetes-list-map-keys", "x-kubernetes-preserve-unknown-fields",
+    "x-kubernetes-list-map-keys",
 }  # fmt: skip
-"""Of `JSONSchemaProps`, what this schema needs: `$ref`, `anyOf` and `nullable` are not among it."""
+"""Of `JSONSchemaProps`, what this schema needs: `$ref` and `anyOf` are not among it."""
 TYPES = {"object", "array", "string", "integer", "number", "boolean"}
+
+
+ANYTHING = {"nullable": True, "x-kubernetes-preserve-unknown-fields": True}
+"""What the user puts there, null included."""
 
 
 def walk(schema: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
@@ -29,7 +33,7 @@ def walk(schema: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str
         yield from walk(child, f"{path}.{name}".lstrip("."))
     if "items" in schema:
         yield from walk(schema["items"], f"{path}[]")
-    if isinstance(schema.get("additionalProperties"), dict):
+    if schema.get("additionalProperties") not in (None, ANYTHING):
         yield from walk(schema["additionalProperties"], f"{path}.*")
 
 
@@ -45,7 +49,7 @@ def test_every_place_is_structural(path: str) -> None:
     assert not ("properties" in node and "additionalProperties" in node)
     assert ("items" in node) == (node["type"] == "array")
     if node["type"] == "object":
-        kinds = ("properties", "additionalProperties", "x-kubernetes-preserve-unknown-fields")
+        kinds = ("properties", "additionalProperties")
         assert path == "metadata" or sum(kind in node for kind in kinds) == 1
     assert set(node.get("required", [])) <= set(node.get("properties", {}))
     for bound in ("exclusiveMinimum", "exclusiveMaximum"):

@@ -293,7 +293,7 @@ CONTRADICTIONS = [
         "    engine: Auto",
         "    sampling: {maxNewTokens: 2048}",
         "run.yaml:20: spec.rollout.sampling.maxNewTokens: 2048 leaves no room for a prompt within "
-        "`model.maxSequenceLength` (2048)\n  fix: lower `maxNewTokens`, or raise `model.maxSequenceLength`",
+        "`spec.model.maxSequenceLength` (2048)\n  fix: lower `maxNewTokens`, or raise `spec.model.maxSequenceLength`",
     ),
 ]
 
