@@ -36,6 +36,8 @@ COMBINATIONS: dict[str, Object] = {
             "image": {"repository": "images.example.com/orbit-runtime", "tag": "1.2.3"},
             "engineImage": "images.example.com/orbit-engine:1.2.3",
             "imagePullSecrets": ["pull"],
+            "cpu": 16,
+            "memory": "1Ti",
             "ttlSecondsAfterFinished": 86400,
             "protectFromEviction": True,
         },

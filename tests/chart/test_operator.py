@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import fields
 from typing import Any
 
 from chart.programs import ROOT
 from chart.rendering import COMBINATIONS, NAMESPACE, Object, of_kind, pick, render
+from orbit_operator.manifests.job import build_job
+from orbit_operator.manifests.source import RunSource
+from orbit_operator.settings import PREFIX, Settings, load_settings
 from ruamel.yaml import YAML
+
+from orbit_runtime.spec import OrbitRun
 
 
 def container(objects: list[Object]) -> Object:
@@ -20,6 +27,62 @@ def environment(objects: list[Object]) -> dict[str, str]:
         each["name"]: each["value"] if "value" in each else filled[each["valueFrom"]["fieldRef"]["fieldPath"]]
         for each in container(objects)["env"]
     }
+
+
+def test_the_operator_takes_its_environment(helm: str, combination: str) -> None:
+    """Read by its own code; a variable that it does not know, or one that is not set, is a failure."""
+    given = environment(render(helm, COMBINATIONS[combination]))
+    settings = load_settings(given)
+    assert {PREFIX + field.name.upper() for field in fields(Settings)} == set(given)
+    assert settings.is_cluster_wide == (combination == "whole-cluster")
+
+
+def test_values_reach_the_operator(helm: str) -> None:
+    settings = load_settings(environment(render(helm, COMBINATIONS["everything"])))
+    assert settings == Settings(
+        namespaces=("team-a",),
+        namespace=NAMESPACE,
+        identity="orbit-operator-0",
+        runtime_image="images.example.com/orbit-runtime:1.2.3",
+        engine_image="images.example.com/orbit-engine:1.2.3",
+        image_pull_secrets=("pull",),
+        run_cpu=16,
+        run_memory="1Ti",
+        log_level="Debug",
+        poll_seconds=1.5,
+        resync_seconds=1000000.0,
+        ttl_seconds=86400,
+        scrape_namespaces=("monitoring",),
+    )
+
+
+def test_defaults_are_the_operators_own(helm: str) -> None:
+    settings = load_settings(environment(render(helm, {})))
+    chosen = {"namespaces", "namespace", "identity", "runtime_image"}
+    assert {field.name for field in fields(Settings) if getattr(settings, field.name) != field.default} == chosen
+
+
+def test_the_policies_and_monitors_find_the_pods_that_the_operator_makes(helm: str) -> None:
+    """Against the pod that the operator's own code builds for the guide's manifest."""
+    text = (ROOT / "docs/guides/cluster/run.md").read_text()
+    (manifest,) = [each for each in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL) if "kind: OrbitRun" in each]
+    body = {**YAML(typ="safe").load(manifest), "apiVersion": "orbitrl.dev/v1alpha1"}
+    body["metadata"] |= {"namespace": "team-a", "uid": "u"}
+    source = RunSource("team-a", "quickstart", "u", body["spec"], OrbitRun.model_validate(body))
+    pod = build_job(source, 1, (), Settings())["spec"]["template"]
+    labels = pod["metadata"]["labels"].items()
+    objects = render(helm, COMBINATIONS["everything"])
+    monitor = pick(objects, "PodMonitor")["spec"]
+    assert monitor["selector"]["matchLabels"].items() <= labels
+    assert pick(objects, "PodDisruptionBudget", "orbit-runs")["spec"]["selector"]["matchLabels"].items() <= labels
+    assert pick(objects, "NetworkPolicy")["spec"]["egress"][2]["to"][0]["podSelector"]["matchLabels"].items() <= labels
+    ports = [port["name"] for port in pod["spec"]["containers"][0]["ports"]]
+    assert monitor["podMetricsEndpoints"][0]["port"] in ports
+    meta = {f"__meta_kubernetes_pod_label_{re.sub('[^a-z0-9]', '_', name)}": value for name, value in labels}
+    made = {
+        each["targetLabel"]: meta[each["sourceLabels"][0]] for each in monitor["podMetricsEndpoints"][0]["relabelings"]
+    }
+    assert made == {"run": "quickstart", "attempt": "1"}
 
 
 def test_there_is_one_operator_at_a_time(helm: str) -> None:

@@ -27,7 +27,7 @@ def nested(path: tuple[str, ...], value: Any) -> Object:
     return value  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("path", closed_blocks(SCHEMA), ids=lambda path: ".".join(path) or "top")
+@pytest.mark.parametrize("path", list(closed_blocks(SCHEMA)), ids=lambda path: ".".join(path) or "top")
 def test_an_unknown_key_is_refused_at_every_level(path: tuple[str, ...]) -> None:
     said = refusal("helm4", nested((*path, "unknownKey"), 1))
     assert "unknownKey" in said

@@ -82,9 +82,6 @@ _TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", list:
 
 def build_schema(values: list[Value]) -> Schema:
     """The schema. Unknown keys are refused at every level; `global`, which Helm itself adds to subcharts, is not."""
-    unused = set(BOUNDS) - {value.path for value in values}
-    if unused:
-        raise ValueError(f"tools/chart/schema.py: bounds of values that do not exist: {sorted(unused)}")
     root = _block()
     for value in values:
         *parents, name = value.path.split(".")
@@ -92,6 +89,9 @@ def build_schema(values: list[Value]) -> Schema:
         for parent in parents:
             node = node["properties"].setdefault(parent, _block())
         node["properties"][name] = _describe(value)
+    unused = set(BOUNDS) - {value.path for value in values}
+    if unused:
+        raise ValueError(f"tools/chart/schema.py: bounds of values that do not exist: {sorted(unused)}")
     root["properties"]["global"] = {"type": "object", "description": "Helm's own: values shared with a parent chart."}
     return {"$schema": "http://json-schema.org/draft-07/schema#", "title": "Values of the chart orbit", **root}
 

@@ -23,7 +23,7 @@
   "LEASE_NAME" (include "orbit.operatorName" .)
   "LEASE_SECONDS" .Values.operator.leaseSeconds
   "CLUSTER_DOMAIN" .Values.operator.clusterDomain
-}}
+-}}
 - name: ORBIT_OPERATOR_NAMESPACE
   valueFrom: {fieldRef: {fieldPath: metadata.namespace}}
 - name: ORBIT_OPERATOR_IDENTITY

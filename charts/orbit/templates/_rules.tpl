@@ -14,22 +14,24 @@
   verbs: [update]
 - apiGroups: [batch]
   resources: [jobs]
-  verbs: [get, list, watch, create, patch, delete]
+  verbs: [get, list, watch, create, delete]
 - apiGroups: [""]
   resources: [pods]
-  verbs: [get, list, watch, delete]
+  verbs: [list, watch, delete]
 - apiGroups: [""]
   resources: [configmaps]
   verbs: [create, patch]
+{{- if .Values.networkPolicy.enabled }}
 - apiGroups: [networking.k8s.io]
   resources: [networkpolicies]
   verbs: [create, patch]
+{{- end }}
 - apiGroups: [""]
   resources: [events]
-  verbs: [create, patch]
+  verbs: [get, list, create, patch]
 - apiGroups: [kueue.x-k8s.io]
   resources: [workloads]
-  verbs: [get, list, watch]
+  verbs: [list]
 {{- end }}
 
 {{- /* In the operator's own namespace. The chart makes the Lease, so that uninstalling removes it. */}}
@@ -37,11 +39,11 @@
 - apiGroups: [coordination.k8s.io]
   resources: [leases]
   resourceNames: [{{ include "orbit.operatorName" . }}]
-  verbs: [get, patch, update]
+  verbs: [get, update]
 {{- end }}
 
 {{- define "orbit.nodeRules" -}}
 - apiGroups: [""]
   resources: [nodes]
-  verbs: [get, list, watch]
+  verbs: [get]
 {{- end }}
