@@ -8,11 +8,11 @@ from typing import Any
 
 from chart.programs import ROOT
 from chart.rendering import COMBINATIONS, NAMESPACE, Object, of_kind, pick, render
+from ruamel.yaml import YAML
+
 from orbit_operator.manifests.job import build_job
 from orbit_operator.manifests.source import RunSource
 from orbit_operator.settings import PREFIX, Settings, load_settings
-from ruamel.yaml import YAML
-
 from orbit_runtime.spec import OrbitRun
 
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 from ruamel.yaml import YAML
+
+from orbit_runtime import __version__
 from tools.chart.crd_template import render_crd_template
 from tools.chart.generate import render_all
 from tools.chart.schema import build_schema
 from tools.chart.values_file import Value, leaves, read_values
-
-from orbit_runtime import __version__
 
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "charts/orbit"

@@ -11,9 +11,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from orbit_operator.policies.failure import EXIT_CODES, WAITING
 from ruamel.yaml import YAML
 
+from orbit_operator.policies.failure import EXIT_CODES, WAITING
 from orbit_runtime.spec import load_manifest
 
 ROOT = Path(__file__).parents[2]

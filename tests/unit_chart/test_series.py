@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from orbit_operator.metrics import RUN_SERIES, Metrics, build_line
 
+from orbit_operator.metrics import RUN_SERIES, Metrics, build_line
 from orbit_runtime.observability.metrics import METRICS, RunMetrics, build_row
 
 CHART = Path(__file__).parents[2] / "charts/orbit/files"
