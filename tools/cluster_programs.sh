@@ -1,10 +1,11 @@
 #!/bin/sh
-# Builds the programs of the cluster tests with Go and prints `NAME PATH`, a line each; what is built already is not built again.
+# Builds the programs of the cluster tests with Go, each version once, and prints a folder with a link to each of them.
 # usage: tools/cluster_programs.sh [kubernetes|helm|helm3|kubeconform|coredns|kwok|versitygw|kueue]...   (none: all but kueue)
 #
-# Layout, under ${XDG_CACHE_HOME:-~/.cache}/orbit-rl, a folder per program and version:
+# The folder, for ORBIT_TEST_PROGRAMS: ${XDG_CACHE_HOME:-~/.cache}/orbit-rl/cluster-bin/{kube-apiserver,...,helm3,helm4,kwok,...}.
+# What the links lead to, beside it, a folder per program and version:
 #   kubernetes-v1.34.1/{kube-apiserver,kube-controller-manager,kube-scheduler,kube-proxy,kubelet,kubectl}
-#   helm-v4.3.1/helm   helm3-v3.22.0/helm   kubeconform-v0.8.0/kubeconform   coredns-v1.15.0/coredns   kwok-v0.8.0/kwok
+#   helm4-v4.3.1/helm  helm3-v3.22.0/helm   kubeconform-v0.8.0/kubeconform   coredns-v1.15.0/coredns   kwok-v0.8.0/kwok
 #   versitygw-v1.8.0/versitygw   kueue-v0.14.5/kueue
 set -eu
 
@@ -19,6 +20,11 @@ KUEUE=v0.14.5
 
 cache=${XDG_CACHE_HOME:-$HOME/.cache}/orbit-rl
 tools=$(cd "$(dirname "$0")" && pwd)
+
+link() {
+    mkdir -p "$cache/cluster-bin"
+    ln -sfn "$2" "$cache/cluster-bin/$1"
+}
 
 need_go() {
     go version >/dev/null 2>&1 && return
@@ -47,7 +53,7 @@ build_module() {
             (cd "$staging" && go build -ldflags "-s -w $ldflags" -o "$staging/program" "${item#*=}") >&2
             mv "$staging/program" "$binary"
         fi
-        printf '%s %s\n' "${item%%=*}" "$binary"
+        link "${item%%=*}" "$binary"
     done
     if [ -n "$staging" ]; then
         rm -rf "$staging"
@@ -69,7 +75,7 @@ build_installed() {
         rm -rf "$staging"
         trap - EXIT
     fi
-    printf '%s %s\n' "$1" "$folder/$4"
+    link "$1" "$folder/$4"
 }
 
 kubernetes() {
@@ -94,13 +100,18 @@ kueue() {
 for group in "$@"; do
     case $group in
     kubernetes) kubernetes ;;
-    helm) build_installed helm v4.3.1 helm.sh/helm/v4/cmd/helm helm ;;
+    helm) build_installed helm4 v4.3.1 helm.sh/helm/v4/cmd/helm helm ;;
     helm3) build_installed helm3 v3.22.0 helm.sh/helm/v3/cmd/helm helm ;;
     kubeconform) build_installed kubeconform v0.8.0 github.com/yannh/kubeconform/cmd/kubeconform kubeconform ;;
     coredns) build_installed coredns v1.15.0 github.com/coredns/coredns coredns ;;
     kwok) build_installed kwok v0.8.0 sigs.k8s.io/kwok/cmd/kwok kwok ;;
-    versitygw) printf 'versitygw %s\n' "$("$tools/versitygw.sh")" ;;
+    versitygw) link versitygw "$("$tools/versitygw.sh")" ;;
     kueue) kueue ;;
     *) echo "error: $0: '$group' is none of: kubernetes helm helm3 kubeconform coredns kwok versitygw kueue." >&2 && exit 64 ;;
     esac
 done
+for program in etcd containerd ctr runc buildah prometheus promtool; do
+    found=$(command -v "$program" || command -v "/usr/sbin/$program" || true)
+    [ -z "$found" ] || link "$program" "$found"
+done
+printf '%s\n' "$cache/cluster-bin"

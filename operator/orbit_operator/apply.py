@@ -94,7 +94,7 @@ class Writer:
             made = found
         facts = read_job(made)
         version = read_version(made["metadata"].get("resourceVersion"))
-        self._cache.jobs.put(run.key, facts.uid, Child(run.uid, facts), version)
+        self._cache.put_job(run.key, Child(run.uid, facts), version)
         return facts
 
     async def _set_finalizer(self, run: RunFacts, body: Body, present: bool) -> Body:

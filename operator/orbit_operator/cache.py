@@ -100,6 +100,22 @@ class Cache:
         self.runs: Shelf[RawRun] = Shelf()
         self.jobs: Shelf[Child[JobFacts]] = Shelf()
         self.pods: Shelf[Child[PodFacts]] = Shelf()
+        self._with_children: set[str] = set()
+
+    def put_job(self, key: Key, job: Child[JobFacts], version: int) -> None:
+        self._with_children.add(job.run_uid)
+        self.jobs.put(key, job.facts.uid, job, version)
+
+    def put_pod(self, key: Key, pod: Child[PodFacts], version: int) -> None:
+        self._with_children.add(pod.run_uid)
+        self.pods.put(key, pod.facts.uid, pod, version)
+
+    def had_children(self, run_uid: str) -> bool:
+        """Whether any Job or pod of this run was ever seen, also one that is gone."""
+        return run_uid in self._with_children
+
+    def forget_run(self, run_uid: str) -> None:
+        self._with_children.discard(run_uid)
 
     def run(self, key: Key) -> RawRun | None:
         """The newest run of that name: one that is deleted may still be seen beside its successor."""

@@ -262,6 +262,8 @@ class Observed:
     queue: QueueFacts | None = None
     warning: str = ""
     """Why the pod is not made or its container not created, in the words of a warning event."""
+    is_new: bool = False
+    """No Job and no pod of this run was ever seen by this process, whose first lists were complete."""
     former_pods: int = 0
     """Live pods of an earlier run of the same name, which is being deleted."""
     cleanup: Literal["", "Running", "Complete", "Failed"] = ""

@@ -15,6 +15,7 @@ from orbit_operator.cache import Cache, Child, Key, read_version
 from orbit_operator.read import pack_run, read_job, read_pod, run_name_of, run_uid_of
 from orbit_operator.resync import CHILDREN
 from orbit_operator.settings import Settings
+from orbit_operator.stateless import NoDiffBase, NoProgress
 
 Body = Mapping[str, Any]
 RUN, JOB, POD = ("orbitrl.dev", "v1alpha1", "orbitruns"), ("batch", "v1", "jobs"), ("", "v1", "pods")
@@ -44,6 +45,7 @@ def build_registry(cache: Cache, changed: Callable[[Key], None]) -> kopf.Operato
     async def on_run(event: Body, body: Body, uid: str, **_: Any) -> None:
         if event["type"] == "DELETED":
             cache.runs.drop(uid)
+            cache.forget_run(uid)
         changed((body["metadata"]["namespace"], body["metadata"]["name"]))
 
     @kopf.on.event(*JOB, registry=registry)
@@ -70,9 +72,9 @@ def put_child(cache: Cache, kind: str, body: Body) -> None:
     head = body["metadata"]
     key, version = (head["namespace"], run_name_of(body)), read_version(head.get("resourceVersion"))
     if kind == "jobs":
-        cache.jobs.put(key, head["uid"], Child(run_uid_of(body), read_job(body)), version)
+        cache.put_job(key, Child(run_uid_of(body), read_job(body)), version)
     else:
-        cache.pods.put(key, head["uid"], Child(run_uid_of(body), read_pod(body)), version)
+        cache.put_pod(key, Child(run_uid_of(body), read_pod(body)), version)
 
 
 def drop_pod(cache: Cache, body: Body) -> None:
@@ -89,6 +91,8 @@ def build_kopf_settings(settings: Settings) -> kopf.OperatorSettings:
     chosen.peering.standalone = True
     chosen.scanning.disabled = True
     chosen.posting.enabled = False
+    chosen.persistence.diffbase_storage = NoDiffBase()
+    chosen.persistence.progress_storage = NoProgress()
     chosen.process.ultimate_exiting_timeout = 25
     chosen.watching.server_timeout = 300
     chosen.watching.client_timeout = 330

@@ -87,6 +87,7 @@ class Observer:
             pods=own_pods,
             nodes=await self._troubled_nodes(own_pods),
             progress=self.progress.get(run.key),
+            is_new=not self._cache.had_children(run.uid),
             former_pods=sum(each.run_uid != run.uid and not each.facts.is_terminal for each in pods),
             cleanup="" if cleanup is None else cleanup.finished or "Running",
         )

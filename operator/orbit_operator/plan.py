@@ -58,9 +58,13 @@ def plan(run: RunFacts, observed: Observed, now: float, limits: Limits, verdict:
     return replace(chosen, actions=actions, events=(*events_since(observed, listed), *chosen.events))
 
 
-def needs_fresh_look(chosen: Plan) -> bool:
-    """An attempt is only made from facts read from the API server itself, never from a cache that may lag."""
-    return any(isinstance(action, CreateAttempt) for action in chosen.actions)
+def needs_fresh_look(chosen: Plan, observed: Observed) -> bool:
+    """An attempt is only made from facts read from the API server itself: what watching brings may lag.
+
+    A run that is new to everybody needs none: no child of it can be on its way.
+    """
+    makes = any(isinstance(action, CreateAttempt) for action in chosen.actions)
+    return makes and not (observed.is_new and not observed.stored.attempts)
 
 
 def is_ours(run: RunFacts) -> bool:

@@ -83,12 +83,9 @@ class Poller:
         host = f"[{pod.ip}]" if ":" in pod.ip else pod.ip
         async with self._places:
             answer, outcome = await self._fetch(f"http://{host}:{port}/status")
-        self._metrics.polls.labels(outcome).inc()
-        if answer is None:
-            return
         heard = read_progress(answer, key[1], pod.uid, time.time())
+        self._metrics.polls.labels("refused" if outcome == "answered" and heard is None else outcome).inc()
         if heard is None:
-            self._metrics.polls.labels("refused").inc()
             return
         known = self._progress.get(key)
         if known is not None and known.pod_uid == pod.uid and known.step > heard.step:

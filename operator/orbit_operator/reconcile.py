@@ -43,7 +43,7 @@ async def reconcile(key: Key, parts: Parts) -> float | None:
         return None
     run, body, observed = seen
     chosen = plan(run, observed, now, parts.limits, check_plan())
-    if needs_fresh_look(chosen):
+    if needs_fresh_look(chosen, observed):
         seen = await parts.observer.look(key, now, fresh=True)
         if seen is None:
             return None

@@ -17,15 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 import yaml
 
 from orbit_runtime.spec import load_manifest
 from orbit_runtime.spec.crd import build_crd
 
 ROOT = Path(__file__).parents[2]
-KUBECONFIG = "ORBIT_TEST_KUBECONFIG"
-"""Of a control plane without nodes: API server and controller manager."""
 RUNS = "/apis/orbitrl.dev/v1alpha1"
 Object = dict[str, Any]
 
@@ -77,17 +74,15 @@ class Server:
         return dict(answer.json())
 
 
-def find_server() -> Server:
-    """Skips, with the reason, where there is none."""
-    if KUBECONFIG not in os.environ:
-        pytest.skip(f"{KUBECONFIG} names no control plane")
-    server = Server(os.environ[KUBECONFIG])
+def connect(kubeconfig: Path) -> Server:
+    """To a control plane without nodes and without a scheduler; it knows OrbitRuns then."""
+    server = Server(str(kubeconfig))
     server.apply("/apis/apiextensions.k8s.io/v1/customresourcedefinitions/orbitruns.orbitrl.dev", build_crd())
     wait_for(lambda: server.get(RUNS), "the CRD is served")
     return server
 
 
-def wait_for[T](probe: Callable[[], T | None], what: str, seconds: float = 30.0) -> T:
+def wait_for[T](probe: Callable[[], T | None], what: str, seconds: float = 90.0) -> T:
     """The first answer that is true."""
     deadline = time.monotonic() + seconds
     while True:
@@ -128,7 +123,7 @@ class Team:
         found = self.server.get(self.path("orbitruns", name))
         return {} if found is None else found.get("status") or {}
 
-    def wait_phase(self, name: str, *phases: str, seconds: float = 60.0) -> Object:
+    def wait_phase(self, name: str, *phases: str, seconds: float = 120.0) -> Object:
         def probe() -> Object | None:
             status = self.status(name)
             return status if status.get("phase") in phases else None
@@ -161,6 +156,12 @@ class Team:
             self.history.append(live)
         for pod in pods:
             self._move(pod)
+
+    def show_life(self) -> None:
+        """A node that says nothing is not ready after a while."""
+        for index in (0, 1):
+            if f"{self.namespace}-n{index}" not in self.lost_nodes:
+                set_ready(self.server, f"{self.namespace}-n{index}", True)
 
     def _move(self, pod: Object) -> None:
         head, status = pod["metadata"], pod["status"]
@@ -212,9 +213,13 @@ def open_team(server: Server, name: str) -> Iterator[Team]:
     over = threading.Event()
 
     def keep_moving() -> None:
+        beat = 0.0
         while not over.wait(0.1):
             try:
                 team.act_as_kubelet()
+                if time.monotonic() - beat > 4.0:
+                    beat = time.monotonic()
+                    team.show_life()
             except (AssertionError, httpx.HTTPError):
                 continue  # The object moved on meanwhile, or the server is away: look again.
 

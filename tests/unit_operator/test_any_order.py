@@ -31,6 +31,7 @@ class AnyOrder(RuleBasedStateMachine):
     cluster: Cluster
     seen_jobs: dict[str, JobFacts]
     seen_pods: dict[str, PodFacts]
+    ever_seen: bool = False
     progress: Progress | None = None
     finished: tuple[str, str] | None = None
     newest: int = 0
@@ -65,6 +66,7 @@ class AnyOrder(RuleBasedStateMachine):
             if job is not None and chosen.state is not None:
                 # What an API call answers is known at once; watching only brings it later.
                 self.seen_jobs[job.name] = job
+                self.ever_seen = True
                 chosen = replace(chosen, state=add_created(chosen.state, job))
         if crash_after is not None:
             return self.restart_operator()
@@ -82,10 +84,11 @@ class AnyOrder(RuleBasedStateMachine):
             self.progress,
         )
         chosen = cluster.think(lagging)
-        return (cluster.think(observed), observed) if needs_fresh_look(chosen) else (chosen, lagging)
+        return (cluster.think(observed), observed) if needs_fresh_look(chosen, lagging) else (chosen, lagging)
 
     @rule()
     def restart_operator(self) -> None:
+        self.ever_seen = False
         self.hear_of_jobs()
         self.hear_of_pods()
         self.progress = None
@@ -93,10 +96,12 @@ class AnyOrder(RuleBasedStateMachine):
     @rule()
     def hear_of_jobs(self) -> None:
         self.seen_jobs = dict(self.cluster.jobs)
+        self.ever_seen |= bool(self.seen_jobs)
 
     @rule()
     def hear_of_pods(self) -> None:
         self.seen_pods = dict(self.cluster.pods)
+        self.ever_seen |= bool(self.seen_pods)
 
     @rule()
     def poll(self) -> None:

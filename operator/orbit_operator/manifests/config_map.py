@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import orjson
 
 from orbit_operator.manifests.mounts import localise
 from orbit_operator.manifests.source import Object, RunSource, config_map_name, metadata
@@ -27,5 +27,5 @@ def build_config_map(source: RunSource) -> Object:
         "kind": "ConfigMap",
         "metadata": metadata(source, config_map_name(source.name), component="manifest"),
         # JSON is YAML.
-        "data": {MANIFEST_FILE: json.dumps(manifest, indent=1, ensure_ascii=False, sort_keys=True)},
+        "data": {MANIFEST_FILE: orjson.dumps(manifest, option=orjson.OPT_INDENT_2 | orjson.OPT_SORT_KEYS).decode()},
     }
