@@ -55,10 +55,10 @@ check: dev ## lint, types, import layers, budgets, stale generated files
 	$(BIN)/python -m pytest tests/architecture
 
 # A package that describes itself to people or to a cluster has a generate.py; with --check it fails where a file is stale.
-GENERATORS = $(subst /,.,$(basename $(wildcard orbit_runtime/*/generate.py)))
+GENERATORS = $(subst /,.,$(basename $(wildcard orbit_runtime/*/generate.py tools/*/generate.py)))
 generate = @set -e; for module in $(GENERATORS); do echo "python -m $$module $(1)"; $(BIN)/python -m $$module $(1); done
 
-crds docs: dev ## regenerate crds/ and docs/reference/ from the code
+crds docs: dev ## regenerate crds/, docs/reference/ and the generated files of charts/ from the code
 	$(call generate,)
 
 constraints: dev ## recompile images/constraints/ from pyproject.toml (needs the package index)
