@@ -51,7 +51,8 @@ def values_of(name: str, schema: Schema) -> st.SearchStrategy[Any]:
         most = min(3, schema["maxItems"])
         return st.lists(values_of("", schema["items"]), min_size=schema.get("minItems", 0), max_size=most)
     if kind == "object":
-        return st.dictionaries(WORDS, JSON_VALUES, max_size=3) if is_free(schema) else st.dictionaries(KEYS, KEYS)
+        keys, values = (WORDS, JSON_VALUES) if is_free(schema) else (KEYS, KEYS)
+        return st.dictionaries(keys, values, max_size=3)
     if "Ki|" in schema.get("pattern", ""):
         return QUANTITIES
     return KEYS if "pattern" in schema else WORDS
