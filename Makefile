@@ -35,7 +35,7 @@ test-store: dev ## storage and resume against a real S3 server (needs Go)
 check: dev ## lint, types, import layers, budgets, stale generated files
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy $(PURE_PATHS)
+	$(BIN)/mypy $(PURE_PATHS) operator/orbit_operator
 	$(BIN)/lint-imports
 	$(call generate,--check)
 	$(BIN)/python -m pytest tests/architecture

@@ -10,15 +10,16 @@ from statistics import median
 from typing import Any
 
 import pytest
-from cluster.by_hand import Object, Server, Team, find_server, open_team, set_ready, wait_for
+from cluster.bed.control_plane import ControlPlane
+from cluster.by_hand import Object, Server, Team, connect, open_team, set_ready, wait_for
 from cluster.operator_process import Operator, run_operator
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
-def server() -> Server:
-    return find_server()
+def server(control_plane: ControlPlane) -> Server:
+    return connect(control_plane.kubeconfig)
 
 
 @pytest.fixture(scope="module")
@@ -302,3 +303,29 @@ def test_a_signal_ends_the_operator_soon_and_gives_the_lease_back(server: Server
         lease = server.get(f"/apis/coordination.k8s.io/v1/namespaces/{team.namespace}/leases/orbit-operator")
         assert lease is not None
         assert lease["spec"]["holderIdentity"] == ""
+
+
+def test_an_api_server_that_starts_anew_loses_nothing(
+    server: Server, control_plane: ControlPlane, tmp_path: Path
+) -> None:
+    with open_team(server, "restart") as team, run_operator(team, tmp_path / "restart.log") as operator:
+        team.start_run("before")
+        running_pod(team, "before")
+        control_plane.stop_api_server()
+        time.sleep(3)
+        control_plane.start_api_server()
+        wait_for(lambda: running_pod(team, "before"), "the API server answers")
+        if operator.process.poll() is not None:
+            # Away for longer than the Lease holds: it must end, and its Deployment starts it anew.
+            assert operator.process.returncode == 75
+            operator = Operator(team, tmp_path / "restart.log")
+        try:
+            team.exits = {1: 0}
+            team.start_run("after")
+            team.wait_phase("before", "Succeeded")
+            team.wait_phase("after", "Succeeded")
+            assert max(team.jobs().count(job) for job in team.jobs()) == 1
+            assert team.jobs() == ["after-a1", "before-a1"]
+        finally:
+            if operator.process.poll() is None:
+                operator.kill()
