@@ -49,7 +49,7 @@ images-push: ## push both to REGISTRY=registry.example.com/team
 check: dev ## lint, types, import layers, budgets, stale generated files
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy $(PURE_PATHS)
+	$(BIN)/mypy $(PURE_PATHS) operator/orbit_operator
 	$(BIN)/lint-imports
 	$(call generate,--check)
 	$(BIN)/python -m pytest tests/architecture

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 FIRST_RETRY = 0.5
-LONGEST_RETRY = 120.0
+LONGEST_RETRY = 30.0
 
 
 class WorkQueue[K]:

@@ -1,7 +1,7 @@
 """The operator, with a transport that kills the process at one API call, and one that lets some calls fail.
 
 `ORBIT_TEST_CRASH=before:7` ends it as `kill -9` does before the seventh call that changes something (the Lease's not
-counted), `after:7` after it was answered. `ORBIT_TEST_FAULTS=409,429,500` answers a fifth of such calls with these.
+counted), `after:7` after it was answered. `ORBIT_TEST_FAULTS=409,429,500` answers an eighth of such calls with these.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ async def open_faulty(**options: Any) -> Api:
         this = next(count) if counted else 0
         if counted and when == "before" and this == int(number):
             os._exit(137)
-        if counted and faults and draw.random() < 1 / 5:
+        if counted and faults and draw.random() < 1 / 8:
             raise ApiError(draw.choice(faults), "Injected", f"{verb} {path}")
         answer = await call(verb, kind, path, *rest, **named)
         if counted:
