@@ -12,7 +12,7 @@ export MKL_NUM_THREADS ?= 2
 PURE := errors types seeds spec storage workers model_info planner algorithms data environments observability
 PURE_PATHS = $(wildcard $(PURE:%=orbit_runtime/%.py) $(PURE:%=orbit_runtime/%))
 
-.PHONY: help install dev quickstart test test-store check crds docs constraints bench release-check clean
+.PHONY: help install dev quickstart test test-store check-chart check crds docs constraints bench release-check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z -]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -32,10 +32,14 @@ test: dev ## every test that needs Python only
 test-store: dev ## storage and resume against a real S3 server (needs Go)
 	ORBIT_TEST_VERSITYGW="$$(tools/versitygw.sh)" && export ORBIT_TEST_VERSITYGW && $(BIN)/python -m pytest tests/store
 
+check-chart: dev ## the Helm chart by Helm 3 and 4, kubeconform and promtool (needs Go, and Prometheus' promtool)
+	ORBIT_TEST_PROGRAMS="$$(tools/cluster_programs.sh helm helm3 kubeconform)" && export ORBIT_TEST_PROGRAMS && $(BIN)/python -m pytest tests/chart
+
 check: dev ## lint, types, import layers, budgets, stale generated files
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy $(PURE_PATHS)
+	$(BIN)/mypy -p tools.chart
 	$(BIN)/lint-imports
 	$(call generate,--check)
 	$(BIN)/python -m pytest tests/architecture
