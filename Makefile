@@ -33,12 +33,11 @@ test-store: dev ## storage and resume against a real S3 server (needs Go)
 	ORBIT_TEST_VERSITYGW="$$(tools/versitygw.sh)" && export ORBIT_TEST_VERSITYGW && $(BIN)/python -m pytest tests/store
 
 test-cluster: dev check-chart ## the operator on a real Kubernetes cluster of two nodes (needs root, Go and Debian; starts and removes it)
-	tools/cluster_packages.sh
 	ORBIT_TEST_PROGRAMS="$$(tools/cluster_programs.sh)" && export ORBIT_TEST_PROGRAMS && $(BIN)/python -m pytest tests/cluster
 
-check-chart: dev ## the Helm chart's own tests (needs Go and promtool)
-	@if [ -d tests/chart ]; then ORBIT_TEST_PROGRAMS="$$(tools/cluster_programs.sh helm helm3 kubeconform)" && export ORBIT_TEST_PROGRAMS \
-		&& $(BIN)/python -m pytest tests/chart; fi
+check-chart: dev ## the Helm chart by Helm 3 and 4, kubeconform and promtool (needs root, Go and Debian)
+	tools/cluster_packages.sh
+	ORBIT_TEST_PROGRAMS="$$(tools/cluster_programs.sh helm helm3 kubeconform)" && export ORBIT_TEST_PROGRAMS && $(BIN)/python -m pytest tests/chart
 
 images: ## build both images with buildah; BASE_IMAGE, OPERATOR_BASE_IMAGE and VERSION choose what
 	tools/images.sh build
@@ -50,6 +49,7 @@ check: dev ## lint, types, import layers, budgets, stale generated files
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy $(PURE_PATHS) operator/orbit_operator
+	$(BIN)/mypy -p tools.chart
 	$(BIN)/lint-imports
 	$(call generate,--check)
 	$(BIN)/python -m pytest tests/architecture
