@@ -34,7 +34,7 @@ EXIT_CODES: tuple[tuple[str, str, str], ...] = (
     ("83", "no progress within the allowed time", "the cluster"),
     ("84", "parity left its limit, or a publish could not be proven", "you"),
     ("85", "the loss, a gradient or a parameter is NaN or infinite", "you"),
-    ("86", "more rewards failed than `environment.failureLimit` allows", "you"),
+    ("86", "more rewards failed than `spec.environment.failureLimit` allows", "you"),
 )
 
 

@@ -74,7 +74,7 @@ class ChatTokenizer:
 
 def _load_tokenizer(folder: Path) -> Any:
     if not folder.is_dir():
-        raise ModelError("the model folder does not exist", where=str(folder), fix="correct model.uri")
+        raise ModelError("the model folder does not exist", where=str(folder), fix="correct spec.model.uri")
     if not any((folder / name).exists() for name in TOKENIZER_FILES):
         raise ModelError(
             "the model folder holds no tokenizer",

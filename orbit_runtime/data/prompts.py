@@ -46,7 +46,9 @@ def load_prompts(sources: Sequence[PromptSource], *, limit: int | None = None) -
         prompts = prompts[:limit]
     if not prompts:
         raise DataError(
-            "there are no prompts", where="data.prompts", fix="name at least one file; data.limit is 1 or more"
+            "there are no prompts",
+            where="spec.data.prompts",
+            fix="name at least one file; spec.data.limit is 1 or more",
         )
     return PromptTable(tuple(prompts), f"sha256:{digest.hexdigest()}")
 
@@ -81,8 +83,8 @@ def check_lengths(
     more = f"\n  and {len(long) - MAX_LISTED} more" if len(long) > MAX_LISTED else ""
     raise DataError(
         f"prompts longer than {max_prompt_tokens} tokens:\n{listed}{more}",
-        where="data.prompts",
-        fix="shorten or drop them, raise model.maxSequenceLength, or lower rollout.sampling.maxNewTokens",
+        where="spec.data.prompts",
+        fix="shorten or drop them, raise spec.model.maxSequenceLength, or lower spec.rollout.sampling.maxNewTokens",
     )
 
 
@@ -130,7 +132,7 @@ class PromptStream:
         if state["digest"] != self._table.digest:
             raise DataError(
                 f"the prompts changed since the checkpoint: {state['digest']} then, {self._table.digest} now",
-                where="data.prompts",
+                where="spec.data.prompts",
                 fix="restore the files, or start a new run",
             )
         self._epoch, self._position = int(state["epoch"]), int(state["position"])

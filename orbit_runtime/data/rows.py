@@ -52,7 +52,9 @@ def load_rows(source: PromptSource) -> tuple[list[Mapping[str, Any]], str]:
         raw = path.read_bytes()
     except FileNotFoundError:
         raise DataError(
-            f"the prompts file does not exist: {path.absolute()}", where=source.uri, fix="correct data.prompts[].uri"
+            f"the prompts file does not exist: {path.absolute()}",
+            where=source.uri,
+            fix="correct spec.data.prompts[].uri",
         ) from None
     except (IsADirectoryError, PermissionError) as error:
         raise DataError(f"the prompts file cannot be read: {error.strerror}", where=source.uri) from None

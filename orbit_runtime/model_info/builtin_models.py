@@ -14,7 +14,7 @@ from pathlib import Path
 from orbit_runtime.errors import ModelError
 
 ROOT = Path(__file__).resolve().parent / "builtin"
-REINSTALL = "reinstall orbit-rl; to change a shipped model, copy its folder and name the copy in `model.uri`"
+REINSTALL = "reinstall orbit-rl; to change a shipped model, copy its folder and name the copy in `spec.model.uri`"
 AUTO_PRECISION = "INT4"
 """What `precision: Auto` means for a shipped model: the variant that shows a frozen quantised base."""
 
@@ -43,7 +43,7 @@ def builtin_folder(name: str, precision: str, root: Path = ROOT) -> Path:
         raise ModelError(
             f"`{name}` is not shipped in {precision}",
             where=f"builtin://{name}",
-            fix=f"set `model.precision` to one of {_quoted(available)}",
+            fix=f"set `spec.model.precision` to one of {_quoted(available)}",
         )
     folder = root / name / variant
     check_files(folder, shipped[name][variant])

@@ -7,11 +7,11 @@ Does not belong here: any field of the manifest.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, Strict
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, model_validator
 from pydantic.alias_generators import to_camel
 
 FieldSet = Literal["identity", "layout", "display"]
@@ -37,6 +37,14 @@ Quantity = Annotated[str, Field(min_length=1, max_length=20, pattern=r"^[1-9][0-
 """Bytes as Kubernetes writes them."""
 AsTuple = Strict(False)
 """A list in the file becomes a tuple here; its items stay strict."""
+
+
+def _drop_none(value: Any) -> Any:
+    return {key: each for key, each in value.items() if each is not None} if isinstance(value, dict) else value
+
+
+WithoutEmpty = BeforeValidator(_drop_none)
+"""A key without a value is left out of a mapping, as the API server does."""
 
 
 class Contradiction(NamedTuple):
@@ -92,6 +100,17 @@ class Block(BaseModel):
         validate_by_alias=True,
         validate_by_name=True,
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_empty(cls, value: Any) -> Any:
+        """A field without a value (`lora:`) is one that is left out, as it is for the API server."""
+        if not isinstance(value, Mapping) or None not in value.values():
+            return value
+        fields = cls.model_fields.items()
+        needed = {name for key, field in fields if field.is_required() for name in (key, field.alias)}
+        known = {name for key, field in fields for name in (key, field.alias)}
+        return {name: each for name, each in value.items() if each is not None or name in needed or name not in known}
 
     def contradictions(self) -> Iterator[Contradiction]:
         """What is impossible within this block, its children not included."""

@@ -91,7 +91,7 @@ class Environment(Block):
             first = seen.setdefault(reward.name, index)
             if first != index:
                 yield Contradiction(
-                    ("rewards", index, "name"),
+                    ("rewards", index),
                     (("rewards", first, "name"),),
                     f"`{reward.name}` is already the name of rewards[{first}]",
                     "give each reward its own name",

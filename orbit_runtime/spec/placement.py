@@ -22,6 +22,7 @@ from orbit_runtime.spec.block import (
     LabelValue,
     ObjectName,
     Quantity,
+    WithoutEmpty,
     check_label_keys,
     check_unique,
 )
@@ -157,7 +158,9 @@ class Placement(Block):
     """Secrets whose keys become environment variables of the run, such as a hub token."""
     egress: Annotated[tuple[Egress, ...], AsTuple, Field(max_length=16, examples=[[{"cidr": "10.0.0.0/8"}]])] = ()
     """What the run may connect to, besides names (DNS) and HTTPS."""
-    node_selector: Annotated[dict[str, LabelValue], LAYOUT, Field(max_length=16)] = Field(default_factory=dict)
+    node_selector: Annotated[dict[str, LabelValue], LAYOUT, Field(max_length=16), WithoutEmpty] = Field(
+        default_factory=dict
+    )
     """Labels that the node must have."""
     tolerations: Annotated[
         tuple[Toleration, ...], AsTuple, Field(max_length=16, examples=[[{"operator": "Exists"}]])

@@ -30,6 +30,7 @@ _QUANTITY = "a number of bytes such as `512Mi` or `64Gi`"
 _HINTS = {
     "metadata.name": "lower-case letters, digits and `-`, with a letter or digit at both ends",
     "metadata.namespace": "lower-case letters, digits and `-`, with a letter or digit at both ends",
+    "metadata.labels.*": _LABEL_VALUE,
     "spec.environment.rewards[].entrypoint": "`module:function`, such as `my_rewards:brevity`",
     "spec.environment.rewards[].name": "letters, digits, `_` and `-`, with a letter first",
     "spec.adapter.targets[]": "the end of a module name: letters, digits, `_` and `.`",
@@ -143,7 +144,15 @@ def _kind_of(value: Any) -> str:
 
 
 def _shape(path: Path) -> str:
-    return format_path(path).translate(str.maketrans("", "", "0123456789")) if path else ""
+    """The place as `_HINTS` names it: `spec.adapter.targets[]`, `metadata.labels.*`."""
+    text = ""
+    for index, part in enumerate(path):
+        if isinstance(part, int):
+            text += "[]"
+        else:
+            known = part in (find_schema(path[:index]) or {}).get("properties", {})
+            text += f".{part}" if known else ".*"
+    return text.removeprefix(".")
 
 
 def locate(path: Path, lines: Mapping[Path, int]) -> int | None:

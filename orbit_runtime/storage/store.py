@@ -292,7 +292,7 @@ class Store:
                 return StorageError(
                     f"{doing} failed: {fault.reason.lower()} ({self._free_space()})",
                     where=where,
-                    fix="free some space or lower checkpoint.keep, then start again: it continues from the newest "
+                    fix="free some space or lower spec.checkpoint.keep, then start again: it continues from the newest "
                     "complete checkpoint",
                 )
             case "denied":

@@ -89,7 +89,7 @@ def test_an_unknown_name_offers_the_near_one() -> None:
 def test_a_precision_that_is_not_shipped_offers_those_that_are() -> None:
     with pytest.raises(ModelError, match="NVFP4") as caught:
         builtin_folder("tiny-adder", "NVFP4")
-    assert caught.value.fix == "set `model.precision` to one of `BF16`, `INT4`"
+    assert caught.value.fix == "set `spec.model.precision` to one of `BF16`, `INT4`"
 
 
 def test_finding_a_shipped_model_never_loads_torch() -> None:

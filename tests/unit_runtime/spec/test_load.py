@@ -262,7 +262,7 @@ CONTRADICTIONS = [
     (
         "        type: ExactMatch",
         "        type: ExactMatch\n      - {name: correct, type: Math}",
-        "run.yaml:19: spec.environment.rewards[1].name: `correct` is already the name of rewards[0]\n"
+        "run.yaml:19: spec.environment.rewards[1]: `correct` is already the name of rewards[0]\n"
         "  fix: give each reward its own name",
     ),
     (
@@ -293,7 +293,7 @@ CONTRADICTIONS = [
         "    engine: Auto",
         "    sampling: {maxNewTokens: 2048}",
         "run.yaml:20: spec.rollout.sampling.maxNewTokens: 2048 leaves no room for a prompt within "
-        "`model.maxSequenceLength` (2048)\n  fix: lower `maxNewTokens`, or raise `model.maxSequenceLength`",
+        "`spec.model.maxSequenceLength` (2048)\n  fix: lower `maxNewTokens`, or raise `spec.model.maxSequenceLength`",
     ),
 ]
 
