@@ -130,6 +130,10 @@ def test_the_sets_are_those_of_the_design() -> None:
         "rollout.maxRunningRequests",
         "training.trainer",
         "training.microBatchTokens",
+        "training.parallel.tensor",
+        "training.parallel.expert",
+        "training.parallel.pipeline",
+        "training.parallel.context",
         "training.attention",
         *(path for path in of("layout") if path.startswith("placement.")),
     ]
