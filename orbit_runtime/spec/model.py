@@ -13,7 +13,7 @@ from pydantic import Field
 
 from orbit_runtime.spec.block import IDENTITY, Block, Contradiction, Uri, check_scheme
 
-Precision = Literal["Auto", "BF16", "INT4"]
+Precision = Literal["Auto", "BF16", "FP8", "INT4", "NVFP4", "MXFP4"]
 
 
 class Model(Block):
