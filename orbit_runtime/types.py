@@ -14,6 +14,8 @@ from typing import Any, Literal, Protocol
 
 FinishReason = Literal["stop", "length", "abort"]
 Outcome = Literal["value", "wrong", "timeout", "crash"]
+Probe = Literal["identity", "random"]
+"""An adapter that nobody trained, for measuring the two sides with."""
 
 
 @dataclass(frozen=True, slots=True)

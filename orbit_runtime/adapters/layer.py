@@ -112,13 +112,14 @@ class AdaptedLinear(nn.Module):
         if active is None:
             return self.base(x)  # type: ignore[no-any-return]
         if isinstance(active, str):
-            slot = self._slot(active)
+            slot = self.slot(active)
             if isinstance(slot, LoRASlot):
                 return add_lora(self.base(x), x, slot)
-            return self.base(self._rotated(x, slot))  # type: ignore[no-any-return]
+            return self.base(self.rotated(x, slot))  # type: ignore[no-any-return]
         return self._forward_segments(x, active)
 
-    def _slot(self, name: str) -> Slot:
+    def slot(self, name: str) -> Slot:
+        """What to multiply by under `name`; noted in the trace, so ask once per use."""
         selection = self.selection
         try:
             slot = selection.trainer[self.name] if name == TRAINER_SLOT else self.slots[name]
@@ -129,7 +130,8 @@ class AdaptedLinear(nn.Module):
             selection.trace.append(Applied(self.name, name, slot.tensors(), scaling))
         return slot
 
-    def _rotated(self, x: Tensor, slot: OFTSlot) -> Tensor:
+    def rotated(self, x: Tensor, slot: OFTSlot) -> Tensor:
+        """`x R`, computed once for neighbours that share x and R."""
         if not self.shares_input:
             return rotate(x, slot.rotation)
         selection, version = self.selection, -1 if x.is_inference() else x._version
@@ -144,7 +146,7 @@ class AdaptedLinear(nn.Module):
         flat = x.reshape(-1, x.shape[-1])
         if segments and segments[-1][2] > flat.shape[0]:
             raise InternalError(f"adapter segments reach row {segments[-1][2]} of {flat.shape[0]} in layer {self.name}")
-        runs = [(self._slot(name), start, stop) for name, start, stop in segments if name is not None and stop > start]
+        runs = [(self.slot(name), start, stop) for name, start, stop in segments if name is not None and stop > start]
         if self.config.type == "OFT":
             turned = flat.clone()
             for slot, start, stop in runs:

@@ -40,8 +40,13 @@ def add_lora(y: Tensor, x: Tensor, slot: LoRASlot) -> Tensor:
     """
     shape = y.shape
     y, x = y.reshape(-1, shape[-1]), x.reshape(-1, x.shape[-1])
+    if not torch.is_grad_enabled():
+        return add_lora_(y, x, slot).view(shape)
     h = torch.mm(x, slot.lora_A.to(x.dtype).t())
-    B = slot.lora_B.to(x.dtype).t()
-    if torch.is_grad_enabled():
-        return torch.addmm(y, h, B, alpha=slot.scaling).view(shape)
-    return y.addmm_(h, B, alpha=slot.scaling).view(shape)
+    return torch.addmm(y, h, slot.lora_B.to(x.dtype).t(), alpha=slot.scaling).view(shape)
+
+
+def add_lora_(y_TN: Tensor, x_TK: Tensor, slot: LoRASlot) -> Tensor:
+    """`add_lora` into y itself, which may be some columns of a wider tensor. Not for gradients."""
+    h = torch.mm(x_TK, slot.lora_A.to(x_TK.dtype).t())
+    return y_TN.addmm_(h, slot.lora_B.to(x_TK.dtype).t(), alpha=slot.scaling)

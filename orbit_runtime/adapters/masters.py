@@ -1,12 +1,15 @@
 """The trainer's side of an adapter: fp32 master parameters, and the published rounding that a pass multiplies by.
 
-Belongs here: masters, ties between projections that share an input, rounding with a straight-through gradient.
+Belongs here: masters, ties between projections that share an input, rounding with a straight-through gradient, values
+that the masters hold for the length of a measurement.
 Does not belong here: optimisers, files.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +20,11 @@ from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.adapters.layer import Slot
 from orbit_runtime.adapters.lora import LoRASlot
 from orbit_runtime.adapters.oft import OFTSlot, rotations
+from orbit_runtime.seeds import stream_key
+from orbit_runtime.types import Probe
+
+PROBE_SIZE = 0.1
+"""About the share by which a random adapter changes a layer's output: far above rounding, far below noise."""
 
 
 class _Rounded(torch.autograd.Function):
@@ -68,3 +76,34 @@ class Masters:
         return dict(
             zip((key.removesuffix(".oft_R") for key in self.parameters), torch.split(stacked, counts), strict=True)
         )
+
+    @contextmanager
+    def probing(self, probe: Probe, seed: int) -> Iterator[None]:
+        """Within it the masters hold an adapter that nobody trained; afterwards their own values, bit for bit.
+
+        `identity` changes nothing in the base's answers, `random` changes every layer. Not to be entered while a
+        graph over the masters is alive.
+        """
+        kept = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
+        try:
+            with torch.no_grad():
+                for name, parameter in self.parameters.items():
+                    parameter.copy_(self._probe_values(name, probe, seed))
+            yield
+        finally:
+            with torch.no_grad():
+                for name, parameter in self.parameters.items():
+                    parameter.copy_(kept[name])
+
+    def _probe_values(self, name: str, probe: Probe, seed: int) -> Tensor:
+        shape = self.parameters[name].shape
+        if probe == "identity" and not name.endswith("lora_A"):
+            return torch.zeros(shape)
+        generator = torch.Generator().manual_seed(stream_key(seed, f"probe-{probe}", name))
+        values = torch.randn(shape, generator=generator)
+        if self.config.type == "OFT":
+            # A row of Q has b - 1 entries, and R is about I + 2Q.
+            return values * (PROBE_SIZE / (2 * math.sqrt(self.config.block_size)))
+        if name.endswith("lora_A"):
+            return values / math.sqrt(shape[1])
+        return values * (PROBE_SIZE / (self.config.scaling * math.sqrt(self.config.rank)))

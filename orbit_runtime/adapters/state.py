@@ -1,4 +1,4 @@
-"""An adapter as files in PEFT's format, as digests, and as masters in a checkpoint.
+"""An adapter as files in PEFT's format, and as digests.
 
     adapter_model.safetensors   `base_model.model.<module>.lora_A.weight`, `.lora_B.weight` BF16; `.oft_R.weight` fp32
     adapter_config.json         PEFT's configuration, with which PEFT loads the folder unchanged
@@ -168,21 +168,6 @@ def expected_applied_digest(files: Mapping[str, bytes]) -> str:
     return _digest_applied(plain, {float(fields["lora_alpha"]) / fields["r"]})
 
 
-def masters(injected: Injected) -> dict[str, Tensor]:
-    """fp32 copies for a checkpoint, shared ones once: `<module>.lora_A`, `<module>.lora_B`, `<module>.oft_R`."""
-    return {name: parameter.detach().clone() for name, parameter in injected.masters.parameters.items()}
-
-
-def load_masters(injected: Injected, tensors: Mapping[str, Tensor]) -> None:
-    """The inverse of `masters`, in place, bit for bit; raises `ModelError` naming the tensor and changes nothing."""
-    parameters = injected.masters.parameters
-    shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
-    _check_tensors("adapter masters", tensors, shapes, torch.float32)
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(tensors[name])
-
-
 def _peft_key(key: str) -> str:
     return f"{PEFT_PREFIX}{key}.weight"
 
@@ -218,9 +203,10 @@ def _check_files(files: Mapping[str, bytes], config: AdapterConfig) -> None:
             raise ModelError(f"{key} is {found.get(key)!r}, this run's is {expected[key]!r}", where=CONFIG_FILE)
 
 
-def _check_tensors(
+def check_tensors(
     where: str, tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype
 ) -> None:
+    """Raises ModelError naming the first tensor that is missing, too many, of another shape or dtype, or not finite."""
     for key in sorted(shapes.keys() - tensors.keys()):
         raise ModelError(f"the tensor {key} is missing", where=where)
     for key in sorted(tensors.keys() - shapes.keys()):
@@ -238,7 +224,7 @@ def _check_tensors(
 def _lora_slots(layers: Mapping[str, AdaptedLinear], tensors: Mapping[str, Tensor]) -> dict[str, Slot]:
     keys = {(name, kind): _peft_key(f"{name}.{kind}") for name in layers for kind in ("lora_A", "lora_B")}
     shapes = {key: _shape(layers[name], kind) for (name, kind), key in keys.items()}
-    _check_tensors(MODEL_FILE, tensors, shapes, torch.bfloat16)
+    check_tensors(MODEL_FILE, tensors, shapes, torch.bfloat16)
     wide = _widened(tensors, layers)
     return {
         name: LoRASlot(wide[keys[name, "lora_A"]], wide[keys[name, "lora_B"]], layer.config.scaling)
@@ -251,9 +237,9 @@ def _oft_slots(
 ) -> dict[str, Slot]:
     key_of = {name: _peft_key(f"{name}.oft_R") for name in layers}
     shapes = {key: _shape(layers[name], "oft_R") for name, key in key_of.items()}
-    _check_tensors(MODEL_FILE, tensors, shapes, torch.float32)
+    check_tensors(MODEL_FILE, tensors, shapes, torch.float32)
     shapes = {f"{name}.oft_R": _shape(layer, "rotation") for name, layer in layers.items()}
-    _check_tensors(ROTATIONS_FILE, turned, shapes, torch.bfloat16)
+    check_tensors(ROTATIONS_FILE, turned, shapes, torch.bfloat16)
     owner = owners(layers)
     for name in layers:
         _check_shared(MODEL_FILE, tensors, key_of[name], key_of[owner[name]])

@@ -15,6 +15,7 @@ from torch import Tensor
 from orbit_runtime.model_info.headers import parse_header
 
 _CODES = {torch.bfloat16: "BF16", torch.float32: "F32"}
+_FORMAT = {"format": "pt"}
 _DTYPES = {code: dtype for dtype, code in _CODES.items()}
 
 
@@ -30,10 +31,10 @@ def split(values: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: part.view(tensor.shape) for (name, tensor), part in zip(like.items(), parts, strict=True)}
 
 
-def dump(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> bytes:
-    """The file of these tensors, rounded to `dtype`. Names sorted; the metadata that Hugging Face's loaders ask for."""
+def dump(tensors: Mapping[str, Tensor], dtype: torch.dtype, metadata: Mapping[str, str] = _FORMAT) -> bytes:
+    """The file of these tensors, rounded to `dtype`. Names sorted; by default what Hugging Face's loaders ask for."""
     ordered = {name: tensors[name] for name in sorted(tensors)}
-    return _file(ordered, flat(ordered.values()).to(dtype) if ordered else torch.empty(0, dtype=dtype))
+    return _file(ordered, flat(ordered.values()).to(dtype) if ordered else torch.empty(0, dtype=dtype), metadata)
 
 
 def dump_narrowed(tensors: Mapping[str, Tensor]) -> bytes:
@@ -47,9 +48,9 @@ def dump_narrowed(tensors: Mapping[str, Tensor]) -> bytes:
     return _file(ordered, narrow if exact else values.float())
 
 
-def _file(ordered: Mapping[str, Tensor], values: Tensor) -> bytes:
+def _file(ordered: Mapping[str, Tensor], values: Tensor, metadata: Mapping[str, str] = _FORMAT) -> bytes:
     """The header (padded to 8 bytes) and the values in little-endian order."""
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
     position = 0
     for name, tensor in ordered.items():
         end = position + tensor.numel() * values.element_size()

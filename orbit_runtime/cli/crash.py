@@ -14,12 +14,11 @@ import tempfile
 import time
 import traceback
 from collections.abc import Sequence
-from importlib import metadata
 from pathlib import Path
 
 import orbit_runtime
+from orbit_runtime.observability.versions import PACKAGES, installed_versions
 
-_VERSIONS_OF = ("torch", "transformers", "safetensors", "obstore", "pydantic", "typer", "rich", "fastapi", "uvicorn")
 _PASSWORD_IN_URI = re.compile(r"(://)[^/@\s'\"]+@")
 _SECRET_OPTION = re.compile(r"((?:secret|token|password|key)[^=\s]*=)\S+", re.IGNORECASE)
 
@@ -38,7 +37,7 @@ def write_crash_report(error: BaseException, argv: Sequence[str], folder: Path |
         "python": sys.version,
         "platform": platform.platform(),
         "cpus": os.cpu_count(),
-        "versions": _versions(),
+        "versions": installed_versions((*PACKAGES, "typer", "rich", "fastapi", "uvicorn")),
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
     name = time.strftime("orbit-crash-%Y%m%dT%H%M%SZ", time.gmtime()) + f"-{os.getpid()}.json"
@@ -54,13 +53,3 @@ def write_crash_report(error: BaseException, argv: Sequence[str], folder: Path |
 
 def _clean(text: str) -> str:
     return _SECRET_OPTION.sub(r"\1***", _PASSWORD_IN_URI.sub(r"\1***@", text))
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in _VERSIONS_OF:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found

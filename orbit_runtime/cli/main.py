@@ -54,7 +54,9 @@ def _root(
 @app.command()
 def run(
     file: Manifest,
-    out: Annotated[str | None, typer.Option(metavar="URI", help="The run folder itself.")] = None,
+    out: Annotated[
+        str | None, typer.Option(metavar="URI", help="The run folder itself; without it, storage.uri/name.")
+    ] = None,
     overrides: Overrides = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print every process it would start; start nothing.")
@@ -76,6 +78,22 @@ def validate(file: Manifest, overrides: Overrides = None, as_json: AsJson = Fals
 
 
 @app.command()
+def plan(
+    file: Manifest,
+    gpu: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Plan for this GPU, such as B200, in place of placement.gpuProduct."),
+    ] = None,
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say what a run takes, part by part, and whether it fits; no GPU and no download needed."""
+    from orbit_runtime.cli.plan import run_plan
+
+    raise typer.Exit(run_plan(file, overrides or [], gpu=gpu, as_json=as_json))
+
+
+@app.command()
 def init(
     path: Annotated[Path, typer.Argument(metavar="FILE", help="Where to write it.")] = Path("run.yaml"),
     force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
@@ -89,12 +107,16 @@ def init(
 
 @app.command()
 def report(
-    runs: Annotated[list[str], typer.Argument(metavar="DIR...", help="Run folders: paths or URIs.")],
-    html: Annotated[Path | None, typer.Option(metavar="PATH", help="Write the page here.")] = None,
-    margin: Annotated[float, typer.Option(help="Several runs: the smallest difference that matters.")] = 0.0,
+    runs: Annotated[list[str], typer.Argument(metavar="DIR", help="Run folders: paths or URIs.")],
+    html: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="Write the page here, not into a local run's own folder.")
+    ] = None,
+    margin: Annotated[
+        float, typer.Option(metavar="REWARD", help="Several runs: the smallest difference that matters.")
+    ] = 0.0,
     as_json: AsJson = False,
 ) -> None:
-    """Report one run, finished or not, or compare several with the first."""
+    """Report one run, or compare several with the first. A run need not be finished."""
     from orbit_runtime.cli.report import run_report
 
     run_report(runs, html=html, margin=margin, as_json=as_json)
@@ -105,7 +127,7 @@ def list_runs(
     uri: Annotated[str, typer.Argument(metavar="URI", help="A folder of runs, or one run.")] = "runs",
     as_json: AsJson = False,
 ) -> None:
-    """List the runs in a store: step, reward, state, last checkpoint, size."""
+    """List the runs in a folder. With step, reward, state, last checkpoint and size."""
     from orbit_runtime.cli.ls import run_ls
 
     run_ls(uri, as_json)
@@ -136,8 +158,12 @@ def main(argv: Sequence[str] | None = None) -> None:
 def run_command(arguments: Sequence[str]) -> int:
     """One command; returns its exit code."""
     as_json = "--json" in arguments
+    command = typer.main.get_command(app)
+    if not arguments:
+        with command.make_context("orbit", [], resilient_parsing=True) as context:
+            print(command.get_help(context), file=sys.stderr)
     try:
-        result = typer.main.get_command(app).main(args=list(arguments), prog_name="orbit", standalone_mode=False)
+        result = command.main(args=list(arguments), prog_name="orbit", standalone_mode=False)
         code = result if isinstance(result, int) else 0
         # 130 is what typer makes of Ctrl-C; for Orbit that is a stop on request.
         return EXIT_STOPPED if code == 130 else code

@@ -1,4 +1,4 @@
-"""`orbit run`: check the manifest, check the installation, train, say what came of it.
+"""`orbit run`: check the manifest, the installation and that it fits, train, say what came of it.
 
 Belongs here: the order of those, and their words. Does not belong here: training (`loop`).
 """
@@ -30,6 +30,9 @@ def run_manifest(file: Path, *, out: str | None, overrides: Sequence[str], dry_r
         _print_processes(manifest, as_json)
         return EXIT_DONE
     check_can_train()
+    from orbit_runtime.cli.plan import check_before_run
+
+    check_before_run(manifest, file.resolve().parent)
     from orbit_runtime.loop.run import run
     from orbit_runtime.observability.logs import configure_logs
     from orbit_runtime.observability.progress import build_progress

@@ -6,12 +6,13 @@ them. Does not belong here: which prompts there are.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from orbit_runtime.errors import ModelError
+from orbit_runtime.model_info.content import FILES
+from orbit_runtime.model_info.settings import load_settings
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
@@ -74,7 +75,7 @@ class ChatTokenizer:
 
 def _load_tokenizer(folder: Path) -> Any:
     if not folder.is_dir():
-        raise ModelError("the model folder does not exist", where=str(folder), fix="correct model.uri")
+        raise ModelError("the model folder does not exist", where=str(folder), fix="correct spec.model.uri")
     if not any((folder / name).exists() for name in TOKENIZER_FILES):
         raise ModelError(
             "the model folder holds no tokenizer",
@@ -86,9 +87,9 @@ def _load_tokenizer(folder: Path) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the library raises anything from OSError to KeyError here
-        summary = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        _check_settings(folder)
         raise ModelError(
-            f"the tokenizer cannot be loaded: {summary}",
+            f"the tokenizer cannot be loaded: {_summary(error)}",
             where=str(folder),
             fix="copy or download the tokenizer files and config.json of the model again",
         ) from error
@@ -101,10 +102,34 @@ def _load_tokenizer(folder: Path) -> Any:
     return tokenizer
 
 
+def _check_settings(folder: Path) -> None:
+    """The library reads config.json as well, and blames the tokenizer for whatever file is broken."""
+    for name in FILES:
+        if name.endswith(".json") and (folder / name).is_file():
+            load_settings(folder / name)
+    from transformers import AutoConfig
+
+    try:
+        AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # as above
+        raise ModelError(
+            f"transformers cannot read this configuration: {_summary(error)}",
+            where=str(folder / "config.json"),
+            fix="correct that value, or copy or download the file again",
+        ) from error
+
+
+def _summary(error: Exception) -> str:
+    """The first two lines: the library names a field in one and what is wrong with it in the next."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:2]) or type(error).__name__
+
+
 def _resolve_eos_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
     found: list[int] = []
     for name in ("generation_config.json", "config.json"):
-        value = _load_json(folder / name).get("eos_token_id")
+        path = folder / name
+        value = load_settings(path).get("eos_token_id") if path.is_file() else None
         found += [value] if isinstance(value, int) else list(value or ())
     if tokenizer.eos_token_id is not None:
         found.append(int(tokenizer.eos_token_id))
@@ -115,16 +140,6 @@ def _resolve_eos_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
             fix="set eos_token_id in generation_config.json",
         )
     return tuple(_unique(found))
-
-
-def _load_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return {}
-    except ValueError as error:
-        raise ModelError(f"not JSON: {error}", where=str(path)) from None
-    return content if isinstance(content, dict) else {}
 
 
 def _unique(values: Iterable[int]) -> list[int]:

@@ -24,6 +24,8 @@ class PromptTable:
     prompts_P: tuple[Prompt, ...]
     digest: str
     """`sha256:<hex>` over the sources' bytes, prompt fields and the limit: equal digests mean equal prompts."""
+    file_digests: tuple[str, ...]
+    """`sha256:<hex>` of each source's bytes."""
 
 
 def load_prompts(sources: Sequence[PromptSource], *, limit: int | None = None) -> PromptTable:
@@ -34,9 +36,11 @@ def load_prompts(sources: Sequence[PromptSource], *, limit: int | None = None) -
     """
     prompts: list[Prompt] = []
     digest = hashlib.sha256()
+    files: list[str] = []
     seen: dict[str, int] = {}
     for source in sources:
         rows, file_digest = load_rows(source)
+        files.append(f"sha256:{file_digest}")
         digest.update(f"{file_digest} {source.prompt_field}\n".encode())
         seen[source.name] = seen.get(source.name, 0) + 1
         name = source.name if seen[source.name] == 1 else f"{source.name}-{seen[source.name]}"
@@ -46,9 +50,11 @@ def load_prompts(sources: Sequence[PromptSource], *, limit: int | None = None) -
         prompts = prompts[:limit]
     if not prompts:
         raise DataError(
-            "there are no prompts", where="data.prompts", fix="name at least one file; data.limit is 1 or more"
+            "there are no prompts",
+            where="spec.data.prompts",
+            fix="name at least one file; spec.data.limit is 1 or more",
         )
-    return PromptTable(tuple(prompts), f"sha256:{digest.hexdigest()}")
+    return PromptTable(tuple(prompts), f"sha256:{digest.hexdigest()}", tuple(files))
 
 
 def check_fields(table: PromptTable, required: Mapping[str, str]) -> None:
@@ -81,8 +87,8 @@ def check_lengths(
     more = f"\n  and {len(long) - MAX_LISTED} more" if len(long) > MAX_LISTED else ""
     raise DataError(
         f"prompts longer than {max_prompt_tokens} tokens:\n{listed}{more}",
-        where="data.prompts",
-        fix="shorten or drop them, raise model.maxSequenceLength, or lower rollout.sampling.maxNewTokens",
+        where="spec.data.prompts",
+        fix="shorten or drop them, raise spec.model.maxSequenceLength, or lower spec.rollout.sampling.maxNewTokens",
     )
 
 
@@ -130,7 +136,7 @@ class PromptStream:
         if state["digest"] != self._table.digest:
             raise DataError(
                 f"the prompts changed since the checkpoint: {state['digest']} then, {self._table.digest} now",
-                where="data.prompts",
+                where="spec.data.prompts",
                 fix="restore the files, or start a new run",
             )
         self._epoch, self._position = int(state["epoch"]), int(state["position"])

@@ -33,11 +33,13 @@ class PromptSource:
     """A path, `file://…` or `builtin://…`."""
     format: Format = "Auto"
     prompt_field: str = "prompt"
+    kept_name: str | None = None
+    """What the file was called when the run started: ids key the random draws, so a renamed file keeps them."""
 
     @property
     def name(self) -> str:
         """The file's stem: the first part of its prompts' ids."""
-        return Path(self.uri.split("://", 1)[-1]).stem
+        return self.kept_name or Path(self.uri.split("://", 1)[-1]).stem
 
 
 def load_rows(source: PromptSource) -> tuple[list[Mapping[str, Any]], str]:
@@ -52,7 +54,9 @@ def load_rows(source: PromptSource) -> tuple[list[Mapping[str, Any]], str]:
         raw = path.read_bytes()
     except FileNotFoundError:
         raise DataError(
-            f"the prompts file does not exist: {path.absolute()}", where=source.uri, fix="correct data.prompts[].uri"
+            f"the prompts file does not exist: {path.absolute()}",
+            where=source.uri,
+            fix="correct spec.data.prompts[].uri",
         ) from None
     except (IsADirectoryError, PermissionError) as error:
         raise DataError(f"the prompts file cannot be read: {error.strerror}", where=source.uri) from None

@@ -7,8 +7,9 @@ Does not belong here: what the parts do, or the order of a step (`sync`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,15 +20,16 @@ from orbit_runtime.data.samples import build_samples
 from orbit_runtime.environments.rewards import REWARDS
 from orbit_runtime.environments.single_turn import SingleTurn
 from orbit_runtime.errors import ModelError, UnsupportedError
+from orbit_runtime.loop.content import Names, content_digests
 from orbit_runtime.loop.keep import keep_checkpoint
 from orbit_runtime.loop.publish import Publisher
 from orbit_runtime.loop.show import Show
 from orbit_runtime.loop.state import RunState
 from orbit_runtime.model_info.builtin_models import builtin_folder
-from orbit_runtime.spec import OrbitRun, Resolved
+from orbit_runtime.spec import OrbitRun, Resolved, identity_digest
 from orbit_runtime.spec.run import RunSpec
 from orbit_runtime.storage import Execution, Store
-from orbit_runtime.types import Engine, Group, Rollout, Sampling, Tokenizer, Trainer
+from orbit_runtime.types import Engine, Group, Probe, Rollout, Sampling, Tokenizer, Trainer
 from orbit_runtime.workers.reward_protocol import RewardScorer, RewardTarget
 
 if TYPE_CHECKING:
@@ -53,11 +55,17 @@ class Parts:
     trainer: Trainer
     publisher: Publisher
     algorithm: Algorithm
-    identity: str
+    names: Names
+    content: Mapping[str, str]
+    """Digests of the model and the prompts, by name."""
+    reference_fields: tuple[str, ...]
+    """Columns of the prompts that hold the expected answer."""
     base_digest: Callable[[], str]
     trainable_parameters: int
     sequences: tuple[tuple[int, ...], ...]
     """Real prompts as token ids: what preflight measures on."""
+    probing: Callable[[Probe], AbstractContextManager[None]]
+    """A context within which the trainer holds an adapter that nobody trained, for preflight."""
     precision: str
     adapter_report: str
     show: Show
@@ -65,6 +73,11 @@ class Parts:
     @property
     def spec(self) -> RunSpec:
         return self.run.spec
+
+    @property
+    def identity(self) -> str:
+        """Digest of all that changes the run's numbers: settings, model and prompts."""
+        return identity_digest(self.run, self.content)
 
     def advantages(self, groups_P: Sequence[Group]) -> list[list[float]]:
         """Advantages of every group, with the KL penalty in the reward where the manifest places it there."""
@@ -111,6 +124,7 @@ def build_parts(
     *,
     rewards: Mapping[str, Callable[..., Any]] | None,
     search_path: Sequence[str],
+    names: Names,
     closing: ExitStack,
 ) -> Parts:
     """Reads prompts, model and rewards, and wires them. What must be closed is pushed on `closing`.
@@ -118,13 +132,18 @@ def build_parts(
     Args:
         rewards: functions given from Python, by reward name; they replace the manifest's of that name.
         search_path: folders that the manifest's entry points are imported from.
+        names: what the first start called model and prompts.
     """
     run = resolved.run
     spec = run.spec
     show.stage("prompts")
-    sources = [PromptSource(each.uri, each.format, each.prompt_field) for each in spec.data.prompts]
+    sources = [
+        PromptSource(each.uri, each.format, each.prompt_field, name)
+        for each, name in zip(spec.data.prompts, names.prompts, strict=True)
+    ]
     table = load_prompts(sources, limit=spec.data.limit)
-    check_fields(table, _fields_read(spec, rewards or {}))
+    read = _fields_read(spec, rewards or {})
+    check_fields(table, read)
     scorer = closing.enter_context(_build_scorer(spec, rewards or {}, search_path))
     show.stage("model")
     folder = model_folder(spec.model.uri, spec.model.precision)
@@ -137,7 +156,7 @@ def build_parts(
     from orbit_runtime.algorithms.table import ALGORITHMS
 
     algorithm = ALGORITHMS[spec.algorithm.type]
-    trainer, engine = _build_sides(resolved, policy, tokenizer, algorithm)
+    trainer, engine = _build_sides(resolved, policy, tokenizer, algorithm, base_model=names.model)
     closing.callback(engine.close)
     sequences = _sequences(table, tokenizer)
     publisher = Publisher(store, execution, engine, trainer, _canary(sequences[0], tokenizer), _change_limit(policy))
@@ -162,10 +181,13 @@ def build_parts(
         trainer=trainer,
         publisher=publisher,
         algorithm=algorithm,
-        identity=resolved.identity,
+        names=names,
+        content=content_digests(folder, table, policy.base_digest()),
+        reference_fields=tuple(read) or ("answer",),
         base_digest=policy.base_digest,
         trainable_parameters=policy.injected.report.trainable_parameters,
         sequences=sequences,
+        probing=partial(policy.injected.masters.probing, seed=spec.data.seed),
         precision=policy.precision,
         adapter_report=policy.injected.report.text(),
         show=show,
@@ -253,17 +275,17 @@ def _build_policy(resolved: Resolved, folder: Path) -> Policy:
 
 
 def _build_sides(
-    resolved: Resolved, policy: Policy, tokenizer: Tokenizer, algorithm: Algorithm
+    resolved: Resolved, policy: Policy, tokenizer: Tokenizer, algorithm: Algorithm, *, base_model: str
 ) -> tuple[Trainer, Engine]:
     from orbit_runtime.rollout.torch_engine import TorchEngine
     from orbit_runtime.training.torch_trainer import TorchTrainer
 
-    trainer = TorchTrainer(policy, _trainer_settings(resolved), algorithm.loss)
+    trainer = TorchTrainer(policy, _trainer_settings(resolved, base_model), algorithm.loss)
     engine = TorchEngine(policy, tokenizer, max_running_requests=resolved.run.spec.rollout.max_running_requests)
     return trainer, engine
 
 
-def _trainer_settings(resolved: Resolved) -> TrainerSettings:
+def _trainer_settings(resolved: Resolved, base_model: str) -> TrainerSettings:
     from orbit_runtime.algorithms.losses import PolicyLossSettings
     from orbit_runtime.training.torch_trainer import TrainerSettings
 
@@ -293,7 +315,7 @@ def _trainer_settings(resolved: Resolved) -> TrainerSettings:
         importance_cap=importance.cap if importance.type == "TokenTruncated" else None,
         temperature=sampling.temperature,
         top_p=sampling.top_p,
-        base_model=spec.model.uri,
+        base_model=base_model,
     )
 
 
@@ -303,7 +325,7 @@ def _sampling(spec: RunSpec) -> Sampling:
 
 
 def _sequences(table: PromptTable, tokenizer: Tokenizer, count: int = 8) -> tuple[tuple[int, ...], ...]:
-    """The first prompts, each with the answer tokens of the canary: whole sequences, as training sees them."""
+    """The first prompts with their chat template, as training sees them."""
     return tuple(tuple(ids) for ids in tokenizer.encode_many([prompt.messages for prompt in table.prompts_P[:count]]))
 
 

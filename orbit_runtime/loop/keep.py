@@ -18,6 +18,9 @@ from orbit_runtime.observability.metrics import MetricsRow
 from orbit_runtime.storage import Execution, Store, prune_bundles, write_bundle
 from orbit_runtime.types import Group, Trainer
 
+MAX_REFERENCE = 2000
+"""Characters of an expected answer that are kept for the report; rewards see all of it."""
+
 
 def step_name(step: int) -> str:
     return f"step-{step:06d}"
@@ -27,19 +30,49 @@ def checkpoint_prefix(step: int) -> str:
     return f"checkpoints/{step_name(step)}"
 
 
-def keep_step(store: Store, execution: Execution, row: MetricsRow, groups_P: Sequence[Group], step: int) -> None:
+def keep_step(
+    store: Store,
+    execution: Execution,
+    row: MetricsRow,
+    groups_P: Sequence[Group],
+    *,
+    before: MetricsRow | None,
+    reference_fields: Sequence[str],
+) -> None:
     """The step's rollouts and its metrics row; overwritten if the step runs again after a kill.
+
+    Args:
+        before: the row of the step before it, which is stored again with what its checkpoint took.
+        reference_fields: columns of the prompts that hold what is expected; stored for the report.
 
     Raises:
         OutputError: another execution took over; its rows are not touched.
     """
     execution.check()
-    store.put_many(
-        [
-            (f"rollouts/{step_name(step)}.jsonl.zst", _rollout_file(groups_P)),
-            (f"metrics/{step_name(step)}.json", row.to_json().encode()),
-        ]
-    )
+    name = f"rollouts/{step_name(int(row.number('step') or 0))}"
+    files = [(f"{name}.jsonl.zst", _rollout_file(groups_P))]
+    files += [_row_file(each) for each in (before, row) if each is not None]
+    references = build_references(groups_P, reference_fields)
+    if references:
+        files.append((f"{name}.references.json", json.dumps(references, ensure_ascii=False).encode()))
+    store.put_many(files)
+
+
+def build_references(groups_P: Sequence[Group], fields: Sequence[str]) -> dict[str, str]:
+    """Prompt id → what its row expects, for people: shortened, and left out where the row says nothing."""
+    references = {}
+    for group in groups_P:
+        values = [group.prompt.fields[field] for field in fields if group.prompt.fields.get(field) is not None]
+        if values:
+            texts = [value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for value in values]
+            references[group.prompt.prompt_id] = "\n".join(texts)[:MAX_REFERENCE]
+    return references
+
+
+def keep_row(store: Store, execution: Execution, row: MetricsRow) -> None:
+    """The last step's row, complete."""
+    execution.check()
+    store.put(*_row_file(row))
 
 
 def keep_checkpoint(
@@ -85,6 +118,10 @@ def keep_failure(store: Store, step: int, error: OrbitError, groups_P: Sequence[
         store.put(f"failures/{step_name(step)}.json", json.dumps(error.to_json(), indent=1).encode())
         if groups_P:
             store.put(f"failures/{step_name(step)}.jsonl.zst", _rollout_file(groups_P))
+
+
+def _row_file(row: MetricsRow) -> tuple[str, bytes]:
+    return f"metrics/{step_name(int(row.number('step') or 0))}.json", row.to_json().encode()
 
 
 def _rollout_file(groups_P: Sequence[Group]) -> bytes:

@@ -7,6 +7,7 @@ Does not belong here: reading and verifying bytes (`storage`).
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +18,7 @@ from orbit_runtime.spec import Resolved, differences
 from orbit_runtime.storage import Bundle, NotFound, Store, newest_readable
 
 RUN_FILE = "run.json"
+MOVABLE = re.compile(r"spec\.(model|data\.prompts\[\d+\])\.uri")
 
 
 def read_run_file(store: Store) -> dict[str, Any] | None:
@@ -30,7 +32,9 @@ def read_run_file(store: Store) -> dict[str, Any] | None:
 
 
 def check_same_run(store: Store, before: Mapping[str, Any], resolved: Resolved) -> list[str]:
-    """Refuses another run's folder; returns what changed and may change, one line each.
+    """Refuses another run's settings; returns what changed and may change, one line each.
+
+    That a model or prompts lie elsewhere is no other run; `content` tells whether they are still the same.
 
     Raises:
         OutputError: an identity field differs, each named with both values.
@@ -44,7 +48,12 @@ def check_same_run(store: Store, before: Mapping[str, Any], resolved: Resolved) 
             where=store.uri,
             fix="restore those fields to continue it, or choose another --out for a new run",
         )
-    return [f"{each.path}: {each.old!r} → {each.new!r} ({each.set})" for each in changed]
+    return [
+        f"{each.path} moved from {each.old} to {each.new}, with the same content"
+        if MOVABLE.fullmatch(each.path)
+        else f"{each.path}: {each.old!r} then, {each.new!r} now"
+        for each in changed
+    ]
 
 
 def find_checkpoint(store: Store) -> tuple[Bundle | None, tuple[str, ...]]:

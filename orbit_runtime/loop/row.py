@@ -25,7 +25,7 @@ def step_row(
     seconds_publish: float,
     seconds_total: float,
 ) -> MetricsRow:
-    """`seconds_checkpoint` is the previous step's: a row is written before its own checkpoint is."""
+    """The row as it is written before the step's checkpoint: `seconds_checkpoint` is unknown, the total without it."""
     assert state.publication is not None
     rollouts = [rollout for group in collected.groups_P for rollout in group.rollouts_G]
     rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
@@ -59,9 +59,17 @@ def step_row(
         seconds_score=collected.seconds_score,
         seconds_train=seconds_train,
         seconds_publish=seconds_publish,
-        seconds_checkpoint=state.checkpoint_seconds,
         seconds_total=seconds_total,
     )
+
+
+def with_checkpoint(row: MetricsRow, seconds: float) -> MetricsRow:
+    """The row with `seconds` more of making its step durable."""
+    total = (row.number("seconds_total") or 0.0) + seconds
+    tokens = row.number("tokens") or 0.0
+    kept = (row.number("seconds_checkpoint") or 0.0) + seconds
+    speed = tokens / total if total > 0 else None
+    return build_row(**{**row, "seconds_checkpoint": kept, "seconds_total": total, "tokens_per_second": speed})
 
 
 def check_parity(result: UpdateResult, limit: float, *, enforce: bool) -> None:

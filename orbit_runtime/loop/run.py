@@ -12,13 +12,13 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import orbit_runtime
-from orbit_runtime.errors import GateError, OrbitError, OutputError
+from orbit_runtime.errors import GateError, OrbitError
 from orbit_runtime.loop.build import Parts, build_parts
+from orbit_runtime.loop.content import WEIGHTS, check_content, resolve_names
 from orbit_runtime.loop.machine import machine_facts
 from orbit_runtime.loop.resume import RUN_FILE, check_same_run, find_checkpoint, read_run_file, restore
 from orbit_runtime.loop.show import Show
@@ -30,13 +30,13 @@ from orbit_runtime.observability.progress import Progress, build_progress
 from orbit_runtime.observability.report import build_report
 from orbit_runtime.observability.report_html import render_html
 from orbit_runtime.observability.status import RunStatus
+from orbit_runtime.observability.versions import installed_versions
 from orbit_runtime.parity.preflight import check_preflight, measure_preflight
 from orbit_runtime.spec import OrbitRun, Resolved, identity_fields, keep_decisions, resolve
 from orbit_runtime.storage import Execution, Store, claim_execution, compact_rows, open_store
 
 ATTEMPT_VARIABLE = "ORBIT_ATTEMPT"
 """Set by the operator: the attempt's name. Such a start takes over from an execution that still looks alive."""
-VERSIONS_OF = ("torch", "transformers", "safetensors", "pydantic", "obstore")
 
 
 @dataclass(frozen=True)
@@ -105,11 +105,15 @@ def _run(
         resolved = keep_decisions(resolved, before["resolved"])
     changes = check_same_run(store, before, resolved) if before else []
     bundle, skipped = find_checkpoint(store)
-    parts = build_parts(resolved, store, execution, show, rewards=rewards, search_path=search_path, closing=closing)
-    state = RunState(trainable_parameters=parts.trainable_parameters, base_digest=parts.base_digest())
+    names = resolve_names(resolved, before)
+    parts = build_parts(
+        resolved, store, execution, show, rewards=rewards, search_path=search_path, names=names, closing=closing
+    )
+    if before:
+        check_content(store.uri, before, parts.content)
+    state = RunState(trainable_parameters=parts.trainable_parameters, base_digest=parts.content[WEIGHTS])
     if bundle is not None:
         restore(parts, state, bundle)
-        _check_base(before, state, store)
         show.note(f"continuing after step {state.step} of {store.uri}", resumed_at=state.step)
     for reason in skipped:
         state.warn(f"a damaged checkpoint was passed over: {reason}")
@@ -119,6 +123,8 @@ def _run(
     _write_run_file(parts, state, before, rewards)
     show.note(parts.adapter_report)
     total = parts.spec.training.steps
+    if state.step >= total:
+        show.note(f"nothing left to train: {state.step} steps are done; to go on, raise spec.training.steps ({total})")
     show.status.update(phase="Preflight", total=total, step=state.step, resumed=state.resumed > 0)
     _start_policy(parts, state)
     show.status.update(phase="Running")
@@ -149,6 +155,7 @@ def _start_policy(parts: Parts, state: RunState) -> None:
         parts.trainer,
         parts.sequences,
         adapter=state.publication.name,
+        probing=parts.probing,
         precision=parts.precision,
         factor=spec.floor_factor,
         absolute=spec.mean_limit,
@@ -189,16 +196,6 @@ def _warn(parts: Parts, state: RunState, rewards: Mapping[str, Callable[..., Any
         parts.show.note(f"warning: {warning}")
 
 
-def _check_base(before: Mapping[str, Any] | None, state: RunState, store: Store) -> None:
-    known = (before or {}).get("base_digest")
-    if known and known != state.base_digest:
-        raise OutputError(
-            f"the base changed since the run started: {known[:19]}… then, {state.base_digest[:19]}… now",
-            where=store.uri,
-            fix="restore the model, or choose another --out for a new run",
-        )
-
-
 def _write_run_file(
     parts: Parts, state: RunState, before: Mapping[str, Any] | None, rewards: Mapping[str, Any] | None
 ) -> None:
@@ -206,26 +203,21 @@ def _write_run_file(
     content = {
         "name": parts.run.name,
         **parts.resolved.to_json(),
-        "identity": identity_fields(parts.run),
+        "identity": {**identity_fields(parts.run), **parts.content},
         "identity_digest": parts.identity,
+        "names": parts.names.to_json(),
         "base_digest": state.base_digest,
         "seed": parts.spec.data.seed,
         "rewards_from_python": sorted(rewards or {}),
-        "versions": _versions(),
+        "versions": {
+            "orbit-rl": orbit_runtime.__version__,
+            "python": platform.python_version(),
+            **installed_versions(),
+        },
         "started": (before or {}).get("started", time.time()),
         "execution": parts.execution.number,
     }
     parts.store.put(RUN_FILE, json.dumps(content, indent=1).encode())
-
-
-def _versions() -> dict[str, str]:
-    versions = {"orbit-rl": orbit_runtime.__version__, "python": platform.python_version()}
-    for name in VERSIONS_OF:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return versions
 
 
 def _finish(store: Store, ended: str) -> Mapping[str, Any]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from orbit_runtime.loop.publish import Publication
+from orbit_runtime.observability.metrics import MetricsRow
 
 
 @dataclass
@@ -29,8 +30,8 @@ class RunState:
     publication: Publication | None = None
     checkpoint_step: int = 0
     """Newest step that is durable."""
-    checkpoint_seconds: float = 0.0
-    """What keeping the previous step took."""
+    row: MetricsRow | None = None
+    """The newest step's row with what keeping it took; it is stored with the step after it, or at the end."""
     parity_limit: float = 0.0
     base_digest: str = ""
     base_digest_after: str | None = None

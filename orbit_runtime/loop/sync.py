@@ -6,13 +6,15 @@ Belongs here: the order of a step. Does not belong here: anything a stage does.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
+from typing import Any
 
 from orbit_runtime.data.samples import build_samples
 from orbit_runtime.errors import OrbitError, StoppedOnRequest
 from orbit_runtime.loop.build import Parts
 from orbit_runtime.loop.collect import check_failures, collect
-from orbit_runtime.loop.keep import keep_failure, keep_step
-from orbit_runtime.loop.row import check_parity, step_row
+from orbit_runtime.loop.keep import keep_failure, keep_row, keep_step
+from orbit_runtime.loop.row import check_parity, step_row, with_checkpoint
 from orbit_runtime.loop.signals import StopFlag
 from orbit_runtime.loop.state import RunState
 from orbit_runtime.types import Group
@@ -72,14 +74,22 @@ def run_sync(parts: Parts, state: RunState, stop: StopFlag) -> str:
                 result,
                 seconds_train=publish_started - training_started,
                 seconds_publish=keep_started - publish_started,
-                seconds_total=keep_started - started + state.checkpoint_seconds,
+                seconds_total=keep_started - started,
             )
-            keep_step(parts.store, parts.execution, row, groups, step)
+            keep_step(
+                parts.store,
+                parts.execution,
+                row,
+                groups,
+                before=state.row,
+                reference_fields=parts.reference_fields,
+            )
             if step % checkpoint.every_steps == 0 and step < training.steps:
                 parts.show.stage("checkpoint", step)
                 parts.keep_checkpoint(state, cursor)
-            state.checkpoint_seconds = time.monotonic() - keep_started
-            parts.show.step(row, state)
+            state.row = with_checkpoint(row, time.monotonic() - keep_started)
+            if step < training.steps:
+                parts.show.step(state.row, state)
         except StoppedOnRequest as request:
             parts.show.note(str(request))
             ended = "stopped"
@@ -88,7 +98,18 @@ def run_sync(parts: Parts, state: RunState, stop: StopFlag) -> str:
             keep_failure(parts.store, step, error, groups)
             raise
     if state.step > first:
-        # However it ended, the newest finished step is durable, and says that the base is still the one it started on.
-        state.base_digest_after = parts.base_digest()
-        parts.keep_checkpoint(state, cursor)
+        _keep_newest(parts, state, cursor)
     return ended
+
+
+def _keep_newest(parts: Parts, state: RunState, cursor: Mapping[str, Any]) -> None:
+    """However it ended, the newest finished step is durable, and says that the base is still the one it started on."""
+    assert state.row is not None
+    started, durable = time.monotonic(), state.checkpoint_step == state.step
+    state.base_digest_after = parts.base_digest()
+    parts.keep_checkpoint(state, cursor)
+    if not durable:
+        state.row = with_checkpoint(state.row, time.monotonic() - started)
+    keep_row(parts.store, parts.execution, state.row)
+    if state.step == parts.spec.training.steps:
+        parts.show.step(state.row, state)

@@ -1,4 +1,4 @@
-"""Facts about models without loading them and without torch: safetensors headers, quantisation configs, shipped models.
+"""Facts about models without loading them and without torch: headers, families, shipped model and GPU cards.
 
 Belongs here: what files say about themselves. Does not belong here: tensors' values, memory arithmetic (`planner`).
 """

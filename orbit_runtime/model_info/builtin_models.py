@@ -12,16 +12,10 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from orbit_runtime.errors import ModelError
+from orbit_runtime.spec.resolve import AUTO_BUILTIN_PRECISION
 
 ROOT = Path(__file__).resolve().parent / "builtin"
-REINSTALL = "reinstall orbit-rl; to change a shipped model, copy its folder and name the copy in `model.uri`"
-AUTO_PRECISION = "INT4"
-"""What `precision: Auto` means for a shipped model: the variant that shows a frozen quantised base."""
-
-
-def builtin_names(root: Path = ROOT) -> tuple[str, ...]:
-    """Names of the shipped models, sorted."""
-    return tuple(sorted(_load_digests(root)))
+REINSTALL = "reinstall orbit-rl; to change a shipped model, copy its folder and name the copy in `spec.model.uri`"
 
 
 def builtin_folder(name: str, precision: str, root: Path = ROOT) -> Path:
@@ -37,13 +31,13 @@ def builtin_folder(name: str, precision: str, root: Path = ROOT) -> Path:
             where=f"builtin://{name}",
             fix=f"did you mean {_quoted(near)}?" if near else f"shipped models: {_quoted(sorted(shipped))}",
         )
-    variant = (AUTO_PRECISION if precision == "Auto" else precision).lower()
+    variant = (AUTO_BUILTIN_PRECISION if precision == "Auto" else precision).lower()
     if variant not in shipped[name]:
         available = [known.upper() for known in sorted(shipped[name])]
         raise ModelError(
             f"`{name}` is not shipped in {precision}",
             where=f"builtin://{name}",
-            fix=f"set `model.precision` to one of {_quoted(available)}",
+            fix=f"set `spec.model.precision` to one of {_quoted(available)}",
         )
     folder = root / name / variant
     check_files(folder, shipped[name][variant])

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from orbit_runtime.errors import ModelError
+from orbit_runtime.model_info.settings import load_settings
 
 BITS = {
     "F64": 64, "F32": 32, "F16": 16, "BF16": 16, "I64": 64, "I32": 32, "I16": 16, "I8": 8, "U64": 64, "U32": 32,
@@ -98,10 +99,10 @@ def read_folder(folder: Path) -> dict[str, tuple[Path, TensorInfo]]:
 
 def _read_shards(folder: Path, index: Path) -> dict[str, tuple[Path, TensorInfo]]:
     try:
-        weight_map: dict[str, str] = json.loads(index.read_bytes())["weight_map"]
+        weight_map: dict[str, str] = load_settings(index)["weight_map"]
         files = sorted(set(weight_map.values()))
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise ModelError("the index does not parse", where=str(index), fix="download the model again") from None
+    except (KeyError, TypeError, AttributeError):
+        raise ModelError("the index has no weight_map", where=str(index), fix="download the model again") from None
     absent = [name for name in files if not (folder / name).is_file()]
     if absent:
         raise ModelError(

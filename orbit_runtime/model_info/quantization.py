@@ -97,7 +97,8 @@ def parse_quantization(
 
 def from_legacy_modelopt(file: Mapping[str, Any]) -> dict[str, Any]:
     """The content of ModelOpt's older `hf_quant_config.json` → the block that newer files have in config.json."""
-    inner = dict(file.get("quantization") or {})
+    found = file.get("quantization")
+    inner = dict(found) if isinstance(found, Mapping) else {}
     return {"quant_method": "modelopt", "ignore": inner.pop("exclude_modules", None) or [], **inner}
 
 
@@ -110,22 +111,23 @@ def _compressed_tensors(block: Mapping[str, Any], where: str) -> QuantFormat:
         if isinstance(extra, Mapping) and extra and extra.get("format") != "dense":
             raise _unknown(f"{key} is set", where)
     rules = []
-    for group in groups.values():
+    for name, group in groups.items():
+        if not isinstance(group, Mapping) or not isinstance(group.get("weights") or {}, Mapping):
+            raise _unknown(f"config group {name} is no description of weights", where)
         packing = group.get("format") or block.get("format")
         layout, size = _compressed_group(packing, group, where)
         rules.append((layout, size, tuple(group.get("targets") or ("Linear",))))
     # A name or an expression is more specific than a class.
     rules.sort(key=lambda rule: any(target[:1].isupper() for target in rule[2]))
     main = _experts_rule(rules)
-    others = tuple((layout, targets) for layout, _, targets in rules if (layout, targets) != (main[0], main[2]))
+    ordered = tuple((layout, targets) for layout, _, targets in rules) if len(rules) > 1 else ()
     return QuantFormat(
         PRECISIONS[main[0]],
         main[1],
         tuple(block.get("ignore") or ()),
         main[2],
         "" if main[0] == PRECISIONS[main[0]] else main[0],
-        # The main rule keeps its place among the others: it may be the more specific.
-        ((main[0], main[2]), *others) if others and rules[0] == main else others,
+        ordered,
     )
 
 
@@ -210,9 +212,10 @@ def _modelopt(block: Mapping[str, Any], where: str) -> QuantFormat:
             raise _unknown("quant_algo is 'MIXED_PRECISION' without quantized_layers", where)
         names: dict[str, list[str]] = {}
         for name, layer in layers.items():
-            if layer.get("quant_algo") not in algorithms or layer.get("group_size", 16) != 16:
-                raise _unknown(f"quant_algo of {name} is {layer.get('quant_algo')!r}", where)
-            names.setdefault(algorithms[layer["quant_algo"]], []).append(name)
+            algorithm = layer.get("quant_algo") if isinstance(layer, Mapping) else layer
+            if algorithm not in algorithms or layer.get("group_size", 16) != 16:
+                raise _unknown(f"quant_algo of {name} is {algorithm!r}", where)
+            names.setdefault(algorithms[algorithm], []).append(name)
         # Experts, where there are any; else the most modules.
         main = max(names, key=lambda layout: (any(".experts." in name for name in names[layout]), len(names[layout])))
         others = tuple((layout, tuple(listed)) for layout, listed in names.items() if layout != main)

@@ -191,7 +191,7 @@ def differing(a: Report, b: Report) -> tuple[tuple[str, Any, Any], ...]:
 
 
 def _is_task(path: str) -> bool:
-    plain = path.removeprefix("spec.")
+    plain = path.removeprefix("spec.").removeprefix("content.")
     return any(plain == field or plain.startswith((f"{field}.", f"{field}[")) for field in DIFFERENT_TASK)
 
 

@@ -82,7 +82,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("truncated_fraction", "share", "Share of completions cut off by maxNewTokens.",
            "orbit_run_truncated_fraction", display=".2%"),
     Metric("tokens", "tokens", "Tokens sampled in the step.", "orbit_run_tokens", "counter", display="d"),
-    Metric("tokens_per_second", "tokens/s", "Sampled tokens over the seconds of the whole step.",
+    Metric("tokens_per_second", "tokens/s", "Sampled tokens over seconds_total.",
            "orbit_run_tokens_per_second", display=".0f", is_time=True),
     _parity("mean", "nats", "Mean |log-prob difference| between trainer and engine."),
     _parity("p99", "nats", "99th percentile of |log-prob difference|."),
@@ -95,8 +95,10 @@ METRICS: tuple[Metric, ...] = (
     _stage("score", "Rewards that sampling did not hide."),
     _stage("train", "Forward, backward and optimizer."),
     _stage("publish", "Writing, loading and proving the new adapter."),
-    _stage("checkpoint", "Making the step durable, as far as the step waited for it."),
-    Metric("seconds_total", "s", "The whole step.", "orbit_run_step_seconds", display=".3f", is_time=True),
+    _stage("checkpoint", "Making the step durable. It is written with the next step's row, or at the end: empty until "
+           "then, and where the process was killed before."),
+    Metric("seconds_total", "s", "The whole step, its checkpoint included where seconds_checkpoint is there.",
+           "orbit_run_step_seconds", display=".3f", is_time=True),
 )  # fmt: skip
 
 FIELDS: tuple[str, ...] = tuple(metric.name for metric in METRICS)

@@ -42,6 +42,7 @@ class Shown:
     prompt: str
     completion: str
     answer: str | None
+    """What the prompt's row expects, where it says so."""
     reward: float | None
     outcome: str
     finish_reason: str
@@ -169,26 +170,28 @@ def _read_rollouts(source: Source, key: str) -> list[Shown]:
             text = reader.read(MAX_ROLLOUT_BYTES)
     except (zstandard.ZstdError, OrbitError):
         return []
+    # A rollout says what was answered; what its prompt expects stands beside the step's rollouts.
+    answers = _read_json(source, f"{key.removesuffix('.jsonl.zst')}.references.json") or {}
+    references = {prompt: str(answer) for prompt, answer in answers.items()}
     shown = []
     for line in text.splitlines():
         try:
-            shown.append(_build_shown(json.loads(line)))
+            shown.append(_build_shown(json.loads(line), references))
         except (ValueError, KeyError, TypeError, AttributeError):
             continue
     return shown
 
 
-def _build_shown(record: Mapping[str, Any]) -> Shown:
+def _build_shown(record: Mapping[str, Any], references: Mapping[str, str]) -> Shown:
     turns = record["turns"]
     spoken = [turn["text"] for turn in turns if turn["role"] == "assistant"]
     asked = [turn["text"] for turn in turns if turn["role"] != "assistant"]
-    answer = record.get("answer", (record.get("fields") or {}).get("answer"))
     return Shown(
         prompt_id=str(record["prompt_id"]),
         sample_index=int(record["sample_index"]),
         prompt="\n".join(asked),
         completion="\n".join(spoken),
-        answer=None if answer is None else str(answer),
+        answer=references.get(str(record["prompt_id"])),
         reward=record["reward"],
         outcome=str(record["outcome"]),
         finish_reason=str(record["finish_reason"]),

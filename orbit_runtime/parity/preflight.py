@@ -1,18 +1,30 @@
 """Before the first step: how far is each side from itself, and how far are the two apart?
 
-Belongs here: the measurement on a few real prompts, adapter off and at the current policy.
+Belongs here: the measurement on a few real prompts, with the adapter off, at identity, random and as it stands.
 Does not belong here: acting on it beyond naming the failed gate (`loop`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 from orbit_runtime.errors import GateError
 from orbit_runtime.parity.statistics import ABSOLUTE_LIMITS, Difference, build_difference, resolve_limit
-from orbit_runtime.types import Engine, Sample, Trainer
+from orbit_runtime.types import Engine, Probe, Sample, Scored, Trainer
+
+Ids = Sequence[int]
+PROBED_SEQUENCES = 4
+"""An untrained adapter is measured on the first few: it doubles the passes of a start."""
+GATED = {
+    "base": "adapter off",
+    "identity": "adapter at identity",
+    "random": "random adapter",
+    "policy": "current policy",
+}
+"""What of a `Preflight` is held against the limit, and its name for people."""
 
 
 @dataclass(frozen=True)
@@ -25,74 +37,133 @@ class Preflight:
     """The trainer against itself: the whole sequence in one piece, and cut into a shared prompt and an answer."""
     base: Difference
     """Trainer against engine, adapter off."""
+    identity: Difference
+    """Trainer against engine, with an adapter that changes nothing."""
+    random: Difference
+    """Trainer against engine, with an adapter that changes every layer: what a trained one will look like."""
     policy: Difference
     """Trainer against engine, at the current policy."""
+    random_effect: float
+    """mean |Δ log-prob| by which the random adapter moved the trainer from its base; 0 would measure nothing."""
     limit: float
 
     @property
-    def passed(self) -> bool:
-        return self.base.mean <= self.limit and self.policy.mean <= self.limit
+    def failures(self) -> tuple[str, ...]:
+        """Every gate that does not hold, with its numbers; a NaN fails."""
+        differences: dict[str, Difference] = {name: getattr(self, name) for name in GATED}
+        found = [
+            f"trainer and engine differ by {difference.mean:.3g} per token (mean |Δ log-prob|, {GATED[name]}), "
+            f"the limit is {self.limit:.3g}"
+            for name, difference in differences.items()
+            if not difference.mean <= self.limit
+        ]
+        if not self.random_effect > 0:
+            found.append(
+                f"a random adapter moved the trainer's log-probs by {self.random_effect:.3g}: it is not applied"
+            )
+        return tuple(found)
 
     def to_json(self) -> dict[str, Any]:
-        names = ("engine_floor", "trainer_floor", "base", "policy")
-        return {name: getattr(self, name).to_json() for name in names} | {"limit": self.limit, "passed": self.passed}
+        names = ("engine_floor", "trainer_floor", *GATED)
+        measured: dict[str, Any] = {name: getattr(self, name).to_json() for name in names}
+        verdict = {"limit": self.limit, "passed": not self.failures, "failures": list(self.failures)}
+        return measured | {"random_effect": self.random_effect} | verdict
 
 
 def measure_preflight(
     engine: Engine,
     trainer: Trainer,
-    sequences: Sequence[Sequence[int]],
+    sequences: Sequence[Ids],
     *,
     adapter: str,
+    probing: Callable[[Probe], AbstractContextManager[None]],
     precision: str,
     factor: float,
     absolute: float | None,
 ) -> Preflight:
-    """Scores whole sequences on both sides, adapter off and on.
+    """Scores whole sequences on both sides, adapter off and on. Engine and trainer are left as they were found.
 
     Args:
         sequences: token ids, at least two each; real prompts with their chat template.
+        adapter: the engine's slot that holds the trainer's current values.
+        probing: a context within which the trainer holds another adapter.
         absolute: limit of the mean from the manifest; `None` takes the precision's.
     """
-    alone: list[float] = []
-    crowded: list[float] = []
-    engine_on: list[float] = []
-    trainer_on: list[float] = []
-    trainer_off: list[float] = []
-    halved: list[float] = []
-    whole: list[float] = []
-    for tokens in sequences:
-        alone += engine.score(tokens, [None])[0].logprobs_T[1:]
-        in_batch = engine.score(tokens, [adapter, None])
-        engine_on += in_batch[0].logprobs_T[1:]
-        crowded += in_batch[1].logprobs_T[1:]
-        on, off = trainer.score(tokens)
-        trainer_on += on.logprobs_T[1:]
-        trainer_off += off.logprobs_T[1:]
-        cut = len(tokens) // 2
-        sample = Sample(tuple(tokens), (0,) * cut + (1,) * (len(tokens) - cut), (0.0,) * len(tokens), 0.0, 0, cut)
-        halved += trainer.reference_logprobs([sample])[0]
-        whole += off.logprobs_T[cut:]
-    trainer_floor = build_difference(whole, halved)
-    engine_floor = build_difference(alone, crowded)
+    alone = _joined([engine.score(tokens, [None])[0] for tokens in sequences])
+    crowded = [engine.score(tokens, [adapter, None]) for tokens in sequences]
+    trainer_on, trainer_off = _trainer_readings(trainer, sequences)
+    engine_floor = build_difference(alone, _joined([off for _, off in crowded]))
+    trainer_floor = build_difference(*_trainer_halves(trainer, sequences, trainer_off))
     floor = max(trainer_floor.mean, engine_floor.mean)
-    limit = resolve_limit(floor, factor=factor, absolute=ABSOLUTE_LIMITS[precision] if absolute is None else absolute)
+    probed = sequences[:PROBED_SEQUENCES]
+    random, random_effect = _probe(engine, trainer, probed, "random", probing)
     return Preflight(
         engine_floor,
         trainer_floor,
-        build_difference(trainer_off, alone),
-        build_difference(trainer_on, engine_on),
-        limit,
+        base=build_difference(_joined(trainer_off), alone),
+        identity=_probe(engine, trainer, probed, "identity", probing)[0],
+        random=random,
+        policy=build_difference(_joined(trainer_on), _joined([on for on, _ in crowded])),
+        random_effect=random_effect,
+        limit=resolve_limit(
+            floor, factor=factor, absolute=ABSOLUTE_LIMITS[precision] if absolute is None else absolute
+        ),
     )
 
 
 def check_preflight(result: Preflight) -> None:
-    """Raises GateError (84) naming the side and the numbers."""
-    for name, difference in (("adapter off", result.base), ("current policy", result.policy)):
-        if difference.mean > result.limit:
-            raise GateError(
-                f"trainer and engine differ by {difference.mean:.3g} per token (mean |Δ log-prob|, {name}), "
-                f"the limit is {result.limit:.3g}",
-                where="parity preflight",
-                fix="see parity/ in the run folder; spec.parity.preflight: Report measures without stopping",
-            )
+    """Raises GateError (84) naming every side and number that failed."""
+    if result.failures:
+        raise GateError(
+            "; ".join(result.failures),
+            where="parity preflight",
+            fix="see parity/ in the run folder; spec.parity.preflight: Report measures without stopping",
+        )
+
+
+def _probe(
+    engine: Engine,
+    trainer: Trainer,
+    sequences: Sequence[Ids],
+    probe: Probe,
+    probing: Callable[[Probe], AbstractContextManager[None]],
+) -> tuple[Difference, float]:
+    """Trainer against engine under an untrained adapter, and how far it moved the trainer from its base.
+
+    The adapter goes to the engine as bytes, as a publish would, but is not stored, and its slot is gone afterwards.
+    """
+    name = f"preflight-{probe}"
+    with probing(probe):
+        readings = _trainer_readings(trainer, sequences)
+        engine.load_adapter(name, trainer.publishable(version=-1))
+        try:
+            measured = _joined([engine.score(tokens, [name])[0] for tokens in sequences])
+        finally:
+            engine.unload_adapter(name)
+    on, off = map(_joined, readings)
+    return build_difference(on, measured), build_difference(on, off).mean
+
+
+def _trainer_readings(trainer: Trainer, sequences: Sequence[Ids]) -> tuple[list[Scored], list[Scored]]:
+    """Of every sequence, with the trainer's adapter and without."""
+    pairs = [trainer.score(tokens) for tokens in sequences]
+    return [on for on, _ in pairs], [off for _, off in pairs]
+
+
+def _trainer_halves(
+    trainer: Trainer, sequences: Sequence[Ids], whole: Sequence[Scored]
+) -> tuple[list[float], list[float]]:
+    """The second half of every sequence, adapter off: as scored in one piece, and behind a shared prompt."""
+    samples = []
+    for index, tokens in enumerate(sequences):
+        cut = len(tokens) // 2
+        mask = (0,) * cut + (1,) * (len(tokens) - cut)
+        samples.append(Sample(tuple(tokens), mask, (0.0,) * len(tokens), 0.0, index, cut))
+    halves = trainer.reference_logprobs(samples)
+    tails = [scored.logprobs_T[-len(half) :] for scored, half in zip(whole, halves, strict=True)]
+    return [value for tail in tails for value in tail], [value for half in halves for value in half]
+
+
+def _joined(readings: Iterable[Scored]) -> list[float]:
+    """Every token of every sequence after its first."""
+    return [value for reading in readings for value in reading.logprobs_T[1:]]

@@ -24,10 +24,19 @@ Kernel = Literal["Eager", "SDPA"]
 class Plan(Protocol):
     """Decides which keys each query sees. One plan serves one forward pass over all layers."""
 
+    layout: tuple[int, int]
+    """How the pass's tokens stand for the model's modules: `(1, -1)` all in one row, `(-1, 1)` each in a row."""
+
     def attend(
         self, layer: int, q_1HTD: torch.Tensor, k_1KTD: torch.Tensor, v_1KTD: torch.Tensor, *, scale: float
     ) -> torch.Tensor:
-        """Returns `[1, T, H, D]`."""
+        """Returns `[1, T, H, D]`; with a token in each row, `[T, 1, H, D]` from `[T, H, 1, D]`."""
+        ...
+
+    def attend_tokens(
+        self, layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, *, scale: float
+    ) -> torch.Tensor:
+        """The same with tokens first: returns `[T, H·D]`."""
         ...
 
     @property

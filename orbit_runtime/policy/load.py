@@ -9,7 +9,6 @@ quantised weight keeps its packed bytes.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,9 @@ from orbit_runtime.adapters.inject import inject
 from orbit_runtime.errors import ManifestError, ModelError, OrbitError, UnsupportedError
 from orbit_runtime.model_info.headers import TensorInfo, read_folder
 from orbit_runtime.model_info.quantization import QuantFormat, from_legacy_modelopt, parse_quantization
+from orbit_runtime.model_info.settings import load_settings
 from orbit_runtime.policy.attention import IMPLEMENTATION, Kernel
+from orbit_runtime.policy.direct import build_direct
 from orbit_runtime.policy.model import Policy
 from orbit_runtime.policy.modules import FrozenEmbedding, fuse_norms
 from orbit_runtime.quant.formats import FORMATS, Codec, Weight
@@ -79,7 +80,8 @@ def load_policy(
     model.to(device)
     head = model.get_output_embeddings()
     injected = inject(model, adapter.targets, adapter, seed, compute_dtype=compute_dtype)
-    return Policy(model, injected, device, compute_dtype, head.out_features, quant.name, kernel)
+    direct = build_direct(model, compute_dtype)
+    return Policy(model, injected, device, compute_dtype, head.out_features, quant.name, kernel, direct)
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -87,23 +89,18 @@ def _read_config(folder: Path) -> dict[str, Any]:
     if not folder.is_dir():
         raise ModelError("the model folder does not exist", where=str(folder), fix="correct spec.model.uri")
     try:
-        config = json.loads(path.read_bytes())
+        config = load_settings(path)
     except FileNotFoundError:
         raise ModelError(
             "the model folder holds no config.json", where=str(folder), fix="correct spec.model.uri"
         ) from None
-    except ValueError as error:
-        raise ModelError(f"not JSON: {error}", where=str(path)) from None
     for key in LOGIT_TRANSFORMS:
         if config.get(key) not in (None, 1, 1.0):
             raise UnsupportedError(f"{key} = {config[key]} is not supported", where=str(path))
     legacy = folder / "hf_quant_config.json"
     if not config.get("quantization_config") and legacy.is_file():
-        try:
-            config["quantization_config"] = from_legacy_modelopt(json.loads(legacy.read_bytes()))
-        except (ValueError, TypeError, AttributeError) as error:
-            raise ModelError(f"not a quantisation config: {error}", where=str(legacy)) from None
-    return dict(config)
+        return config | {"quantization_config": from_legacy_modelopt(load_settings(legacy))}
+    return config
 
 
 def _build_structure(folder: Path) -> nn.Module:

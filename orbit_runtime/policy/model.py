@@ -19,6 +19,7 @@ from torch import nn
 from orbit_runtime.adapters.inject import Injected
 from orbit_runtime.adapters.layer import Applied
 from orbit_runtime.policy.attention import Kernel, Plan
+from orbit_runtime.policy.direct import DirectDecoder
 from orbit_runtime.policy.logprobs import token_logprobs
 from orbit_runtime.policy.packed import Branch, PackedBatch, PackedPlan, build_packed
 
@@ -40,6 +41,14 @@ class Policy:
     precision: str
     """What the checkpoint's quantised layers are: a name in `quant.FORMATS`."""
     kernel: Kernel = "SDPA"
+    direct: DirectDecoder | None = None
+    """The engine's own way through the base, where its form is known; None: the model's modules."""
+
+    def sampled_hidden(self, token_ids_T: torch.Tensor, position_T: torch.Tensor, plan: Plan) -> torch.Tensor:
+        """Last hidden states `[T, N]` of tokens of an engine's pass, one query each; not for gradients."""
+        if self.direct is not None:
+            return self.direct.hidden(token_ids_T, position_T, plan)
+        return self.hidden(token_ids_T.view(plan.layout), position_T.view(plan.layout), plan).flatten(0, 1)
 
     def hidden(self, token_ids_BQ: torch.Tensor, position_BQ: torch.Tensor, plan: Plan) -> torch.Tensor:
         """Last hidden states `[B, Q, N]`, after the final norm."""
@@ -86,10 +95,6 @@ class Policy:
             digest.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
             digest.update(tensor.detach().contiguous().cpu().view(torch.uint8).numpy().tobytes())
         return f"sha256:{digest.hexdigest()}"
-
-    def base_bytes(self) -> int:
-        """Bytes the frozen base occupies."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self._base_tensors().values())
 
     def _base_tensors(self) -> dict[str, torch.Tensor]:
         tensors = dict(self.model.named_parameters())

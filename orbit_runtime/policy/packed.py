@@ -165,6 +165,8 @@ def _gather(source_TN: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 class PackedPlan:
     """Attention over a `PackedBatch`. With `capture`, every layer's keys and values are kept (the engine's prefill)."""
 
+    layout = (1, -1)
+
     def __init__(self, batch: PackedBatch, kernel: Kernel, *, capture: bool = False) -> None:
         self.batch = batch
         self.kernel: Kernel = kernel
@@ -178,6 +180,13 @@ class PackedPlan:
         self, layer: int, q_1HTD: torch.Tensor, k_1KTD: torch.Tensor, v_1KTD: torch.Tensor, *, scale: float
     ) -> torch.Tensor:
         q_THD, k_TKD, v_TKD = (x[0].transpose(0, 1) for x in (q_1HTD, k_1KTD, v_1KTD))
+        out_TN = self.attend_tokens(layer, q_THD, k_TKD, v_TKD, scale=scale)
+        return out_TN.unflatten(-1, (q_THD.shape[1], -1))[None]
+
+    def attend_tokens(
+        self, layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, *, scale: float
+    ) -> torch.Tensor:
+        """`[T, H·D]`."""
         if self.captured is not None:
             self.captured.append((k_TKD, v_TKD))
         q_TN, k_TN, v_TN = (x.flatten(1) for x in (q_THD, k_TKD, v_TKD))
@@ -194,5 +203,4 @@ class PackedPlan:
             )
             out = attend_rows(q, k, v, visible_B1QS=bucket.visible_B1QS, scale=scale, kernel=self.kernel)
             pieces.append(out.transpose(1, 2).flatten(2).flatten(0, 1))
-        out_TN = _gather(torch.cat(pieces), self.batch.unsort_T)
-        return out_TN.unflatten(-1, (heads, -1))[None]
+        return _gather(torch.cat(pieces), self.batch.unsort_T)

@@ -5,7 +5,7 @@ Belongs here: the BF16 format. Does not belong here: any other format, or the la
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -80,3 +80,8 @@ def from_buffers(tensors: Mapping[str, Tensor]) -> BF16Weight:
 
 def num_bytes(weight: BF16Weight) -> int:
     return weight.qdata.nbytes
+
+
+def stack(weights: Sequence[BF16Weight]) -> BF16Weight:
+    """Rows of several weights under each other."""
+    return BF16Weight(torch.cat([weight.qdata for weight in weights]))

@@ -5,7 +5,7 @@ Belongs here: the table. Does not belong here: which module of a checkpoint has 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import ModuleType
@@ -49,6 +49,8 @@ class Codec:
     """`(w, …)` → a weight; None where Orbit only reads the layout. A group size where the format leaves it open."""
     to_checkpoint: Callable[[Any], dict[str, Tensor]] | None
     """What a file holds for a weight, relative to its module; None where Orbit only reads the layout."""
+    stack: Callable[[Sequence[Any]], Any] | None
+    """Weights over the same columns → one weight, rows under rows; None from it, or in its place: not possible."""
 
 
 def _codec(precision: str, module: Any, weight_type: type) -> Codec:
@@ -66,6 +68,7 @@ def _codec(precision: str, module: Any, weight_type: type) -> Codec:
         tiles=getattr(module, "tiles", None) or _TILES[module],
         quantize=module.quantize,
         to_checkpoint=getattr(module, "to_checkpoint", None) or _TO_CHECKPOINT[module],
+        stack=getattr(module, "stack", None),
     )
 
 

@@ -10,7 +10,7 @@ Does not belong here: other integer widths or packings, zero points, the layer t
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -138,3 +138,12 @@ def from_buffers(tensors: Mapping[str, Tensor]) -> INT4Weight:
 
 def num_bytes(weight: INT4Weight) -> int:
     return weight.qdata.nbytes + weight.scale.nbytes
+
+
+def stack(weights: Sequence[INT4Weight]) -> INT4Weight | None:
+    """Rows of several weights under each other; None where their groups differ."""
+    first = weights[0]
+    if any(weight.block_size != first.block_size for weight in weights):
+        return None
+    qdata, scale = torch.cat([weight.qdata for weight in weights]), torch.cat([weight.scale for weight in weights])
+    return INT4Weight(qdata, scale, (qdata.shape[0], first.shape[1]), first.block_size)

@@ -65,6 +65,22 @@ class FrozenLinear(nn.Module):
             return result
         return _forward(x, bias, self._dense_rows, self.dense_bytes, packed)
 
+    def product(self, x: Tensor, dense: Tensor) -> Tensor:
+        """`forward` for x `[T, K]` without gradient, on a layer that no longer moves, through a buffer of the caller's.
+
+        Args:
+            dense: `[at least N·K]` in x's dtype; overwritten. New memory at every call would cost more than the values.
+        """
+        bias, size = self._buffers["bias"], self.out_features * self.in_features
+        if size > len(dense):
+            return self.forward(x)
+        if bias is not None and bias.dtype != x.dtype:
+            bias = bias.to(x.dtype)
+        w = dense[:size].view(self.out_features, self.in_features)
+        # Widening the BF16 value is what `dense_rows` does for a wider dtype.
+        w.copy_(self._dense_rows(*(self._views or self._packed_views()), torch.bfloat16))
+        return nn.functional.linear(x, w, bias)
+
     def _packed_views(self) -> tuple[Tensor, ...]:
         """Made anew when a buffer is another tensor than before: making them at every call costs while decoding."""
         buffers = [self._buffers[name] for name in self._packed_names]
@@ -82,6 +98,31 @@ class FrozenLinear(nn.Module):
     def extra_repr(self) -> str:
         bias = self._buffers["bias"] is not None
         return f"in_features={self.in_features}, out_features={self.out_features}, format={self.format}, bias={bias}"
+
+
+def share_rows(linears: Sequence[FrozenLinear]) -> FrozenLinear | None:
+    """One linear whose outputs are those of `linears` side by side, over the same packed bytes.
+
+    The members' buffers become runs of rows of its own, so nothing stands in memory twice. None where the packed
+    tensors cannot stand under each other: other formats, other columns, or a format with no `stack`.
+    """
+    first = linears[0]
+    if len(linears) == 1:
+        return first
+    stack = FORMATS[first.format].stack
+    alike = all((each.format, each.in_features) == (first.format, first.in_features) for each in linears)
+    biased = [each.bias is not None for each in linears]
+    weight = stack([each.packed for each in linears]) if stack and alike and len(set(biased)) == 1 else None
+    if weight is None:
+        return None
+    bias = torch.cat([each.bias for each in linears]) if all(biased) else None  # type: ignore[misc]
+    whole = FrozenLinear(weight, bias, dense_bytes=first.dense_bytes)
+    start = 0
+    for each in linears:
+        for name in each._packed_names:
+            each._buffers[name] = getattr(whole, name)[start : start + each.out_features]
+        start += each.out_features
+    return whole
 
 
 class _FrozenMatmul(torch.autograd.Function):

@@ -8,7 +8,7 @@ Legend: `B` live rows, `C` row capacity, `T` new tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,21 +39,25 @@ class Finished:
 
 
 class Rows:
-    """Dense per-row state for at most `capacity` requests of at most `max_new` new tokens."""
+    """Dense per-row state, on the host, for at most `capacity` requests of at most `max_new` new tokens."""
 
-    def __init__(self, capacity: int, max_new: int, device: torch.device) -> None:
+    def __init__(self, capacity: int, max_new: int) -> None:
         self.work: list[Work] = []
         self.version: list[int] = []
         """Policy version of the slot each row samples from."""
         self.keys_C = np.zeros(capacity, np.uint64)
-        self.generated_C = torch.zeros(capacity, dtype=torch.long, device=device)
-        self.position_C = torch.zeros(capacity, dtype=torch.long, device=device)
+        self.generated_C = np.zeros(capacity, np.int64)
+        self.position_C = np.zeros(capacity, np.int64)
         """Where the last sampled token goes: prompt length + generated - 1."""
-        self.limit_C = torch.zeros(capacity, dtype=torch.long, device=device)
-        self.temperature_C1 = torch.ones(capacity, 1, device=device)
-        self.top_p_C1 = torch.ones(capacity, 1, device=device)
-        self.tokens_CT = torch.zeros(capacity, max_new, dtype=torch.long, device=device)
-        self.logprobs_CT = torch.zeros(capacity, max_new, device=device)
+        self.limit_C = np.zeros(capacity, np.int64)
+        self.temperature_C1 = np.ones((capacity, 1), np.float32)
+        self.top_p_C1 = np.ones((capacity, 1), np.float32)
+        self.last_C = np.zeros(capacity, np.int64)
+        """The last sampled token."""
+        self.tokens_CT = np.zeros((capacity, max_new), np.int64)
+        self.logprobs_CT = np.zeros((capacity, max_new), np.float32)
+        self.any_temperature = False
+        """Some row's temperature is not 1."""
         self.any_top_p = False
         self.any_stop = False
         self._segments: list[Segment] | None = None
@@ -64,57 +68,52 @@ class Rows:
     def admit(self, work: list[Work], versions: list[int]) -> None:
         rows = slice(len(self), len(self) + len(work))
         requests = [item.request for item in work]
-        device = self.position_C.device
         self.work.extend(work)
         self.version.extend(versions)
-        self.keys_C[rows] = np.array([request.key for request in requests], np.uint64)
+        self.keys_C[rows] = [request.key for request in requests]
         self.generated_C[rows] = 0
-        self.position_C[rows] = torch.tensor([len(request.prompt_ids_T) - 1 for request in requests], device=device)
-        limits = [len(item.forced_T) if item.forced_T else item.request.sampling.max_new_tokens for item in work]
-        self.limit_C[rows] = torch.tensor(limits, device=device)
-        self.temperature_C1[rows, 0] = torch.tensor([r.sampling.temperature for r in requests], device=device)
-        self.top_p_C1[rows, 0] = torch.tensor([r.sampling.top_p for r in requests], device=device)
+        self.position_C[rows] = [len(request.prompt_ids_T) - 1 for request in requests]
+        self.limit_C[rows] = [
+            len(item.forced_T) if item.forced_T else item.request.sampling.max_new_tokens for item in work
+        ]
+        self.temperature_C1[rows, 0] = [request.sampling.temperature for request in requests]
+        self.top_p_C1[rows, 0] = [request.sampling.top_p for request in requests]
+        self.any_temperature = self.any_temperature or any(request.sampling.temperature != 1.0 for request in requests)
         self.any_top_p = self.any_top_p or any(request.sampling.top_p < 1.0 for request in requests)
         self.any_stop = self.any_stop or any(request.sampling.stop for request in requests)
         self._segments = None
 
     def record(self, rows: slice, tokens: torch.Tensor, logprobs: torch.Tensor) -> None:
         """Appends one token to each of `rows`."""
-        index = torch.arange(rows.start, rows.stop, device=tokens.device)
-        self.tokens_CT[index, self.generated_C[rows]] = tokens
-        self.logprobs_CT[index, self.generated_C[rows]] = logprobs
-        self.generated_C[rows] += 1
+        index, generated = np.arange(rows.start, rows.stop), self.generated_C[rows]
+        self.last_C[rows] = tokens.cpu().numpy()
+        self.tokens_CT[index, generated] = self.last_C[rows]
+        self.logprobs_CT[index, generated] = logprobs.cpu().numpy()
+        generated += 1
         self.position_C[rows] += 1
 
-    def finished(self, eos_ids: torch.Tensor) -> list[tuple[int, FinishReason]]:
+    def finished(self, eos_ids: Collection[int]) -> list[tuple[int, FinishReason]]:
         """Rows whose last token ends them, by end-of-sequence or by length."""
-        n = len(self)
-        generated = self.generated_C[:n]
-        last = self.tokens_CT[:n].gather(1, generated[:, None] - 1)[:, 0]
-        ended = torch.isin(last, eos_ids)
-        done = (ended | (generated >= self.limit_C[:n])).nonzero()[:, 0].tolist()
-        reasons: list[FinishReason] = ["stop" if flag else "length" for flag in ended[done].tolist()]
-        forced = [self.work[row].forced_T is not None for row in done]
-        # A forced row runs to the end of its tokens: an end-of-sequence inside them is only a token.
-        at_limit = (generated[done] >= self.limit_C[done]).tolist() if done else []
-        return [
-            (row, reason)
-            for row, reason, is_forced, full in zip(done, reasons, forced, at_limit, strict=True)
-            if full or not is_forced
-        ]
+        full = self.generated_C[: len(self)] >= self.limit_C[: len(self)]
+        ended = np.isin(self.last_C[: len(self)], eos_ids) if eos_ids else np.zeros_like(full)
+        done: list[tuple[int, FinishReason]] = []
+        for row in np.flatnonzero(ended | full).tolist():
+            # A forced row runs to the end of its tokens: an end-of-sequence inside them is only a token.
+            if full[row] or self.work[row].forced_T is None:
+                done.append((row, "stop" if ended[row] else "length"))
+        return done
 
     def finish(self, done: Sequence[tuple[int, FinishReason]]) -> list[Finished]:
-        """What rows have sampled, read out in one go."""
-        if not done:
-            return []
-        index = [row for row, _ in done]
-        counts = self.generated_C[index].tolist()
-        tokens, logprobs = self.tokens_CT[index].tolist(), self.logprobs_CT[index].tolist()
+        """What rows have sampled."""
         return [
             Finished(
-                self.work[row].request, reason, tokens[at][: counts[at]], logprobs[at][: counts[at]], self.version[row]
+                self.work[row].request,
+                reason,
+                self.tokens_CT[row, : self.generated_C[row]].tolist(),
+                self.logprobs_CT[row, : self.generated_C[row]].tolist(),
+                self.version[row],
             )
-            for at, (row, reason) in enumerate(done)
+            for row, reason in done
         ]
 
     def remove(self, rows: list[int]) -> tuple[list[int], list[int]]:
@@ -128,10 +127,9 @@ class Rows:
             self.work[target], self.version[target] = self.work[source], self.version[source]
         del self.work[remaining:], self.version[remaining:]
         if sources:
-            self.keys_C[targets] = self.keys_C[sources]
             for column in (
-                self.generated_C, self.position_C, self.limit_C, self.temperature_C1, self.top_p_C1,
-                self.tokens_CT, self.logprobs_CT,
+                self.keys_C, self.generated_C, self.position_C, self.limit_C, self.temperature_C1, self.top_p_C1,
+                self.last_C, self.tokens_CT, self.logprobs_CT,
             ):  # fmt: skip
                 column[targets] = column[sources]
         return sources, targets

@@ -33,28 +33,31 @@ def uniforms(keys_B: np.ndarray, positions_B: np.ndarray) -> np.ndarray:
 
 
 def draw(
-    logits_BV: torch.Tensor, uniforms_B: torch.Tensor, temperature_B1: torch.Tensor, top_p_B1: torch.Tensor | None
+    logits_BV: torch.Tensor,
+    uniforms_B: torch.Tensor,
+    temperature_B1: torch.Tensor | None,
+    top_p_B1: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Samples one token a row; returns `(tokens [B] int64, logprobs [B] fp32)` under the distribution drawn from.
 
     Args:
         logits_BV: fp32.
         uniforms_B: float64 in [0, 1).
-        temperature_B1: above 0; a row at exactly 0 is greedy and its log-prob is 0.
+        temperature_B1: above 0; a row at exactly 0 is greedy and its log-prob is 0. `None`: 1 in every row.
         top_p_B1: nucleus mass, or `None` where every row keeps the whole vocabulary.
     """
-    greedy_B1 = temperature_B1 == 0
-    logits = logits_BV / torch.where(greedy_B1, 1.0, temperature_B1)
+    logits = logits_BV if temperature_B1 is None else logits_BV / torch.where(temperature_B1 == 0, 1.0, temperature_B1)
     if top_p_B1 is not None:
         logits = logits.masked_fill(~nucleus_mask(logits, top_p_B1, None), float("-inf"))
     logprobs = torch.log_softmax(logits, dim=-1)
     # float64: over a large vocabulary an fp32 sum drops the tail.
-    cdf = torch.exp(logprobs.double()).cumsum(-1)
+    cdf = torch.exp(logprobs).cumsum(-1, dtype=torch.float64)
     # The first token whose cumulated mass exceeds the draw has mass itself, also where u rounds up to the total.
     targets = (uniforms_B[:, None] * cdf[:, -1:]).clamp_(max=torch.finfo(torch.float64).max)
     tokens = torch.searchsorted(cdf, targets, right=True).clamp_(max=logits.shape[-1] - 1)
     chosen = logprobs.gather(-1, tokens)
-    if bool(greedy_B1.any()):
+    if temperature_B1 is not None:
+        greedy_B1 = temperature_B1 == 0
         tokens = torch.where(greedy_B1, logits_BV.argmax(-1, keepdim=True), tokens)
         chosen = torch.where(greedy_B1, 0.0, chosen)
     return tokens[:, 0], chosen[:, 0]

@@ -49,7 +49,8 @@ class TorchEngine:
         self._policy = policy
         self._tokenizer = tokenizer
         self._max_running = max_running_requests
-        self._eos = torch.tensor(tokenizer.eos_ids, dtype=torch.long, device=policy.device)
+        self._eos = tuple(tokenizer.eos_ids)
+        self._cache = KVCache()
         # One query per row: on a CPU the explicit product beats the fused kernel, which is made for long queries.
         self._kernel: Kernel = "Eager" if policy.device.type == "cpu" else policy.kernel
         self._slots: dict[str, Slot] = {}
@@ -137,8 +138,8 @@ class TorchEngine:
             len(item.request.prompt_ids_T) + (len(item.forced_T or ()) or item.request.sampling.max_new_tokens)
             for item in waiting
         )
-        rows = Rows(capacity, max_new, self._policy.device)
-        cache = KVCache(capacity, longest)
+        rows, cache = Rows(capacity, max_new), self._cache
+        cache.reserve(capacity, longest)
         while waiting or len(rows):
             # Joining costs a prefill pass, so wait until a quarter of the rows is free, or nothing else is left to do.
             if waiting and (not len(rows) or capacity - len(rows) >= max(1, capacity // 4)):
@@ -200,11 +201,11 @@ class TorchEngine:
         plan = PackedPlan(batch, policy.kernel, capture=True)
         adapters = [adapter for adapter, _ in prompts]
         with policy.injected.selection.use(_selected(merge_segments(adapters, starts, ends))):
-            hidden = policy.hidden(batch.token_ids_T[None], batch.position_T[None], plan)[0]
+            hidden = policy.sampled_hidden(batch.token_ids_T, batch.position_T, plan)
         index = torch.tensor(prompt_of_row, device=policy.device)
         starts_P, lengths_P = torch.tensor(starts, device=policy.device), torch.tensor(lengths, device=policy.device)
         assert plan.captured is not None
-        cache.write_prompts(first_row, index, batch, starts_P, lengths_P, plan.captured)
+        cache.write_prompts(first_row, index, starts_P, lengths_P, plan.captured)
         if prompt_logprobs is not None:
             for adapter, start, end in zip(adapters, starts, ends, strict=True):
                 targets = batch.token_ids_T[start + 1 : end]
@@ -216,26 +217,26 @@ class TorchEngine:
 
     def _decode(self, rows: Rows, cache: KVCache) -> None:
         n = len(rows)
-        policy = self._policy
-        position_B = rows.position_C[:n]
-        last_B1 = rows.tokens_CT[:n].gather(1, rows.generated_C[:n, None] - 1)
-        plan = DecodePlan(cache, position_B, self._kernel)
+        policy, device = self._policy, self._policy.device
+        plan = DecodePlan(cache, rows.position_C[:n], self._kernel)
+        last_B, position_B = (torch.tensor(column[:n], device=device) for column in (rows.last_C, rows.position_C))
         with policy.injected.selection.use(_selected(rows.segments())):
-            hidden = policy.hidden(last_B1, position_B[:, None], plan)[:, 0]
+            hidden = policy.sampled_hidden(last_B, position_B, plan)
         self._sample(policy.head(hidden).float(), rows, slice(0, n))
 
     def _sample(self, logits_BV: torch.Tensor, rows: Rows, which: slice) -> None:
         generated = rows.generated_C[which]
-        forced = [item.forced_T for item in rows.work[which]]
-        if forced[0] is not None:
+        device = logits_BV.device
+        if rows.work[which.start].forced_T is not None:
             # Scoring never mixes with sampling: `score` runs alone.
-            steps = generated.tolist()
-            tokens = torch.tensor([f[t] for f, t in zip(forced, steps, strict=True) if f], device=logits_BV.device)
+            forced = [item.forced_T for item in rows.work[which]]
+            tokens = torch.tensor([f[t] for f, t in zip(forced, generated, strict=True) if f], device=device)
             logprobs = torch.log_softmax(logits_BV, -1).gather(-1, tokens[:, None])[:, 0]
         else:
-            uniforms_B = torch.from_numpy(uniforms(rows.keys_C[which], generated.cpu().numpy())).to(logits_BV.device)
-            top_p = rows.top_p_C1[which] if rows.any_top_p else None
-            tokens, logprobs = draw(logits_BV, uniforms_B, rows.temperature_C1[which], top_p)
+            uniforms_B = torch.from_numpy(uniforms(rows.keys_C[which], generated)).to(device)
+            temperature = torch.tensor(rows.temperature_C1[which], device=device) if rows.any_temperature else None
+            top_p = torch.tensor(rows.top_p_C1[which], device=device) if rows.any_top_p else None
+            tokens, logprobs = draw(logits_BV, uniforms_B, temperature, top_p)
         rows.record(which, tokens, logprobs)
 
     def _finished(self, rows: Rows) -> list[tuple[int, FinishReason]]:

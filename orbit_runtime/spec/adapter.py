@@ -10,9 +10,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from orbit_runtime.spec.block import IDENTITY, AsTuple, Block, Contradiction
+from orbit_runtime.spec.block import IDENTITY, AsTuple, Block, Contradiction, check_unique
 
 AdapterType = Literal["LoRA", "OFT"]
+ExpertLayout = Literal["Auto", "SharedOuter", "Shared", "PerExpert", "None"]
 Parametrization = Literal["CayleyNeumann", "Cayley"]
 TargetName = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*$")]
 NEUMANN_TERMS = 5
@@ -61,6 +62,18 @@ class Adapter(Block):
     ] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     """Linear layers that get an adapter, by the end of their module names. One that matches nothing is an error."""
 
+    experts: Annotated[ExpertLayout, IDENTITY] = "Auto"
+    """Targets among routed experts: an adapter each (`PerExpert`), one for all of a layer (`Shared`), one for the side
+    that faces the hidden state and an inner one each (`SharedOuter`), or `None`. `Auto`: LoRA `SharedOuter`, OFT
+    `Shared`."""
+
+    @property
+    def expert_layout(self) -> Literal["SharedOuter", "Shared", "PerExpert", "None"]:
+        """`experts` with `Auto` decided."""
+        if self.experts == "Auto":
+            return "SharedOuter" if self.type == "LoRA" else "Shared"
+        return self.experts
+
     def contradictions(self) -> Iterator[Contradiction]:
         for name, kind, block in (("lora", "LoRA", self.lora), ("oft", "OFT", self.oft)):
             if block is not None and kind != self.type:
@@ -70,6 +83,4 @@ class Adapter(Block):
                     f"settings of {kind}, but `type` is `{self.type}`",
                     f"remove `{name}`, or write `type: {kind}`",
                 )
-        if len(set(self.targets)) < len(self.targets):
-            twice = next(name for name in self.targets if self.targets.count(name) > 1)
-            yield Contradiction(("targets",), (), f"`{twice}` stands here twice", "name each target once")
+        yield from check_unique("targets", self.targets)

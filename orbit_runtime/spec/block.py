@@ -6,11 +6,12 @@ Does not belong here: any field of the manifest.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, Strict
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, model_validator
 from pydantic.alias_generators import to_camel
 
 FieldSet = Literal["identity", "layout", "display"]
@@ -23,8 +24,27 @@ DISPLAY: Any = Field(json_schema_extra={"orbitSet": "display"})
 """Changes how long the run is and what is kept and shown of it: may change on resume."""
 
 Uri = Annotated[str, Field(min_length=1, max_length=1024)]
+_LABEL = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"
+ObjectName = Annotated[str, Field(min_length=1, max_length=253, pattern=rf"^{_LABEL}(\.{_LABEL})*$")]
+"""Name of a Kubernetes object."""
+LabelName = Annotated[str, Field(min_length=1, max_length=63, pattern=rf"^{_LABEL}$")]
+"""Name of a Kubernetes object whose name is part of another name, such as a namespace."""
+LabelValue = Annotated[str, Field(max_length=63, pattern=r"^([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?$")]
+"""Value of a Kubernetes label."""
+LABEL_KEY = rf"^({_LABEL}(\.{_LABEL})*/)?[A-Za-z0-9]([-A-Za-z0-9_.]{{0,61}}[A-Za-z0-9])?$"
+MAX_LABEL_KEY = 317
+Quantity = Annotated[str, Field(min_length=1, max_length=20, pattern=r"^[1-9][0-9]*(Ki|Mi|Gi|Ti|k|M|G|T)?$")]
+"""Bytes as Kubernetes writes them."""
 AsTuple = Strict(False)
 """A list in the file becomes a tuple here; its items stay strict."""
+
+
+def _drop_none(value: Any) -> Any:
+    return {key: each for key, each in value.items() if each is not None} if isinstance(value, dict) else value
+
+
+WithoutEmpty = BeforeValidator(_drop_none)
+"""A key without a value is left out of a mapping, as the API server does."""
 
 
 class Contradiction(NamedTuple):
@@ -52,6 +72,21 @@ def check_scheme(name: str, uri: str, schemes: tuple[str, ...]) -> Iterator[Cont
         yield Contradiction((name,), (), f"`{uri}` names nothing after `{scheme}://`", "write its name")
 
 
+def check_label_keys(name: str, keys: Iterable[str]) -> Iterator[Contradiction]:
+    """A key that no Kubernetes label can have."""
+    for key in keys:
+        if len(key) > MAX_LABEL_KEY or not re.fullmatch(LABEL_KEY[1:-1], key):
+            fix = "write letters, digits, `-`, `_` and `.`, and a domain and `/` before them if need be"
+            yield Contradiction((name,), (), f"`{key}` cannot be the key of a label", fix)
+
+
+def check_unique(name: str, items: Sequence[object]) -> Iterator[Contradiction]:
+    """An item that stands in a list twice; one that stands there more often is named once."""
+    for index, item in enumerate(items):
+        if items[:index].count(item) == 1:
+            yield Contradiction((name, index), (), f"`{item}` stands here twice", "name each once")
+
+
 class Block(BaseModel):
     """Closed and frozen; camelCase outside, snake_case inside; no value is converted into another kind."""
 
@@ -65,6 +100,17 @@ class Block(BaseModel):
         validate_by_alias=True,
         validate_by_name=True,
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_empty(cls, value: Any) -> Any:
+        """A field without a value (`lora:`) is one that is left out, as it is for the API server."""
+        if not isinstance(value, Mapping) or None not in value.values():
+            return value
+        fields = cls.model_fields.items()
+        needed = {name for key, field in fields if field.is_required() for name in (key, field.alias)}
+        known = {name for key, field in fields for name in (key, field.alias)}
+        return {name: each for name, each in value.items() if each is not None or name in needed or name not in known}
 
     def contradictions(self) -> Iterator[Contradiction]:
         """What is impossible within this block, its children not included."""

@@ -1,114 +1,119 @@
 """The manifest as a Kubernetes CustomResourceDefinition.
 
-Belongs here: the structural schema, made from the same models, and the rules that only CEL can say there.
-Does not belong here: writing the file (`generate`).
+Belongs here: the structural schema, made from the same models, and how two of them differ.
+Does not belong here: what only CEL can say (`rules`), or writing the file (`generate`).
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from orbit_runtime.spec.adapter import NEUMANN_TERMS
-from orbit_runtime.spec.algorithm import TRUNCATION_CAP
-from orbit_runtime.spec.fields import Schema, is_block, schema_tree
-from orbit_runtime.spec.run import LABEL, NAME_LENGTH
+from orbit_runtime.spec.fields import Schema, is_block, schema_tree, status_tree
+from orbit_runtime.spec.rules import CHECKS, rules_at
 
 GROUP, VERSION, PLURAL = "orbitrl.dev", "v1alpha1", "orbitruns"
-
-Rule = tuple[str, str]
-
-RULES: dict[str, tuple[Rule, ...]] = {
-    "": (
-        (f"size(self.metadata.name) <= {NAME_LENGTH}", f"metadata.name: at most {NAME_LENGTH} characters"),
-        (
-            f"self.metadata.name.matches('{LABEL}')",
-            "metadata.name: lower-case letters, digits and '-', with a letter or digit at both ends",
-        ),
-    ),
-    "spec": (
-        ("self == oldSelf", "spec cannot change: start a new run"),
-        (
-            "self.rollout.sampling.maxNewTokens < self.model.maxSequenceLength",
-            "rollout.sampling.maxNewTokens must leave room for a prompt within model.maxSequenceLength",
-        ),
-    ),
-    "spec.adapter": (
-        ("self.type == 'LoRA' || !has(self.lora)", "lora is only allowed with type LoRA"),
-        ("self.type == 'OFT' || !has(self.oft)", "oft is only allowed with type OFT"),
-    ),
-    "spec.adapter.oft": (
-        (
-            f"self.parametrization != 'Cayley' || self.neumannTerms == {NEUMANN_TERMS}",
-            "neumannTerms does nothing with parametrization Cayley",
-        ),
-    ),
-    "spec.algorithm.clip": (("self.low <= self.high", "low must not be above high"),),
-    "spec.algorithm.importanceSampling": (
-        (f"self.type != 'None' || self.cap == {TRUNCATION_CAP:.1f}", "cap does nothing with type None"),
-    ),
-    "spec.environment.rewards[]": (
-        ("has(self.type) != has(self.entrypoint)", "a reward has either a type or an entrypoint"),
-    ),
-    "spec.training": (
-        (
-            "!has(self.miniBatchPrompts) || self.promptsPerStep % self.miniBatchPrompts == 0",
-            "miniBatchPrompts must divide promptsPerStep",
-        ),
-        (
-            "self.schedule.type == 'Constant' || has(self.schedule.decaySteps)"
-            " || self.schedule.warmupSteps < self.steps",
-            "schedule.warmupSteps must end before the last step",
-        ),
-    ),
-    "spec.training.schedule": (
-        ("self.type != 'Constant' || !has(self.decaySteps)", "decaySteps does nothing with type Constant"),
-        ("!has(self.decaySteps) || self.decaySteps > self.warmupSteps", "decaySteps must be after the warm-up"),
-    ),
-}
-"""CEL by path: the same contradictions that the loader finds."""
+SCHEMA_HASH = "orbitrl.dev/schema-hash"
+"""Annotation by which an operator sees that a cluster's CRD is not the one it was built with."""
 
 LIST_TYPES: dict[str, Schema] = {
     "spec.adapter.targets": {"x-kubernetes-list-type": "set"},
     "spec.environment.rewards": {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
+    "spec.placement.envFromSecrets": {"x-kubernetes-list-type": "set"},
+    "spec.placement.egress[].ports": {"x-kubernetes-list-type": "set"},
+    "status.attempts": {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["number"]},
+    "status.conditions": {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]},
 }
 """How lists merge under server-side apply; every other one is atomic."""
 
 COLUMNS = (
-    ("Model", "string", ".spec.model.uri", 0),
-    ("Adapter", "string", ".spec.adapter.type", 0),
-    ("Steps", "integer", ".spec.training.steps", 0),
-    ("Precision", "string", ".spec.model.precision", 1),
+    ("Phase", "string", ".status.phase", 0),
+    ("Reason", "string", ".status.reason", 0),
+    ("Step", "integer", ".status.step", 0),
+    ("Reward", "number", ".status.reward", 0),
+    ("Attempt", "integer", ".status.attempt", 0),
     ("Age", "date", ".metadata.creationTimestamp", 0),
+    ("Model", "string", ".spec.model.uri", 1),
+    ("Precision", "string", ".spec.model.precision", 1),
+    ("Adapter", "string", ".spec.adapter.type", 1),
+    ("Queue", "string", ".spec.lifecycle.queueName", 1),
+    ("Node", "string", ".status.node", 1),
+    ("Checkpoint", "integer", ".status.checkpoint.step", 1),
 )
+"""As `kubectl get orun` prints them; those of priority 1 with `-o wide`."""
 
-_KEPT = ("type", "description", "enum", "pattern", "minLength", "maxLength", "minItems", "maxItems", "maxProperties")
+_NAME: Schema = {"type": "string", "maxLength": 253}
+"""Named so that a rule can blame it, bounded for the rule's cost; nothing else of the metadata may stand in a CRD."""
+_KEPT = (
+    "type", "format", "description", "enum", "pattern",
+    "minLength", "maxLength", "minItems", "maxItems", "maxProperties",
+)  # fmt: skip
 
 
 def build_crd() -> dict[str, Any]:
     """The whole object, as it is written to `crds/`."""
-    names = {"kind": "OrbitRun", "listKind": "OrbitRunList", "plural": PLURAL, "singular": "orbitrun"}
+    spec = _build_spec()
     return {
         "apiVersion": "apiextensions.k8s.io/v1",
         "kind": "CustomResourceDefinition",
-        "metadata": {"name": f"{PLURAL}.{GROUP}"},
-        "spec": {
-            "group": GROUP,
-            "names": {**names, "shortNames": ["orun"], "categories": ["orbit"]},
-            "scope": "Namespaced",
-            "versions": [
-                {
-                    "name": VERSION,
-                    "served": True,
-                    "storage": True,
-                    "subresources": {"status": {}},
-                    "additionalPrinterColumns": [
-                        {"name": name, "type": kind, "jsonPath": path, **({"priority": level} if level else {})}
-                        for name, kind, path, level in COLUMNS
-                    ],
-                    "schema": {"openAPIV3Schema": build_schema()},
-                }
-            ],
-        },
+        "metadata": {"name": f"{PLURAL}.{GROUP}", "annotations": {SCHEMA_HASH: _digest(spec)}},
+        "spec": spec,
+    }
+
+
+def schema_hash() -> str:
+    """What `SCHEMA_HASH` says on the CRD of this version."""
+    return _digest(_build_spec())
+
+
+def missing_fields(served: Mapping[str, Any]) -> list[str]:
+    """Fields of this version that a served CRD lacks, e.g. `["spec.placement.gpuProduct"]`.
+
+    The API server drops what its CRD does not know, without a word to an older client. A CRD of another hash that lacks
+    nothing is a newer one.
+
+    Args:
+        served: the CustomResourceDefinition object as the API server returns it.
+    """
+    versions = served.get("spec", {}).get("versions", [])
+    schemas = [each.get("schema", {}).get("openAPIV3Schema", {}) for each in versions if each.get("name") == VERSION]
+    there = set(_paths(schemas[0])) if schemas else set()
+    return [path for path in _paths(build_schema()) if path not in there]
+
+
+def _paths(schema: Mapping[str, Any], path: str = "") -> Iterator[str]:
+    for name, child in schema.get("properties", {}).items():
+        here = f"{path}.{name}" if path else name
+        yield here
+        yield from _paths(child, here)
+    if "items" in schema:
+        yield from _paths(schema["items"], f"{path}[]")
+
+
+def _digest(spec: Mapping[str, Any]) -> str:
+    return "sha256:" + hashlib.sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()
+
+
+def _build_spec() -> dict[str, Any]:
+    names = {"kind": "OrbitRun", "listKind": "OrbitRunList", "plural": PLURAL, "singular": "orbitrun"}
+    version = {
+        "name": VERSION,
+        "served": True,
+        "storage": True,
+        "subresources": {"status": {}},
+        "additionalPrinterColumns": [
+            {"name": name, "type": kind, "jsonPath": path, **({"priority": level} if level else {})}
+            for name, kind, path, level in COLUMNS
+        ],
+        "schema": {"openAPIV3Schema": build_schema()},
+    }
+    return {
+        "group": GROUP,
+        "names": {**names, "shortNames": ["orun"], "categories": ["orbit"]},
+        "scope": "Namespaced",
+        "versions": [version],
     }
 
 
@@ -122,9 +127,9 @@ def build_schema() -> Schema:
         "properties": {
             "apiVersion": {"type": "string"},
             "kind": {"type": "string"},
-            "metadata": {"type": "object"},
+            "metadata": {"type": "object", "properties": dict.fromkeys(("name", "generateName"), _NAME)},
             "spec": _structural(tree["properties"]["spec"], "spec"),
-            "status": {"type": "object", "x-kubernetes-preserve-unknown-fields": True},
+            "status": _structural(status_tree(), "status"),
         },
         "x-kubernetes-validations": _rules(""),
     }
@@ -144,7 +149,7 @@ def _structural(schema: Schema, path: str) -> Schema:
         if schema.get("required"):
             out["required"] = schema["required"]
         elif "default" in schema:
-            out["default"] = _own_defaults(schema) if path in RULES else {}
+            out["default"] = _own_defaults(schema) if path in CHECKS else {}
     elif "items" in schema:
         out["items"] = _structural(schema["items"], f"{path}[]")
         out.update(LIST_TYPES.get(path, {"x-kubernetes-list-type": "atomic"}))
@@ -153,10 +158,11 @@ def _structural(schema: Schema, path: str) -> Schema:
         if isinstance(values, dict):
             out["additionalProperties"] = _structural(values, f"{path}.*")
         else:
-            out["x-kubernetes-preserve-unknown-fields"] = True
+            # On the values and not on the mapping, whose keys CEL would then not compare.
+            out["additionalProperties"] = {"nullable": True, "x-kubernetes-preserve-unknown-fields": True}
     if "default" in schema and not is_block(schema):
         out["default"] = schema["default"]
-    if path in RULES:
+    if rules_at(path):
         out["x-kubernetes-validations"] = _rules(path)
     return out
 
@@ -171,4 +177,7 @@ def _own_defaults(schema: Schema) -> Schema:
 
 
 def _rules(path: str) -> list[Schema]:
-    return [{"rule": rule, "message": message} for rule, message in RULES[path]]
+    return [
+        {"rule": rule.cel, "message": rule.message, **({"fieldPath": rule.field} if rule.field else {})}
+        for rule in rules_at(path)
+    ]

@@ -10,21 +10,25 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from orbit_runtime.spec.block import IDENTITY, AsTuple, Block, Contradiction, Uri, check_scheme
+from orbit_runtime.spec.block import IDENTITY, LAYOUT, AsTuple, Block, Contradiction, Uri, check_scheme
+
+PROMPT_SCHEMES = ("builtin", "file", "hf", "s3", "pvc")
 
 
 class Prompts(Block):
     """One source of prompts."""
 
-    uri: Annotated[Uri, IDENTITY, Field(examples=["builtin://two-digit-addition"])]
-    """A file: a path, `file:///…`, or `builtin://two-digit-addition`, which ships with Orbit."""
+    uri: Annotated[Uri, LAYOUT, Field(examples=["builtin://two-digit-addition"])]
+    """A file: a path, `file:///…`, `hf://datasets/org/name@revision/file`, `s3://bucket/key`, on a cluster
+    `pvc://claim/path`, or `builtin://two-digit-addition`, which ships with Orbit. It may move on resume:
+    a run knows its prompts by digest."""
     format: Annotated[Literal["Auto", "JSONL", "Parquet"], IDENTITY] = "Auto"
     """`Auto` goes by the end of the name: `.parquet` is Parquet, everything else JSON lines."""
     prompt_field: Annotated[str, IDENTITY, Field(min_length=1, max_length=128)] = "prompt"
     """Column with the prompt: text, which becomes one user message, or a list of chat messages."""
 
     def contradictions(self) -> Iterator[Contradiction]:
-        yield from check_scheme("uri", self.uri, ("builtin", "file"))
+        yield from check_scheme("uri", self.uri, PROMPT_SCHEMES)
 
 
 class Data(Block):

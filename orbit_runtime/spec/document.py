@@ -26,6 +26,7 @@ _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 _SPECIAL = re.compile(r"([-+]?)\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 _LONGEST_NUMBER = 4000
 """Python refuses to convert more than 4300 digits."""
+_EXACT = 2**53
 _NULLS = ("", "~", "null", "Null", "NULL")
 _BOOLS = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
 
@@ -235,7 +236,7 @@ class _Reader:
             return event.value
         ambiguity = find_ambiguity(event.value)
         if ambiguity is None:
-            return read_scalar(event.value)
+            return _as_json(read_scalar(event.value))
         reading, fix = ambiguity
         self._report(event, path, f"`{event.value}` is ambiguous: {reading}", fix)
         return event.value
@@ -253,6 +254,11 @@ class _Reader:
 
         line = f":{event.start_mark.line + 1}" if self._with_lines else ""
         return f"{self._name}{line}" + (f": {format_path(path)}" if path else "")
+
+
+def _as_json(value: Any) -> Any:
+    """JSON has one kind of number: `1e3` reaches the API server as 1000, so it is a whole number here too."""
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < _EXACT else value
 
 
 def _size(value: Any) -> int:

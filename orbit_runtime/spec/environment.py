@@ -10,8 +10,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue
 
-from orbit_runtime.spec.block import IDENTITY, AsTuple, Block, Contradiction
+from orbit_runtime.spec.block import IDENTITY, AsTuple, Block, Contradiction, Uri, check_scheme
 
+CODE_SCHEMES = ("file", "s3", "pvc", "configmap")
 RewardType = Literal["ExactMatch", "Math"]
 Entrypoint = Annotated[
     str, Field(min_length=3, max_length=256, pattern=r"^[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_.]*$")
@@ -53,11 +54,24 @@ class Reward(Block):
             )
 
 
+class Code(Block):
+    """Rewards of your own, beside what is installed."""
+
+    uri: Annotated[Uri, IDENTITY, Field(examples=["s3://bucket/my-rewards"])]
+    """A folder that is put first where modules are looked for: a path, `file:///…`, `s3://bucket/prefix`, on a cluster
+    `pvc://claim/path` or `configmap://name`."""
+
+    def contradictions(self) -> Iterator[Contradiction]:
+        yield from check_scheme("uri", self.uri, CODE_SCHEMES)
+
+
 class Environment(Block):
     """What the policy acts in."""
 
     type: Annotated[Literal["SingleTurn"], IDENTITY] = "SingleTurn"
     """`SingleTurn`: one prompt, one completion, scored."""
+    code: Code | None = None
+    """Where the modules of `entrypoint` are; unset, on the Python path and beside the manifest."""
     rewards: Annotated[
         tuple[Reward, ...],
         AsTuple,
@@ -72,13 +86,13 @@ class Environment(Block):
     """Largest share of a step's samples whose reward may time out or crash; above it the run stops (86)."""
 
     def contradictions(self) -> Iterator[Contradiction]:
-        seen: dict[str, int] = {}
-        for index, reward in enumerate(self.rewards):
-            first = seen.setdefault(reward.name, index)
-            if first != index:
+        names = [reward.name for reward in self.rewards]
+        for index, name in enumerate(names):
+            if names[:index].count(name) == 1:
+                first = names.index(name)
                 yield Contradiction(
-                    ("rewards", index, "name"),
+                    ("rewards", index),
                     (("rewards", first, "name"),),
-                    f"`{reward.name}` is already the name of rewards[{first}]",
+                    f"`{name}` is already the name of rewards[{first}]",
                     "give each reward its own name",
                 )

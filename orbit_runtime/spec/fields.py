@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, cast
 
 from orbit_runtime.spec.block import FieldSet
 from orbit_runtime.spec.run import OrbitRun
+from orbit_runtime.spec.status import RunStatus
 
 Schema = dict[str, Any]
 
@@ -30,6 +31,13 @@ class FieldFacts(NamedTuple):
 def schema_tree() -> Schema:
     """JSON schema of the manifest, references written out and `null` folded into `optional: true`."""
     whole = OrbitRun.model_json_schema(by_alias=True)
+    return cast(Schema, _inline(whole, whole.get("$defs", {})))
+
+
+@cache
+def status_tree() -> Schema:
+    """JSON schema of an OrbitRun's `status`, in the same form."""
+    whole = RunStatus.model_json_schema(by_alias=True)
     return cast(Schema, _inline(whole, whole.get("$defs", {})))
 
 
@@ -72,6 +80,11 @@ def is_free(schema: Schema) -> bool:
 def is_block(schema: Schema) -> bool:
     """Whether it has fields of its own."""
     return "properties" in schema
+
+
+def is_left_out(schema: Schema) -> bool:
+    """Whether it is a block that has no defaults and need not be there."""
+    return is_block(schema) and bool(schema.get("optional")) and bool(schema.get("required"))
 
 
 def format_path(path: tuple[str | int, ...]) -> str:

@@ -11,20 +11,24 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from orbit_runtime.spec.block import IDENTITY, Block, Contradiction, Uri, check_scheme
+from orbit_runtime.spec.block import IDENTITY, LAYOUT, Block, Contradiction, Uri, check_scheme
 
+MODEL_SCHEMES = ("builtin", "file", "hf", "s3", "pvc")
 Precision = Literal["Auto", "BF16", "FP8", "INT4", "NVFP4", "MXFP4"]
 
 
 class Model(Block):
     """The base model: frozen, at its deployment precision."""
 
-    uri: Annotated[Uri, IDENTITY, Field(examples=["builtin://tiny-adder"])]
-    """A folder in Hugging Face format: a path, `file:///…`, or `builtin://tiny-adder`, which ships with Orbit."""
+    uri: Annotated[Uri, LAYOUT, Field(examples=["builtin://tiny-adder"])]
+    """A folder in Hugging Face format: a path, `file:///…`, `hf://org/name@revision`, `s3://bucket/prefix`, on a
+    cluster `pvc://claim/path`, or `builtin://tiny-adder`, which ships with Orbit. It may move on resume:
+    a run knows its model by digest."""
     precision: Annotated[Precision, IDENTITY] = "Auto"
-    """Checked against the checkpoint; for `builtin://` it selects the variant, where `Auto` means `INT4`."""
+    """Checked against the checkpoint, where a mixed one is called by its routed experts' format; for `builtin://` it
+    selects the variant, where `Auto` means `INT4`."""
     max_sequence_length: Annotated[int, IDENTITY, Field(ge=2, le=1_048_576)] = 2048
     """Longest prompt plus completion, in tokens. A longer prompt is an error, a longer completion is cut."""
 
     def contradictions(self) -> Iterator[Contradiction]:
-        yield from check_scheme("uri", self.uri, ("builtin", "file"))
+        yield from check_scheme("uri", self.uri, MODEL_SCHEMES)

@@ -13,6 +13,6 @@ class Observability(Block):
     """Metrics and logs."""
 
     metrics_port: Annotated[int, DISPLAY, Field(ge=-1, le=65535)] = 0
-    """Port of `/metrics`, `/status`, `/healthz` and `/readyz`: 0 takes any free one, -1 none."""
+    """Port of `/metrics`, `/status`, `/healthz` and `/readyz`: 0 takes any free one (on a cluster 9400), -1 none."""
     log_level: Annotated[Literal["Debug", "Info", "Warning", "Error"], DISPLAY] = "Info"
     """The least important message that is logged."""

@@ -24,12 +24,32 @@ from orbit_runtime.spec.fields import (
 Path = tuple[str | int, ...]
 
 _SHOWN = 60
+_OBJECT_NAME = "the name of a Kubernetes object: lower-case letters, digits, `-` and `.`"
+_LABEL_VALUE = "letters, digits, `-`, `_` and `.`, with a letter or digit at both ends"
+_QUANTITY = "a number of bytes such as `512Mi` or `64Gi`"
 _HINTS = {
     "metadata.name": "lower-case letters, digits and `-`, with a letter or digit at both ends",
     "metadata.namespace": "lower-case letters, digits and `-`, with a letter or digit at both ends",
+    "metadata.labels.*": _LABEL_VALUE,
     "spec.environment.rewards[].entrypoint": "`module:function`, such as `my_rewards:brevity`",
     "spec.environment.rewards[].name": "letters, digits, `_` and `-`, with a letter first",
     "spec.adapter.targets[]": "the end of a module name: letters, digits, `_` and `.`",
+    "spec.storage.credentialsSecretName": _OBJECT_NAME,
+    "spec.storage.serviceAccountName": _OBJECT_NAME,
+    "spec.placement.gpuProduct": _LABEL_VALUE,
+    "spec.placement.image": "an image such as `registry.example.com/orbit-runtime:1.0`",
+    "spec.placement.resources.memory": _QUANTITY,
+    "spec.placement.resources.ephemeralStorage": _QUANTITY,
+    "spec.placement.resources.sharedMemory": _QUANTITY,
+    "spec.placement.modelCache.claimName": _OBJECT_NAME,
+    "spec.placement.modelCache.sizeLimit": _QUANTITY,
+    "spec.placement.envFromSecrets[]": _OBJECT_NAME,
+    "spec.placement.egress[].cidr": "a network such as `10.0.0.0/8`",
+    "spec.placement.egress[].namespace": "lower-case letters, digits and `-`, with a letter or digit at both ends",
+    "spec.placement.nodeSelector.*": _LABEL_VALUE,
+    "spec.placement.tolerations[].value": _LABEL_VALUE,
+    "spec.lifecycle.queueName": _LABEL_VALUE,
+    "spec.lifecycle.managedBy": "a domain, `/` and a name, such as `kueue.x-k8s.io/multikueue`",
 }
 """What a pattern means, by path."""
 
@@ -124,7 +144,15 @@ def _kind_of(value: Any) -> str:
 
 
 def _shape(path: Path) -> str:
-    return format_path(path).translate(str.maketrans("", "", "0123456789")) if path else ""
+    """The place as `_HINTS` names it: `spec.adapter.targets[]`, `metadata.labels.*`."""
+    text = ""
+    for index, part in enumerate(path):
+        if isinstance(part, int):
+            text += "[]"
+        else:
+            known = part in (find_schema(path[:index]) or {}).get("properties", {})
+            text += f".{part}" if known else ".*"
+    return text.removeprefix(".")
 
 
 def locate(path: Path, lines: Mapping[Path, int]) -> int | None:

@@ -12,13 +12,16 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from orbit_runtime.spec.block import Block, FieldSet
 from orbit_runtime.spec.fields import field_sets
 from orbit_runtime.spec.run import OrbitRun
 
+EMPTY: Mapping[str, str] = MappingProxyType({})
 AUTO_BUILTIN_PRECISION: Literal["INT4"] = "INT4"
+"""What `precision: Auto` means for a shipped model: the variant that shows a frozen quantised base."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +59,7 @@ class Resolved:
 
     @property
     def identity(self) -> str:
-        """Digest of all that changes the maths."""
+        """Digest of every setting that changes the maths; what model and prompts hold is known only to a run."""
         return identity_digest(self.run)
 
     def to_json(self) -> dict[str, Any]:
@@ -90,10 +93,15 @@ def resolve(run: OrbitRun, machine: MachineFacts, *, folder: Path | None = None)
     decided = _decide_identity(run)
     training = decided.spec.training
     attention = "SDPA" if training.attention == "Auto" else training.attention
+    environment = spec.environment
+    if environment.code is not None:
+        code = _changed(environment.code, uri=absolute_uri(environment.code.uri, base))
+        environment = _changed(environment, code=code)
     decided = _with_spec(
         decided,
         model=_changed(decided.spec.model, uri=absolute_uri(spec.model.uri, base)),
         data=_changed(spec.data, prompts=prompts),
+        environment=environment,
         rollout=_changed(spec.rollout, engine="Torch"),
         training=_changed(training, trainer="Torch", attention=attention),
     )
@@ -103,16 +111,21 @@ def resolve(run: OrbitRun, machine: MachineFacts, *, folder: Path | None = None)
 
 
 def keep_decisions(resolved: Resolved, earlier: Mapping[str, Any]) -> Resolved:
-    """What the first start decided holds on resume, also where `steps` has changed since.
+    """What the first start decided holds on resume, also where `steps` has changed since, or the model has moved.
 
     Args:
         earlier: the resolved manifest of that start, from `run.json`.
     """
+    run, spec = resolved.run, earlier.get("spec", {})
+    precision = spec.get("model", {}).get("precision")
+    if run.spec.model.precision == "Auto" and precision is not None:
+        # A folder that is left to say what it is: it must be what it was then, and is checked against it.
+        run = _with_spec(run, model=_changed(run.spec.model, precision=precision))
     asked = resolved.asked.spec.training.schedule
-    before = earlier.get("spec", {}).get("training", {}).get("schedule", {}).get("decaySteps")
-    if asked.type == "Constant" or asked.decay_steps is not None or before is None:
-        return resolved
-    return replace(resolved, run=_with_decay(resolved.run, before))
+    decay = spec.get("training", {}).get("schedule", {}).get("decaySteps")
+    if asked.type != "Constant" and asked.decay_steps is None and decay is not None:
+        run = _with_decay(run, decay)
+    return replace(resolved, run=run)
 
 
 def absolute_uri(uri: str, folder: Path) -> str:
@@ -127,9 +140,14 @@ def identity_fields(run: OrbitRun) -> dict[str, Any]:
     return {path: value for path, owner, value in _leaves(_decide_identity(run).to_manifest()) if owner == "identity"}
 
 
-def identity_digest(run: OrbitRun) -> str:
-    """`sha256:<hex>` over the canonical JSON of `identity_fields`."""
-    text = json.dumps(identity_fields(run), sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+def identity_digest(run: OrbitRun, content: Mapping[str, str] = EMPTY) -> str:
+    """`sha256:<hex>` over the canonical JSON of `identity_fields` and, for a run, the digests of what it reads.
+
+    Args:
+        content: name → digest, e.g. `{"content.data.prompts[0]": "sha256:…"}`.
+    """
+    facts = {**identity_fields(run), **content}
+    text = json.dumps(facts, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
     return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
 
 

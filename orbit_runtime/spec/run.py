@@ -6,7 +6,7 @@ Does not belong here: a block's own fields, or reading a file (`load`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationInfo, model_validator
@@ -14,13 +14,15 @@ from pydantic_core import PydanticCustomError
 
 from orbit_runtime.spec.adapter import Adapter
 from orbit_runtime.spec.algorithm import Algorithm
-from orbit_runtime.spec.block import DISPLAY, IDENTITY, Block, Contradiction
+from orbit_runtime.spec.block import DISPLAY, IDENTITY, Block, Contradiction, LabelValue, WithoutEmpty, check_label_keys
 from orbit_runtime.spec.checkpoint import Checkpoint
 from orbit_runtime.spec.data import Data
 from orbit_runtime.spec.environment import Environment
+from orbit_runtime.spec.lifecycle import Lifecycle
 from orbit_runtime.spec.model import Model
 from orbit_runtime.spec.observability import Observability
 from orbit_runtime.spec.parity import Parity
+from orbit_runtime.spec.placement import Placement
 from orbit_runtime.spec.rollout import Rollout
 from orbit_runtime.spec.storage import Storage
 from orbit_runtime.spec.training import Training
@@ -30,24 +32,42 @@ COLLECTING = {"contradictions": "collect"}
 """Validation context of a caller that looks for contradictions itself."""
 NAME_LENGTH = 52
 """Room for `-a<attempt>` in a Job's name and for the suffix of its pod."""
-LABEL = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
+NAME_PATTERN = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
+MAX_ANNOTATION_BYTES = 1 << 18
+SERVER_SET = frozenset({
+    "creationTimestamp", "deletionGracePeriodSeconds", "deletionTimestamp", "finalizers", "generation",
+    "managedFields", "ownerReferences", "resourceVersion", "selfLink", "uid",
+})  # fmt: skip
+"""Metadata of an object in a cluster that says nothing about the run."""
 
 
 class Metadata(Block):
     """Who the run is."""
 
-    name: Annotated[str, DISPLAY, Field(min_length=1, max_length=NAME_LENGTH, pattern=LABEL, examples=["my-run"])]
+    name: Annotated[
+        str, DISPLAY, Field(min_length=1, max_length=NAME_LENGTH, pattern=NAME_PATTERN, examples=["my-run"])
+    ]
     """Name of the run and of its folder: lower-case letters, digits and `-`."""
-    namespace: Annotated[str | None, DISPLAY, Field(min_length=1, max_length=63, pattern=LABEL)] = None
+    namespace: Annotated[str | None, DISPLAY, Field(min_length=1, max_length=63, pattern=NAME_PATTERN)] = None
     """Kubernetes namespace; means nothing outside a cluster."""
-    labels: Annotated[dict[str, Annotated[str, Field(max_length=63)]], DISPLAY, Field(max_length=64)] = Field(
-        default_factory=dict
-    )
+    labels: Annotated[dict[str, LabelValue], DISPLAY, WithoutEmpty] = Field(default_factory=dict)
     """Kubernetes labels."""
-    annotations: Annotated[dict[str, Annotated[str, Field(max_length=65536)]], DISPLAY, Field(max_length=64)] = Field(
-        default_factory=dict
-    )
+    annotations: Annotated[dict[str, str], DISPLAY, WithoutEmpty] = Field(default_factory=dict)
     """Kubernetes annotations."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_server_set(cls, value: Any) -> Any:
+        """An object that was read from a cluster is a manifest too."""
+        return _without(value, SERVER_SET)
+
+    def contradictions(self) -> Iterator[Contradiction]:
+        yield from check_label_keys("labels", self.labels)
+        yield from check_label_keys("annotations", [key.lower() for key in self.annotations])
+        size = sum(len(f"{key}{value}".encode()) for key, value in self.annotations.items())
+        if size > MAX_ANNOTATION_BYTES:
+            message = f"{size} bytes in all, and Kubernetes takes {MAX_ANNOTATION_BYTES}"
+            yield Contradiction(("annotations",), (), message, "keep long texts elsewhere")
 
 
 class RunSpec(Block):
@@ -73,6 +93,10 @@ class RunSpec(Block):
     """How often the run is kept."""
     storage: Storage = Storage()
     """Where the run is kept."""
+    placement: Placement = Placement()
+    """What it gets on a cluster."""
+    lifecycle: Lifecycle = Lifecycle()
+    """When it starts, pauses and is tried again on a cluster."""
     observability: Observability = Observability()
     """What the run shows."""
 
@@ -82,8 +106,8 @@ class RunSpec(Block):
             yield Contradiction(
                 ("rollout", "sampling", "maxNewTokens"),
                 (("model", "maxSequenceLength"),),
-                f"{new} leaves no room for a prompt within `model.maxSequenceLength` ({longest})",
-                "lower `maxNewTokens`, or raise `model.maxSequenceLength`",
+                f"{new} leaves no room for a prompt within `spec.model.maxSequenceLength` ({longest})",
+                "lower `maxNewTokens`, or raise `spec.model.maxSequenceLength`",
             )
 
 
@@ -107,6 +131,12 @@ class OrbitRun(Block):
         """The manifest as plain values, camelCase, defaults written out; `OrbitRun.model_validate` reads it back."""
         return self.model_dump(mode="json", by_alias=True, exclude_none=True)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_status(cls, value: Any) -> Any:
+        """What `kubectl get -o yaml` prints is a manifest too."""
+        return _without(value, {"status"})
+
     @model_validator(mode="after")
     def _check_contradictions(self, info: ValidationInfo) -> Self:
         if info.context == COLLECTING:
@@ -116,6 +146,12 @@ class OrbitRun(Block):
             message = "; ".join(f"{'.'.join(map(str, each.at))}: {each.message}" for each in found)
             raise PydanticCustomError("contradiction", "{text}", {"text": message, "found": found})
         return self
+
+
+def _without(value: Any, names: Collection[str]) -> Any:
+    if not isinstance(value, Mapping):
+        return value
+    return {name: each for name, each in value.items() if name not in names}
 
 
 def find_contradictions(block: Block, path: tuple[str | int, ...] = ()) -> Iterator[Contradiction]:

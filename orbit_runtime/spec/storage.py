@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated
+from typing import Annotated, Literal
 
-from orbit_runtime.spec.block import DISPLAY, Block, Contradiction, Uri, check_scheme
+from pydantic import Field
+
+from orbit_runtime.spec.block import DISPLAY, Block, Contradiction, ObjectName, Uri, check_scheme
+
+STORAGE_SCHEMES = ("file", "s3", "gs", "az")
 
 
 class Storage(Block):
@@ -14,5 +18,19 @@ class Storage(Block):
     uri: Annotated[Uri, DISPLAY] = "runs"
     """The run is kept in `<uri>/<metadata.name>`: a path (from the current folder), `file:///…` or `s3://bucket/prefix`."""
 
+    credentials_secret_name: Annotated[ObjectName | None, DISPLAY, Field(examples=["orbit-store"])] = None
+    """On a cluster: the Secret whose keys become the store's environment variables; or else `serviceAccountName`."""
+    service_account_name: Annotated[ObjectName | None, DISPLAY, Field(examples=["orbit-runs"])] = None
+    """On a cluster: the service account that the store knows (workload identity); or else `credentialsSecretName`."""
+    deletion_policy: Annotated[Literal["Retain", "Delete"], DISPLAY] = "Retain"
+    """On a cluster: what becomes of the run folder when the object is deleted."""
+
     def contradictions(self) -> Iterator[Contradiction]:
-        yield from check_scheme("uri", self.uri, ("file", "s3", "gs", "az"))
+        yield from check_scheme("uri", self.uri, STORAGE_SCHEMES)
+        if self.credentials_secret_name is not None and self.service_account_name is not None:
+            yield Contradiction(
+                ("serviceAccountName",),
+                (("credentialsSecretName",),),
+                "the store is opened with a secret or as a service account, not both",
+                "remove one of them",
+            )

@@ -40,6 +40,19 @@ class Schedule(Block):
             )
 
 
+class Parallel(Block):
+    """How a pass is divided among GPUs. Unset, the planner chooses; on the CPU and on one GPU all are 1."""
+
+    tensor: Annotated[int | None, LAYOUT, Field(ge=1, le=1024)] = None
+    """Ways that matrices are divided, the experts' apart; it must divide the number of heads."""
+    expert: Annotated[int | None, LAYOUT, Field(ge=1, le=1024)] = None
+    """Ways that a layer's experts are divided; it must divide their number."""
+    pipeline: Annotated[int | None, LAYOUT, Field(ge=1, le=1024)] = None
+    """Ways that the layers are divided."""
+    context: Annotated[int | None, LAYOUT, Field(ge=1, le=1024)] = None
+    """Ways that a sequence is divided."""
+
+
 class Training(Block):
     """Batches and the optimiser (AdamW)."""
 
@@ -63,6 +76,8 @@ class Training(Block):
     """A longer gradient is scaled down to this norm."""
     micro_batch_tokens: Annotated[int, LAYOUT, Field(ge=1, le=100_000_000)] = 16384
     """Tokens of one forward pass; lower it to save memory, the result stays the same."""
+    parallel: Parallel = Parallel()
+    """How a pass is divided among GPUs; what remains are data-parallel replicas."""
     attention: Annotated[Literal["Auto", "Eager", "SDPA"], LAYOUT] = "Auto"
     """Attention kernels: `Eager` is plain matrix products, `SDPA` torch's fused attention, which `Auto` takes."""
 

@@ -120,6 +120,9 @@ class LocalFolder:
     def get(self, path: str, /) -> Any:
         return self._open().get(path)
 
+    def get_range(self, path: str, /, *, start: int, end: int) -> Any:
+        return self._open().get_range(path, start=start, end=end)
+
     def head(self, path: str, /) -> Any:
         return self._open().head(path)
 
@@ -146,12 +149,12 @@ class LocalFolder:
 
 def _local_root(uri: str) -> Path:
     if not uri:
-        raise UsageError("the folder has no name", where="storage.uri", fix="give a path or an s3:// URI")
+        raise UsageError("the folder has no name", where="spec.storage.uri", fix="give a path or an s3:// URI")
     if not uri.startswith("file:"):
         return Path(uri).absolute()
     parts = urlsplit(uri)
     if parts.netloc not in ("", "localhost") or not parts.path:
-        raise UsageError(f"{uri!r} names no local folder", where="storage.uri", fix="write file:///absolute/path")
+        raise UsageError(f"{uri!r} names no local folder", where="spec.storage.uri", fix="write file:///absolute/path")
     return Path(unquote(parts.path)).absolute()
 
 
@@ -160,11 +163,11 @@ def _remote(uri: str, scheme: str, environ: Mapping[str, str]) -> Backend:
     if parts.username or parts.password or parts.query:
         raise UsageError(
             f"a {scheme}:// URI holds a bucket and a path, nothing else",
-            where="storage.uri",
+            where="spec.storage.uri",
             fix="give credentials in environment variables",
         )
     if not parts.netloc:
-        raise UsageError(f"{uri!r} names no bucket", where="storage.uri", fix=f"write {scheme}://bucket/path")
+        raise UsageError(f"{uri!r} names no bucket", where="spec.storage.uri", fix=f"write {scheme}://bucket/path")
     prefix = parts.path.strip("/") or None
     retry: RetryConfig = {"max_retries": 0, "retry_timeout": timedelta(seconds=1)}
     if scheme == "s3":
@@ -181,6 +184,6 @@ def _remote(uri: str, scheme: str, environ: Mapping[str, str]) -> Backend:
         return cast(Backend, AzureStore(parts.netloc, prefix=prefix, client_options=_CLIENT, retry_config=retry))
     raise UsageError(
         f"{scheme}:// is not a kind of store that Orbit knows",
-        where="storage.uri",
+        where="spec.storage.uri",
         fix="use a path, file://, s3://, gs:// or az://",
     )

@@ -43,10 +43,11 @@ class CorruptBundle(StorageError):
 
 
 class Backend(Protocol):
-    """The six calls that we make of an obstore store (`LocalStore`, `S3Store`, `MemoryStore` …)."""
+    """The seven calls that we make of an obstore store (`LocalStore`, `S3Store`, `MemoryStore` …)."""
 
     def put(self, path: str, file: bytes, /, *, mode: Any = None) -> Any: ...
     def get(self, path: str, /) -> Any: ...
+    def get_range(self, path: str, /, *, start: int, end: int) -> Any: ...
     def head(self, path: str, /) -> Any: ...
     def list(self, prefix: str | None = None) -> Any: ...
     def list_with_delimiter(self, prefix: str | None = None) -> Any: ...
@@ -131,6 +132,19 @@ class Store:
         data = self._call(f"reading {key}", key, lambda: bytes(self._backend.get(key).bytes()))
         assert isinstance(data, bytes)
         return data
+
+    def get_range(self, key: str, start: int, end: int) -> bytes:
+        """Read bytes `[start, end)` of one object, fewer where it ends before. Raises `NotFound`."""
+        check_key(key)
+        doing = f"reading {key}"
+        data = self._call(doing, key, lambda: bytes(self._backend.get_range(key, start=start, end=end)))
+        assert isinstance(data, bytes)
+        return data
+
+    def size(self, key: str) -> int:
+        """Bytes of one object. Raises `NotFound`."""
+        check_key(key)
+        return int(self._call(f"looking for {key}", key, lambda: self._backend.head(key))["size"])
 
     def exists(self, key: str) -> bool:
         """Whether an object has this key."""
@@ -278,7 +292,7 @@ class Store:
                 return StorageError(
                     f"{doing} failed: {fault.reason.lower()} ({self._free_space()})",
                     where=where,
-                    fix="free some space or lower checkpoint.keep, then start again: it continues from the newest "
+                    fix="free some space or lower spec.checkpoint.keep, then start again: it continues from the newest "
                     "complete checkpoint",
                 )
             case "denied":

@@ -11,8 +11,10 @@ from collections.abc import Mapping
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load, save
+from safetensors.torch import load
 
+from orbit_runtime.adapters.state import check_tensors
+from orbit_runtime.adapters.tensorfile import dump
 from orbit_runtime.errors import ModelError
 
 PART = "trainer.safetensors"
@@ -33,15 +35,15 @@ def pack_state(
         for moment in _MOMENTS:
             if moment in moments:
                 tensors[f"{moment}/{name}"] = moments[moment]
-    contiguous = {name: tensors[name].cpu().contiguous() for name in sorted(tensors)}
-    return save(contiguous, metadata={"counters": json.dumps(dict(counters), sort_keys=True)})
+    return dump(tensors, torch.float32, {"counters": json.dumps(dict(counters), sort_keys=True)})
 
 
 def unpack_state(data: bytes, masters: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer) -> dict[str, int]:
     """Writes tensors back in place; returns the counters.
 
     Raises:
-        ModelError: a tensor is missing, or has another shape than this adapter's.
+        ModelError: a tensor is missing, too many, not finite, or of another shape or dtype than this adapter's; then
+        nothing was changed.
     """
     try:
         tensors = load(data)
@@ -49,12 +51,9 @@ def unpack_state(data: bytes, masters: Mapping[str, torch.Tensor], optimizer: to
         raise ModelError(f"unreadable: {error}", where=PART) from error
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     counters: dict[str, int] = json.loads(header["__metadata__"]["counters"])
-    for name, master in masters.items():
-        for kind in ("master", *(_MOMENTS if counters["updates"] else ())):
-            saved = tensors.get(f"{kind}/{name}")
-            if saved is None or saved.shape != master.shape:
-                found = "missing" if saved is None else f"{list(saved.shape)} instead of {list(master.shape)}"
-                raise ModelError(f"tensor {kind}/{name} is {found}", where=PART)
+    kinds = ("master", *(_MOMENTS if counters["updates"] else ()))
+    shapes = {f"{kind}/{name}": tuple(master.shape) for kind in kinds for name, master in masters.items()}
+    check_tensors(PART, tensors, shapes, torch.float32)
     with torch.no_grad():
         for name, master in masters.items():
             master.copy_(tensors[f"master/{name}"])

@@ -216,7 +216,7 @@ class RewardPool:
             if not worker.is_ready:
                 self._failure = ManifestError(
                     f"importing the rewards took longer than {self._start_seconds:g} s",
-                    where="environment.rewards",
+                    where="spec.environment.rewards",
                     fix="do slow work on the first call, not on import",
                 )
                 return
@@ -231,7 +231,7 @@ class RewardPool:
                 problem = message["error"]
                 self._failure = ManifestError(
                     problem["message"],
-                    where=f"environment.rewards[{problem['reward']}]",
+                    where=f"spec.environment.rewards[{problem['reward']}]",
                     fix="name an importable 'module:function' that takes (completion, prompt, fields, **arguments)",
                 )
             elif "taken" in message:
@@ -259,7 +259,7 @@ class RewardPool:
             if self._idle_deaths >= MAX_IDLE_DEATHS:
                 self._failure = RewardsFailingError(
                     f"reward workers keep ending while they score nothing: {reason}",
-                    where="environment.rewards",
+                    where="spec.environment.rewards",
                     fix="look for threads, signals or memory limits that end the process",
                 )
                 return

@@ -42,13 +42,13 @@ class RewardThreads:
             if isinstance(target.target, str):
                 raise ManifestError(
                     f"reward {target.name!r} is a dotted path, but others of this run were given from Python",
-                    where="rewards",
+                    where="spec.environment.rewards",
                     fix="give every reward from Python, or none",
                 )
             try:
                 check_callable(target.target, target.name, target.arguments)
             except TargetError as error:
-                raise ManifestError(str(error), where=f"rewards[{target.name!r}]") from error
+                raise ManifestError(str(error), where=f"spec.environment.rewards[{target.name!r}]") from error
         self._targets = {target.name: target for target in targets}
         self._calls: list[RewardCall] = []
         self._results: list[RewardResult] = []

@@ -26,6 +26,8 @@ LONG_FUNCTIONS: dict[str, str] = {}
 """`path:Class.function`: why it is longer than its budget."""
 MANY_PARAMETERS: dict[str, str] = {}
 """`path:Class.function`: why it takes more than `PARAMETERS`."""
+MANY_FIELDS = {"orbit_runtime/spec/status.py:RunStatus": "flat, because columns and `kubectl wait` read it by path"}
+"""`path:Class`: why it has more than `SPEC_CLASS_FIELDS`."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -117,7 +119,7 @@ def test_no_spec_class_has_more_fields_than_its_budget() -> None:
                 fields = sum(isinstance(statement, ast.AnnAssign) for statement in node.body)
                 if fields > SPEC_CLASS_FIELDS:
                     found[f"{name_of(path)}:{node.name}"] = f"{fields} fields of {SPEC_CLASS_FIELDS}"
-    check_budget(found, {})
+    check_budget(found, MANY_FIELDS)
 
 
 def test_no_module_is_called_utils() -> None:

@@ -54,6 +54,9 @@ class FaultyBackend:
     def get(self, path: str, /) -> Any:
         return self._do("get", path, lambda: self.inner.get(path))
 
+    def get_range(self, path: str, /, *, start: int, end: int) -> Any:
+        return self._do("get_range", path, lambda: self.inner.get_range(path, start=start, end=end))
+
     def head(self, path: str, /) -> Any:
         return self._do("head", path, lambda: self.inner.head(path))
 

@@ -72,7 +72,6 @@ def synthetic_rollout(step: int, prompt: int, *, completion: str | None = None) 
         "loss_mask_T": [1],
         "logprobs_T": [-0.1],
         "versions_T": [step],
-        "answer": str(21 + prompt),
         "reward": 1.0 if right else 0.0,
         "outcome": "value",
         "reward_parts": {},
@@ -93,6 +92,8 @@ class SyntheticRun:
     gain: float = 0.5
     seed: int = 1
     completion: str | None = None
+    reference: str | None = None
+    """What every prompt expects, instead of its sum."""
     spec: Mapping[str, Any] = field(default_factory=dict)
     compacted: bool = True
     warnings: tuple[str, ...] = ()
@@ -129,6 +130,8 @@ def write_run_folder(folder: Path, pretend: SyntheticRun = SyntheticRun()) -> Pa
                    for prompt in range(8)]  # fmt: skip
         lines = "".join(json.dumps(record) + "\n" for record in records).encode()
         _write(folder / f"rollouts/step-{step:06d}.jsonl.zst", zstandard.ZstdCompressor().compress(lines))
+        references = {f"addition/{prompt}": pretend.reference or str(21 + prompt) for prompt in range(11)}
+        _write(folder / f"rollouts/step-{step:06d}.references.json", json.dumps(references))
     state = {"at": pretend.heartbeat_at, "state": "ended" if pretend.ended else "live", "reason": pretend.ended}
     _write(folder / "executions/000001.json", json.dumps({"execution": 1}))
     _write(folder / "executions/000001.heartbeat.json", json.dumps(state))

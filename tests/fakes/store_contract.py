@@ -38,6 +38,18 @@ def test_what_was_put_is_read_by_another_opener(open_again: OpenAgain) -> None:
     assert open_again().get("a/b.txt") == b"two"
 
 
+def test_a_range_is_read_alone_and_ends_with_the_object(open_again: OpenAgain) -> None:
+    store = open_again()
+    store.put("a/b.bin", bytes(range(100)))
+    assert store.size("a/b.bin") == 100
+    assert store.get_range("a/b.bin", 10, 20) == bytes(range(10, 20))
+    assert store.get_range("a/b.bin", 90, 200) == bytes(range(90, 100))
+    with pytest.raises(NotFound, match="a/none"):
+        store.get_range("a/none", 0, 1)
+    with pytest.raises(NotFound, match="a/none"):
+        store.size("a/none")
+
+
 def test_a_missing_key_is_not_found_by_name(open_again: OpenAgain) -> None:
     with pytest.raises(NotFound, match="a/none"):
         open_again().get("a/none")

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.adapters.layer import TRAINER_SLOT
-from orbit_runtime.adapters.state import PEFT_PREFIX, load_masters
+from orbit_runtime.adapters.state import PEFT_PREFIX
 from orbit_runtime.loop import run
 from orbit_runtime.model_info.builtin_models import builtin_folder
 from orbit_runtime.observability.progress import SilentProgress
@@ -78,7 +78,9 @@ def fp32_policy(folder: Path) -> Policy:
         name.removeprefix(PEFT_PREFIX).removesuffix(".weight"): tensor.float()
         for name, tensor in load_file(folder / "adapter_model.safetensors").items()
     }
-    load_masters(policy.injected, {name: kept[name] for name in policy.injected.masters.parameters})
+    with torch.no_grad():
+        for name, parameter in policy.injected.masters.parameters.items():
+            parameter.copy_(kept[name])
     return policy
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 from orbit_runtime.cli.main import run_command
+from orbit_runtime.model_info.builtin_models import builtin_folder
 from orbit_runtime.storage import open_store
 from tests.integration.killing import small_manifest, timeless_rows
 from tests.integration.tiny_models import make_checkpoint
@@ -106,6 +108,18 @@ def quantise_strangely(folder: Path) -> None:
     path.write_text(json.dumps(config | {"quantization_config": {"quant_method": "bitsandbytes"}}))
 
 
+def spoil(name: str, change: Callable[[str], str]) -> Callable[[Path], None]:
+    def spoiled(folder: Path) -> None:
+        path = folder / name
+        path.write_text(change(path.read_text()))
+
+    return spoiled
+
+
+def half(text: str) -> str:
+    return text[: len(text) // 2]
+
+
 ROWS: dict[str, tuple[Callable[[Shell], None], int, str]] = {
     "unknown field": (put("training.learningrate", 1e-3), 64, "learningRate"),
     "enum near miss": (put("adapter.type", "lora"), 64, "LoRA"),
@@ -114,6 +128,16 @@ ROWS: dict[str, tuple[Callable[[Shell], None], int, str]] = {
     "model without tokenizer": (model(remove_tokenizer), 66, "tokenizer"),
     "truncated safetensors": (model(truncate), 66, "model.safetensors"),
     "missing shard": (model(lose_shard, max_shard_size="60KB"), 66, "shards are missing"),
+    "broken config.json": (model(spoil("config.json", lambda text: "{\n" + text)), 66, "config.json:2: not JSON"),
+    "empty config.json": (model(spoil("config.json", lambda text: "")), 66, "config.json:1: the file is empty"),
+    "config.json with a text for a number": (
+        model(spoil("config.json", lambda text: text.replace('"hidden_size": 64', '"hidden_size": "x"'))),
+        66,
+        "config.json: transformers cannot read this configuration: Validation error for field 'hidden_size'",
+    ),
+    "half a generation_config.json": (model(spoil("generation_config.json", half)), 66, "generation_config.json:"),
+    "half a tokenizer.json": (model(spoil("tokenizer.json", half)), 66, "tokenizer.json:"),
+    "half a tokenizer_config.json": (model(spoil("tokenizer_config.json", half)), 66, "tokenizer_config.json:"),
     "unknown quantisation": (model(quantise_strangely), 66, "bitsandbytes"),
     "precision that the checkpoint is not": (
         lambda shell: (model(lambda folder: None)(shell), shell.spec["model"].update(precision="INT4"), None)[-1],
@@ -241,6 +265,63 @@ def test_fields_that_may_change_are_listed_and_others_are_refused_by_name(shell:
     assert shell.run() == 73
     assert "spec.training.learningRate: 0.001 then, 0.0005 now" in shell.shown
     assert (shell.out / "metrics.jsonl").read_bytes() == before
+
+
+def test_inputs_that_moved_continue_the_run_bit_for_bit_and_another_content_is_refused(shell: Shell) -> None:
+    first, elsewhere = shell.folder / "first", shell.folder / "elsewhere"
+    model(lambda folder: None)(shell)
+    prompts(*(json.dumps({"prompt": f"1{n}+11=", "answer": str(21 + n)}) for n in range(6)))(shell)
+    shell.spec["training"]["steps"] = 3
+    assert shell.run("--out", str(first)) == 0
+    shell.spec["training"]["steps"] = 2
+    assert shell.run() == 0
+    elsewhere.mkdir()
+    (shell.folder / "model").rename(elsewhere / "base")
+    (shell.folder / "prompts.jsonl").rename(elsewhere / "renamed.jsonl")
+    shell.spec["model"]["uri"] = str(elsewhere / "base")
+    shell.spec["data"]["prompts"] = [{"uri": "elsewhere/renamed.jsonl"}]
+    shell.spec["training"]["steps"] = 3
+    assert shell.run() == 0
+    assert f"spec.model.uri moved from {shell.folder / 'model'} to {elsewhere / 'base'}, with the same" in shell.shown
+    assert "spec.data.prompts[0].uri moved" in shell.shown
+    assert timeless_rows(open_store(str(shell.out))) == timeless_rows(open_store(str(first)))
+    before = (shell.out / "run.json").read_bytes()
+    shell.spec["training"]["steps"] = 4
+    for path in ("base/config.json", "base/tokenizer.json", "renamed.jsonl"):
+        file = elsewhere / path
+        kept = file.read_bytes()
+        file.write_bytes(kept + b"\n")
+        assert shell.run() == 73
+        named = {"renamed.jsonl": "content.data.prompts[0]"}.get(path, f"content.model.{file.name}")
+        assert f"{named}: sha256:" in shell.shown
+        file.write_bytes(kept)
+    make_checkpoint(elsewhere / "other", "llama", seed=1)
+    shell.spec["model"]["uri"] = str(elsewhere / "other")
+    assert shell.run() == 73
+    assert "content.model.weights: sha256:" in shell.shown
+    assert "config.json" not in shell.shown, "only what differs is named"
+    assert (shell.out / "run.json").read_bytes() == before
+
+
+def test_a_shipped_model_may_move_into_a_folder_of_its_own(shell: Shell) -> None:
+    shell.spec["model"] = {"uri": "builtin://tiny-adder"}
+    assert shell.run() == 0
+    shutil.copytree(builtin_folder("tiny-adder", "INT4"), shell.folder / "copy")
+    shell.spec["model"]["uri"] = "copy"
+    shell.spec["training"]["steps"] = 3
+    assert shell.run() == 0
+    shell.spec["model"]["uri"] = "no/such/folder"
+    assert shell.run() == 66
+    assert "the model folder does not exist" in shell.shown
+
+
+def test_a_finished_run_that_is_started_again_says_that_nothing_is_left(shell: Shell) -> None:
+    assert shell.run() == 0
+    assert "nothing left" not in shell.shown
+    before = shell.report()["adapter_digest"]
+    assert shell.run() == 0
+    assert "nothing left to train: 2 steps are done; to go on, raise spec.training.steps (2)" in shell.shown
+    assert shell.report()["adapter_digest"] == before
 
 
 def test_a_second_run_on_a_live_output_stops(shell: Shell) -> None:

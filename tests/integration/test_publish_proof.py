@@ -55,6 +55,7 @@ class Rig:
         model = builtin_folder("tiny-adder", "INT4")
         policy = load_policy(model, ADAPTERS[adapter])
         tokenizer = ChatTokenizer(model)
+        self.masters_owner = policy.injected.masters
         self.masters = policy.injected.masters.parameters
         self.store = open_store(str(folder))
         self.execution = claim_execution(self.store, run_name="faults")

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 
 from orbit_runtime.adapters.config import AdapterConfig
@@ -14,6 +15,7 @@ from orbit_runtime.errors import DivergedError, ModelError
 from orbit_runtime.policy import load_policy
 from orbit_runtime.training import TorchTrainer, TrainerSettings
 from orbit_runtime.training.schedule import learning_rate
+from orbit_runtime.training.state import PART
 from orbit_runtime.types import Sample
 from tests.integration.tiny_models import TARGETS, make_checkpoint
 
@@ -123,6 +125,28 @@ def test_a_fresh_trainer_saves_and_restores_before_its_first_update(folder: Path
 def test_state_of_another_adapter_is_refused(folder: Path) -> None:
     with pytest.raises(ModelError, match="master/"):
         build(folder, "LoRA").load_state(build(folder, "OFT").save_state())
+
+
+@pytest.mark.parametrize("fault", ["lost", "extra", "rounded", "reshaped", "not finite"])
+def test_damaged_state_is_refused_by_tensor_and_changes_nothing(folder: Path, fault: str) -> None:
+    trained, fresh = build(folder), build(folder)
+    trained.update(samples_of(0))
+    data = trained.save_state()[PART]
+    tensors = safetensors.torch.load(data)
+    name = next(name for name in sorted(tensors) if name.startswith("exp_avg_sq/"))
+    damaged = {
+        "lost": {},
+        "extra": {name: tensors[name], "exp_avg_sq/nowhere": tensors[name].clone()},
+        "rounded": {name: tensors[name].bfloat16()},
+        "reshaped": {name: tensors[name][:1]},
+        "not finite": {name: tensors[name] * float("nan")},
+    }[fault]
+    rest = {key: tensor for key, tensor in tensors.items() if key != name}
+    counters = {"counters": '{"steps": 1, "updates": 1}'}
+    before = fresh.save_state()
+    with pytest.raises(ModelError, match=next(reversed(damaged), name).replace(".", r"\.")):
+        fresh.load_state({PART: safetensors.torch.save(rest | damaged, metadata=counters)})
+    assert fresh.save_state() == before
 
 
 def test_a_loss_that_is_not_finite_stops_before_the_masters_move(folder: Path) -> None:

@@ -235,20 +235,3 @@ def test_a_slot_s_name_is_used_once() -> None:
     state.remove_slot(engine.layers, "policy-v1")
     state.remove_slot(engine.layers, "policy-v1")
     state.load_slot(engine.layers, "policy-v1", files)
-
-
-@CONFIGS
-def test_masters_come_back_bit_for_bit(config: AdapterConfig) -> None:
-    (_, injected), (_, other) = adapted(config), adapted(config, seed=4)
-    saved = state.masters(injected)
-    state.load_masters(other, saved)
-    assert all(torch.equal(saved[name], tensor) for name, tensor in state.masters(other).items())
-    assert state.export_adapter(other, config, "base") == state.export_adapter(injected, config, "base")
-
-
-def test_masters_of_another_adapter_are_refused() -> None:
-    _, injected = adapted(LORA)
-    saved = state.masters(injected)
-    saved["0.q_proj.lora_A"] = saved["0.q_proj.lora_A"].bfloat16()
-    with pytest.raises(ModelError, match=r"0\.q_proj\.lora_A"):
-        state.load_masters(injected, saved)

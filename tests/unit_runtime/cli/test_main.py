@@ -38,7 +38,7 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> list[BaseException]:
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["nope"], ["run"], ["run", "--bogus"], ["report", "x", "--margin", "wide"], ["ls", "a", "b"]]
+    "arguments", [["nope"], ["run"], ["run", "--bogus"], ["report", "x", "--margin", "wide"], ["ls", "a", "b"]]
 )
 def test_a_command_line_that_is_not_understood_is_64(arguments: list[str], capsys: Captured) -> None:
     assert run_command(arguments) == 64
@@ -162,3 +162,17 @@ def test_help_comes_at_once() -> None:
         times.append(time.monotonic() - started)
     # The target is 1 s on an idle machine; tests share theirs.
     assert min(times) < 2.0
+
+
+def test_without_a_command_the_help_comes_before_the_error(capsys: Captured) -> None:
+    assert run_command([]) == 64
+    said = capsys.readouterr().err
+    assert said.index("validate") < said.index("error: orbit: Missing command")
+
+
+def test_every_command_s_line_in_the_help_is_whole(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run_command(["--help"]) == 0
+    listed = capsys.readouterr().out.partition("Commands:")[2]
+    assert "..." not in listed
+    assert all(line.rstrip().endswith(".") for line in listed.splitlines() if line.strip())

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import get_args
 
 from ruamel.yaml import YAML
 
 from orbit_runtime.environments.rewards import REWARDS
-from orbit_runtime.spec.environment import Environment
+from orbit_runtime.spec.environment import Environment, RewardType
+from orbit_runtime.spec.reference import render_template
 from orbit_runtime.workers.reward_pool import RewardPool
 from orbit_runtime.workers.reward_protocol import RewardCall, RewardTarget
 
@@ -38,3 +40,8 @@ def test_the_reward_of_the_guide_runs_as_its_manifest_says(tmp_path: Path) -> No
 def test_every_shipped_reward_is_in_the_guide() -> None:
     for name in REWARDS:
         assert f"| `{name}` |" in GUIDE
+
+
+def test_the_manifest_the_template_and_the_code_name_the_same_rewards() -> None:
+    assert get_args(RewardType) == tuple(REWARDS)
+    assert f"or else `entrypoint`. [{', '.join(REWARDS)}]" in render_template("run.yaml")

@@ -170,6 +170,8 @@ def test_asymmetric_int4_has_a_layout_of_its_own() -> None:
         (AWQ | {"version": "gemv"}, "gemv"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, "NVFP4_AWQ"),
         ({"quant_method": "modelopt", "quant_algo": "MXFP8"}, "MXFP8"),
+        (from_legacy_modelopt({"quantization": "x"}), "quant_algo is None"),
+        (KIMI | {"config_groups": {"g": "x"}}, "config group g"),
         (compressed("nvfp4-pack-quantized", **FLOAT4, strategy="tensor_group", group_size=32), "group_size"),
         (compressed("mxfp8-quantized", **FLOAT8, strategy="group", group_size=32), "mxfp8"),
         (compressed("float-quantized", **FLOAT8, strategy="block", block_structure=[64, 64]), "strategy"),
@@ -185,7 +187,8 @@ def test_a_mixed_checkpoint_is_called_after_its_routed_experts() -> None:
     experts = {"targets": [r"re:.*mlp\.experts\..*"], "format": "nvfp4-pack-quantized"}
     experts["weights"] = FLOAT4 | {"strategy": "tensor_group", "group_size": 16}
     rest = {"targets": ["Linear"], "format": "float-quantized", "weights": FLOAT8 | {"strategy": "channel"}}
-    for groups in ({"a": experts, "b": rest}, {"a": rest, "b": experts}):
+    attention = rest | {"targets": ["re:.*self_attn.*"]}
+    for groups in ({"a": experts, "b": rest}, {"a": rest, "b": experts}, {"a": attention, "b": experts, "c": rest}):
         block = {"quant_method": "compressed-tensors", "format": "mixed-precision", "ignore": ["lm_head"]}
         quant = parse_quantization({"quantization_config": block | {"config_groups": groups}})
         assert quant.name == "NVFP4"

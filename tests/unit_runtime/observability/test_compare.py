@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
@@ -109,3 +110,15 @@ def test_an_impossible_margin_is_a_usage_error(tmp_path: Path, margin: float) ->
     report = report_of(tmp_path, SyntheticRun(steps=1))
     with pytest.raises(UsageError, match="margin"):
         compare([report, report], margin)
+
+
+def test_other_prompts_make_another_task_wherever_they_lie(tmp_path: Path) -> None:
+    reports = []
+    for name, digest in (("a", "sha256:1"), ("b", "sha256:2")):
+        folder = write_run_folder(tmp_path / name, SyntheticRun(name=name))
+        run = json.loads((folder / "run.json").read_text())
+        run["identity"] = {"content.data.prompts[0]": digest}
+        (folder / "run.json").write_text(json.dumps(run))
+        reports.append(build_report(open_store(str(folder))))
+    entry = compare(reports).entries[1]
+    assert (entry.verdict, entry.other_task) == ("not comparable", ("content.data.prompts[0]",))

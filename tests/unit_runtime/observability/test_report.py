@@ -128,7 +128,7 @@ class Page(HTMLParser):
 
 def test_a_completion_cannot_become_markup(tmp_path: Path) -> None:
     evil = "</pre><script>alert(1)</script><img src=x onerror=alert(2)>"
-    report = report_of(tmp_path, SyntheticRun(name='<b onclick="x">', completion=evil))
+    report = report_of(tmp_path, SyntheticRun(name='<b onclick="x">', completion=evil, reference=evil))
     text = render_html(report)
     page = Page()
     page.feed(text)
@@ -167,3 +167,23 @@ def test_a_long_run_keeps_its_page_small(tmp_path: Path) -> None:
     text = render_html(report)
     assert len(text) < 900_000
     assert "The first 1000 steps are in metrics.jsonl" in text
+
+
+def test_a_sample_shows_what_its_prompt_expects_shortened(tmp_path: Path) -> None:
+    text = render_html(report_of(tmp_path / "a", SyntheticRun()))
+    shown = re.findall(r'<code class="expected">([^<]*)</code>', text)
+    asked = re.findall(r'<div class="said">(\d+)\+(\d+)=</div>', text)
+    assert shown == [str(int(a) + int(b)) for a, b in asked]
+    assert len(shown) == 12
+    long = render_html(report_of(tmp_path / "b", SyntheticRun(reference="7" * 5000)))
+    assert "7" * 601 not in long
+    assert "(4400 more characters)" in long
+
+
+def test_a_folder_without_expected_answers_still_makes_a_page(tmp_path: Path) -> None:
+    folder = write_run_folder(tmp_path, SyntheticRun())
+    (folder / "rollouts" / "step-000001.references.json").unlink()
+    (folder / "rollouts" / "step-000060.references.json").write_text("[1]")
+    text = render_html(build_report(open_store(str(folder), writable=False), now=5000.0))
+    assert 'class="said"' in text
+    assert 'class="expected"' not in text

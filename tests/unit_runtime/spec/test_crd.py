@@ -8,18 +8,23 @@ from typing import Any
 import pytest
 
 from orbit_runtime.spec import OrbitRun
-from orbit_runtime.spec.crd import LIST_TYPES, RULES, build_crd, build_schema
+from orbit_runtime.spec.crd import LIST_TYPES, SCHEMA_HASH, build_crd, build_schema, missing_fields, schema_hash
 from orbit_runtime.spec.fields import all_fields
 from orbit_runtime.spec.generate import render_crd
+from orbit_runtime.spec.rules import CHECKS, TRANSITIONS, rules_at
 
 ALLOWED = {
     "type", "description", "enum", "pattern", "format", "default", "properties", "required", "items",
     "additionalProperties", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "minLength", "maxLength",
     "minItems", "maxItems", "maxProperties", "x-kubernetes-validations", "x-kubernetes-list-type",
-    "x-kubernetes-list-map-keys", "x-kubernetes-preserve-unknown-fields",
+    "x-kubernetes-list-map-keys",
 }  # fmt: skip
-"""Of `JSONSchemaProps`, what this schema needs: `$ref`, `anyOf` and `nullable` are not among it."""
+"""Of `JSONSchemaProps`, what this schema needs: `$ref` and `anyOf` are not among it."""
 TYPES = {"object", "array", "string", "integer", "number", "boolean"}
+
+
+ANYTHING = {"nullable": True, "x-kubernetes-preserve-unknown-fields": True}
+"""What the user puts there, null included."""
 
 
 def walk(schema: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
@@ -28,7 +33,7 @@ def walk(schema: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str
         yield from walk(child, f"{path}.{name}".lstrip("."))
     if "items" in schema:
         yield from walk(schema["items"], f"{path}[]")
-    if isinstance(schema.get("additionalProperties"), dict):
+    if schema.get("additionalProperties") not in (None, ANYTHING):
         yield from walk(schema["additionalProperties"], f"{path}.*")
 
 
@@ -44,7 +49,7 @@ def test_every_place_is_structural(path: str) -> None:
     assert not ("properties" in node and "additionalProperties" in node)
     assert ("items" in node) == (node["type"] == "array")
     if node["type"] == "object":
-        kinds = ("properties", "additionalProperties", "x-kubernetes-preserve-unknown-fields")
+        kinds = ("properties", "additionalProperties")
         assert path == "metadata" or sum(kind in node for kind in kinds) == 1
     assert set(node.get("required", [])) <= set(node.get("properties", {}))
     for bound in ("exclusiveMinimum", "exclusiveMaximum"):
@@ -75,7 +80,7 @@ def test_the_default_of_a_block_with_rules_is_written_out() -> None:
     """The API server refuses a CRD whose default breaks a rule, and looks before it fills in nested defaults."""
     assert NODES["spec.algorithm.clip"]["default"] == {"low": 0.2, "high": 0.2}
     assert NODES["spec.rollout"]["default"] == {}
-    for path in RULES:
+    for path in CHECKS:
         scalars = [name for name, node in NODES[path].get("properties", {}).items() if "default" in node]
         if "default" in NODES[path]:
             assert set(NODES[path]["default"]) == {n for n in scalars if "properties" not in NODES[f"{path}.{n}"]}
@@ -99,6 +104,7 @@ def test_the_defaults_are_those_of_the_models() -> None:
     del by_model["adapter"]["lora"]
     for reward in by_model["environment"]["rewards"]:
         del reward["arguments"]
+    del by_model["placement"]["nodeSelector"]
     assert filled == by_model
 
 
@@ -121,8 +127,8 @@ def test_every_field_of_the_manifest_is_in_the_schema() -> None:
 
 
 def test_rules_and_list_types_stand_where_they_are_meant_to() -> None:
-    for path in RULES:
-        assert len(NODES[path]["x-kubernetes-validations"]) == len(RULES[path])
+    for path in {**CHECKS, **TRANSITIONS}:
+        assert len(NODES[path]["x-kubernetes-validations"]) == len(rules_at(path))
     for path in LIST_TYPES:
         assert NODES[path]["type"] == "array"
     assert all("x-kubernetes-list-type" in node for node in NODES.values() if node["type"] == "array")
@@ -134,7 +140,31 @@ def test_the_object_has_its_names_and_a_status_of_its_own() -> None:
     assert crd["spec"]["names"]["shortNames"] == ["orun"]
     (version,) = crd["spec"]["versions"]
     assert version["subresources"] == {"status": {}}
-    assert NODES["status"]["x-kubernetes-preserve-unknown-fields"] is True
+    assert NODES["status.conditions"]["x-kubernetes-list-map-keys"] == ["type"]
+
+
+def test_every_field_of_the_spec_is_immutable_but_those_that_are_meant_to_change() -> None:
+    blocks = set(NODES["spec"]["properties"])
+    assert {path.removeprefix("spec.") for path in TRANSITIONS} == blocks
+    blamed = [rule.field for rule in TRANSITIONS["spec.lifecycle"]]
+    assert set(NODES["spec.lifecycle"]["properties"]) - {field[1:] for field in blamed} == {
+        "suspend",
+        "ttlSecondsAfterFinished",
+    }
+    (queue,) = [rule for rule in TRANSITIONS["spec.lifecycle"] if rule.field == ".queueName"]
+    assert "oldSelf.suspend" in queue.cel
+
+
+def test_an_older_crd_lacks_fields_and_a_newer_one_none() -> None:
+    crd = build_crd()
+    assert crd["metadata"]["annotations"][SCHEMA_HASH] == schema_hash()
+    assert missing_fields(crd) == []
+    schema = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+    schema["properties"]["spec"]["properties"]["model"]["properties"]["later"] = {"type": "string"}
+    assert missing_fields(crd) == []
+    del schema["properties"]["spec"]["properties"]["data"]["properties"]["prompts"]["items"]["properties"]["format"]
+    assert missing_fields(crd) == ["spec.data.prompts[].format"]
+    assert "spec.model.uri" in missing_fields({})
 
 
 def test_the_file_is_the_same_each_time() -> None:

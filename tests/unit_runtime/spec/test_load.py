@@ -161,15 +161,15 @@ FIELDS = [
     ),
     (
         "    uri: builtin://tiny-adder",
-        "    uri: hf://org/name",
-        "run.yaml:7: spec.model.uri: `hf://org/name` is not something Orbit can open here\n"
-        "  fix: allowed: a path, `builtin://`, `file://`",
+        "    uri: az://org/name",
+        "run.yaml:7: spec.model.uri: `az://org/name` is not something Orbit can open here\n"
+        "  fix: allowed: a path, `builtin://`, `file://`, `hf://`, `s3://`, `pvc://`",
     ),
     (
         "    uri: builtin://tiny-adder",
         "    uri: bultin://tiny-adder",
         "run.yaml:7: spec.model.uri: `bultin://tiny-adder` is not something Orbit can open here\n"
-        "  fix: did you mean `builtin://`? allowed: a path, `builtin://`, `file://`",
+        "  fix: did you mean `builtin://`? allowed: a path, `builtin://`, `file://`, `hf://`, `s3://`, `pvc://`",
     ),
     (
         "    uri: builtin://tiny-adder",
@@ -232,7 +232,7 @@ CONTRADICTIONS = [
     (
         "    type: LoRA",
         "    targets: [q_proj, q_proj]",
-        "run.yaml:9: spec.adapter.targets: `q_proj` stands here twice\n  fix: name each target once",
+        "run.yaml:9: spec.adapter.targets[1]: `q_proj` stands here twice\n  fix: name each once",
     ),
     (
         "    groupSize: 8",
@@ -262,7 +262,7 @@ CONTRADICTIONS = [
     (
         "        type: ExactMatch",
         "        type: ExactMatch\n      - {name: correct, type: Math}",
-        "run.yaml:19: spec.environment.rewards[1].name: `correct` is already the name of rewards[0]\n"
+        "run.yaml:19: spec.environment.rewards[1]: `correct` is already the name of rewards[0]\n"
         "  fix: give each reward its own name",
     ),
     (
@@ -293,7 +293,7 @@ CONTRADICTIONS = [
         "    engine: Auto",
         "    sampling: {maxNewTokens: 2048}",
         "run.yaml:20: spec.rollout.sampling.maxNewTokens: 2048 leaves no room for a prompt within "
-        "`model.maxSequenceLength` (2048)\n  fix: lower `maxNewTokens`, or raise `model.maxSequenceLength`",
+        "`spec.model.maxSequenceLength` (2048)\n  fix: lower `maxNewTokens`, or raise `spec.model.maxSequenceLength`",
     ),
 ]
 

@@ -9,7 +9,7 @@ import pytest
 from orbit_runtime.errors import ManifestError
 from orbit_runtime.spec import load_manifest, parse_manifest
 from orbit_runtime.spec.fields import all_fields, find_schema, schema_tree
-from orbit_runtime.spec.generate import main, render_all
+from orbit_runtime.spec.generate import render_all, write_pages
 from orbit_runtime.spec.problems import _HINTS
 from orbit_runtime.spec.reference import render_reference, render_template
 
@@ -18,16 +18,16 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
 
 
 def test_the_generated_files_are_up_to_date() -> None:
-    assert main(["--check"], ROOT) == 0
+    assert write_pages(render_all(), ["--check"], ROOT) == 0
 
 
 def test_check_finds_a_stale_file_and_names_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([], tmp_path) == 0
-    assert main(["--check"], tmp_path) == 0
+    assert write_pages(render_all(), [], tmp_path) == 0
+    assert write_pages(render_all(), ["--check"], tmp_path) == 0
     name = next(iter(render_all()))
     (tmp_path / name).write_text("old")
-    assert main(["--check"], tmp_path) == 1
-    assert f"stale: {name}; run `make crds`" in capsys.readouterr().err
+    assert write_pages(render_all(), ["--check"], tmp_path) == 1
+    assert f"stale: {name}; run `make docs`" in capsys.readouterr().err
     assert (tmp_path / name).read_text() == "old"
 
 
@@ -49,6 +49,8 @@ def test_every_pattern_is_explained_in_words() -> None:
         found = [path] if "pattern" in schema else []
         for name, child in schema.get("properties", {}).items():  # type: ignore[attr-defined]
             found += patterns(child, f"{path}.{name}".lstrip("."))
+        if isinstance(schema.get("additionalProperties"), dict):
+            found += patterns(schema["additionalProperties"], f"{path}.*")  # type: ignore[arg-type]
         return found + (patterns(schema["items"], f"{path}[]") if "items" in schema else [])  # type: ignore[arg-type]
 
     assert set(patterns(schema_tree(), "")) == set(_HINTS)

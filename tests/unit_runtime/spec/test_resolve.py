@@ -95,10 +95,28 @@ def test_decay_steps_that_were_asked_for_are_not_replaced_by_those_of_the_first_
     assert keep_decisions(constant, first) == constant
 
 
+def test_a_model_that_moved_out_of_the_package_keeps_its_precision() -> None:
+    first = resolved("model.uri=builtin://tiny-adder").run.to_manifest()
+    moved = keep_decisions(resolved("model.uri=/copy"), first)
+    assert moved.run.spec.model.precision == "INT4"
+    assert [each.path for each in differences(first, moved.run.to_manifest())] == ["spec.model.uri"]
+    other = keep_decisions(resolved("model.uri=/copy", "model.precision=BF16"), first)
+    assert [each.path for each in differences(first, other.run.to_manifest())] == [
+        "spec.model.uri",
+        "spec.model.precision",
+    ]
+
+
 def test_every_field_is_in_one_of_the_three_sets() -> None:
     without = [field.path for field in all_fields() if field.path not in field_sets()]
     assert without == []
     assert set(field_sets().values()) == {"identity", "layout", "display"}
+
+
+def test_a_relative_folder_of_code_starts_where_the_manifest_is() -> None:
+    found = resolved("environment.code={uri: ../mine}").run.spec.environment
+    assert found.code is not None
+    assert found.code.uri == "/mine"
 
 
 def test_the_sets_are_those_of_the_design() -> None:
@@ -106,11 +124,14 @@ def test_the_sets_are_those_of_the_design() -> None:
         return [path.removeprefix("spec.") for path, owner in field_sets().items() if owner == name]
 
     assert of("layout") == [
+        "model.uri",
+        "data.prompts[].uri",
         "rollout.engine",
         "rollout.maxRunningRequests",
         "training.trainer",
         "training.microBatchTokens",
         "training.attention",
+        *(path for path in of("layout") if path.startswith("placement.")),
     ]
     assert of("display") == [
         "metadata.name",
@@ -121,6 +142,10 @@ def test_the_sets_are_those_of_the_design() -> None:
         "checkpoint.everySteps",
         "checkpoint.keep",
         "storage.uri",
+        "storage.credentialsSecretName",
+        "storage.serviceAccountName",
+        "storage.deletionPolicy",
+        *(path for path in of("display") if path.startswith("lifecycle.")),
         "observability.metricsPort",
         "observability.logLevel",
     ]
@@ -139,6 +164,7 @@ def test_the_sets_are_those_of_the_design() -> None:
         "training.microBatchTokens=64",
         "training.attention=Eager",
         "model.precision=INT4",
+        "data.prompts=[{uri: moved/p.jsonl}]",
         "training.learningRate=0.0001",
     ],
 )
@@ -156,6 +182,7 @@ def test_display_layout_and_defaults_written_out_leave_the_identity_alone(overri
         "data.seed=1",
         "data.limit=9",
         "data.prompts=[{uri: p.jsonl}, {uri: q.jsonl}]",
+        "data.prompts=[{uri: p.jsonl, promptField: question}]",
         "environment.rewards[0].weight=2",
         "environment.rewards[0].arguments={a: 1}",
         "rollout.sampling.stop=[x]",
@@ -171,13 +198,23 @@ def test_what_changes_the_maths_changes_the_identity(override: str) -> None:
 def test_the_digest_is_stable() -> None:
     """It stands in checkpoints: a change here makes every older one unreadable, so it must be meant."""
     run = build("model.uri=/m", "data.prompts[0].uri=/p", "model.precision=INT4")
-    assert identity_digest(run) == "sha256:8835d54dc68cb6e624d8ba6153a12f402ea9345c0fd362b082614170182d3619"
+    assert identity_digest(run) == "sha256:124ac9dc618626b1c4294726e9a86e1bc1c0517039fa80ca244dbf7dd6679b8f"
+
+
+def test_what_a_run_reads_is_part_of_its_identity_and_where_it_lies_is_not() -> None:
+    here, there = build("model.uri=/a/m"), build("model.uri=/b/m")
+    one, two = {"content.model.weights": "sha256:1"}, {"content.model.weights": "sha256:2"}
+    assert identity_digest(here, one) == identity_digest(there, one)
+    assert identity_digest(here, one) != identity_digest(here, two)
+    assert identity_digest(here, one) != identity_digest(here)
 
 
 def test_identity_fields_name_each_field_by_its_path() -> None:
     fields = identity_fields(build("adapter.lora.rank=4"))
     assert fields["spec.adapter.lora.rank"] == 4
-    assert fields["spec.data.prompts[0].uri"] == "p.jsonl"
+    assert fields["spec.data.prompts[0].promptField"] == "prompt"
+    assert "spec.data.prompts[0].uri" not in fields
+    assert "spec.model.uri" not in fields
     assert "spec.training.steps" not in fields
     assert not any(path.startswith("spec.adapter.oft") for path in fields)
 

@@ -1,0 +1,56 @@
+"""What this machine has, without torch: GPUs as the driver names them, and main memory.
+
+Belongs here: asking `nvidia-smi` and the kernel. Does not belong here: judging (`planner`, `doctor`).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+from orbit_runtime.model_info.gpus import GPUCard, find_gpu
+from orbit_runtime.planner import Machine
+
+_QUERY = ["--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+CUDA_SHARE = 0.97
+"""Of the memory that the driver counts, what programs get."""
+
+
+def this_machine() -> Machine:
+    """Its GPUs; without any, the CPU and its memory."""
+    gpus = _gpus()
+    memory = usable_memory()
+    return Machine(gpus[0], len(gpus), memory) if gpus else Machine(None, 0, memory)
+
+
+def usable_memory() -> int | None:
+    """Bytes of main memory, or the control group's limit where that is lower; None where neither can be read."""
+    try:
+        total: int | None = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        total = None
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            limit = int(Path(path).read_text(encoding="ascii"))
+        except (OSError, ValueError):
+            continue
+        return limit if total is None else min(total, limit)
+    return total
+
+
+def _gpus() -> list[GPUCard]:
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return []
+    try:
+        asked = subprocess.run([program, *_QUERY], capture_output=True, text=True, timeout=20, check=True)
+        rows = [line.rpartition(",") for line in asked.stdout.splitlines() if line.strip()]
+        return [find_gpu(name) or _unknown(name.strip(), int(mib)) for name, _, mib in rows]
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return []
+
+
+def _unknown(name: str, mib: int) -> GPUCard:
+    return GPUCard(name, int(mib * 2**20 * CUDA_SHARE), 0.0, (), "nvidia-smi")

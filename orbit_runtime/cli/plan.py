@@ -1,0 +1,134 @@
+"""`orbit plan`: what a run takes on a machine and whether it fits; the same question before `orbit run` trains.
+
+Belongs here: finding the facts of model and machine, and printing. Does not belong here: the arithmetic (`planner`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from orbit_runtime.cli.machine import this_machine
+from orbit_runtime.cli.output import print_json
+from orbit_runtime.errors import EXIT_DONE, ModelError, OrbitError, UnsupportedError, UsageError
+
+if TYPE_CHECKING:
+    from orbit_runtime.model_info.weights import ModelFacts
+    from orbit_runtime.planner import Machine
+    from orbit_runtime.spec import OrbitRun
+
+_UNITS = {"": 1, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_STORES = ("s3", "gs", "az")
+
+
+def run_plan(file: Path, overrides: list[str], *, gpu: str | None, as_json: bool) -> int:
+    """Prints the plan; returns 0, or 78 where the plan itself was asked for as JSON and says no.
+
+    Raises:
+        UnsupportedError: (78) it does not fit, or is not supported; with the number.
+    """
+    from orbit_runtime.planner import check_fits, plan
+    from orbit_runtime.spec import load_manifest
+
+    run = load_manifest(file, overrides)
+    model = find_facts(run, file.resolve().parent)
+    made = plan(run, model, find_machine(run, gpu))
+    if as_json:
+        print_json(made.to_json())
+        return EXIT_DONE if made.fits else UnsupportedError.exit_code
+    from orbit_runtime.cli.plan_table import print_plan
+
+    print_plan(made)
+    check_fits(made)
+    return EXIT_DONE
+
+
+def check_before_run(run: OrbitRun, folder: Path) -> None:
+    """What can be judged on this machine before anything heavy is loaded: whether memory suffices.
+
+    Silent where the planner knows too little about model or machine: the loaders say what is wrong with a model.
+
+    Raises:
+        UnsupportedError: (78) it does not fit.
+    """
+    from orbit_runtime.planner import check_fits, plan
+
+    try:
+        model = find_facts(run, folder)
+        machine = this_machine()
+        made = plan(run, model, replace(machine, num_gpus=min(1, machine.num_gpus)), may_choose=False)
+    except OrbitError:
+        return
+    check_fits(made)
+
+
+def find_facts(run: OrbitRun, folder: Path) -> ModelFacts:
+    """Facts of the manifest's model: its own headers, local or in a store, or a shipped card.
+
+    Args:
+        folder: the manifest's; a relative path of the model starts there.
+
+    Raises:
+        ModelError: there are no facts here, or the files are broken.
+    """
+    uri = run.spec.model.uri
+    scheme, separator, rest = uri.partition("://")
+    if scheme == "builtin" and separator:
+        from orbit_runtime.model_info.builtin_models import builtin_folder
+        from orbit_runtime.model_info.checkpoint import folder_facts
+
+        return folder_facts(builtin_folder(rest, run.spec.model.precision))
+    if not separator or scheme == "file":
+        from orbit_runtime.model_info.checkpoint import folder_facts
+        from orbit_runtime.spec.resolve import absolute_uri
+
+        return folder_facts(Path(rest if separator else absolute_uri(uri, folder)))
+    if scheme in _STORES:
+        from orbit_runtime.model_info.checkpoint import store_facts
+        from orbit_runtime.storage import open_store
+
+        return store_facts(open_store(uri, writable=False))
+    from orbit_runtime.model_info.cards import find_card_facts, repositories
+
+    facts = find_card_facts(uri)
+    if facts is None:
+        raise ModelError(
+            f"nothing is known here about {uri}",
+            where="spec.model.uri",
+            fix="plan where the files are, with their path or an s3:// address; shipped cards: "
+            + ", ".join(sorted(repositories())),
+        )
+    return facts
+
+
+def find_machine(run: OrbitRun, gpu: str | None) -> Machine:
+    """The machine that `--gpu` or `placement.gpuProduct` names, with the manifest's number of GPUs; else this one."""
+    from orbit_runtime.model_info.gpus import CARDS, find_gpu
+    from orbit_runtime.planner import Machine
+
+    placement = run.spec.placement
+    name = gpu or placement.gpu_product
+    if name is None or (gpu is None and placement.gpus == 0):
+        return this_machine()
+    card = find_gpu(name)
+    if card is None:
+        raise UsageError(
+            f"`{name}` is no GPU that the planner knows",
+            where="--gpu" if gpu else "spec.placement.gpuProduct",
+            fix=f"name one of {', '.join(each.name for each in CARDS)}",
+        )
+    return Machine(
+        card,
+        max(1, placement.gpus),
+        host_bytes=parse_quantity(placement.resources.memory),
+        disk_bytes=parse_quantity(placement.model_cache.size_limit),
+    )
+
+
+def parse_quantity(text: str | None) -> int | None:
+    """Bytes as Kubernetes writes them: `1Ti` is 2**40."""
+    if text is None:
+        return None
+    digits = text.rstrip("KMGTki")
+    return int(digits) * _UNITS[text[len(digits) :]]

@@ -1,0 +1,127 @@
+"""A plan for people: a table of parts by phase, a stacked bar for each phase, and what follows from it.
+
+Belongs here: layout and words. Does not belong here: any number that the plan does not hold.
+"""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from orbit_runtime.planner import Plan
+from orbit_runtime.planner.parts import PHASES, Phase
+
+BAR_WIDTH = 64
+GROUPS = (
+    # (what, the parts it holds by how their names begin, colour, letter where there is no colour)
+    ("base", ("base",), "blue", "B"),
+    ("adapter", ("adapter", "optimizer", "gradients"), "green", "A"),
+    ("KV cache", ("KV cache",), "yellow", "K"),
+    ("activations", ("activations", "layer", "logits", "dequantisation", "engine workspace"), "magenta", "X"),
+    ("runtime", ("runtime", "CUDA graphs", "reserve", "loading"), "bright_black", "R"),
+)
+GIB, MIB = 2**30, 2**20
+
+
+def print_plan(made: Plan, console: Console | None = None) -> None:
+    """Everything that a person asks for, on standard output."""
+    console = console or Console(highlight=False, soft_wrap=True)
+    for line in _head(made):
+        console.print(line, markup=False)
+    console.print()
+    console.print(_table(made))
+    for phase in PHASES:
+        console.print(_bar(made, phase, colour=console.color_system is not None))
+    console.print(_legend(colour=console.color_system is not None))
+    console.print()
+    for line in _tail(made):
+        console.print(line, markup=False)
+
+
+def _head(made: Plan) -> list[str]:
+    size = made.adapter
+    experts = f", {size.experts / 1e6:,.1f} M of them with routed experts" if size.experts else ""
+    copies = "one copy of the base" if made.base_copies == "Shared" else "two copies of the base"
+    lines = [
+        f"{made.run}: {made.model} ({made.precision}) on {made.machine}; facts: {made.source}",
+        f"trainer {made.trainer}, engine {made.engine}, {copies}, micro-batch of {made.micro_batch_tokens:,} tokens",
+        f"adapter: {size.total / 1e6:,.1f} M parameters in {size.num_layers} layers{experts}",
+    ]
+    if made.layout.num_gpus > 1:
+        lines.insert(2, f"layout: {made.layout.text()} (tensor, expert, pipeline, context, data)")
+    return lines
+
+
+def _unit(made: Plan) -> tuple[str, int]:
+    return ("GiB", GIB) if max(made.total(phase) for phase in PHASES) >= 4 * GIB else ("MiB", MIB)
+
+
+def _table(made: Plan) -> Table:
+    name, unit = _unit(made)
+    device = "a GPU" if made.machine != "the CPU" else "of memory"
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column(f"{name} {device}")
+    for phase in PHASES:
+        table.add_column(phase, justify="right", min_width=9)
+    parts = list(dict.fromkeys(part for phase in PHASES for part in made.phases[phase]))
+    order = [start for _, starts, _, _ in GROUPS for start in starts]
+    for part in sorted(parts, key=lambda each: next((i for i, s in enumerate(order) if each.startswith(s)), 99)):
+        table.add_row(part, *(_cell(made.phases[phase].get(part), unit) for phase in PHASES))
+    table.add_row("total", *(_cell(made.total(phase), unit) for phase in PHASES), style="bold")
+    if made.capacity is not None:
+        table.add_row("there is", *(_cell(made.capacity, unit) for _ in PHASES))
+    return table
+
+
+def _cell(size: int | None, unit: int) -> str:
+    return "" if size is None else f"{size / unit:,.2f}"
+
+
+def _bar(made: Plan, phase: Phase, *, colour: bool) -> Text:
+    """As wide as the device; what goes beyond it is marked."""
+    totals = [made.total(each) for each in PHASES]
+    full = max(made.capacity or 0, *totals) if made.capacity and made.total(made.binding) > made.capacity else (
+        made.capacity or max(totals)
+    )  # fmt: skip
+    text, drawn, sofar = Text(f"{phase:8}|"), 0, 0.0
+    for _, starts, shade, letter in GROUPS:
+        sofar += sum(size for part, size in made.phases[phase].items() if part.startswith(starts))
+        cells = round(sofar / full * BAR_WIDTH) - drawn
+        text.append(("█" if colour else letter) * cells, style=shade if colour else "")
+        drawn += cells
+    edge = round((made.capacity or full) / full * BAR_WIDTH)
+    text.append(" " * max(0, edge - drawn) + "|" if drawn <= edge else "")
+    if made.capacity:
+        over = made.total(phase) > made.capacity
+        text.append(f" {made.total(phase) / made.capacity:.0%}", style="red" if over and colour else "")
+    return text
+
+
+def _legend(*, colour: bool) -> Text:
+    text = Text(" " * 9)
+    for what, _, shade, letter in GROUPS:
+        text.append(f"{'█' if colour else letter} {what}  ", style=shade if colour else "")
+    return text
+
+
+def _tail(made: Plan) -> list[str]:
+    minutes = made.download_seconds / 60
+    took = f"{minutes:.0f} min" if minutes >= 2 else f"{made.download_seconds:.0f} s"
+    per = "a replica" if made.layout.data > 1 else "in all"
+    lines = [
+        f"KV cache: {made.kv_tokens:,} tokens, {made.kv_sequences} completions of full length {per}",
+        f"main memory {_size(made.host_bytes)}, disk {_size(made.disk_bytes)}, "
+        f"files {_size(made.download_bytes)}: {took} at 1 GB/s",
+    ]
+    if made.capacity:
+        left = made.capacity - made.total(made.binding)
+        lines.append(f"tightest: {made.binding}, {_size(left) + ' left' if left >= 0 else _size(-left) + ' too much'}")
+    lines += [f"note: {note}" for note in made.notes]
+    if made.fits:
+        lines.append("fits" if made.support.state == "works" else "fits, but this version cannot run it yet")
+    return lines
+
+
+def _size(count: int) -> str:
+    return f"{count / GIB:,.1f} GiB" if count >= GIB else f"{count / MIB:,.1f} MiB"

@@ -1,0 +1,69 @@
+"""What a run reads, by digest: files may move, their content may not change under a run.
+
+Belongs here: naming that content, the names that the first start gave it, and refusing another content on resume.
+Does not belong here: settings of the manifest (`resume`), reading files (`data`, `policy`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from orbit_runtime.data.prompts import PromptTable
+from orbit_runtime.errors import OutputError
+from orbit_runtime.model_info.content import file_digests
+from orbit_runtime.spec import Resolved
+
+PREFIX = "content."
+"""Of every name; with it they stand in `run.json` beside the identity fields of the manifest."""
+
+WEIGHTS = f"{PREFIX}model.weights"
+
+
+@dataclass(frozen=True)
+class Names:
+    """What the first start called its inputs. They stand in prompt ids and in published files, so they stay."""
+
+    model: str
+    prompts: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"model": self.model, "prompts": list(self.prompts)}
+
+
+def resolve_names(resolved: Resolved, before: Mapping[str, Any] | None) -> Names:
+    """Those of `run.json`, or at the first start the manifest's."""
+    kept = (before or {}).get("names")
+    if kept:
+        return Names(str(kept["model"]), tuple(map(str, kept["prompts"])))
+    spec = resolved.run.spec
+    return Names(spec.model.uri, tuple(Path(each.uri.split("://", 1)[-1]).stem for each in spec.data.prompts))
+
+
+def content_digests(folder: Path, table: PromptTable, base_digest: str) -> dict[str, str]:
+    """Name → digest of the model and of every prompts file, e.g. `content.model.config.json`."""
+    digests = {f"{PREFIX}model.{name}": digest for name, digest in file_digests(folder).items()}
+    return (
+        {WEIGHTS: base_digest}
+        | digests
+        | {f"{PREFIX}data.prompts[{index}]": digest for index, digest in enumerate(table.file_digests)}
+    )
+
+
+def check_content(uri: str, before: Mapping[str, Any], now: Mapping[str, str]) -> None:
+    """Raises OutputError (73) naming everything that differs from what the run in `run.json` read."""
+    then = {path: value for path, value in before.get("identity", {}).items() if path.startswith(PREFIX)}
+    changed = [path for path in sorted({*then, *now}) if then.get(path) != now.get(path)]
+    if changed:
+        lines = "".join(f"\n  {path}: {_short(then.get(path))} then, {_short(now.get(path))} now" for path in changed)
+        raise OutputError(
+            f"the model or the prompts are not those that the run in this folder started with:{lines}",
+            where=uri,
+            fix="restore those files to continue it, or choose another --out for a new run",
+        )
+
+
+def _short(digest: str | None) -> str:
+    return "not there" if digest is None else f"{digest[:19]}…"

@@ -1,0 +1,178 @@
+"""Facts of a checkpoint from its own files: config.json and the headers of its safetensors files, nothing else.
+
+Belongs here: a local folder, and an object store by range reads. Does not belong here: tensors' values, shipped cards.
+
+The headers say what is stored; the family only gives names and roles. What a family does not know is counted as it is.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from orbit_runtime.errors import ModelError
+from orbit_runtime.model_info.families import describe
+from orbit_runtime.model_info.headers import MAX_HEADER_BYTES, TensorInfo, parse_header, read_folder
+from orbit_runtime.model_info.stored import ENDINGS
+from orbit_runtime.model_info.weights import EXPERT, ModelFacts, StoredWeight, Weight
+from orbit_runtime.storage import NotFound, Store
+
+FIRST_READ = 1 << 20
+"""Most headers are smaller: one request reads length and header."""
+_EXPERT_NUMBER = re.compile(r"\.experts\.\d+\.")
+
+
+@dataclass
+class _Found:
+    """What the headers hold of one weight."""
+
+    num_bytes: int = 0
+    endings: dict[str, str] | None = None
+    """Ending → dtype."""
+
+
+def folder_facts(folder: Path) -> ModelFacts:
+    """Facts of a model folder. Raises `ModelError` for one that is incomplete, or of a family that is not known."""
+    tensors = {name: info for name, (_, info) in read_folder(folder).items()}
+    return _facts(_read_config(folder / "config.json"), tensors, name=folder.name, source=f"headers in {folder}")
+
+
+def store_facts(store: Store) -> ModelFacts:
+    """Facts of a model below a store's URI, by range reads of its headers."""
+    names = _shards(store)
+    tensors: dict[str, TensorInfo] = {}
+    for name in names:
+        tensors.update(_read_header(store, name))
+    config = _parse(store.get("config.json"), f"{store.uri}/config.json")
+    return _facts(config, tensors, name=store.uri, source=f"headers in {store.uri}")
+
+
+def _shards(store: Store) -> list[str]:
+    try:
+        index = _parse(store.get("model.safetensors.index.json"), f"{store.uri}/model.safetensors.index.json")
+    except NotFound:
+        if not store.exists("model.safetensors"):
+            raise ModelError(
+                "there is neither model.safetensors nor model.safetensors.index.json",
+                where=store.uri,
+                fix="point spec.model.uri at a Hugging Face model folder with safetensors weights",
+            ) from None
+        return ["model.safetensors"]
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, Mapping) or not all(isinstance(each, str) for each in weight_map.values()):
+        raise ModelError("the index does not parse", where=store.uri, fix="upload the model again")
+    return sorted(set(weight_map.values()))
+
+
+def _read_header(store: Store, name: str) -> Mapping[str, TensorInfo]:
+    try:
+        size = store.size(name)
+        start = store.get_range(name, 0, min(size, FIRST_READ))
+        length = 8 + int.from_bytes(start[:8], "little")
+        if len(start) < length <= min(size, MAX_HEADER_BYTES):
+            start += store.get_range(name, len(start), length)
+    except NotFound:
+        raise ModelError(f"the shard {name} is missing", where=store.uri, fix="upload the model again") from None
+    return parse_header(start, size=size, where=f"{store.uri}/{name}").tensors
+
+
+def _read_config(path: Path) -> Mapping[str, Any]:
+    try:
+        return _parse(path.read_bytes(), str(path))
+    except OSError as error:
+        raise ModelError(
+            f"the configuration cannot be read: {error.strerror}", where=str(path), fix="download the model again"
+        ) from None
+
+
+def _parse(data: bytes, where: str) -> Mapping[str, Any]:
+    try:
+        value = json.loads(data)
+    except ValueError as error:
+        raise ModelError(f"not JSON: {error}", where=where, fix="download the model again") from None
+    if not isinstance(value, dict):
+        raise ModelError("not a JSON object", where=where, fix="download the model again")
+    return value
+
+
+def _facts(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], *, name: str, source: str) -> ModelFacts:
+    architecture = describe(config, where=f"{name}/config.json")
+    expected = {weight.module: weight for weight in architecture.weights}
+    found: dict[str, _Found] = {}
+    unknown: dict[str, int] = {}
+    for tensor, info in tensors.items():
+        module, ending = _module_of(tensor, expected)
+        if module is None:
+            unknown[tensor] = info.num_bytes
+            continue
+        entry = found.setdefault(module, _Found(endings={}))
+        entry.num_bytes += info.num_bytes
+        assert entry.endings is not None
+        entry.endings[ending] = info.dtype
+    missing = [w.name for w in architecture.weights if w.module not in found and not _may_be_missing(w)]
+    if missing:
+        raise ModelError(
+            f"the checkpoint lacks {len(missing)} weights of a {architecture.family}, such as {missing[0]}",
+            where=name,
+            fix="config.json and the weights are of two models, or files are missing: copy the model again",
+        )
+    stored = [StoredWeight(expected[module], each.num_bytes, _format(each)) for module, each in found.items()]
+    stored += [StoredWeight(_unknown_weight(tensor), size, "BF16") for tensor, size in unknown.items()]
+    return ModelFacts(
+        name=name,
+        source=source,
+        precision=_precision(stored),
+        architecture=replace(architecture, weights=tuple(each.weight for each in stored)),
+        weights=tuple(stored),
+        checkpoint_bytes=sum(info.num_bytes for info in tensors.values()),
+        unknown=tuple(sorted(unknown)),
+    )
+
+
+def _module_of(tensor: str, expected: Mapping[str, Weight]) -> tuple[str | None, str]:
+    general = _EXPERT_NUMBER.sub(f".experts.{EXPERT}.", tensor)
+    if general in expected:
+        return general, ""
+    for ending in ENDINGS:
+        if general.endswith(ending) and general.removesuffix(ending) in expected:
+            return general.removesuffix(ending), ending
+    return None, ""
+
+
+def _may_be_missing(weight: Weight) -> bool:
+    """Conversions leave out the layers that only speculative decoding uses, and the tower of a text model."""
+    return weight.role in ("mtp", "vision")
+
+
+def _format(found: _Found) -> str:
+    """By what the headers hold, not by what a configuration says."""
+    endings = found.endings or {}
+    kinds = set(endings.values())
+    if "_blocks" in endings:
+        return "MXFP4"
+    if ".qweight" in endings:
+        return "INT4"
+    if ".weight_packed" in endings and endings[".weight_packed"] == "I32":
+        return "INT4"
+    if kinds & {"U8", "I8", "F4"}:
+        # E2M1 codes: scales of E4M3 make it NVFP4, of E8M0 (or plain bytes) MXFP4.
+        return "NVFP4" if "F8_E4M3" in kinds else "MXFP4"
+    return "FP8" if "F8_E4M3" in kinds else "BF16"
+
+
+def _precision(stored: list[StoredWeight]) -> str:
+    """Of the routed experts; of a dense model, of most bytes of its linears."""
+    linears = [each for each in stored if each.weight.is_linear and each.weight.role not in ("head", "mtp", "vision")]
+    experts = [each for each in linears if each.weight.role == "routed_expert"]
+    totals: dict[str, int] = {}
+    for each in experts or linears:
+        totals[each.format] = totals.get(each.format, 0) + each.weight.num_parameters
+    return max(totals, key=lambda name: totals[name]) if totals else "BF16"
+
+
+def _unknown_weight(tensor: str) -> Weight:
+    return Weight(tensor, (), "other", is_split=False)

@@ -1,0 +1,45 @@
+"""Model families: a Hugging Face configuration → every weight, default adapter targets, size of the KV cache.
+
+Belongs here: one file per family, and the table. Does not belong here: formats (`stored`), cards, torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from orbit_runtime.errors import ModelError
+from orbit_runtime.model_info.families import deepseek_v3, deepseek_v4, glm4_moe, gpt_oss, kimi, llama, qwen3, qwen3_moe
+from orbit_runtime.model_info.weights import Architecture
+
+Describe = Callable[[Mapping[str, Any]], Architecture]
+
+FAMILIES: dict[str, Describe] = {
+    "qwen3": qwen3.describe,
+    "qwen3_moe": qwen3_moe.describe,
+    "llama": llama.describe,
+    "glm4_moe": glm4_moe.describe,
+    "deepseek_v3": deepseek_v3.describe,
+    "kimi_k2": kimi.describe,
+    "kimi_k25": kimi.describe,
+    "deepseek_v4": deepseek_v4.describe,
+    "gpt_oss": gpt_oss.describe,
+}
+"""By the configuration's `model_type`."""
+
+
+def describe(config: Mapping[str, Any], *, where: str = "config.json") -> Architecture:
+    """Raises `ModelError` for a family that is not in the table, and for a configuration that lacks a field."""
+    kind = config.get("model_type")
+    if kind not in FAMILIES:
+        raise ModelError(
+            f"the planner does not know models of type {kind!r}",
+            where=where,
+            fix=f"it knows {', '.join(FAMILIES)}",
+        )
+    try:
+        return FAMILIES[kind](config)
+    except KeyError as missing:
+        raise ModelError(f"the configuration of a {kind} has no {missing}", where=where) from None
+    except (TypeError, ValueError, ZeroDivisionError) as error:
+        raise ModelError(f"the configuration of this {kind} makes no sense: {error}", where=where) from None

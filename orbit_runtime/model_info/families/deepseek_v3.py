@@ -1,0 +1,69 @@
+"""DeepSeek-V3 and what is built like it: latent attention (MLA), a shared expert, a sigmoid router with a bias.
+
+`kv_b_proj` is not adapted by default: engines fold it into the query and the output while decoding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from orbit_runtime.model_info.families.blocks import (
+    MLP_TARGETS,
+    Config,
+    Place,
+    ends,
+    gated_mlp,
+    layer_norms,
+    mtp_extras,
+    routed_experts,
+    router,
+)  # fmt: skip
+from orbit_runtime.model_info.weights import Architecture, KVCache, Weight
+
+
+def describe(config: Config, prefix: str = "") -> Architecture:
+    layers, at = config["num_hidden_layers"], f"{prefix}model."
+    weights: list[Weight] = [*ends(config, at, f"{prefix}lm_head.")]
+    for layer in range(layers):
+        dense = layer < config["first_k_dense_replace"]
+        weights += _layer(Place(f"{at}layers.{layer}.", layer), config, dense=dense)
+    for extra in range(layers, layers + config.get("num_nextn_predict_layers", 0)):
+        place = Place(f"{at}layers.{extra}.", None, "mtp")
+        weights += [*_layer(place, config, dense=False), *mtp_extras(place, config)]
+    query = ("q_a_proj", "kv_a_proj_with_mqa", "q_b_proj") if config.get("q_lora_rank") else ("q_proj",)
+    targets = (*query, "o_proj", *MLP_TARGETS)
+    latent = config["kv_lora_rank"] + config["qk_rope_head_dim"]
+    return Architecture(
+        "deepseek_v3", config["hidden_size"], layers, config["vocab_size"], config["num_attention_heads"],
+        tuple(weights), KVCache(layers * latent * 2), targets,
+        num_experts=config["n_routed_experts"], experts_per_token=config["num_experts_per_tok"],
+    )  # fmt: skip
+
+
+def _mla(place: Place, config: Config) -> Iterator[Weight]:
+    hidden, heads, latent = config["hidden_size"], config["num_attention_heads"], config["kv_lora_rank"]
+    nope, rope, value = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["v_head_dim"]
+    rank, wide = config.get("q_lora_rank"), heads * (nope + rope)
+    if rank:
+        yield place.linear("self_attn.q_a_proj", rank, hidden, "attention", "self_attn.in", split=False)
+        yield place.plain("self_attn.q_a_layernorm.weight", (rank,))
+        yield place.linear("self_attn.q_b_proj", wide, rank, "attention", "self_attn.q_latent")
+    else:
+        yield place.linear("self_attn.q_proj", wide, hidden, "attention", "self_attn.in")
+    yield place.linear("self_attn.kv_a_proj_with_mqa", latent + rope, hidden, "attention", "self_attn.in", split=False)
+    yield place.plain("self_attn.kv_a_layernorm.weight", (latent,))
+    yield place.linear("self_attn.kv_b_proj", heads * (nope + value), latent, "attention", "self_attn.kv_latent")
+    yield place.linear("self_attn.o_proj", hidden, heads * value, "attention", "self_attn.out")
+
+
+def _layer(place: Place, config: Config, *, dense: bool) -> Iterator[Weight]:
+    hidden, inner, experts = config["hidden_size"], config["moe_intermediate_size"], config["n_routed_experts"]
+    yield from _mla(place, config)
+    yield from layer_norms(place, hidden)
+    if dense:
+        yield from gated_mlp(place, hidden, config["intermediate_size"], "dense_mlp")
+        return
+    yield from router(place, hidden, experts, correction=True)
+    yield from routed_experts(place, hidden, inner, experts)
+    shared = inner * config["n_shared_experts"]
+    yield from gated_mlp(place, hidden, shared, "shared_expert", name="mlp.shared_experts")

@@ -1,0 +1,12 @@
+"""Whether a run fits and what it takes, before a GPU is taken: bytes per device by part and phase, layout, support.
+
+Belongs here: arithmetic over facts that callers hand in. Pure: no torch, no files, no clock, no network.
+Does not belong here: finding the facts (`model_info`), printing (`cli`).
+"""
+
+from __future__ import annotations
+
+from orbit_runtime.planner.job import Machine
+from orbit_runtime.planner.plan import Plan, Problem, check_fits, plan
+
+__all__ = ["Machine", "Plan", "Problem", "check_fits", "plan"]

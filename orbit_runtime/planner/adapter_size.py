@@ -1,0 +1,121 @@
+"""How many parameters an adapter has, before anything is allocated.
+
+LoRA of a linear: `r (in + out)`. OFT of a distinct input: `in (b - 1) / 2`; projections that share an input share it.
+Experts of a layer: `PerExpert` each its own; `Shared` one for all; `SharedOuter` one for the side that faces the hidden
+state (LoRA: A of gate and up, B of down; OFT: the input of gate and up) and one each for the inner side; `None` none.
+
+Belongs here: counting. Does not belong here: bytes (`parts`), the adapters themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+from orbit_runtime.errors import ManifestError
+from orbit_runtime.model_info.weights import Architecture, Weight
+from orbit_runtime.planner.job import Job
+
+LEFT_OUT = ("mtp", "vision")
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterSize:
+    """Parameters of the adapter; `experts` is the part that stands with routed experts."""
+
+    dense: int
+    experts: int
+    rotation_elements: int
+    """OFT: elements of every adapted layer's R, which an engine multiplies by; 0 for LoRA."""
+    num_layers: int
+    """Linears that get one, all experts of a layer together counted once."""
+
+    @property
+    def total(self) -> int:
+        return self.dense + self.experts
+
+
+def adapted_weights(model: Architecture, job: Job) -> list[Weight]:
+    """Raises `ManifestError` for a target that names nothing."""
+    linears = [w for w in model.weights if w.is_linear and w.role not in LEFT_OUT]
+    names = {w.target for w in linears}
+    for index, target in enumerate(job.targets):
+        if not any(_names(target, w) for w in linears):
+            near = get_close_matches(target, names, n=1)
+            raise ManifestError(
+                f"`{target}` matches no linear layer of a {model.family} model",
+                where=f"spec.adapter.targets[{index}]",
+                fix=(f"did you mean `{near[0]}`? " if near else "")
+                + f"This family's usual targets: [{', '.join(model.default_targets)}]",
+            )
+    chosen = [w for w in linears if any(_names(target, w) for target in job.targets)]
+    return [w for w in chosen if w.role != "routed_expert" or job.experts != "None"]
+
+
+def adapter_size(model: Architecture, job: Job) -> AdapterSize:
+    """Raises `ManifestError` also for a rank or block size that a layer cannot have."""
+    weights = adapted_weights(model, job)
+    _check_sizes(weights, job)
+    dense = [w for w in weights if w.role != "routed_expert"]
+    experts = [w for w in weights if w.role == "routed_expert"]
+    if job.adapter == "LoRA":
+        count = sum(job.rank * sum(w.shape) for w in dense)
+        return AdapterSize(count, sum(_lora_experts(w, model, job) for w in experts), 0, len(weights))
+    each = (job.rank - 1) / 2
+    dense_inputs = _inputs(dense)
+    expert_inputs = [(w, _copies(w, model, job)) for w in _inputs(experts)]
+    turned = sum(w.shape[-1] for w in dense) + sum(w.shape[-1] * _copies(w, model, job) for w in experts)
+    return AdapterSize(
+        int(sum(w.shape[-1] for w in dense_inputs) * each),
+        int(sum(w.shape[-1] * copies for w, copies in expert_inputs) * each),
+        turned * job.rank,
+        len(weights),
+    )
+
+
+def _names(target: str, weight: Weight) -> bool:
+    return target == weight.target or weight.module.endswith(f".{target}")
+
+
+def _check_sizes(weights: list[Weight], job: Job) -> None:
+    for weight in weights:
+        out, into = weight.shape
+        if job.adapter == "LoRA" and job.rank > min(out, into):
+            raise ManifestError(
+                f"rank {job.rank} is more than {weight.module} has, which is [{out}, {into}]",
+                where="spec.adapter.lora.rank",
+                fix=f"write at most {min(out, into)}, or leave the module out of spec.adapter.targets",
+            )
+        if job.adapter == "OFT" and into % job.rank:
+            raise ManifestError(
+                f"blocks of {job.rank} do not divide the {into} input features of {weight.module}",
+                where="spec.adapter.oft.blockSize",
+                fix=f"write a divisor of {into}, or leave the module out of spec.adapter.targets",
+            )
+
+
+def _faces_outside(weight: Weight, model: Architecture) -> bool:
+    """Whether it reads the hidden state: gate and up."""
+    return weight.input.endswith(".in") and weight.shape[-1] == model.hidden_size
+
+
+def _lora_experts(weight: Weight, model: Architecture, job: Job) -> int:
+    out, into = weight.shape
+    if job.experts == "Shared":
+        return job.rank * (out + into)
+    if job.experts == "PerExpert":
+        return job.rank * (out + into) * weight.count
+    outer, inner = (into, out) if _faces_outside(weight, model) else (out, into)
+    return job.rank * (outer + inner * weight.count)
+
+
+def _copies(weight: Weight, model: Architecture, job: Job) -> int:
+    """OFT: how many R an input of a layer's experts has."""
+    shared = job.experts == "Shared" or (job.experts == "SharedOuter" and _faces_outside(weight, model))
+    return 1 if shared else weight.count
+
+
+def _inputs(weights: list[Weight]) -> Iterator[Weight]:
+    """One weight for each distinct input."""
+    return iter({w.input: w for w in weights}.values())

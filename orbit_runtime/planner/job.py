@@ -1,0 +1,107 @@
+"""What of a manifest and a machine memory depends on.
+
+Belongs here: reading those fields, with `Auto` of trainer and engine decided for the machine.
+Does not belong here: arithmetic (`parts`), or whether anything is supported (`support`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from orbit_runtime.model_info.gpus import GPUCard
+from orbit_runtime.spec import OrbitRun
+
+ExpertLayout = Literal["SharedOuter", "Shared", "PerExpert", "None"]
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Example: eight B200 with 2 TiB of main memory: `Machine(card, 8, 2 * 2**40)`."""
+
+    gpu: GPUCard | None
+    """None: everything runs on the CPU, in main memory."""
+    num_gpus: int = 0
+    host_bytes: int | None = None
+    disk_bytes: int | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.num_gpus} x {self.gpu.name}" if self.gpu else "the CPU"
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Parallel sizes as the manifest has them; None: to be chosen."""
+
+    tensor: int | None = None
+    expert: int | None = None
+    pipeline: int | None = None
+    context: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """The manifest's part in it."""
+
+    trainer: str
+    engine: str
+    precision: str
+    adapter: Literal["LoRA", "OFT"]
+    rank: int
+    """LoRA's rank or OFT's block size."""
+    targets: tuple[str, ...]
+    experts: ExpertLayout
+    max_sequence: int
+    running: int
+    """Completions sampled at the same time, at most."""
+    micro_batch_tokens: int
+    is_micro_batch_fixed: bool
+    """The manifest says it; else the planner may lower it."""
+    step_tokens: int
+    """Tokens of a whole step at full length: a micro-batch never holds more."""
+    asked: Asked
+    copies: Literal["Auto", "Shared", "Two"]
+    is_split: bool
+    """Trainer and engine each have half of the GPUs."""
+    kept_checkpoints: int
+
+    @property
+    def in_process(self) -> bool:
+        """Trainer and engine are one process, hence one base."""
+        return self.engine == "Torch"
+
+
+def build_job(run: OrbitRun, machine: Machine, *, may_choose: bool = True) -> Job:
+    """`Auto`: torch for both on the CPU and on one GPU, Megatron and SGLang on several.
+
+    Args:
+        may_choose: a micro-batch that the manifest leaves at its default may be made smaller.
+    """
+    spec = run.spec
+    training, adapter, placement = spec.training, spec.adapter, spec.placement
+    several = machine.num_gpus > 1
+    parallel = training.parallel
+    samples = training.prompts_per_step * spec.algorithm.group_size
+    return Job(
+        trainer=_decide(training.trainer, "Megatron" if several else "Torch"),
+        engine=_decide(spec.rollout.engine, "SGLang" if several else "Torch"),
+        precision=spec.model.precision,
+        adapter=adapter.type,
+        rank=adapter.lora.rank if adapter.lora else adapter.oft.block_size if adapter.oft else 0,
+        targets=tuple(adapter.targets),
+        experts=adapter.expert_layout,
+        max_sequence=spec.model.max_sequence_length,
+        running=min(spec.rollout.max_running_requests, samples),
+        micro_batch_tokens=training.micro_batch_tokens,
+        is_micro_batch_fixed=not may_choose or "micro_batch_tokens" in training.model_fields_set,
+        step_tokens=samples * spec.model.max_sequence_length,
+        asked=Asked(parallel.tensor, parallel.expert, parallel.pipeline, parallel.context),
+        copies=placement.base_copies,
+        is_split=placement.layout == "Split" and several,
+        kept_checkpoints=spec.checkpoint.keep,
+    )
+
+
+def _decide(asked: str, chosen: str) -> str:
+    return chosen if asked == "Auto" else asked

@@ -1,0 +1,291 @@
+"""Bytes on one device, part by part and phase by phase, for one layout.
+
+Belongs here: the arithmetic. Does not belong here: choosing a layout (`search`), constants (`assumptions`).
+
+Parts are named for people: the same words stand in the table, in `--json` and in messages.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from orbit_runtime.model_info.weights import ModelFacts, Role, StoredWeight
+from orbit_runtime.planner import assumptions as known
+from orbit_runtime.planner.adapter_size import AdapterSize
+from orbit_runtime.planner.job import Job, Machine
+from orbit_runtime.planner.layout import Layout
+
+Phase = Literal["load", "rollout", "train", "publish"]
+PHASES: tuple[Phase, ...] = ("load", "rollout", "train", "publish")
+Copies = Literal["Shared", "Two"]
+Parts = dict[str, int]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Everything that decides how much a device holds."""
+
+    model: ModelFacts
+    job: Job
+    machine: Machine
+    adapter: AdapterSize
+    layout: Layout
+    copies: Copies
+    micro_batch_tokens: int
+
+    @property
+    def compute_bytes(self) -> int:
+        """Of one number in a pass: fp32 on the CPU, BF16 on a GPU."""
+        return 2 if self.machine.gpu else 4
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Parts by phase, and what the KV cache was asked to hold."""
+
+    phases: dict[Phase, Parts]
+    kv_bytes_per_sequence: int
+    """On this device, at full length."""
+    running: int
+    """Sequences that this device's replica would hold at most."""
+
+    def total(self, phase: Phase) -> int:
+        return sum(self.phases[phase].values())
+
+
+def size_parts(setting: Setting) -> Sizes:
+    """Bytes on the fullest device."""
+    train = _base(setting, "trainer")
+    rollout = _base(setting, "engine")
+    if setting.job.is_split:
+        resident = train
+    elif setting.copies == "Shared":
+        # The one copy is the engine's: it holds what the trainer does not need as well.
+        train, resident = rollout, rollout
+    else:
+        train = rollout = resident = {**train, **rollout}
+    trainer, engine = _runtime(setting, "trainer"), _runtime(setting, "engine")
+    both = trainer if setting.job.in_process else {**trainer, **engine}
+    optimizer = _optimizer(setting)
+    slots = _slots(setting)
+    per_sequence, running = _kv(setting)
+    alone = setting.job.is_split
+    phases: dict[Phase, Parts] = {
+        "load": {**(train if alone else resident), **both, "loading buffer": _loading(setting)},
+        "rollout": {
+            **rollout,
+            **(engine if alone else {**both, **optimizer}),
+            "adapter slots": slots,
+            "KV cache": per_sequence * running,
+            **_engine_work(setting),
+        },
+        "train": {
+            **train,
+            **(trainer if alone else {**both, "adapter slots": slots // known.ADAPTER_SLOTS}),
+            **optimizer,
+            **_training(setting),
+        },
+        "publish": {
+            **train,
+            **(trainer if alone else {**both, "adapter slots": slots}),
+            **optimizer,
+            "adapter export": _exported(setting) * 2,
+        },
+    }
+    named = {phase: {name: size for name, size in parts.items() if size} for phase, parts in phases.items()}
+    return Sizes(named, per_sequence, running)
+
+
+# --- base ---
+
+
+def _base(setting: Setting, side: Literal["trainer", "engine"]) -> Parts:
+    """One copy. `replicated` is what tensor parallelism leaves whole: routers, norms, low-rank down-projections."""
+    layout = setting.layout
+    even = whole = 0.0
+    for stored in base_weights(setting.model, side):
+        weight, size = stored.weight, _resident_bytes(stored, setting) / layout.pipeline
+        if weight.role == "routed_expert":
+            even += size / layout.expert
+            continue
+        ways = _ways(stored, setting)
+        even += size / layout.tensor
+        whole += size / ways - size / layout.tensor
+    named = "base" if setting.copies == "Shared" or setting.job.is_split else f"base ({side})"
+    return {named: math.ceil(even), f"{named}, replicated": math.ceil(whole)}
+
+
+def base_weights(model: ModelFacts, side: Literal["trainer", "engine"]) -> Iterator[StoredWeight]:
+    """What a side loads: neither needs MTP layers, and the trainer no vision tower."""
+    left_out: tuple[Role, ...] = ("mtp", "vision") if side == "trainer" else ("mtp",)
+    return (stored for stored in model.weights if stored.weight.role not in left_out)
+
+
+def _resident_bytes(stored: StoredWeight, setting: Setting) -> int:
+    """Our own loader keeps norms and other small parameters in the compute dtype."""
+    small = not stored.weight.is_linear and stored.weight.role != "embedding"
+    is_bias = stored.weight.name.endswith(".bias")
+    if setting.job.trainer == "Torch" and small and not is_bias:
+        return stored.weight.num_parameters * setting.compute_bytes
+    return stored.num_bytes
+
+
+def _ways(stored: StoredWeight, setting: Setting) -> int:
+    weight, tensor = stored.weight, setting.layout.tensor
+    if not weight.is_split:
+        return 1
+    if weight.target in ("k_proj", "v_proj"):
+        return min(tensor, setting.model.architecture.kv.heads)
+    return tensor
+
+
+def _loading(setting: Setting) -> int:
+    """Tensors go to the device one at a time, a layer's experts apart."""
+    return max(stored.num_bytes // stored.weight.count for stored in setting.model.weights)
+
+
+# --- adapter ---
+
+
+def _optimizer(setting: Setting) -> Parts:
+    size, layout = setting.adapter, setting.layout
+    if setting.job.trainer == "Torch":
+        return {"adapter": size.total * known.MASTER_BYTES, "optimizer": size.total * known.MOMENT_BYTES}
+    local = size.dense + _local_experts(setting)
+    gpus = max(1, layout.num_gpus)
+    return {
+        "adapter": local * known.MEGATRON_WEIGHT_BYTES,
+        "optimizer": math.ceil(size.total * known.MEGATRON_OPTIMIZER_BYTES / gpus),
+    }
+
+
+def _exported(setting: Setting) -> int:
+    """BF16 copies of what a rank publishes; ranks write their own shares."""
+    if setting.job.trainer == "Torch":
+        return setting.adapter.total
+    return math.ceil(setting.adapter.dense / max(1, setting.layout.num_gpus)) + _local_experts(setting)
+
+
+def _local_experts(setting: Setting) -> int:
+    """Expert parameters of the adapter on one device. One for all of a layer stands on every rank."""
+    if setting.job.experts in ("Shared", "None"):
+        return setting.adapter.experts
+    return math.ceil(setting.adapter.experts / setting.layout.expert)
+
+
+def _slots(setting: Setting) -> int:
+    """What the engine multiplies by, once for each version that it holds."""
+    size = setting.adapter
+    if setting.job.in_process:
+        one = size.total * setting.compute_bytes
+        if setting.job.adapter == "OFT":
+            # R itself, and the fp32 parameters it came from, kept to be read back.
+            one = (
+                size.rotation_elements * setting.compute_bytes
+                + size.rotation_elements * 2 * (setting.job.rank - 1) // setting.job.rank
+            )
+        return one * known.ADAPTER_SLOTS
+    elements = size.rotation_elements if setting.job.adapter == "OFT" else size.dense + _local_experts(setting)
+    return elements * 2 * known.ADAPTER_SLOTS
+
+
+# --- rollout ---
+
+
+def _kv(setting: Setting) -> tuple[int, int]:
+    """(bytes of one full-length sequence on this device, sequences that its replica is asked to hold)."""
+    kv, layout = setting.model.architecture.kv, setting.layout
+    scale = setting.compute_bytes / 2
+    one = (setting.job.max_sequence * kv.bytes_per_token + kv.bytes_per_sequence) * scale
+    shares = min(layout.tensor, kv.heads) * layout.pipeline
+    replicas = max(1, layout.data * layout.context)
+    return math.ceil(one / shares), math.ceil(setting.job.running / replicas)
+
+
+def _engine_work(setting: Setting) -> Parts:
+    """A prefill pass: nothing is kept for a backward, so one layer's tensors are alive at a time."""
+    engine = "Torch" if setting.job.in_process else "SGLang"
+    prompt = setting.job.max_sequence * setting.job.running
+    tokens = min(known.PREFILL_TOKENS[engine], prompt)
+    layer = _layer_elements(setting) * tokens * setting.compute_bytes
+    streams = setting.model.architecture.hidden_size * setting.model.architecture.streams
+    return {
+        "engine workspace": math.ceil(layer / setting.layout.tensor) + tokens * streams * setting.compute_bytes,
+        "dequantisation": _dequantisation(setting) if setting.job.in_process else 0,
+    }
+
+
+# --- training ---
+
+
+def _training(setting: Setting) -> Parts:
+    model, layout, job = setting.model.architecture, setting.layout, setting.job
+    tokens, width = min(setting.micro_batch_tokens, job.step_tokens), setting.compute_bytes
+    share = layout.tensor * layout.context
+    inputs = tokens * model.hidden_size * model.streams * width * model.num_layers
+    live = tokens * _layer_elements(setting) * width
+    parts: Parts = {}
+    if job.trainer == "Torch":
+        # No recomputation: every layer's tensors wait for the backward.
+        parts["activations"] = math.ceil(inputs + live * model.num_layers)
+        parts["gradients"] = setting.adapter.total * known.GRADIENT_BYTES
+        parts["adapter, rounded"] = setting.adapter.total * width
+    else:
+        parts["activations"] = math.ceil(inputs / share)
+        parts["layer recomputed"] = math.ceil(live / share)
+        local = setting.adapter.dense + _local_experts(setting)
+        parts["gradients"] = local * known.MEGATRON_GRADIENT_BYTES
+    parts["dequantisation"] = _dequantisation(setting)
+    rows = min(tokens, max(1, known.LOGIT_ELEMENTS // model.vocab_size))
+    parts["logits"] = math.ceil(rows * model.vocab_size * 4 * known.LOGIT_COPIES / layout.tensor)
+    return parts
+
+
+def _layer_elements(setting: Setting) -> float:
+    """Numbers per token that the widest layer's linears read and write, of the experts those that a token takes."""
+    model = setting.model.architecture
+    per_layer: dict[int, float] = {}
+    for weight in model.weights:
+        if weight.layer is None or not weight.is_linear:
+            continue
+        times = model.experts_per_token if weight.role == "routed_expert" else 1
+        out, into = weight.shape
+        per_layer[weight.layer] = per_layer.get(weight.layer, 0.0) + times * (out + into)
+    return max(per_layer.values(), default=0.0)
+
+
+def _dequantisation(setting: Setting) -> int:
+    """Dense weights alive at a time; nothing where every linear is BF16 and computed in BF16."""
+    width = setting.compute_bytes
+    limit = known.DENSE_BYTES["cuda" if setting.machine.gpu else "cpu"]
+    dense = experts = 0
+    for stored in base_weights(setting.model, "trainer"):
+        weight = stored.weight
+        if not weight.is_linear or (stored.format == "BF16" and width == 2):
+            continue
+        one = math.prod(weight.shape) * width
+        if weight.role == "routed_expert":
+            experts = max(experts, one * math.ceil(weight.count / setting.layout.expert))
+        else:
+            dense = max(dense, math.ceil(one / setting.layout.tensor))
+    budget = known.EXPERT_DENSE_BYTES if setting.machine.gpu else limit
+    return max(min(dense, limit), min(experts, budget))
+
+
+# --- runtime ---
+
+
+def _runtime(setting: Setting, side: Literal["trainer", "engine"]) -> Parts:
+    """Libraries of a side's process, and what the allocator cannot use."""
+    if setting.machine.gpu is None:
+        return {"runtime": known.HOST_PROCESS_BYTES}
+    size = known.CONTEXT_BYTES
+    if setting.layout.num_gpus > 1:
+        size += known.NCCL_BYTES
+    graphs = known.GRAPH_BYTES if side == "engine" and not setting.job.in_process else 0
+    reserve = int(setting.machine.gpu.usable_bytes * known.RESERVE_FRACTION)
+    named = "runtime" if setting.job.in_process else f"runtime ({side})"
+    return {named: size, "CUDA graphs": graphs, "reserve": reserve}

@@ -1,0 +1,207 @@
+"""The plan: what a run takes on a machine, whether it fits, what decides it, and what to change where it does not.
+
+Belongs here: the result and putting it together. Does not belong here: bytes of a part (`parts`), choosing (`search`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from orbit_runtime.errors import ManifestError, UnsupportedError
+from orbit_runtime.model_info.weights import ModelFacts
+from orbit_runtime.planner import assumptions as known
+from orbit_runtime.planner.adapter_size import AdapterSize, adapter_size
+from orbit_runtime.planner.advice import advise
+from orbit_runtime.planner.job import Job, Machine, build_job
+from orbit_runtime.planner.layout import Layout
+from orbit_runtime.planner.parts import PHASES, Copies, Parts, Phase
+from orbit_runtime.planner.search import Choice, capacity_of, choose, why_one_copy
+from orbit_runtime.planner.support import Combination, Support, find_support
+from orbit_runtime.spec import OrbitRun
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Something that does not fit or is not supported."""
+
+    message: str
+    where: str
+    fix: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Sizes are bytes on one device, the fullest; on the CPU the device is main memory."""
+
+    run: str
+    model: str
+    source: str
+    precision: str
+    machine: str
+    trainer: str
+    engine: str
+    capacity: int | None
+    layout: Layout
+    micro_batch_tokens: int
+    base_copies: Copies
+    adapter: AdapterSize
+    phases: dict[Phase, Parts]
+    kv_tokens: int
+    """That the KV cache of one replica holds."""
+    kv_sequences: int
+    """At full length, of one replica; completions beyond that wait."""
+    binding: Phase
+    """The phase with the least room."""
+    host_bytes: int
+    disk_bytes: int
+    download_bytes: int
+    support: Support
+    notes: tuple[str, ...]
+    problems: tuple[Problem, ...]
+
+    @property
+    def fits(self) -> bool:
+        return not self.problems
+
+    @property
+    def download_seconds(self) -> float:
+        return self.download_bytes / known.DOWNLOAD_BYTES_PER_SECOND
+
+    def total(self, phase: Phase) -> int:
+        return sum(self.phases[phase].values())
+
+    def base_bytes(self) -> int:
+        """Of one copy on one device, without what tensor parallelism leaves whole."""
+        train = self.phases["train"]
+        return train.get("base", train.get("base (trainer)", 0))
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values; bytes everywhere."""
+        fields = asdict(self)
+        fields["phases"] = {phase: {**parts, "total": self.total(phase)} for phase, parts in self.phases.items()}
+        return {**fields, "fits": self.fits, "download_seconds": round(self.download_seconds, 1)}
+
+
+def plan(run: OrbitRun, model: ModelFacts, machine: Machine, *, may_choose: bool = True) -> Plan:
+    """Pure. What does not fit or is not supported is in `problems`; only a manifest that is wrong raises.
+
+    Args:
+        may_choose: whether a micro-batch that the manifest leaves open may be lowered until it fits.
+
+    Raises:
+        ManifestError: the precision is not the checkpoint's, or a target, rank or block size suits no layer.
+    """
+    job = build_job(run, machine, may_choose=may_choose)
+    _check_precision(job, model)
+    adapter = adapter_size(model.architecture, job)
+    choice = choose(model, job, machine, adapter)
+    support = find_support(_combination(job, model, machine))
+    host, disk = _host_bytes(choice, machine), _disk_bytes(model, job, adapter)
+    problems = (
+        *_unsupported(support),
+        *_too_big(choice, model, machine),
+        *_short(machine.host_bytes if machine.gpu else None, host, "main memory", "placement.resources.memory"),
+        *_short(machine.disk_bytes, disk, "disk", "placement.modelCache.sizeLimit"),
+    )
+    notes = tuple(_notes(choice, model, job, machine, support))
+    sizes, binding = choice.sizes, choice.binding
+    per_token = sizes.kv_bytes_per_sequence / job.max_sequence
+    kv = sizes.phases["rollout"].get("KV cache", 0)
+    return Plan(
+        run=run.name, model=model.name, source=model.source, precision=model.precision, machine=machine.name,
+        trainer=job.trainer, engine=job.engine, capacity=capacity_of(machine), layout=choice.setting.layout,
+        micro_batch_tokens=choice.setting.micro_batch_tokens, base_copies=choice.setting.copies, adapter=adapter,
+        phases=sizes.phases, kv_tokens=int(kv / per_token) if per_token else 0,
+        kv_sequences=kv // sizes.kv_bytes_per_sequence if sizes.kv_bytes_per_sequence else 0, binding=binding,
+        host_bytes=host, disk_bytes=disk, download_bytes=model.checkpoint_bytes, support=support, notes=notes,
+        problems=problems,
+    )  # fmt: skip
+
+
+def check_fits(made: Plan) -> None:
+    """Raises `UnsupportedError` (78) with the first problem, the others in its message, unless there are none."""
+    if made.problems:
+        first, *others = made.problems
+        message = "; ".join([first.message, *(other.message for other in others)])
+        raise UnsupportedError(message, where=first.where, fix=first.fix)
+
+
+def _check_precision(job: Job, model: ModelFacts) -> None:
+    if job.precision not in ("Auto", model.precision):
+        raise ManifestError(
+            f"{model.name} is {model.precision}, not {job.precision}",
+            where="spec.model.precision",
+            fix=f"write {model.precision} or Auto, or name another checkpoint in spec.model.uri",
+        )
+
+
+def _combination(job: Job, model: ModelFacts, machine: Machine) -> Combination:
+    return Combination(
+        model.precision, model.architecture.family, job.adapter, job.experts, job.engine, job.trainer, machine.num_gpus
+    )
+
+
+def _unsupported(support: Support) -> list[Problem]:
+    if support.state != "refused":
+        return []
+    return [Problem("; ".join(support.reasons), "spec", support.fix)]
+
+
+def _too_big(choice: Choice, model: ModelFacts, machine: Machine) -> list[Problem]:
+    capacity, phase = capacity_of(machine), choice.binding
+    if choice.fits or capacity is None:
+        return []
+    needed = choice.needed(phase)
+    device = f"one {machine.gpu.name}" if machine.gpu else "this machine"
+    biggest = sorted(choice.sizes.phases[phase].items(), key=lambda item: -item[1])[:3]
+    parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in biggest)
+    message = (
+        f"{model.name} needs {needed / GIB:.1f} GiB in phase {phase}, {device} has {capacity / GIB:.1f}: "
+        f"{(needed - capacity) / GIB:.1f} GiB too much ({parts})"
+    )
+    where = "spec.placement.gpuProduct" if machine.gpu else "spec.model.uri"
+    return [Problem(message, where, advise(choice, machine))]
+
+
+def _short(has: int | None, needs: int, what: str, field: str) -> list[Problem]:
+    if has is None or needs <= has:
+        return []
+    message = f"the run needs {needs / GIB:.1f} GiB of {what}, {has / GIB:.1f} are there"
+    return [Problem(message, f"spec.{field}", f"give it at least {needs / GIB:.0f} GiB")]
+
+
+def _notes(choice: Choice, model: ModelFacts, job: Job, machine: Machine, support: Support) -> list[str]:
+    notes: list[str] = []
+    setting = choice.setting
+    if support.state == "planned":
+        notes += support.reasons
+    reason = why_one_copy(choice, machine)
+    if reason:
+        notes.append(reason)
+    if setting.micro_batch_tokens < job.micro_batch_tokens:
+        notes.append(f"{job.micro_batch_tokens} tokens a micro-batch do not fit: {setting.micro_batch_tokens} do")
+    held = choice.sizes.phases["rollout"].get("KV cache", 0) // max(1, choice.sizes.kv_bytes_per_sequence)
+    if held < choice.sizes.running:
+        notes.append(f"the KV cache holds {held} of {choice.sizes.running} completions at full length; the others wait")
+    if model.unknown:
+        notes.append(f"{len(model.unknown)} tensors are not of this family and count as they are: {model.unknown[0]} …")
+    return notes
+
+
+def _host_bytes(choice: Choice, machine: Machine) -> int:
+    """Main memory beside GPUs; on the CPU it is the device itself."""
+    setting = choice.setting
+    if machine.gpu is None:
+        return max(choice.sizes.total(phase) for phase in PHASES)
+    ranks = machine.num_gpus if setting.job.in_process else 2 * machine.num_gpus
+    gathered = setting.adapter.total * (known.CHECKPOINT_BYTES + 2)
+    return ranks * known.HOST_RANK_BYTES + gathered
+
+
+def _disk_bytes(model: ModelFacts, job: Job, adapter: AdapterSize) -> int:
+    """The model's files, the kept checkpoints and as many published adapters."""
+    kept = job.kept_checkpoints + 1
+    return model.checkpoint_bytes + kept * adapter.total * (known.CHECKPOINT_BYTES + 2)

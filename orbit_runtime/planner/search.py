@@ -1,0 +1,130 @@
+"""Choosing: the first layout, micro-batch and number of copies of the base that fit, in the order of preference.
+
+Belongs here: trying. Does not belong here: the order of layouts (`layout`), bytes (`parts`), words (`plan`, `advice`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from orbit_runtime.errors import ManifestError
+from orbit_runtime.model_info.weights import ModelFacts
+from orbit_runtime.planner.adapter_size import AdapterSize
+from orbit_runtime.planner.job import Job, Machine
+from orbit_runtime.planner.layout import Layout, possible_layouts
+from orbit_runtime.planner.parts import PHASES, Copies, Phase, Setting, Sizes, size_parts
+
+GIB = 2**30
+SMALLEST_MICRO_BATCH = 1024
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A setting with its sizes; the KV cache is cut to what is left where the engine can live with less."""
+
+    setting: Setting
+    sizes: Sizes
+    capacity: int | None
+
+    @property
+    def binding(self) -> Phase:
+        """The phase that needs most, the KV cache counted as small as the engine can do with."""
+
+        def least(phase: Phase) -> int:
+            cache = self.sizes.phases[phase].get("KV cache", 0)
+            if self.setting.job.in_process or not cache:
+                return self.needed(phase)
+            return self.needed(phase) - cache + self.sizes.kv_bytes_per_sequence
+
+        return max(PHASES, key=least)
+
+    @property
+    def fits(self) -> bool:
+        return self.capacity is None or all(self.needed(phase) <= self.capacity for phase in PHASES)
+
+    def needed(self, phase: Phase) -> int:
+        return self.sizes.total(phase)
+
+
+def capacity_of(machine: Machine) -> int | None:
+    """Bytes of one device; None where nobody knows."""
+    return machine.gpu.usable_bytes if machine.gpu else machine.host_bytes
+
+
+def choose(model: ModelFacts, job: Job, machine: Machine, adapter: AdapterSize) -> Choice:
+    """The preferred setting that fits; where none does, the one that is least over."""
+    tried: list[Choice] = []
+    for setting in _settings(model, job, machine, adapter):
+        choice = try_setting(setting)
+        if choice.fits:
+            return choice
+        tried.append(choice)
+    return min(tried, key=lambda each: each.needed(each.binding))
+
+
+def try_setting(setting: Setting) -> Choice:
+    """Sizes of one setting. SGLang takes what memory is left for its KV cache; the torch engine takes what it needs."""
+    capacity, sizes = capacity_of(setting.machine), size_parts(setting)
+    rollout = sizes.phases["rollout"]
+    if capacity is not None and not setting.job.in_process and "KV cache" in rollout:
+        left = capacity - (sizes.total("rollout") - rollout["KV cache"])
+        held = max(1, min(sizes.running, left // sizes.kv_bytes_per_sequence))
+        cut = {**rollout, "KV cache": held * sizes.kv_bytes_per_sequence}
+        sizes = replace(sizes, phases={**sizes.phases, "rollout": cut})
+    return Choice(setting, sizes, capacity)
+
+
+def why_one_copy(choice: Choice, machine: Machine) -> str | None:
+    """Why the base is shared although the manifest leaves it open."""
+    setting = choice.setting
+    if setting.copies == "Two" or setting.job.in_process or setting.job.copies != "Auto" or not choice.capacity:
+        return None
+    two = try_setting(replace(setting, copies="Two"))
+    bases = sum(size for name, size in two.sizes.phases["train"].items() if name.startswith("base"))
+    phase = two.binding
+    over = f"two need {bases / GIB:.1f} GiB a GPU for the base alone"
+    if bases <= choice.capacity:
+        over = f"with two, phase {phase} needs {two.needed(phase) / GIB:.1f} GiB a GPU, {bases / GIB:.1f} of it base"
+    name = machine.gpu.name if machine.gpu else "machine"
+    return f"trainer and engine share one copy of the base: {over}, and one {name} has {choice.capacity / GIB:.2f}"
+
+
+def _settings(model: ModelFacts, job: Job, machine: Machine, adapter: AdapterSize) -> Iterator[Setting]:
+    layouts = _layouts(model, job, machine)
+    for copies in _copies(job):
+        for micro in _micro_batches(job):
+            for layout in layouts:
+                yield Setting(model, job, machine, adapter, layout, copies, micro)
+
+
+def _layouts(model: ModelFacts, job: Job, machine: Machine) -> list[Layout]:
+    if machine.gpu is None:
+        return [Layout()]
+    gpus = machine.num_gpus // 2 if job.is_split else machine.num_gpus
+    found = list(possible_layouts(model.architecture, gpus, job.asked))
+    if not found:
+        raise ManifestError(
+            f"{gpus} GPUs, {model.architecture.num_heads} heads and {model.architecture.num_experts} experts cannot be "
+            "divided like this",
+            where="spec.training.parallel",
+            fix="leave the block out, and the planner chooses",
+        )
+    return found
+
+
+def _copies(job: Job) -> tuple[Copies, ...]:
+    if job.in_process:
+        return ("Shared",)
+    if job.is_split:
+        return ("Two",)
+    return ("Two", "Shared") if job.copies == "Auto" else (job.copies,)
+
+
+def _micro_batches(job: Job) -> Iterator[int]:
+    """The manifest's, then halves of it down to what one full sequence needs."""
+    size = job.micro_batch_tokens
+    yield size
+    while not job.is_micro_batch_fixed and size // 2 >= max(SMALLEST_MICRO_BATCH, job.max_sequence):
+        size //= 2
+        yield size

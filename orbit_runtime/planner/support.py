@@ -1,0 +1,124 @@
+"""What the pinned versions can do together: format x family x adapter x engine x trainer, each limit with its reason.
+
+Belongs here: one row per limit. What no row names is supported. Does not belong here: memory, or checking a file.
+
+A row is `refused` where a pinned version cannot do it, and `planned` where only Orbit's own part is not there yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+State = Literal["works", "planned", "refused"]
+PINNED = {"sglang": "0.5.23", "megatron-core": "0.19.2", "torch": "2.14.1", "transformers": "5.19.0"}
+"""Versions that the rows speak of; a test compares them with `images/constraints`."""
+
+TORCH_FORMATS = ("BF16", "INT4")
+"""What `quant` reads; a test compares it with its table."""
+TORCH_FAMILIES = ("qwen3", "llama")
+MOE_FAMILIES = ("qwen3_moe", "glm4_moe", "deepseek_v3", "kimi_k2", "deepseek_v4", "gpt_oss")
+FAMILY_NAMES = ("qwen3", "llama", *MOE_FAMILIES)
+EXPERT_LAYOUTS = ("SharedOuter", "Shared", "PerExpert", "None")
+FORMATS = ("BF16", "FP8", "INT4", "NVFP4", "MXFP4")
+
+
+@dataclass(frozen=True, slots=True)
+class Combination:
+    """Example: `Combination("INT4", "kimi_k2", "LoRA", "SharedOuter", "SGLang", "Megatron", 8)`."""
+
+    format: str
+    family: str
+    adapter: str
+    experts: str
+    engine: str
+    trainer: str
+    num_gpus: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """Every field that is given must match; an empty one matches anything."""
+
+    state: State
+    reason: str
+    fix: str = ""
+    format: tuple[str, ...] = ()
+    family: tuple[str, ...] = ()
+    adapter: tuple[str, ...] = ()
+    experts: tuple[str, ...] = ()
+    engine: tuple[str, ...] = ()
+    trainer: tuple[str, ...] = ()
+    several_gpus: bool = False
+
+    def matches(self, asked: Combination) -> bool:
+        names = ("format", "family", "adapter", "experts", "engine", "trainer")
+        fits = all(not getattr(self, name) or getattr(asked, name) in getattr(self, name) for name in names)
+        return fits and (not self.several_gpus or asked.num_gpus > 1)
+
+
+LIMITS: tuple[Limit, ...] = (
+    Limit(
+        "refused",
+        "SGLang 0.5.23 cannot adapt DeepSeek-V4: its attention projections are no LoRA targets, and its FP4 experts "
+        "tell LoRA nothing about their quantisation",
+        "write adapter.type: OFT, whose rotation comes before any quantised product",
+        family=("deepseek_v4",), adapter=("LoRA",), engine=("SGLang",),
+    ),
+    Limit(
+        "refused",
+        "SGLang 0.5.23 serves no LoRA on MXFP4 experts",
+        "write adapter.experts: None, or adapter.type: OFT",
+        format=("MXFP4",), family=("gpt_oss",), adapter=("LoRA",), experts=("SharedOuter", "Shared", "PerExpert"),
+        engine=("SGLang",),
+    ),
+    Limit(
+        "refused", "the torch trainer is one process on one device",
+        "write placement.gpus: 1, or training.trainer: Auto", trainer=("Torch",), several_gpus=True,
+    ),
+    Limit(
+        "refused", "the torch engine runs in the torch trainer's process", "write rollout.engine: Auto",
+        engine=("Torch",), trainer=("Megatron",),
+    ),
+    Limit(
+        "planned", "the torch trainer and engine read BF16 and INT4 so far", format=("FP8", "NVFP4", "MXFP4"),
+        trainer=("Torch",),
+    ),
+    Limit("planned", "the torch trainer knows dense families so far", family=MOE_FAMILIES, trainer=("Torch",)),
+    Limit("planned", "this version of Orbit has no Megatron trainer yet", trainer=("Megatron",)),
+    Limit("planned", "this version of Orbit has no SGLang engine yet", engine=("SGLang",)),
+    Limit(
+        "planned", "no engine serves OFT by itself; Orbit's plug-in for SGLang is not there yet", adapter=("OFT",),
+        engine=("SGLang",),
+    ),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Support:
+    state: State
+    reasons: tuple[str, ...] = ()
+    fix: str = ""
+
+
+def find_support(asked: Combination) -> Support:
+    """The worst state of all limits that match, and the reasons for it."""
+    found = [limit for limit in LIMITS if limit.matches(asked)]
+    for state in ("refused", "planned"):
+        of_state = [limit for limit in found if limit.state == state]
+        if of_state:
+            return Support(of_state[0].state, tuple(each.reason for each in of_state), of_state[0].fix)
+    return Support("works")
+
+
+def all_combinations() -> Iterator[Combination]:
+    """What the table lists: torch alone on one device, Megatron with SGLang on eight GPUs."""
+    for engine, trainer, gpus in (("Torch", "Torch", 1), ("SGLang", "Megatron", 8)):
+        for family in FAMILY_NAMES:
+            for form in FORMATS:
+                for adapter in ("LoRA", "OFT"):
+                    for experts in (
+                        ("SharedOuter", "Shared", "PerExpert", "None") if family in MOE_FAMILIES else ("None",)
+                    ):
+                        yield Combination(form, family, adapter, experts, engine, trainer, gpus)

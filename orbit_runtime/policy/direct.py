@@ -1,0 +1,164 @@
+"""The decoder of the Llama form as a straight line of tensor operations, for the engine.
+
+A decode step on a CPU costs by the operation, not by the number: transformers' modules take about 220 a layer, this
+takes about 40. Linears that read one input are one product (`linear_group`), queries and keys are normed and turned
+together, and the residual is added in place. It is a second implementation of the model beside the one that the trainer
+uses, so the parity of engine and trainer measures both.
+
+Belongs here: recognising models of that form, and their forward pass without gradient.
+Does not belong here: any other form (those run through their own modules), attention over the cache (`rollout.cache`).
+
+Legend: `T` tokens, `N` hidden size, `H` query heads, `K` key/value heads, `D` head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from orbit_runtime.policy.attention import Plan
+from orbit_runtime.policy.linear_group import LinearGroup
+from orbit_runtime.policy.modules import FusedRMSNorm
+from orbit_runtime.quant.linear import DENSE_BYTES_LIMIT
+
+FORMS = ("llama", "qwen2", "qwen3")
+"""`model_type`s whose decoder layers are: norm, attention with rotary embedding, residual, norm, SwiGLU, residual."""
+STATIC_ROPE = ("default", "linear", "llama3", "yarn")
+"""Rotary embeddings whose angles depend on the position alone, so that they can stand in a table."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Norm:
+    weight: torch.Tensor
+    eps: torch.Tensor
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """`x / sqrt(mean(x²) + eps) * weight` over the last dimension."""
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        scale = torch.addcmul(self.eps, norm, norm, value=1.0 / x.shape[-1]).rsqrt_()
+        return (x * scale).mul_(self.weight)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Layer:
+    before_attention: _Norm
+    qkv: LinearGroup
+    qk_norm: _Norm | None
+    """Weights `[H + K, D]`: those of the queries, then those of the keys."""
+    output: LinearGroup
+    before_mlp: _Norm
+    gate_up: LinearGroup
+    down: LinearGroup
+    heads: tuple[int, int, int]
+    """H, K, D."""
+    scale: float
+    """What the scores are still to be multiplied by."""
+
+    @property
+    def groups(self) -> tuple[LinearGroup, ...]:
+        return self.qkv, self.output, self.gate_up, self.down
+
+
+class DirectDecoder:
+    """Hidden states of a model of the Llama form. Not for gradients; built once the model is on its device."""
+
+    def __init__(self, decoder: nn.Module) -> None:
+        self._embed: nn.Module = decoder.embed_tokens  # type: ignore[assignment]
+        self._rotary: nn.Module = decoder.rotary_emb  # type: ignore[assignment]
+        self._norm = _norm(decoder.norm)
+        self._layers = [_build_layer(layer) for layer in decoder.layers]  # type: ignore[union-attr,arg-type]
+        self._cos_PD = self._sin_PD = torch.empty(0, 0)
+        sizes = [group.dense_size for layer in self._layers for group in layer.groups]
+        limit = DENSE_BYTES_LIMIT[self._norm.weight.device.type] // self._norm.weight.itemsize
+        self._dense = self._norm.weight.new_empty(max((size for size in sizes if size <= limit), default=0))
+        """One weight at a time, dequantised; a larger one goes by runs of rows."""
+
+    def hidden(self, token_ids_T: torch.Tensor, position_T: torch.Tensor, plan: Plan) -> torch.Tensor:
+        """`[T, N]` after the final norm.
+
+        Args:
+            token_ids_T: int64.
+            position_T: int64, each below `plan.longest`.
+        """
+        x_TN, dense = self._embed(token_ids_T), self._dense
+        cos_T1D, sin_T1D = self._angles(position_T, plan.longest, x_TN)
+        for number, layer in enumerate(self._layers):
+            heads, kv_heads, size = layer.heads
+            qkv_THD = layer.qkv(layer.before_attention(x_TN), dense).view(len(x_TN), -1, size)
+            qk_THD = qkv_THD[:, : heads + kv_heads]
+            if layer.qk_norm is not None:
+                qk_THD = layer.qk_norm(qk_THD)
+            # (first half, second half) → (-second, first); the sign stands in the table.
+            turned_THD = torch.cat((qk_THD[..., size // 2 :], qk_THD[..., : size // 2]), -1).mul_(sin_T1D)
+            qk_THD = turned_THD.addcmul_(qk_THD, cos_T1D)
+            attended_TN = plan.attend_tokens(
+                number, qk_THD[:, :heads], qk_THD[:, heads:], qkv_THD[:, heads + kv_heads :], scale=layer.scale
+            )
+            x_TN = layer.output(attended_TN, dense).add_(x_TN)
+            gate_TN, up_TN = layer.gate_up(layer.before_mlp(x_TN), dense).chunk(2, -1)
+            x_TN = layer.down(F.silu(gate_TN).mul_(up_TN), dense).add_(x_TN)
+        return self._norm(x_TN)
+
+    def _angles(self, position_T: torch.Tensor, longest: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if longest > len(self._cos_PD):
+            positions = torch.arange(1 << (longest - 1).bit_length(), device=like.device)
+            cos, sin = self._rotary(like, positions[None])
+            sign = torch.ones(sin.shape[-1], device=like.device)
+            sign[: sin.shape[-1] // 2] = -1.0
+            self._cos_PD, self._sin_PD = cos[0], sin[0] * sign
+        return self._cos_PD[position_T].unsqueeze(1), self._sin_PD[position_T].unsqueeze(1)
+
+
+def build_direct(model: nn.Module, compute_dtype: torch.dtype) -> DirectDecoder | None:
+    """The decoder of `model` in direct form, or None where its form, its rope or its dtype is another.
+
+    In fp32 only: in BF16 the place of every rounding would have to be that of the model's own modules.
+    """
+    config = model.config
+    decoder = getattr(model, str(model.base_model_prefix))
+    rope = getattr(decoder.rotary_emb, "rope_type", None) if hasattr(decoder, "rotary_emb") else None
+    of_form = (
+        compute_dtype is torch.float32
+        and config.model_type in FORMS  # type: ignore[union-attr]
+        and config.hidden_act == "silu"  # type: ignore[union-attr]
+        and rope in STATIC_ROPE
+        and all(isinstance(norm, FusedRMSNorm) for norm in _norms(decoder))
+        and all(getattr(layer.self_attn, "sliding_window", None) is None for layer in decoder.layers)
+    )
+    return DirectDecoder(decoder) if of_form else None
+
+
+def _norms(decoder: nn.Module) -> list[nn.Module]:
+    return [module for name, module in decoder.named_modules() if name.endswith("norm")]
+
+
+def _norm(module: nn.Module) -> _Norm:
+    assert isinstance(module, FusedRMSNorm)
+    return _Norm(module.weight, torch.full((1,), module.eps, device=module.weight.device))
+
+
+def _build_layer(layer: nn.Module) -> _Layer:
+    attention, mlp = layer.self_attn, layer.mlp
+    size = attention.head_dim
+    heads, kv_heads = attention.q_proj.out_features // size, attention.k_proj.out_features // size
+    qk_norm, scale = None, float(attention.scaling)
+    if hasattr(attention, "q_norm"):
+        q, k = _norm(attention.q_norm), _norm(attention.k_norm)
+        assert torch.equal(q.eps, k.eps)
+        # The attention's scale goes with the queries' weights: one operation less.
+        weight = torch.cat((q.weight.expand(heads, -1) * scale, k.weight.expand(kv_heads, -1)))
+        qk_norm, scale = _Norm(weight, q.eps), 1.0
+    return _Layer(
+        before_attention=_norm(layer.input_layernorm),
+        qkv=LinearGroup([attention.q_proj, attention.k_proj, attention.v_proj]),
+        qk_norm=qk_norm,
+        output=LinearGroup([attention.o_proj]),
+        before_mlp=_norm(layer.post_attention_layernorm),
+        gate_up=LinearGroup([mlp.gate_proj, mlp.up_proj]),
+        down=LinearGroup([mlp.down_proj]),
+        heads=(heads, kv_heads, size),
+        scale=scale,
+    )

@@ -1,0 +1,46 @@
+"""`spec.lifecycle`: when a run on a cluster starts, pauses, is tried again and is forgotten.
+
+Belongs here: what the user asks of the operator. Does not belong here: doing it (the operator).
+
+Only the operator reads this block; `orbit run` accepts it and starts at once, so one file does for both. On a cluster
+`suspend`, `queueName` (while suspended) and `ttlSecondsAfterFinished` may change after the run was created, and nothing
+else of its spec.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from orbit_runtime.spec.block import DISPLAY, Block, LabelValue
+
+LONGEST_SECONDS = 2**31 - 1
+MANAGER_PATTERN = r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?/[A-Za-z0-9]([-A-Za-z0-9_./]*[A-Za-z0-9])?$"
+
+
+class Lifecycle(Block):
+    """The run's life on a cluster. Without one this block means nothing."""
+
+    suspend: Annotated[bool, DISPLAY] = False
+    """`true` stops the run at a checkpoint and gives its GPUs back; `false` goes on from there."""
+    queue_name: Annotated[LabelValue | None, DISPLAY, Field(min_length=1, examples=["team-a"])] = None
+    """Kueue's LocalQueue that decides when the run may start; unset, no queue."""
+    managed_by: Annotated[
+        str | None,
+        DISPLAY,
+        Field(min_length=3, max_length=63, pattern=MANAGER_PATTERN, examples=["kueue.x-k8s.io/multikueue"]),
+    ] = None
+    """Another controller that runs this object, such as `kueue.x-k8s.io/multikueue`; unset, Orbit's operator."""
+    ttl_seconds_after_finished: Annotated[int | None, DISPLAY, Field(ge=0, le=LONGEST_SECONDS)] = None
+    """The object is deleted so long after its run ended; what is in `storage.uri` stays. Unset, never."""
+    active_deadline_seconds: Annotated[int | None, DISPLAY, Field(ge=1, le=LONGEST_SECONDS)] = None
+    """Time that the run's pods may take in all, waiting and suspension not counted; unset, no limit."""
+    startup_deadline_seconds: Annotated[int | None, DISPLAY, Field(ge=1, le=LONGEST_SECONDS)] = None
+    """Time from an attempt's pod being placed to its first step: images, model, warm-up. Unset, no limit."""
+    termination_grace_period_seconds: Annotated[int, DISPLAY, Field(ge=1, le=86_400)] = 300
+    """Time for a last checkpoint before the pod is killed."""
+    max_user_retries: Annotated[int, DISPLAY, Field(ge=0, le=100)] = 0
+    """New attempts after a failure that the manifest or the user's code caused."""
+    max_infra_restarts: Annotated[int, DISPLAY, Field(ge=0, le=1000)] = 10
+    """New attempts after a failure of node, GPU, network or store."""

@@ -1,0 +1,188 @@
+"""`spec.placement`: which part of a cluster a run gets.
+
+Belongs here: what the run's pod asks for and may reach. Does not belong here: making the pod (the operator).
+
+Only the operator reads this block; `orbit run` accepts it and takes the machine it is on, so one file does for both.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from orbit_runtime.spec.block import (
+    LAYOUT,
+    AsTuple,
+    Block,
+    Contradiction,
+    LabelName,
+    LabelValue,
+    ObjectName,
+    Quantity,
+    WithoutEmpty,
+    check_label_keys,
+    check_unique,
+)
+
+MAX_GPUS = 16
+CIDR_PATTERN = r"^[0-9A-Fa-f.:]+/(0|[1-9][0-9]{0,2})$"
+
+
+class Resources(Block):
+    """What the pod asks for besides GPUs. Requests equal limits, so that nothing else on the node takes it away."""
+
+    cpu: Annotated[int | None, LAYOUT, Field(ge=1, le=1024, examples=[64])] = None
+    """Whole cores; unset, what the chart's values say."""
+    memory: Annotated[Quantity | None, LAYOUT, Field(examples=["1Ti"])] = None
+    """Main memory, `sharedMemory` included; unset, what the chart's values say."""
+    ephemeral_storage: Annotated[Quantity | None, LAYOUT, Field(examples=["200Gi"])] = None
+    """Local disk: logs, `/tmp` and a model cache without a claim; unset, no limit."""
+    shared_memory: Annotated[Quantity, LAYOUT] = "16Gi"
+    """Size of `/dev/shm`, which NCCL and the engine need; it counts as memory where it is used."""
+
+
+class ModelCache(Block):
+    """Where a downloaded model and its prompts are kept."""
+
+    claim_name: Annotated[ObjectName | None, LAYOUT, Field(examples=["model-cache"])] = None
+    """PersistentVolumeClaim in the run's namespace, shared by runs; or else `sizeLimit`."""
+    size_limit: Annotated[Quantity | None, LAYOUT, Field(examples=["2Ti"])] = None
+    """Limit of a folder on the node that lives as long as the pod; or else `claimName`. Neither: without a limit."""
+
+    def contradictions(self) -> Iterator[Contradiction]:
+        if self.claim_name is not None and self.size_limit is not None:
+            yield Contradiction(
+                ("sizeLimit",),
+                (("claimName",),),
+                "a claim has its own size, so this field does nothing",
+                "remove `sizeLimit` or `claimName`",
+            )
+
+
+class Egress(Block):
+    """Connections that the run's network policy allows, besides names (DNS) and HTTPS."""
+
+    cidr: Annotated[
+        str | None, LAYOUT, Field(min_length=1, max_length=43, pattern=CIDR_PATTERN, examples=["10.0.0.0/8"])
+    ] = None
+    """Addresses; or else `namespace`."""
+    namespace: Annotated[LabelName | None, LAYOUT, Field(examples=["minio"])] = None
+    """Every pod of a namespace; or else `cidr`."""
+    ports: Annotated[
+        tuple[Annotated[int, Field(ge=1, le=65535)], ...], AsTuple, LAYOUT, Field(max_length=16, examples=[[9000]])
+    ] = ()
+    """TCP ports; empty, all."""
+
+    def contradictions(self) -> Iterator[Contradiction]:
+        if self.cidr is not None and self.namespace is not None:
+            yield Contradiction(
+                ("namespace",),
+                (("cidr",),),
+                "egress goes to a `cidr` or a `namespace`, not both",
+                "write one entry for each",
+            )
+        if self.cidr is None and self.namespace is None:
+            yield Contradiction(
+                (),
+                (("cidr",), ("namespace",)),
+                "egress needs a `cidr` or a `namespace`",
+                "add `cidr: 10.0.0.0/8`, or `namespace: minio`",
+            )
+        if self.cidr is not None and not _is_network(self.cidr):
+            yield Contradiction(("cidr",), (), f"`{self.cidr}` is not a network", "write e.g. `10.0.0.0/8`")
+        yield from check_unique("ports", self.ports)
+
+
+class Toleration(Block):
+    """A taint that the pod may be placed in spite of; the one of GPU nodes is always tolerated."""
+
+    key: Annotated[str | None, LAYOUT, Field(min_length=1, max_length=317)] = None
+    """Key of the taint; unset, every taint, with `operator: Exists`."""
+    operator: Annotated[Literal["Equal", "Exists"], LAYOUT] = "Equal"
+    """`Equal` compares the value, `Exists` takes any."""
+    value: Annotated[LabelValue | None, LAYOUT] = None
+    """Value of the taint under `Equal`; unset, the empty one."""
+    effect: Annotated[Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None, LAYOUT] = None
+    """Effect of the taint; unset, every one."""
+    toleration_seconds: Annotated[int | None, LAYOUT, Field(ge=0, le=2**31 - 1)] = None
+    """How long `NoExecute` is tolerated; unset, for ever."""
+
+    def contradictions(self) -> Iterator[Contradiction]:
+        if self.operator == "Exists" and self.value is not None:
+            yield Contradiction(
+                ("value",),
+                (("operator",),),
+                "`Exists` takes any value, so this field does nothing",
+                "remove `value`, or write `operator: Equal`",
+            )
+        if self.key is None and self.operator == "Equal":
+            yield Contradiction(
+                ("key",), (("operator",),), "`Equal` needs a key", "add `key`, or write `operator: Exists`"
+            )
+        if self.toleration_seconds is not None and self.effect != "NoExecute":
+            yield Contradiction(
+                ("tolerationSeconds",),
+                (("effect",),),
+                "only `NoExecute` ends after a time, so this field does nothing",
+                "remove `tolerationSeconds`, or write `effect: NoExecute`",
+            )
+        if self.key is not None:
+            yield from check_label_keys("key", [self.key])
+
+
+class Placement(Block):
+    """The run's pod on a cluster. Without one this block means nothing."""
+
+    layout: Annotated[Literal["Colocated", "Split"], LAYOUT] = "Colocated"
+    """Trainer and engine take turns on all GPUs in one container, or each has half of them in its own."""
+    gpus: Annotated[int, LAYOUT, Field(ge=0, le=MAX_GPUS)] = 8
+    """GPUs of the pod, all on one node. 0 runs on the CPU."""
+    gpu_product: Annotated[LabelValue | None, LAYOUT, Field(min_length=1, examples=["NVIDIA-B200"])] = None
+    """Only nodes whose label `nvidia.com/gpu.product` says so; unset, any."""
+    base_copies: Annotated[Literal["Auto", "Shared", "Two"], LAYOUT] = "Auto"
+    """Whether trainer and engine each hold the base or share one; `Auto`: two where they fit."""
+    image: Annotated[
+        str | None,
+        LAYOUT,
+        Field(min_length=1, max_length=512, pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/@-]*$", examples=["orbit-runtime:1.0"]),
+    ] = None
+    """Container image of the run; unset, the chart's."""
+    resources: Resources = Resources()
+    """What the pod asks for besides GPUs."""
+    model_cache: ModelCache = ModelCache()
+    """Where a downloaded model is kept."""
+    env_from_secrets: Annotated[tuple[ObjectName, ...], AsTuple, LAYOUT, Field(max_length=16)] = ()
+    """Secrets whose keys become environment variables of the run, such as a hub token."""
+    egress: Annotated[tuple[Egress, ...], AsTuple, Field(max_length=16, examples=[[{"cidr": "10.0.0.0/8"}]])] = ()
+    """What the run may connect to, besides names (DNS) and HTTPS."""
+    node_selector: Annotated[dict[str, LabelValue], LAYOUT, Field(max_length=16), WithoutEmpty] = Field(
+        default_factory=dict
+    )
+    """Labels that the node must have."""
+    tolerations: Annotated[
+        tuple[Toleration, ...], AsTuple, Field(max_length=16, examples=[[{"operator": "Exists"}]])
+    ] = ()
+    """Taints that the pod may be placed in spite of."""
+
+    def contradictions(self) -> Iterator[Contradiction]:
+        if self.layout == "Split" and (self.gpus < 2 or self.gpus % 2):
+            yield Contradiction(
+                ("gpus",),
+                (("layout",),),
+                f"{self.gpus} GPUs cannot be halved between trainer and engine",
+                "write an even number of at least 2, or `layout: Colocated`",
+            )
+        yield from check_unique("envFromSecrets", self.env_from_secrets)
+        yield from check_label_keys("nodeSelector", self.node_selector)
+
+
+def _is_network(text: str) -> bool:
+    """As the API server sees it, which wants no IPv4 address written as an IPv6 one."""
+    try:
+        network = ipaddress.ip_network(text, strict=False)
+    except ValueError:
+        return False
+    return not (network.version == 6 and network.network_address.ipv4_mapped is not None)

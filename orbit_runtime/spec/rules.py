@@ -1,0 +1,203 @@
+"""What the API server must check by CEL: contradictions between fields, and what may not change.
+
+Belongs here: the rules by path, each the twin of a contradiction that the loader finds, with the same field to blame.
+Does not belong here: what the schema says without them (`crd`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from orbit_runtime.spec.adapter import NEUMANN_TERMS
+from orbit_runtime.spec.algorithm import TRUNCATION_CAP
+from orbit_runtime.spec.block import LABEL_KEY, MAX_LABEL_KEY
+from orbit_runtime.spec.data import PROMPT_SCHEMES
+from orbit_runtime.spec.environment import CODE_SCHEMES
+from orbit_runtime.spec.lifecycle import Lifecycle
+from orbit_runtime.spec.model import MODEL_SCHEMES
+from orbit_runtime.spec.run import NAME_LENGTH, NAME_PATTERN, RunSpec
+from orbit_runtime.spec.storage import STORAGE_SCHEMES
+
+MUTABLE = ("suspend", "queueName", "ttlSecondsAfterFinished")
+"""Of `spec.lifecycle`: what may change, `queueName` only while the run is suspended."""
+
+
+class Rule(NamedTuple):
+    """One of `x-kubernetes-validations`."""
+
+    cel: str
+    message: str
+    """What to do; the server puts the path and the value before it."""
+    field: str = ""
+    """The field to blame, relative to the block: `.oft`."""
+
+
+def _uri_rule(schemes: tuple[str, ...]) -> Rule:
+    named = "|".join(scheme for scheme in schemes if scheme != "file")
+    return Rule(
+        f"!self.uri.contains('://') || self.uri.contains('${{') || self.uri.matches('^(file:///|({named})://[/]*[^/])')",
+        "allowed: a path, file:///path, " + ", ".join(f"{scheme}://name" for scheme in schemes if scheme != "file"),
+        ".uri",
+    )
+
+
+def _keys_rule(name: str) -> Rule:
+    return Rule(
+        f"self.{name}.all(key, size(key) <= {MAX_LABEL_KEY} && key.matches({LABEL_KEY!r}))",
+        "write keys of labels: letters, digits, '-', '_' and '.', with a domain and '/' before them if need be",
+        f".{name}",
+    )
+
+
+CHECKS: dict[str, tuple[Rule, ...]] = {
+    "": (
+        Rule(
+            f"size(self.metadata.name) <= {NAME_LENGTH} && self.metadata.name.matches('{NAME_PATTERN}')",
+            f"write at most {NAME_LENGTH} lower-case letters, digits and '-', with a letter or digit at both ends",
+            ".metadata.name",
+        ),
+        Rule(
+            "!has(self.metadata.generateName)",
+            "write name instead: the run folder is called like it",
+            ".metadata.generateName",
+        ),
+    ),
+    "spec": (
+        Rule(
+            "self.model.maxSequenceLength < 2 || self.rollout.sampling.maxNewTokens < self.model.maxSequenceLength",
+            "leave room for a prompt: lower it, or raise model.maxSequenceLength",
+            ".rollout.sampling.maxNewTokens",
+        ),
+    ),
+    "spec.model": (_uri_rule(MODEL_SCHEMES),),
+    "spec.adapter": (
+        Rule("self.type == 'LoRA' || !has(self.lora)", "remove lora, or write type: LoRA", ".lora"),
+        Rule("self.type == 'OFT' || !has(self.oft)", "remove oft, or write type: OFT", ".oft"),
+    ),
+    "spec.adapter.oft": (
+        Rule(
+            f"self.parametrization != 'Cayley' || self.neumannTerms == {NEUMANN_TERMS}",
+            "remove neumannTerms, or write parametrization: CayleyNeumann",
+            ".neumannTerms",
+        ),
+    ),
+    "spec.algorithm.clip": (
+        Rule("self.high < 0.0 || self.low <= self.high", "write low no higher than high, or raise high", ".low"),
+    ),
+    "spec.algorithm.importanceSampling": (
+        Rule(
+            f"self.type != 'None' || self.cap == {TRUNCATION_CAP:.1f}",
+            "remove cap, or write type: TokenTruncated",
+            ".cap",
+        ),
+    ),
+    "spec.data.prompts[]": (_uri_rule(PROMPT_SCHEMES),),
+    "spec.environment.code": (_uri_rule(CODE_SCHEMES),),
+    "spec.environment.rewards[]": (
+        Rule("has(self.type) || has(self.entrypoint)", "add type: ExactMatch, or entrypoint: module:function"),
+        Rule("!has(self.type) || !has(self.entrypoint)", "remove type or entrypoint", ".entrypoint"),
+    ),
+    "spec.training": (
+        Rule(
+            "!has(self.miniBatchPrompts) || self.miniBatchPrompts < 1"
+            " || self.promptsPerStep % self.miniBatchPrompts == 0",
+            "write a divisor of promptsPerStep",
+            ".miniBatchPrompts",
+        ),
+        Rule(
+            "self.schedule.type == 'Constant' || has(self.schedule.decaySteps)"
+            " || self.schedule.warmupSteps < self.steps",
+            "write a shorter warm-up, more steps, or type: Constant",
+            ".schedule.warmupSteps",
+        ),
+    ),
+    "spec.training.schedule": (
+        Rule(
+            "self.type != 'Constant' || !has(self.decaySteps)",
+            "remove decaySteps, or write type: Linear or type: Cosine",
+            ".decaySteps",
+        ),
+        Rule(
+            "self.type == 'Constant' || !has(self.decaySteps) || self.decaySteps > self.warmupSteps",
+            "write a later step, or a shorter warm-up",
+            ".decaySteps",
+        ),
+    ),
+    "spec.storage": (
+        _uri_rule(STORAGE_SCHEMES),
+        Rule(
+            "!has(self.credentialsSecretName) || !has(self.serviceAccountName)",
+            "remove serviceAccountName or credentialsSecretName",
+            ".serviceAccountName",
+        ),
+    ),
+    "spec.placement": (
+        Rule(
+            "self.layout != 'Split' || (self.gpus >= 2 && self.gpus % 2 == 0)",
+            "write an even number of at least 2, or layout: Colocated",
+            ".gpus",
+        ),
+        Rule("!has(self.nodeSelector) || " + _keys_rule("nodeSelector").cel, *_keys_rule("nodeSelector")[1:]),
+    ),
+    "spec.placement.modelCache": (
+        Rule("!has(self.claimName) || !has(self.sizeLimit)", "remove sizeLimit or claimName", ".sizeLimit"),
+    ),
+    "spec.placement.egress[]": (
+        Rule("has(self.cidr) || has(self.namespace)", "add cidr: 10.0.0.0/8, or namespace: minio"),
+        Rule("!has(self.cidr) || !has(self.namespace)", "write one entry for each", ".namespace"),
+        Rule("!has(self.cidr) || isCIDR(self.cidr)", "write a network such as 10.0.0.0/8", ".cidr"),
+    ),
+    "spec.placement.tolerations[]": (
+        Rule("self.operator != 'Exists' || !has(self.value)", "remove value, or write operator: Equal", ".value"),
+        Rule("has(self.key) || self.operator == 'Exists'", "add key, or write operator: Exists", ".key"),
+        Rule(
+            "!has(self.tolerationSeconds) || (has(self.effect) && self.effect == 'NoExecute')",
+            "remove tolerationSeconds, or write effect: NoExecute",
+            ".tolerationSeconds",
+        ),
+        Rule(
+            f"!has(self.key) || self.key.matches({LABEL_KEY!r})",
+            "write letters, digits, '-', '_' and '.', with a domain and '/' before them if need be",
+            ".key",
+        ),
+    ),
+}
+"""By path: what a new object is held against. A rule is silent where a field that it rests on is itself out of bounds,
+which the server has said already."""
+
+_FIXED = "cannot change once the run exists: start a new run"
+
+
+def _immutable_blocks() -> Iterator[tuple[str, tuple[Rule, ...]]]:
+    for name, field in RunSpec.model_fields.items():
+        if name != "lifecycle":
+            yield f"spec.{field.alias}", (Rule("self == oldSelf", _FIXED),)
+
+
+def _lifecycle_rules() -> Iterator[Rule]:
+    for field in Lifecycle.model_fields.values():
+        if field.alias not in MUTABLE:
+            yield Rule(_same(str(field.alias)), _FIXED, f".{field.alias}")
+    yield Rule(
+        f"oldSelf.suspend || ({_same('queueName')})",
+        "can change only while the run is suspended: set suspend: true first",
+        ".queueName",
+    )
+
+
+def _same(name: str) -> str:
+    """Spelled out: the cost of comparing two optional texts is estimated as unbounded."""
+    return f"has(self.{name}) == has(oldSelf.{name}) && (!has(self.{name}) || self.{name} == oldSelf.{name})"
+
+
+TRANSITIONS: dict[str, tuple[Rule, ...]] = {
+    **dict(_immutable_blocks()),
+    "spec.lifecycle": tuple(_lifecycle_rules()),
+}
+"""By path: what a change of an object is held against."""
+
+
+def rules_at(path: str) -> tuple[Rule, ...]:
+    """All rules of a place in the manifest."""
+    return CHECKS.get(path, ()) + TRANSITIONS.get(path, ())

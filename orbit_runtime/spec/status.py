@@ -1,0 +1,200 @@
+"""`status` of an OrbitRun: what the operator has seen of a run.
+
+Belongs here: the facts, their kinds and bounds; the CRD's status schema comes from here. Does not belong here: finding
+the facts out (the operator), or the pod's own `/status` (`observability`).
+
+Every field may be unset: a status says what was observed and nothing else. `phase` is for display; a program reads the
+conditions.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from orbit_runtime.spec.block import LABEL_KEY, MAX_LABEL_KEY, AsTuple, Block
+
+Phase = Literal[
+    "Pending", "Queued", "Starting", "Running", "Stopping",
+    "Restarting", "Suspending", "Suspended", "Succeeded", "Failed",
+]  # fmt: skip
+WhoActs = Literal["None", "User", "Cluster", "Hardware", "Orbit"]
+
+MAX_ATTEMPTS = 10
+"""Attempts that are listed; `retired` holds the sums of older ones."""
+MAX_CONDITIONS = 32
+MAX_COUNT = 2**53
+
+Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
+Number = Annotated[float, Field(ge=-1e300, le=1e300)]
+Time = Annotated[str, Field(max_length=64, json_schema_extra={"format": "date-time"})]
+Reason = Annotated[str, Field(max_length=128, pattern=r"^[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?$")]
+Message = Annotated[str, Field(max_length=4096)]
+Name = Annotated[str, Field(max_length=253)]
+ExitCode = Annotated[int, Field(ge=0, le=255)]
+
+
+class ParityStatus(Block):
+    """How far trainer and engine differ."""
+
+    value: Number | None = None
+    """Mean |Δ log-prob| of the newest step."""
+    limit: Number | None = None
+    """Above it the run stops."""
+
+
+class CheckpointStatus(Block):
+    """A checkpoint that survives anything."""
+
+    step: Count | None = None
+    """Step that it was written after."""
+    uri: Annotated[str, Field(max_length=2048)] | None = None
+    """Where it is."""
+    time: Time | None = None
+    """When it was first seen."""
+
+
+class GPUSeconds(Block):
+    """GPUs times seconds, over all attempts."""
+
+    useful: Count | None = None
+    """Spent on steps that a durable checkpoint holds, or that may still get one."""
+    lost: Count | None = None
+    """Spent on steps that were lost with their attempt."""
+    waiting: Count | None = None
+    """Taken but not training: images, model, warm-up."""
+
+
+class EndingStatus(Block):
+    """How an attempt ended."""
+
+    time: Time | None = None
+    """When its pod ended."""
+    result: Literal["Succeeded", "Stopped", "Failed"]
+    """Done, checkpointed and stopped on request, or neither."""
+    reason: Reason | None = None
+    """Why, in one word."""
+    message: Message | None = None
+    """Why, in a sentence."""
+    who_acts: WhoActs | None = None
+    """Who must act so that it does not happen again."""
+    budget: Literal["Free", "Infra", "User"] | None = None
+    """Which budget a new attempt is paid from."""
+    exit_code: ExitCode | None = None
+    """Exit code of the run's container."""
+    avoid_node: bool | None = None
+    """The next attempt goes to another node."""
+
+
+class AttemptStatus(Block):
+    """One attempt: the life of one Job."""
+
+    number: Annotated[int, Field(ge=1, le=MAX_COUNT)]
+    """Counts from 1 and only grows."""
+    job_uid: Annotated[Name | None, Field(alias="jobUID")] = None
+    """Its Job."""
+    pod: Name | None = None
+    """Its newest pod."""
+    pod_uid: Annotated[Name | None, Field(alias="podUID")] = None
+    """The same, unmistakably."""
+    node: Name | None = None
+    """Where that pod is."""
+    create_time: Time | None = None
+    """When its Job was made."""
+    schedule_time: Time | None = None
+    """Since when its GPUs are taken."""
+    start_time: Time | None = None
+    """Since when its container runs."""
+    answer_time: Time | None = None
+    """When it first said how it is."""
+    run_time: Time | None = None
+    """Since when it trains."""
+    step: Count | None = None
+    """Last step that it finished."""
+    checkpoint: CheckpointStatus | None = None
+    """Its newest checkpoint."""
+    earlier_seconds: Count | None = None
+    """GPUs times seconds of pods that its Job had before the newest one."""
+    ending: EndingStatus | None = None
+    """How it ended; unset while it lasts."""
+
+
+class Condition(Block):
+    """A `metav1.Condition`."""
+
+    type: Annotated[str, Field(min_length=1, max_length=MAX_LABEL_KEY - 1, pattern=LABEL_KEY)]
+    """What it is about, such as `Progressing`."""
+    status: Literal["True", "False", "Unknown"]
+    """Whether it holds."""
+    observed_generation: Count | None = None
+    """Generation of the spec that it was decided for."""
+    last_transition_time: Time
+    """When `status` last changed."""
+    reason: Annotated[str, Field(min_length=1, max_length=1024, pattern=r"^[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?$")]
+    """Why, in one word."""
+    message: Annotated[str, Field(max_length=32768)]
+    """Why, in a sentence."""
+
+
+class RunStatus(Block):
+    """What was observed of a run; the operator writes it, once per pass."""
+
+    observed_generation: Count | None = None
+    """Generation of the spec that this status is about."""
+    phase: Phase | None = None
+    """Where the run is, in one word, for display."""
+    reason: Reason | None = None
+    """Why it is there, in one word."""
+    message: Message | None = None
+    """Why it is there, in a sentence, with what to do."""
+    who_acts: WhoActs | None = None
+    """Who must act for the run to go on."""
+    step: Count | None = None
+    """Last step that was finished."""
+    steps: Count | None = None
+    """Steps of the whole run."""
+    reward: Number | None = None
+    """Mean reward of that step."""
+    parity: ParityStatus | None = None
+    """How far trainer and engine differ."""
+    policy_version: Count | None = None
+    """Version of the adapter that samples."""
+    adapter_digest: Annotated[str, Field(max_length=128)] | None = None
+    """Digest of that adapter."""
+    checkpoint: CheckpointStatus | None = None
+    """The newest checkpoint: where a new attempt goes on."""
+    tokens_per_second: Number | None = None
+    """Speed of the last step."""
+    seconds_left: Count | None = None
+    """Estimate of the time to the last step."""
+    execution: Count | None = None
+    """Number that the run folder is written under; older writers are refused."""
+    last_report_time: Time | None = None
+    """When the pod last said how it is: all the above from `step` on is of then."""
+    attempt: Count | None = None
+    """Number of the newest attempt."""
+    node: Name | None = None
+    """Node of the newest attempt."""
+    attempts: Annotated[tuple[AttemptStatus, ...], AsTuple, Field(max_length=MAX_ATTEMPTS)] | None = None
+    """The newest attempts, oldest first."""
+    retired: Annotated[dict[str, Annotated[int, Field(ge=0, le=MAX_COUNT)]], Field(max_length=32)] | None = None
+    """Sums over older attempts that are no longer listed."""
+    user_retries: Count | None = None
+    """New attempts paid from `lifecycle.maxUserRetries`."""
+    infra_restarts: Count | None = None
+    """New attempts paid from `lifecycle.maxInfraRestarts`."""
+    free_restarts: Count | None = None
+    """New attempts that cost neither: suspension, preemption, a stop on request."""
+    next_attempt_time: Time | None = None
+    """When the next attempt starts, while it waits for its back-off."""
+    start_time: Time | None = None
+    """When the run first had its GPUs."""
+    completion_time: Time | None = None
+    """When it ended for good."""
+    active_seconds: Count | None = None
+    """Time that its pods have taken, which `lifecycle.activeDeadlineSeconds` limits."""
+    gpu_seconds: GPUSeconds | None = None
+    """What it has cost."""
+    conditions: Annotated[tuple[Condition, ...], AsTuple, Field(max_length=MAX_CONDITIONS)] | None = None
+    """What holds and what does not: the part for programs."""

@@ -1,0 +1,286 @@
+"""Good and bad manifests, written by hand: what a person gets right or wrong, one mistake each.
+
+Belongs here: the texts, and which fields are to blame. Does not belong here: mistakes that follow from a field's
+type and bounds alone (`field_cases`), or sending them anywhere (the tests).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+EXAMPLES = sorted((Path(__file__).resolve().parents[2] / "examples").glob("*.yaml"))
+NEEDED = {
+    "model": "{uri: builtin://tiny-adder}",
+    "data": "{prompts: [{uri: builtin://two-digit-addition}]}",
+    "environment": "{rewards: [{name: correct, type: ExactMatch}]}",
+    "training": "{steps: 5}",
+}
+SERVER_NAMES_THE_MAP = "the server names the map, not the entry"
+NO_TYPE, NO_YAML = "the server has no such type", "it is no YAML to the server"
+UNSET = "only the pod knows its variables"
+ANY = ("*",)
+"""The server refuses it, and names whatever it likes."""
+OWN_READING = "YAML 1.1 and 1.2 differ, and kubectl takes one of the two"
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A manifest, and what is to blame in it."""
+
+    name: str
+    text: str
+    refused: tuple[str, ...] = ()
+    """Fields that both doors name; empty where both accept it."""
+    server: tuple[str, ...] | None = None
+    """What the API server names instead, where the two cannot be alike."""
+    why: str = ""
+    """Why they cannot be alike."""
+
+    @property
+    def by_server(self) -> tuple[str, ...]:
+        return self.refused if self.server is None else self.server
+
+
+def manifest(*, metadata: str = "{name: corpus}", top: str = "", **blocks: str) -> str:
+    """A whole manifest. Each block of the spec is YAML in one line; one that is empty is left out."""
+    spec = "".join(f"  {name}: {text}\n" for name, text in {**NEEDED, **blocks}.items() if text)
+    head = f"apiVersion: orbitrl.dev/v1alpha1\nkind: OrbitRun\nmetadata: {metadata}\n"
+    return f"{head}{top}spec:\n{spec}"
+
+
+GOOD_BLOCKS: dict[str, tuple[str, ...]] = {
+    "model": (
+        *(
+            f"{{uri: '{uri}'}}"
+            for uri in (
+                "models/x", "/models/x", "~/x", "file:///models/x", "hf://org/name", "hf://org/name@main",
+                "s3://bucket/x", "pvc://claim/x", "builtin://tiny-adder", "${ORBIT_UNSET:-models/x}",
+            )
+        ),
+        "&m {uri: builtin://tiny-adder}",
+    ),
+    "adapter": (
+        "", "{}", " # empty", "~", "{type: LoRA, lora: {rank: 1, alpha: 0.5}}", "{lora: {rank: 1024}}", "{type: OFT}",
+        "{type: OFT, oft: {blockSize: 2, parametrization: Cayley}}", "{type: LoRA, lora: , oft: null}",
+        "{type: OFT, oft: {parametrization: CayleyNeumann, neumannTerms: 6}}",
+    ),
+    "algorithm": (
+        "{importanceSampling: {type: TokenTruncated, cap: 5}}", "{clip: {low: 0.2, high: 0.2}}",
+        "{importanceSampling: {cap: 2}}", "{importanceSampling: {cap: 2.0}}",
+    ),
+    "data": ("{prompts: [{uri: 'süß/数据.jsonl', promptField: 'вопрос'}], limit: }",),
+    "environment": (
+        "{rewards: [{name: a, type: Math}, {name: b, entrypoint: m:f, weight: -0.5}]}",
+        "{rewards: [{name: a, entrypoint: a.b:f, arguments: {x: 1, k: [1.5, null, {z: true}], s: ü, e: {}, l: null}}]}",
+        "{code: {uri: s3://bucket/code}, rewards: [{name: a, entrypoint: m:f}]}",
+        "{code: {uri: configmap://code}, rewards: [{name: a, type: Math}]}",
+    ),
+    "rollout": (
+        "{sampling: {}}", "{sampling: {stop: []}}", "{sampling: {stop: ['終わり', '🛑']}}",
+        "{sampling: {stop: [" + "🛑" * 256 + "]}}",
+    ),
+    "training": (
+        "{steps: 1e2, promptsPerStep: 16.0}", "{steps: 5, learningRate: 1}", "{steps: 5, learningRate: 1e-3}",
+        "{steps: 5, schedule: }", "{steps: 5, schedule: {type: Cosine, warmupSteps: 3, decaySteps: 4}}",
+        "{steps: 5, schedule: {warmupSteps: 50}}", "{steps: 5, promptsPerStep: 12, miniBatchPrompts: 4}",
+        "{steps: 5} # five", '{"steps": 5}',
+    ),
+    "storage": (
+        *(
+            f"{{uri: '{uri}'}}"
+            for uri in ("/runs", "s3://bucket", "s3://bucket/a/b/", "gs://bucket", "az://container/x", "file:///runs")
+        ),
+        "{uri: s3://b, credentialsSecretName: s.t-1, deletionPolicy: Delete}", "{serviceAccountName: runs}",
+    ),
+    "placement": (
+        "{egress: [], tolerations: [], envFromSecrets: [], nodeSelector: {}, resources: {}, modelCache: {}}",
+        "{gpus: 0, modelCache: {sizeLimit: 10Gi}}", "{egress: [{cidr: 10.1.2.3/8}]}", "{nodeSelector: {a: }}",
+        "{layout: Split, gpus: 2}",
+        "{layout: Split, gpus: 4, gpuProduct: NVIDIA-B200, image: 'registry:5000/a/b@sha256:00', "
+        "resources: {cpu: 64, memory: 1Ti, ephemeralStorage: '1000', sharedMemory: 64Gi}, modelCache: {claimName: c}, "
+        "envFromSecrets: [a, b.c], egress: [{cidr: 10.0.0.0/8, ports: [1, 65535]}, {cidr: '::/0'}, {namespace: m}], "
+        "nodeSelector: {example.com/pool: b200, plain: ''}, tolerations: [{operator: Exists}, {key: c/d}, "
+        "{key: a, value: b, effect: NoExecute, tolerationSeconds: 0}]}",
+    ),
+    "lifecycle": (
+        "{suspend: true, queueName: team-a, managedBy: kueue.x-k8s.io/multikueue, ttlSecondsAfterFinished: 0, "
+        "activeDeadlineSeconds: 1, startupDeadlineSeconds: 2147483647, terminationGracePeriodSeconds: 1, "
+        "maxUserRetries: 3, maxInfraRestarts: 0}",
+    ),
+}  # fmt: skip
+"""Block → texts that both doors accept in an otherwise good manifest."""
+
+BAD_BLOCKS: dict[str, tuple[tuple[str, str], ...]] = {
+    "model": (
+        ("builtin://tiny-adder", ""), ("{uri: 5}", "uri"), ('{uri: ""}', "uri"),
+        ("{uri: a, precision: int4}", "precision"),
+        *(
+            (f"{{uri: '{uri}'}}", "uri")
+            for uri in (
+                "bultin://x", "http://example.com/x", "az://x", "file://x", "hf://", "hf:///", "s3:///", "://x", "HF://x",
+                "configmap://x",
+            )
+        ),
+    ),
+    "trainer": (("{}", ""),),
+    "adapter": (
+        ("[LoRA]", ""), ("{targets: []}", "targets"), ("{targets: [a, b, a]}", "targets[2]"),
+        ("{type: LoRA, oft: {}}", "oft"), ("{type: OFT, lora: {}, oft: {}}", "lora"),
+        ("{type: OFT, oft: {parametrization: Cayley, neumannTerms: 6}}", "oft.neumannTerms"),
+    ),
+    "algorithm": (
+        ("{clip: {low: 0.3, high: 0.2}}", "clip.low"), ("{clip: {low: 0.3}}", "clip.low"),
+        ("{importanceSampling: {cap: 3}}", "importanceSampling.cap"),
+    ),
+    "data": (
+        ("{prompts: []}", "prompts"), ("{prompts: uri}", "prompts"), ("{prompts: [null]}", "prompts[0]"),
+        ("{prompts: [{uri: a}, {uri: b, weight: 1}]}", "prompts[1].weight"),
+        ("{prompts: [{uri: a}, {uri: 'http://example.com/x'}]}", "prompts[1].uri"),
+        ("{prompts: [{uri: a}], shuffle: 'true'}", "shuffle"), ("{prompts: [{uri: a}], shuffle: 1}", "shuffle"),
+        ("{prompts: [{uri: a, rows: [" + "x" * 990_000 + "]}]}", "prompts[0].rows"),
+    ),
+    "environment": (
+        ("{rewards: []}", "rewards"), ("{rewards: [{name: a, type: Math}, {name: b}]}", "rewards[1]"),
+        ("{rewards: [{name: a, type: Math, entrypoint: m:f}]}", "rewards[0].entrypoint"),
+        ("{rewards: [{name: a, type: Math}, {name: a, entrypoint: m:f}]}", "rewards[1]"),
+        ("{rewards: [{name: a, entrypoint: my.module}]}", "rewards[0].entrypoint"),
+        ("{rewards: [{type: Math}]}", "rewards[0].name"), ("{rewards: [{name: a, type: }]}", "rewards[0]"),
+        ("{code: {uri: 'hf://x'}, rewards: [{name: a, type: Math}]}", "code.uri"),
+        ("{code: {}, rewards: [{name: a, type: Math}]}", "code.uri"),
+    ),
+    "rollout": (("{sampling: {maxNewTokens: 2048}}", "sampling.maxNewTokens"),),
+    "training": (
+        ("", ""), (" # empty", ""), ("{}", "steps"), ("{steps: }", "steps"), ("{steps: '5'}", "steps"),
+        ("{steps: true}", "steps"), ("{steps: 5.5}", "steps"), ("{steps: 5, learningRate: '1e-3'}", "learningRate"),
+        ("{steps: 5, learningrate: 1}", "learningrate"), ("{steps: 5, learning_rate: 1}", "learning_rate"),
+        ("{steps: 5, promptsPerStep: 12, miniBatchPrompts: 5}", "miniBatchPrompts"),
+        ("{steps: 5, promptsPerStep: 12, miniBatchPrompts: 24}", "miniBatchPrompts"),
+        ("{steps: 5, schedule: {type: Linear, warmupSteps: 5}}", "schedule.warmupSteps"),
+        ("{steps: 5, schedule: {decaySteps: 5}}", "schedule.decaySteps"),
+        ("{steps: 5, schedule: {type: Linear, warmupSteps: 3, decaySteps: 3}}", "schedule.decaySteps"),
+    ),
+    "storage": (
+        ("{uri: 'hf://x'}", "uri"), ("{credentialsSecretName: Secret}", "credentialsSecretName"),
+        ("{credentialsSecretName: a, serviceAccountName: b}", "serviceAccountName"),
+    ),
+    "placement": (
+        ("{layout: Split, gpus: 3}", "gpus"), ("{layout: Split, gpus: 0}", "gpus"),
+        ("{modelCache: {claimName: a, sizeLimit: 1Gi}}", "modelCache.sizeLimit"),
+        ("{resources: {memory: 64 GB}}", "resources.memory"), ("{resources: {memory: 64}}", "resources.memory"),
+        ("{resources: {cpu: 500m}}", "resources.cpu"), ("{envFromSecrets: [a, b, a]}", "envFromSecrets[2]"),
+        ("{egress: [{ports: [1]}]}", "egress[0]"),
+        ("{egress: [{cidr: 10.0.0.0/8, namespace: a}]}", "egress[0].namespace"),
+        ("{egress: [{namespace: a, ports: [9000, 9000]}]}", "egress[0].ports[1]"),
+        *(
+            (f"{{egress: [{{cidr: '{cidr}'}}]}}", "egress[0].cidr")
+            for cidr in (
+                "10.0.0.0", "10.0.0.0/33", "10.0.0/8", "010.0.0.0/8", "10.0.0.0/08", "::/129", "fe80::%1/64",
+                "example.com/8", "::ffff:10.0.0.0/104", "10.0.0.0/255.0.0.0", "1::2::3/8", "./8",
+            )
+        ),
+        ("{nodeSelector: {a b: c}}", "nodeSelector"), ("{nodeSelector: {a: b c}}", "nodeSelector.a"),
+        ("{nodeSelector: [a]}", "nodeSelector"),
+        ("{tolerations: [{key: a, operator: Exists, value: b}]}", "tolerations[0].value"),
+        ("{tolerations: [{value: b}]}", "tolerations[0].key"), ("{tolerations: [{key: a b}]}", "tolerations[0].key"),
+        ("{tolerations: [{key: a, tolerationSeconds: 5}]}", "tolerations[0].tolerationSeconds"),
+    ),
+    "lifecycle": (("{queueName: team a}", "queueName"), ("{managedBy: kueue}", "managedBy")),
+}  # fmt: skip
+"""Block → texts that both doors refuse in an otherwise good manifest, each with the field to blame."""
+
+GOOD_METADATA = (
+    '{name: corpus, labels: {a: "010", b: "on", c: "1_000"}}',
+    "{name: corpus, annotations: {note: übung 数}}",
+    '{name: "1"}',
+    "{name: corpus, labels: {a: }, annotations: }",
+    "{name: " + "a" * 52 + "}",
+    '{name: corpus, labels: {example.com/team: a.b_c-D, plain: ""}, annotations: {Example.com/X: any text}}',
+    "{name: corpus, labels: {" + ", ".join(f"l{index}: x" for index in range(70)) + "}}",
+    '{name: corpus, uid: 0f, generation: 2, creationTimestamp: "2026-01-01T00:00:00Z", managedFields: [], '
+    "finalizers: [orbitrl.dev/artifact-cleanup], ownerReferences: []}",
+)
+BAD_METADATA = (
+    ("{}", "name"),
+    ("{name: corpus, owner: me}", "owner"),
+    ('{name: ""}', "name"),
+    ("{name: " + "a" * 53 + "}", "name"),
+    ("{name: " + "a" * 64 + "}", "name"),
+    *((f"{{name: {name}}}", "name") for name in ("Corpus", "a.b", "a_b", "übung", "a-", "-a")),
+    ("{name: corpus, labels: {a b: c}}", "labels"),
+    ("{name: corpus, annotations: {a/b/c: d}}", "annotations"),
+    ("{name: corpus, annotations: {" + ", ".join(f"a{i}: {'x' * 65_000}" for i in range(5)) + "}}", "annotations"),
+)
+BAD_LABELS = {"b c": "metadata.labels", "b" * 64: "metadata.labels", "ü": "metadata.labels", "5": "", "true": ""}
+"""Value → what the server blames: it cannot even read one that is no text."""
+BAD_SCALARS = ("010", "0o17", "1_000", "0b11", "on", "1:30", "2026-01-01")
+STATUS = """\
+status:
+  phase: Running
+  step: 3
+  conditions:
+  - {type: Complete, status: "False", reason: Running, message: "", lastTransitionTime: "2026-01-01T00:00:00Z"}
+"""
+HEAD = "apiVersion: orbitrl.dev/v1alpha1\nkind: OrbitRun\nmetadata: {name: corpus}\n"
+
+OTHERS = (
+    Case("with a status", manifest(top=STATUS)),
+    Case("a mark and comments", f"# a comment\n---\n{manifest()}...\n"),
+    Case("an alias", manifest(model="&m {uri: builtin://tiny-adder}", data="{prompts: [*m]}")),
+    Case("an unknown field of the object", manifest(top="note: x\n"), ("note",)),
+    Case("two unknown fields", manifest(a="1", adapter="{b: 1}"), ("spec.a", "spec.adapter.b")),
+    Case("no spec", HEAD, ("spec",)),
+    Case("a spec without a value", HEAD + "spec:\n", ("spec",)),
+    Case("a list for the spec", HEAD + "spec: [1]\n", ("spec",)),
+    Case("a spec without blocks", HEAD + "spec: {}\n", tuple(f"spec.{name}" for name in sorted(NEEDED))),
+    Case("no YAML", manifest(training="{steps: 5"), ("",)),
+    Case("a list", "[1]\n", ("",)),
+    Case("nothing", "\n", ("",)),
+    Case(
+        "no room for a prompt",
+        manifest(model="{uri: a, maxSequenceLength: 64}", rollout="{sampling: {maxNewTokens: 64}}"),
+        ("spec.rollout.sampling.maxNewTokens",),
+    ),
+    Case(
+        "a generated name",
+        manifest(metadata="{generateName: corpus-}"),
+        ("metadata.generateName", "metadata.name"),
+        ("metadata.generateName",),
+        "the server makes a name first",
+    ),
+    Case("another version", manifest().replace("v1alpha1", "v2"), ("apiVersion",), ANY, NO_TYPE),
+    Case("another kind", manifest().replace("OrbitRun", "Orbitrun"), ("kind",), ANY, NO_TYPE),
+    Case("a key twice", manifest(training="{steps: 5, steps: 6}"), ("spec.training.steps",), ("",), NO_YAML),
+    Case("two documents", f"{manifest()}---\n{manifest()}", ("",), (), "kubectl creates both"),
+    Case(
+        "a merge key",
+        manifest(model="&m {uri: a}", data="{prompts: [{<<: *m}]}"),
+        ("spec.data.prompts[0].<<", "spec.data.prompts[0].uri"),
+        (),
+        OWN_READING,
+    ),
+    Case("an unset variable", manifest(model="{uri: '${ORBIT_UNSET}'}"), ("spec.model.uri",), (), UNSET),
+)  # fmt: skip
+
+
+def hand_written() -> Iterator[Case]:
+    """All of the above."""
+    for block, texts in GOOD_BLOCKS.items():
+        for text in texts:
+            yield Case(f"{block}: {text}"[:80], manifest(**{block: text}))
+    for block, mistakes in BAD_BLOCKS.items():
+        for text, field in mistakes:
+            yield Case(f"{block}: {text}"[:80], manifest(**{block: text}), (f"spec.{block}.{field}".rstrip("."),))
+    for text in GOOD_METADATA:
+        yield Case(f"metadata: {text}"[:80], manifest(metadata=text))
+    for text, field in BAD_METADATA:
+        yield Case(f"metadata: {text}"[:80], manifest(metadata=text), (f"metadata.{field}",))
+    for text, by_server in BAD_LABELS.items():
+        whole = manifest(metadata=f"{{name: corpus, labels: {{a: {text}}}}}")
+        yield Case(f"label: {text}"[:80], whole, ("metadata.labels.a",), (by_server,), SERVER_NAMES_THE_MAP)
+    for text in BAD_SCALARS:
+        number = text.replace("_", "").isalnum() and text != "on"
+        whole = manifest(training=f"{{steps: {text}}}")
+        yield Case(f"scalar: {text}", whole, ("spec.training.steps",), () if number else None, OWN_READING)
+    yield from OTHERS

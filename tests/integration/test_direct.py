@@ -1,0 +1,108 @@
+"""The engine's own way through models of the Llama form, against the model's modules."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from orbit_runtime.adapters import state
+from orbit_runtime.adapters.config import AdapterConfig
+from orbit_runtime.policy import Policy, load_policy
+from orbit_runtime.policy.direct import FORMS
+from orbit_runtime.policy.packed import Branch, PackedPlan
+from orbit_runtime.quant.linear import FrozenLinear
+from orbit_runtime.rollout.cache import DecodePlan, KVCache
+from tests.integration.tiny_models import ARCHITECTURES, TARGETS, make_checkpoint
+
+LORA = AdapterConfig(type="LoRA", targets=TARGETS, rank=4, alpha=8.0)
+OFT = AdapterConfig(type="OFT", targets=TARGETS, block_size=16)
+SOME = AdapterConfig(type="OFT", targets=("q_proj", "down_proj"), block_size=16)
+PROMPTS = ((3, 9, 27, 81), (5, 6), (7, 8, 9, 10, 11, 12, 13))
+
+
+def with_slots(policy: Policy, config: AdapterConfig) -> Policy:
+    """Two slots of different values, read from published bytes as an engine reads them."""
+    generator = torch.Generator().manual_seed(7)
+    for name in ("policy-v1", "policy-v2"):
+        for master in policy.injected.parameters():
+            with torch.no_grad():
+                master.copy_(torch.randn(master.shape, generator=generator) * 0.1)
+        state.load_slot(policy.injected.layers, name, state.export_adapter(policy.injected, config, "base"))
+    return policy
+
+
+def hidden_by(policy: Policy, selection: object, direct: bool) -> torch.Tensor:
+    """Hidden states of a prefill and of one decode step at unequal and at equal positions."""
+    way = policy.direct if direct else None
+    batch = policy.pack([Branch(index, prompt, (0,)) for index, prompt in enumerate(PROMPTS)])
+    results = []
+    with torch.no_grad():
+        plan = PackedPlan(batch, "SDPA", capture=True)
+        with policy.injected.selection.use(selection):  # type: ignore[arg-type]
+            results.append(run(policy, way, batch.token_ids_T, batch.position_T, plan))
+        lengths = torch.tensor([len(prompt) for prompt in PROMPTS])
+        starts = torch.tensor(np.cumsum([0, *(len(prompt) for prompt in PROMPTS)])[:-1])
+        for positions in ([4, 2, 7], [7, 7, 7]):
+            cache = KVCache()
+            cache.reserve(5, 16)
+            assert plan.captured is not None
+            cache.write_prompts(0, torch.arange(3), starts, lengths, plan.captured)
+            for kernel in ("Eager", "SDPA"):
+                step = DecodePlan(cache, np.array(positions), kernel)  # type: ignore[arg-type]
+                rows = [(name, *(row for row in span)) for name, span in zip(names(selection), ROWS, strict=True)]
+                with policy.injected.selection.use(rows if isinstance(selection, list) else selection):  # type: ignore[arg-type]
+                    results.append(run(policy, way, torch.tensor([20, 21, 22]), torch.tensor(positions), step))
+    return torch.cat(results)
+
+
+ROWS = ((0, 1), (1, 2), (2, 3))
+
+
+def names(selection: object) -> list[str | None]:
+    return [entry[0] for entry in selection] if isinstance(selection, list) else [None, None, None]
+
+
+def run(policy: Policy, way: object, tokens: torch.Tensor, positions: torch.Tensor, plan: object) -> torch.Tensor:
+    if way is not None:
+        return policy.sampled_hidden(tokens, positions, plan)  # type: ignore[arg-type]
+    return policy.hidden(tokens.view(plan.layout), positions.view(plan.layout), plan).flatten(0, 1)  # type: ignore[attr-defined,arg-type]
+
+
+@pytest.mark.parametrize("config", [LORA, OFT, SOME], ids=["lora", "oft", "oft-on-some"])
+@pytest.mark.parametrize("architecture", sorted(set(FORMS) & set(ARCHITECTURES)))
+def test_hidden_states_equal_those_of_the_models_modules(
+    tmp_path: Path, architecture: str, config: AdapterConfig
+) -> None:
+    policy = with_slots(load_policy(make_checkpoint(tmp_path, architecture), config), config)
+    assert policy.direct is not None
+    mixed = [("policy-v1", 0, 4), (None, 4, 6), ("policy-v2", 6, 13)]
+    seen = []
+    for selection in (None, "policy-v1", mixed):
+        direct = hidden_by(policy, selection, True)
+        torch.testing.assert_close(direct, hidden_by(policy, selection, False), rtol=1e-5, atol=1e-5)
+        seen.append(direct)
+    assert all((a - b).abs().max() > 1e-3 for a, b in ((seen[0], seen[1]), (seen[1], seen[2])))
+
+
+def test_shared_rows_stand_in_memory_once_and_keep_every_bit(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "qwen3")
+    policy = load_policy(folder, LORA)
+    attention = policy.model.model.layers[0].self_attn
+    bases: list[FrozenLinear] = [attention.q_proj.base, attention.k_proj.base, attention.v_proj.base]
+    storages = {base.packed.qdata.untyped_storage().data_ptr() for base in bases}
+    assert len(storages) == 1
+    from safetensors.torch import load_file
+
+    stored = load_file(str(next(folder.glob("*.safetensors"))))
+    for name, base in zip(("q_proj", "k_proj", "v_proj"), bases, strict=True):
+        assert torch.equal(base.packed.qdata, stored[f"model.layers.0.self_attn.{name}.weight"])
+
+
+def test_another_form_or_dtype_goes_through_its_modules(tmp_path: Path) -> None:
+    for architecture in sorted(set(ARCHITECTURES) - set(FORMS)):
+        assert load_policy(make_checkpoint(tmp_path / architecture, architecture), LORA).direct is None
+    folder = make_checkpoint(tmp_path, "qwen3")
+    assert load_policy(folder, LORA, compute_dtype=torch.bfloat16).direct is None

@@ -1,0 +1,88 @@
+"""Before a token is sampled: both sides agree with the adapter off, at identity, random and as it stands."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+from fakes.faulty_engine import zero_one
+
+from orbit_runtime.errors import GateError
+from orbit_runtime.parity.preflight import GATED, Preflight, check_preflight, measure_preflight
+from orbit_runtime.types import Engine
+from tests.integration.test_publish_proof import Rig
+
+SEQUENCES = [list(range(3, 3 + length)) for length in (9, 14, 6)]
+
+
+def measure(rig: Rig, engine: Engine | None = None) -> Preflight:
+    assert rig.publication is not None
+    masters = rig.masters_owner
+    return measure_preflight(
+        engine or rig.engine.engine,
+        rig.trainer,
+        SEQUENCES,
+        adapter=rig.publication.name,
+        probing=partial(masters.probing, seed=0),
+        precision="INT4",
+        factor=4.0,
+        absolute=None,
+    )
+
+
+@pytest.mark.parametrize("adapter", ["LoRA", "OFT"])
+def test_every_state_is_measured_and_nothing_of_it_stays(tmp_path: Path, adapter: str) -> None:
+    rig = Rig(tmp_path, adapter)
+    rig.train(1, 0.01)
+    rig.publish()
+    before = (rig.trainer.save_state(), rig.engine.engine.adapters(), rig.store.list())
+    slots = {name: set(layer.slots) for name, layer in rig.engine.layers.items()}
+    result = measure(rig)
+    check_preflight(result)
+    assert result.random_effect > 10 * result.limit, "a random adapter is plainly visible"
+    assert result.random != result.identity != result.policy
+    assert (rig.trainer.save_state(), rig.engine.engine.adapters(), rig.store.list()) == before
+    assert {name: set(layer.slots) for name, layer in rig.engine.layers.items()} == slots
+    assert set(result.to_json()) >= {*GATED, "engine_floor", "trainer_floor", "limit", "passed"}
+
+
+def test_masters_come_back_after_an_error_as_well(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, "LoRA")
+    rig.train(1, 0.01)
+    before = rig.trainer.save_state()
+
+    def fail_within() -> None:
+        with rig.masters_owner.probing("random", 0):
+            assert rig.trainer.save_state() != before
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail_within()
+    assert rig.trainer.save_state() == before
+
+
+def test_an_engine_that_loses_a_tensor_shows_only_with_a_random_adapter(tmp_path: Path) -> None:
+    """At the start of a run LoRA's B is 0: what an engine does with A cannot be seen at identity."""
+    rig = Rig(tmp_path, "LoRA")
+    rig.publish()
+    rig.engine.spoil = zero_one
+    result = measure(rig, rig.engine)
+    assert max(result.base.mean, result.identity.mean, result.policy.mean) <= result.limit < result.random.mean
+    with pytest.raises(GateError, match="random adapter"):
+        check_preflight(result)
+
+
+@pytest.mark.parametrize("name", GATED)
+def test_each_state_is_gated_and_a_nan_fails(tmp_path: Path, name: str) -> None:
+    rig = Rig(tmp_path, "LoRA")
+    rig.publish()
+    healthy = measure(rig)
+    check_preflight(healthy)
+    for mean in (1.0, math.nan):
+        with pytest.raises(GateError, match=GATED[name]):
+            check_preflight(replace(healthy, **{name: replace(healthy.base, mean=mean)}))
+    with pytest.raises(GateError, match="not applied"):
+        check_preflight(replace(healthy, random_effect=0.0))
