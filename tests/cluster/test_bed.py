@@ -5,6 +5,7 @@ from __future__ import annotations
 import httpx
 import pytest
 from cluster.bed.cluster import Cluster, wait_for
+from cluster.bed.control_plane import SERVICE_ADDRESS
 from cluster.bed.services import store_environment
 
 pytestmark = pytest.mark.cluster
@@ -18,8 +19,9 @@ def test_two_nodes_are_ready_with_eight_gpus_each(cluster: Cluster) -> None:
 
 
 def test_the_api_server_answers_at_its_service_address(cluster: Cluster) -> None:
+    url = f"https://{SERVICE_ADDRESS}/version"
     with cluster.plane.client() as client:
-        assert wait_for(lambda: client.get("https://10.96.0.1/version").status_code == 200, "kube-proxy has its rules")
+        assert wait_for(lambda: client.get(url).status_code == 200, "kube-proxy has its rules")
 
 
 def test_the_object_store_answers(cluster: Cluster) -> None:

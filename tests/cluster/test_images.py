@@ -67,7 +67,7 @@ def test_a_run_trains_in_a_restricted_pod_with_eight_gpus_and_leaves_adapter_and
         "args": ["run", "/opt/orbit/examples/quickstart.yaml", "--set", "spec.training.steps=3",
                  "--out", "s3://first/quickstart"],
         "envFrom": [{"secretRef": {"name": "store"}}],
-        "env": [{"name": "ORBIT_CACHE", "value": "/tmp/cache"}],
+        "env": [{"name": "ORBIT_CACHE", "value": "/var/tmp/cache"}],
         "resources": {"requests": gpus, "limits": gpus},
         "volumeMounts": [heavy_mount()],
     }  # fmt: skip
