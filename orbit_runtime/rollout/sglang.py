@@ -124,7 +124,12 @@ class SGLangEngine:
         for file, content in adapter.files.items():
             (folder / file).write_bytes(content)
         self._loaded[name] = Loaded(adapter, folder)
-        self._call(self._with_server(lambda: self._load(name)))
+        try:
+            self._call(self._with_server(lambda: self._load(name)))
+        except GateError:
+            del self._loaded[name]
+            self._retired.add(name)
+            raise
 
     def unload_adapter(self, name: str) -> None:
         loaded = self._slot(name)
