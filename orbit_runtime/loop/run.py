@@ -190,6 +190,8 @@ def _build_show(
 def _warn(parts: Parts, state: RunState, rewards: Mapping[str, Callable[..., Any]] | None) -> None:
     if parts.spec.algorithm.group_size == 1:
         state.warn("a group of one has no gradient: set algorithm.groupSize to 2 or more to learn")
+    if parts.resolved.engine == "SGLang" and parts.resolved.device == "cpu" and parts.precision != "BF16":
+        state.warn(f"on a CPU SGLang serves the {parts.precision} base dequantised to BF16 (the same values)")
     if rewards:
         state.warn("rewards were given from Python: this run can resume only with the same functions")
     for warning in state.warnings:

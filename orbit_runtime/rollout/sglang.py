@@ -295,9 +295,10 @@ class SGLangEngine:
 
     async def _load(self, name: str) -> None:
         body = {"lora_name": name, "lora_path": str(self._loaded[name].folder)}
-        answer = await self._post("/load_lora_adapter", body)
-        if not answer.get("success"):
-            raise GateError(f"the engine refused adapter {name}: {answer.get('error_message')}", where="publish")
+        try:
+            await self._post("/load_lora_adapter", body)
+        except GateError as error:
+            raise GateError(f"the engine refused adapter {name}: {error.message}", where="publish") from None
 
     async def _check_plugin(self) -> None:
         states = await self._states()

@@ -8,7 +8,10 @@ SGLang's children are spawned and import this file again, so what stands at its 
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
+import time
 
 from orbit_runtime.sglang_plugin import VARIABLE, activate, cpu
 
@@ -20,6 +23,7 @@ activate()
 
 
 def main() -> None:
+    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     from sglang.launch_server import run_server
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
@@ -29,6 +33,13 @@ def main() -> None:
         run_server(arguments)
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
+
+
+def _end_with_parent(parent: int) -> None:
+    """A run that was killed cannot stop its server: the server notices, and ends with all its children."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os.killpg(0, signal.SIGKILL)
 
 
 if __name__ == "__main__":
