@@ -15,9 +15,9 @@ import time
 
 from orbit_runtime.sglang_plugin import VARIABLE, activate, cpu
 
-os.environ.setdefault(VARIABLE, "1")
-if "cpu" in sys.argv or os.environ.get("SGLANG_USE_CPU_ENGINE"):
-    os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+os.environ.update({VARIABLE: "1"})
+if "cpu" in sys.argv:
+    os.environ.update(SGLANG_USE_CPU_ENGINE="1")
     cpu.install()
 activate()
 
