@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,9 +15,12 @@ import orjson
 from pydantic import ValidationError
 
 from orbit_operator.api import EVENTS, JOBS, NODES, PODS, RUNS, WORKLOADS, Api, ApiError, Body
+from orbit_operator.attempts import newest_pod
 from orbit_operator.cache import Cache, Child, Key
 from orbit_operator.facts import JobFacts, NodeFacts, Observed, PodFacts, Progress, QueueFacts, RunFacts
 from orbit_operator.manifests.source import RUN_NAME, RunSource, cleanup_name
+from orbit_operator.policies.failure import read_termination
+from orbit_operator.poll import read_progress
 from orbit_operator.read import lifecycle_of, pack_run, read_job, read_node, read_pod, run_uid_of
 from orbit_operator.stored import read_stored
 from orbit_operator.timestamps import read_time
@@ -86,7 +89,7 @@ class Observer:
             jobs=attempts,
             pods=own_pods,
             nodes=await self._troubled_nodes(own_pods),
-            progress=self.progress.get(run.key),
+            progress=newest_word(run.name, own_pods, self.progress.get(run.key)),
             is_new=not self._cache.had_children(run.uid),
             former_pods=sum(each.run_uid != run.uid and not each.facts.is_terminal for each in pods),
             cleanup="" if cleanup is None else cleanup.finished or "Running",
@@ -171,6 +174,15 @@ class Observer:
             deletes_artifacts=(spec.get("storage") or {}).get("deletionPolicy") == "Delete",
             invalid=self._invalid[identity],
         )
+
+
+def newest_word(run: str, pods: Sequence[PodFacts], heard: Progress | None) -> Progress | None:
+    """What the newest pod said as it ended goes before what was heard of it while it lived."""
+    pod = newest_pod(pods)
+    if pod is None or pod.end is None:
+        return heard
+    at = pod.end.finished if pod.end.finished is not None else pod.created
+    return read_progress(read_termination(pod.end.message), run, pod.uid, at) or heard
 
 
 def read_queue(workload: Mapping[str, Any]) -> QueueFacts:

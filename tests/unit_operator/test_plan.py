@@ -79,6 +79,34 @@ def test_a_success_is_final_whatever_happens_to_its_jobs() -> None:
     assert (cluster.status["phase"], condition(cluster, "Complete")) == ("Succeeded", ("True", "Succeeded"))
 
 
+def test_a_run_whose_pod_has_ended_does_not_wait_for_a_pod() -> None:
+    cluster = running()
+    cluster.exit(0)
+    work(cluster)
+    assert (cluster.status["phase"], cluster.status["reason"]) == ("Stopping", "PodTerminating")
+
+
+def test_a_run_that_ends_between_two_questions_is_known_to_its_last_step() -> None:
+    cluster = running()
+    cluster.exit(0)
+    cluster.conclude_jobs()
+    work(cluster, Progress(cluster.now, "pod-2", "Done", 6, reward=0.5, checkpoint_step=6))
+    assert (cluster.status["step"], cluster.status["reward"], cluster.status["checkpoint"]["step"]) == (6, 0.5, 6)
+    assert cluster.status["attempts"][0]["step"] == 6
+
+
+def test_a_pod_that_fails_as_it_starts_has_never_trained() -> None:
+    cluster = build_cluster()
+    work(cluster)
+    cluster.make_pod()
+    cluster.schedule("n0")
+    cluster.start()
+    cluster.exit(77)
+    cluster.conclude_jobs()
+    work(cluster, Progress(cluster.now, "pod-2", "Failed", 0))
+    assert "runTime" not in cluster.status["attempts"][0]
+
+
 def test_a_users_mistake_ends_the_run_and_says_whose_it_is() -> None:
     cluster = running()
     cluster.exit(77)

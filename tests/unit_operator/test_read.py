@@ -7,7 +7,8 @@ from typing import Any
 import orjson
 import pytest
 
-from orbit_operator.facts import ContainerEnd
+from orbit_operator.facts import ContainerEnd, PodFacts, Progress
+from orbit_operator.observe import newest_word
 from orbit_operator.read import lifecycle_of, pack_run, read_job, read_node, read_pod
 from orbit_operator.timestamps import format_micro_time, format_time, read_time
 
@@ -145,3 +146,18 @@ def test_a_lifecycle_of_another_version_is_read_as_far_as_it_is_known() -> None:
     read = lifecycle_of({"lifecycle": {"suspend": True, "fromTheFuture": 1}})
     assert (read.suspend, read.max_infra_restarts, read.max_user_retries) == (True, 10, 0)
     assert lifecycle_of({}).suspend is False
+
+
+def test_a_pods_last_words_go_before_what_was_heard_of_it() -> None:
+    heard = Progress(10.0, "p1", "Running", 3)
+    line = orjson.dumps({"run": "adder", "phase": "Done", "step": 6, "reward": 0.5, "last_checkpoint_step": 6}).decode()
+    ended = PodFacts(
+        "adder-a1-x", "p1", 1, phase="Succeeded", created=1.0, end=ContainerEnd(0, message=line, finished=12.0)
+    )
+    said = newest_word("adder", [ended], heard)
+    assert said is not None
+    assert (said.at, said.step, said.reward, said.checkpoint_step) == (12.0, 6, 0.5, 6)
+    assert newest_word("adder", [ended, PodFacts("adder-a2-x", "p2", 2, created=20.0)], heard) is heard
+    assert newest_word("another", [ended], heard) is heard
+    killed = PodFacts("adder-a1-x", "p1", 1, phase="Failed", end=ContainerEnd(137, message="last line of a log"))
+    assert newest_word("adder", [killed], heard) is heard

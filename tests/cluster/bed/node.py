@@ -12,6 +12,7 @@ from pathlib import Path
 
 import yaml
 from cluster.bed.control_plane import ControlPlane
+from cluster.bed.heavy import build_container_spec
 from cluster.bed.network import NETNS, bridge_address, bridge_name, pod_subnet
 from cluster.bed.pki import NODES, node_token, write_kubeconfig
 from cluster.bed.processes import Processes, run
@@ -53,6 +54,7 @@ class Node:
         self.folder.mkdir(parents=True)
         make_cgroup(f"{CGROUP_PREFIX}{self.index}")
         (self.folder / "containerd.toml").write_text(self._containerd_config())
+        (self.folder / "container.json").write_text(json.dumps(build_container_spec()))
         cni = self.folder / "cni"
         cni.mkdir()
         (cni / "10-bridge.conflist").write_text(json.dumps(self._cni_config()))
@@ -115,6 +117,7 @@ disabled_plugins = ["io.containerd.snapshotter.v1.btrfs", "io.containerd.snapsho
     default_runtime_name = "runc"
     [plugins."io.containerd.grpc.v1.cri".containerd.runtimes.runc]
       runtime_type = "io.containerd.runc.v2"
+      base_runtime_spec = "{self.folder}/container.json"
       [plugins."io.containerd.grpc.v1.cri".containerd.runtimes.runc.options]
         SystemdCgroup = false
 """  # noqa: E501
