@@ -64,8 +64,11 @@ def open_real_team(cluster: Cluster, name: str, log: Path, **settings: str) -> I
 
 def start_scripted(team: Team, name: str, told: Object, **spec: Any) -> None:
     """A run whose `orbit` does what `told` says; without GPUs, unless they are asked for."""
-    rewards = [{"name": "told", "type": "ExactMatch", "arguments": told}]
-    fields: Object = {"placement": {"gpus": 0}, "environment": {"rewards": rewards}, **spec}
+    environment = {
+        "rewards": [{"name": "told", "type": "ExactMatch", "arguments": told}],
+        **spec.pop("environment", {}),
+    }
+    fields: Object = {"placement": {"gpus": 0}, "environment": environment, **spec}
     fields["lifecycle"] = {"terminationGracePeriodSeconds": 5, **fields.get("lifecycle", {})}
     team.start_run(name, **fields)
 

@@ -51,13 +51,15 @@ def read_documented_endings() -> dict[int, tuple[str, str, str]]:
 
 
 ENDINGS = read_documented_endings()
+for code in (126, 128, 134, 135):
+    del ENDINGS[code]  # Told apart from 127 and 139 by nothing but the number; `unit_operator/test_failure` has them.
 LONGEST = "n" * 52
 STORIES: dict[str, tuple[Object, Object]] = {
     **{f"exit-{code}": ({"exit": code, "words": json.dumps(WORDS)}, {"lifecycle": ONCE}) for code in ENDINGS},
     LONGEST: ({"exit": 0}, {}),
     "no-image": ({}, {"placement": {"gpus": 0, "image": "localhost/there-is-no-such-image:1"}}),
     "no-secret": ({}, {"placement": {"gpus": 0, "envFromSecrets": ["made-later"]}}),
-    "no-config-map": ({}, {"data": {"prompts": [{"uri": "configmap://made-later/prompts.jsonl"}]}}),
+    "no-config-map": ({}, {"environment": {"code": {"uri": "configmap://made-later"}}}),
     "eats": ({"eat": 1}, {"lifecycle": ONCE, "placement": {"gpus": 0, "resources": {"memory": "64Mi"}}}),
     "fills": ({"fill": 16}, {"lifecycle": ONCE, "placement": {"gpus": 0, "modelCache": {"sizeLimit": "1Mi"}}}),
     "honest": ({"serve": "honest"}, {}),
@@ -112,6 +114,32 @@ def test_every_exit_code_of_the_contract_is_tried() -> None:
     assert {0, *range(64, 67), 70, 73, 74, 75, *range(77, 87)} <= set(ENDINGS)
 
 
+def test_an_image_that_is_missing_is_the_users_to_name_and_the_run_can_be_deleted(team: Team) -> None:
+    status = wait_reason(team, "no-image", "ImagePullFailed")
+    assert (status["phase"], status["whoActs"]) == ("Starting", "User")
+    assert "there-is-no-such-image" in status["message"]
+    team.server.delete(team.path("orbitruns", "no-image"))
+    wait_for(lambda: not list_children(team, "no-image"), "everything of it goes")
+
+
+def test_a_secret_that_is_missing_is_named_and_once_it_is_there_the_pod_starts(team: Team) -> None:
+    status = wait_reason(team, "no-secret", "ConfigurationMissing")
+    assert status["whoActs"] == "User"
+    assert 'secret "made-later" not found' in status["message"]
+    secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "made-later"}}
+    team.server.apply(team.path("secrets", "made-later"), secret)
+    assert team.wait_phase("no-secret", "Running")["attempt"] == 1
+
+
+def test_a_config_map_that_is_missing_is_named_and_once_it_is_there_the_pod_starts(team: Team) -> None:
+    status = wait_reason(team, "no-config-map", "VolumeMissing")
+    assert status["whoActs"] == "User"
+    assert 'configmap "made-later" not found' in status["message"]
+    wanted = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "made-later"}}
+    team.server.apply(team.path("configmaps", "made-later"), {**wanted, "data": {"reward.py": ""}})
+    assert team.wait_phase("no-config-map", "Running")["attempt"] == 1
+
+
 @pytest.mark.parametrize("code", [code for code in ENDINGS if code not in (0, 75)])
 def test_an_exit_code_leads_to_the_documented_class_budget_and_message(code: int, team: Team) -> None:
     reason, owner, budget = ENDINGS[code]
@@ -140,32 +168,6 @@ def test_done_is_done_and_a_checkpoint_on_request_is_free(team: Team) -> None:
 
 def test_the_longest_name_makes_a_pod(team: Team) -> None:
     assert team.wait_phase(LONGEST, "Succeeded")["attempts"][0]["pod"].startswith("nnnn")
-
-
-def test_an_image_that_is_missing_is_the_users_to_name_and_the_run_can_be_deleted(team: Team) -> None:
-    status = wait_reason(team, "no-image", "ImagePullFailed")
-    assert (status["phase"], status["whoActs"]) == ("Starting", "User")
-    assert "there-is-no-such-image" in status["message"]
-    team.server.delete(team.path("orbitruns", "no-image"))
-    wait_for(lambda: not list_children(team, "no-image"), "everything of it goes")
-
-
-def test_a_secret_that_is_missing_is_named_and_once_it_is_there_the_pod_starts(team: Team) -> None:
-    status = wait_reason(team, "no-secret", "ConfigurationMissing")
-    assert status["whoActs"] == "User"
-    assert 'secret "made-later" not found' in status["message"]
-    secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "made-later"}}
-    team.server.apply(team.path("secrets", "made-later"), secret)
-    assert team.wait_phase("no-secret", "Running")["attempt"] == 1
-
-
-def test_a_config_map_that_is_missing_is_named_and_once_it_is_there_the_pod_starts(team: Team) -> None:
-    status = wait_reason(team, "no-config-map", "VolumeMissing")
-    assert status["whoActs"] == "User"
-    assert 'configmap "made-later" not found' in status["message"]
-    wanted = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "made-later"}}
-    team.server.apply(team.path("configmaps", "made-later"), {**wanted, "data": {"prompts.jsonl": "{}"}})
-    assert team.wait_phase("no-config-map", "Running")["attempt"] == 1
 
 
 def test_a_container_beyond_its_memory_is_out_of_memory(team: Team) -> None:
