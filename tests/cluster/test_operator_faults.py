@@ -93,6 +93,16 @@ def test_an_ending_that_the_infrastructure_pays_for(team: Team, code: int) -> No
     assert status["attempts"][0]["ending"]["exitCode"] == code
 
 
+def test_a_manifest_that_no_config_map_can_hold_never_starts_and_says_so(team: Team) -> None:
+    """The API server takes up to 1.5 MB; what a reward's arguments hold is not for the schema to count."""
+    rewards = [{"name": "r", "type": "Math", "arguments": {"prompts": "12+34=ü\n" * 120_000}}]
+    team.start_run("huge", environment={"rewards": rewards})
+    status = team.wait_phase("huge", "Failed")
+    assert (status["reason"], status["whoActs"]) == ("ValidationFailed", "User")
+    assert "1048576" in status["message"]
+    assert "huge-a1" not in team.jobs()
+
+
 def test_after_its_back_off_a_run_goes_on_and_ends_well(team: Team) -> None:
     team.exits = {1: 82, 2: 0}
     team.start_run("resumed")
