@@ -52,7 +52,7 @@ def open_real_team(cluster: Cluster, name: str, log: Path, **settings: str) -> I
     wait_for(lambda: server.get(account), "the namespace has its service account")
     team = Team(server, name)
     try:
-        with run_operator(team, log, **QUICK, **settings) as operator:
+        with run_operator(team, log, **{**QUICK, **settings}) as operator:
             yield team, operator
     finally:
         for run in server.items(team.path("orbitruns")):
