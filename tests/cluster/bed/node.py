@@ -22,6 +22,8 @@ CGROUPS = Path("/sys/fs/cgroup")
 CGROUP_PREFIX = "orbit-bed-"
 PAUSE_IMAGE = "localhost/pause:1"
 NUM_GPUS, GPU_PRODUCT = 8, "NVIDIA-B200"
+CPU_SHARES = 8192
+"""Of a node, where a process outside has 1024: tests that wait for pods must not wait for whatever else is busy."""
 
 
 @dataclass
@@ -159,6 +161,8 @@ def make_cgroup(name: str) -> None:
         if not (hierarchy / "cgroup.procs").exists() or hierarchy.is_symlink() or hierarchy.name == "unified":
             continue
         (hierarchy / name).mkdir(exist_ok=True)
+        if (shares := hierarchy / name / "cpu.shares").exists():
+            shares.write_text(str(CPU_SHARES))
         # A new cpuset allows nothing until it is told what.
         for file in ("cpuset.cpus", "cpuset.mems"):
             if (hierarchy / file).exists():
