@@ -60,6 +60,7 @@ def open_real_team(cluster: Cluster, name: str, log: Path, **settings: str) -> I
         for pod in team.pods():
             server.delete(team.path("pods", pod["metadata"]["name"]), grace=1)
         server.delete(f"/api/v1/namespaces/{name}")
+        wait_for(lambda: server.get(f"/api/v1/namespaces/{name}") is None, f"namespace {name} goes", 60)
 
 
 def start_scripted(team: Team, name: str, told: Object, **spec: Any) -> None:
