@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,9 +15,13 @@ import orjson
 from pydantic import ValidationError
 
 from orbit_operator.api import EVENTS, JOBS, NODES, PODS, RUNS, WORKLOADS, Api, ApiError, Body
+from orbit_operator.attempts import newest_pod
 from orbit_operator.cache import Cache, Child, Key
 from orbit_operator.facts import JobFacts, NodeFacts, Observed, PodFacts, Progress, QueueFacts, RunFacts
+from orbit_operator.manifests.config_map import LARGEST_MANIFEST, MANIFEST_FILE, build_config_map
 from orbit_operator.manifests.source import RUN_NAME, RunSource, cleanup_name
+from orbit_operator.policies.failure import read_termination
+from orbit_operator.poll import read_progress
 from orbit_operator.read import lifecycle_of, pack_run, read_job, read_node, read_pod, run_uid_of
 from orbit_operator.stored import read_stored
 from orbit_operator.timestamps import read_time
@@ -86,7 +90,7 @@ class Observer:
             jobs=attempts,
             pods=own_pods,
             nodes=await self._troubled_nodes(own_pods),
-            progress=self.progress.get(run.key),
+            progress=newest_word(run.name, own_pods, self.progress.get(run.key)),
             is_new=not self._cache.had_children(run.uid),
             former_pods=sum(each.run_uid != run.uid and not each.facts.is_terminal for each in pods),
             cleanup="" if cleanup is None else cleanup.finished or "Running",
@@ -173,6 +177,15 @@ class Observer:
         )
 
 
+def newest_word(run: str, pods: Sequence[PodFacts], heard: Progress | None) -> Progress | None:
+    """What the newest pod said as it ended goes before what was heard of it while it lived."""
+    pod = newest_pod(pods)
+    if pod is None or pod.end is None:
+        return heard
+    at = pod.end.finished if pod.end.finished is not None else pod.created
+    return read_progress(read_termination(pod.end.message), run, pod.uid, at) or heard
+
+
 def read_queue(workload: Mapping[str, Any]) -> QueueFacts:
     """The condition of a Workload that says most: why it was evicted, or why it waits."""
     conditions = {each["type"]: each for each in (workload.get("status") or {}).get("conditions") or ()}
@@ -187,11 +200,17 @@ def read_queue(workload: Mapping[str, Any]) -> QueueFacts:
 def find_problem(body: Body) -> str:
     """What this operator cannot read in a manifest that the API server let pass; empty when it can read it all."""
     try:
-        build_source(body)
+        source = build_source(body)
     except ValidationError as error:
         found = error.errors(include_url=False)[0]
         place = ".".join(str(part) for part in found["loc"])
         return f"{place}: {found['msg']}; the operator and the CRD may be of different versions"[:900]
+    size = len(build_config_map(source)["data"][MANIFEST_FILE].encode())
+    if size > LARGEST_MANIFEST:
+        holds = (
+            f"the manifest takes {size} bytes, and the ConfigMap that carries it to the pod holds {LARGEST_MANIFEST}"
+        )
+        return f"{holds}; put prompts and other data into files and name their URI (hf://, s3://, pvc://)"
     return ""
 
 
