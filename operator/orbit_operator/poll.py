@@ -18,6 +18,7 @@ import orjson
 from orbit_operator.cache import Cache, Key
 from orbit_operator.facts import PodFacts, Progress
 from orbit_operator.metrics import Metrics
+from orbit_runtime.spec.status import LARGEST_NUMBER
 
 ANSWER_SECONDS = 3.0
 LARGEST_ANSWER = 64 * 1024
@@ -144,13 +145,13 @@ def _count(answer: Mapping[str, Any], name: str) -> int | None:
     return value if whole and 0 <= value <= LARGEST_COUNT else None  # type: ignore[operator]
 
 
-def _number(answer: Mapping[str, Any], name: str, least: float = -1e300) -> float | None:
+def _number(answer: Mapping[str, Any], name: str, least: float = -LARGEST_NUMBER) -> float | None:
     value = answer.get(name)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     with contextlib.suppress(OverflowError):
         number = float(value)
-        if math.isfinite(number) and least <= number <= 1e300:
+        if math.isfinite(number) and least <= number <= LARGEST_NUMBER:
             return number
     return None
 
