@@ -16,6 +16,7 @@ import json
 import os
 import platform
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -461,16 +462,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON file")
     parser.add_argument("--sizes", default="1000,5000", help="numbers of runs, the first is the one with bounds")
-    parser.add_argument("--idle", type=float, default=300, help="seconds of each idle episode")
+    parser.add_argument(
+        "--idle", type=float, default=300, help="seconds of each idle episode of the first size; of others at most 60"
+    )
     given = parser.parse_args()
     if "ORBIT_TEST_PROGRAMS" not in os.environ:
         print("skipped: ORBIT_TEST_PROGRAMS is not set; it names the folder that tools/cluster_programs.sh prints")
         return
+    # Whoever ends us early shall leave no cluster behind.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     measured, rows = [], []
     for size in map(int, given.sizes.split(",")):
+        idle = given.idle if not measured else min(60.0, given.idle)
         with tempfile.TemporaryDirectory(prefix="orbit-scale-") as name:
             began = time.monotonic()
-            measured.append(asyncio.run(run_size(size, given.idle, Path(name))))
+            measured.append(asyncio.run(run_size(size, idle, Path(name))))
         rows += rows_of(measured[-1])
         print(f"{size} runs, {time.monotonic() - began:.0f} s\n{table(rows_of(measured[-1]))}\n", flush=True)
     for many in measured[1:]:

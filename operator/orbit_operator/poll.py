@@ -10,6 +10,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import aiohttp
@@ -91,6 +92,8 @@ class Poller:
         known = self._progress.get(key)
         if known is not None and known.pod_uid == pod.uid and known.step > heard.step:
             return  # A pod never unlearns; what says so is not taken over.
+        if known is not None and replace(heard, at=known.at) == known:
+            return
         self._progress[key] = heard
         self._changed(key)
 

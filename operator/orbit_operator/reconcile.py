@@ -16,7 +16,6 @@ from orbit_operator.facts import Stored
 from orbit_operator.metrics import Metrics, build_line
 from orbit_operator.observe import Observer
 from orbit_operator.plan import Limits, needs_fresh_look, plan
-from orbit_operator.plan_check import check_plan
 from orbit_operator.status import build_status, is_progress_only
 from orbit_operator.timestamps import read_time
 
@@ -40,15 +39,16 @@ async def reconcile(key: Key, parts: Parts) -> float | None:
     seen = await parts.observer.look(key, now)
     if seen is None:
         parts.metrics.runs.pop(key, None)
+        parts.observer.forget(key)
         return None
     run, body, observed = seen
-    chosen = plan(run, observed, now, parts.limits, check_plan())
+    chosen = plan(run, observed, now, parts.limits, run.plan)
     if needs_fresh_look(chosen, observed):
         seen = await parts.observer.look(key, now, fresh=True)
         if seen is None:
             return None
         run, body, observed = seen
-        chosen = plan(run, observed, now, parts.limits, check_plan())
+        chosen = plan(run, observed, now, parts.limits, run.plan)
     state = chosen.state
     for action in chosen.actions:
         state = await parts.writer.carry_out(action, run, body, state)

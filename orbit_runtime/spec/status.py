@@ -173,7 +173,7 @@ class RunStatus(Block):
     execution: Count | None = None
     """Number that the run folder is written under; older writers are refused."""
     last_report_time: Time | None = None
-    """When the pod last said how it is: all the above from `step` on is of then."""
+    """When the pod last said something new: all the above from `step` on is of then."""
     attempt: Count | None = None
     """Number of the newest attempt."""
     node: Name | None = None
