@@ -19,6 +19,7 @@ from orbit_operator.cache import Cache, Child, Key
 from orbit_operator.facts import JobFacts, NodeFacts, Observed, PodFacts, Progress, QueueFacts, RunFacts
 from orbit_operator.manifests.source import RUN_NAME, RunSource, cleanup_name
 from orbit_operator.plan_check import UNREAD, check_plan
+from orbit_operator.policies.patience import PATIENCE_SECONDS
 from orbit_operator.read import lifecycle_of, pack_run, read_job, read_node, read_pod, run_uid_of
 from orbit_operator.stored import read_stored
 from orbit_operator.timestamps import read_time
@@ -28,8 +29,6 @@ from orbit_runtime.spec.run import API_VERSION
 
 NODE_SECONDS = 5.0
 """A node is not asked for more often than this."""
-PATIENCE_SECONDS = 10.0
-"""A pod that is not made, or a container that is not created, after so long has a reason that events tell."""
 
 
 @dataclass(frozen=True, slots=True)
