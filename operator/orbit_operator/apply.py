@@ -109,9 +109,7 @@ class Writer:
         return made
 
     def _keep(self, body: Body) -> None:
-        raw = pack_run(body)
-        key = (body["metadata"]["namespace"], body["metadata"]["name"])
-        self._cache.runs.put(key, raw.uid, raw, read_version(raw.version))
+        self._cache.put_written((body["metadata"]["namespace"], body["metadata"]["name"]), pack_run(body))
 
 
 def _head(run: RunFacts) -> dict[str, str]:
