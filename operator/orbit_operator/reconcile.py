@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from orbit_operator.api import Body
 from orbit_operator.apply import Writer
 from orbit_operator.cache import Key
 from orbit_operator.events import Recorder
-from orbit_operator.facts import Stored
+from orbit_operator.facts import RunFacts, Stored
 from orbit_operator.metrics import Metrics, build_line
-from orbit_operator.observe import Observer
+from orbit_operator.observe import Observer, build_source
 from orbit_operator.plan import Limits, needs_fresh_look, plan
-from orbit_operator.plan_check import check_plan
+from orbit_operator.plan_check import Answer, PlanCheck
 from orbit_operator.status import build_status, is_progress_only
 from orbit_operator.timestamps import read_time
 
@@ -32,6 +33,7 @@ class Parts:
     limits: Limits
     progress_seconds: float
     clock: Callable[[], float] = time.time
+    plans: PlanCheck = field(default_factory=PlanCheck)
 
 
 async def reconcile(key: Key, parts: Parts) -> float | None:
@@ -42,13 +44,13 @@ async def reconcile(key: Key, parts: Parts) -> float | None:
         parts.metrics.runs.pop(key, None)
         return None
     run, body, observed = seen
-    chosen = plan(run, observed, now, parts.limits, check_plan())
+    chosen = plan(run, observed, now, parts.limits, ask_planner(run, body, parts.plans))
     if needs_fresh_look(chosen, observed):
         seen = await parts.observer.look(key, now, fresh=True)
         if seen is None:
             return None
         run, body, observed = seen
-        chosen = plan(run, observed, now, parts.limits, check_plan())
+        chosen = plan(run, observed, now, parts.limits, ask_planner(run, body, parts.plans))
     state = chosen.state
     for action in chosen.actions:
         state = await parts.writer.carry_out(action, run, body, state)
@@ -64,6 +66,13 @@ async def reconcile(key: Key, parts: Parts) -> float | None:
         elif due is not None:
             wake = due if wake is None else min(wake, due)
     return wake
+
+
+def ask_planner(run: RunFacts, body: Body, plans: PlanCheck) -> Answer:
+    """What the planner says of this version of the run; a manifest that cannot be read is refused as such."""
+    if run.invalid:
+        return "Unknown", "ValidationFailed", ""
+    return plans.ask(build_source(body), run.generation)
 
 
 def write_due(stored: Stored, status: dict[str, object], now: float, patience: float) -> float | None:
