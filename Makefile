@@ -12,7 +12,7 @@ export MKL_NUM_THREADS ?= 2
 PURE := errors types seeds spec storage workers model_info planner algorithms data environments observability
 PURE_PATHS = $(wildcard $(PURE:%=orbit_runtime/%.py) $(PURE:%=orbit_runtime/%))
 
-.PHONY: help install dev quickstart test test-store test-engines test-cluster check-chart images images-push check crds docs constraints bench release-check clean
+.PHONY: help install dev quickstart test test-store test-engines test-cluster check-chart images images-push check crds docs vendor-table constraints bench release-check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z -]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -63,6 +63,9 @@ generate = @set -e; for module in $(GENERATORS); do echo "python -m $$module $(1
 
 crds docs: dev ## regenerate crds/, docs/reference/ and the generated files of charts/ from the code
 	$(call generate,)
+
+vendor-table: dev ## other libraries on our formats' bytes: measures them (in .venv-vendors) and writes docs/reference/formats.md
+	tools/vendor_table.sh
 
 constraints: dev ## recompile images/constraints/ from pyproject.toml (needs the package index)
 	tools/compile_constraints.sh
