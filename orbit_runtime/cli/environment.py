@@ -26,6 +26,8 @@ VARIABLES: tuple[Variable, ...] = (
              "everything that reads or writes a run folder"),
     Variable("ORBIT_ATTEMPT", "", "Name of the attempt, set by the operator. Such a start takes over the run folder.",
              "orbit run"),
+    Variable("ORBIT_TERMINATION_FILE", "", "File for how it ended, one line of JSON; set by the operator.",
+             "orbit run"),
     Variable("AWS_ACCESS_KEY_ID", "", "S3 key.", "the object store client"),
     Variable("AWS_SECRET_ACCESS_KEY", "", "S3 secret.", "the object store client"),
     Variable("AWS_SESSION_TOKEN", "", "S3 session token of temporary credentials.", "the object store client"),
