@@ -231,4 +231,5 @@ def test_kopf_neither_peers_nor_scans_nor_stores_anything() -> None:
     assert chosen.scanning.disabled
     assert not chosen.posting.enabled
     assert chosen.process.ultimate_exiting_timeout == 25
+    assert max(chosen.networking.error_backoffs) <= 2.0  # type: ignore[arg-type]
     assert chosen.watching.client_timeout is not None

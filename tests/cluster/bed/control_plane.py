@@ -85,8 +85,8 @@ class ControlPlane:
         self.processes.wait_for(self.is_ready, "the API server is ready")
 
     def stop_api_server(self) -> None:
-        """As a restart of it would; whoever watches loses the connection."""
-        self.processes.stop("kube-apiserver", seconds=30)
+        """As a restart of it would; whoever watches loses the connection, and who still asks gets no answer."""
+        self.processes.stop("kube-apiserver", seconds=5)
 
     def client(self) -> httpx.Client:
         """With every right."""
