@@ -18,6 +18,7 @@ from orbit_operator.api import EVENTS, JOBS, NODES, PODS, RUNS, WORKLOADS, Api, 
 from orbit_operator.attempts import newest_pod
 from orbit_operator.cache import Cache, Child, Key
 from orbit_operator.facts import JobFacts, NodeFacts, Observed, PodFacts, Progress, QueueFacts, RunFacts, Stored
+from orbit_operator.manifests.config_map import LARGEST_MANIFEST, MANIFEST_FILE, build_config_map
 from orbit_operator.manifests.source import RUN_NAME, RunSource, cleanup_name
 from orbit_operator.policies.failure import read_termination
 from orbit_operator.poll import read_progress
@@ -207,11 +208,17 @@ def read_queue(workload: Mapping[str, Any]) -> QueueFacts:
 def find_problem(body: Body) -> str:
     """What this operator cannot read in a manifest that the API server let pass; empty when it can read it all."""
     try:
-        build_source(body)
+        source = build_source(body)
     except ValidationError as error:
         found = error.errors(include_url=False)[0]
         place = ".".join(str(part) for part in found["loc"])
         return f"{place}: {found['msg']}; the operator and the CRD may be of different versions"[:900]
+    size = len(build_config_map(source)["data"][MANIFEST_FILE].encode())
+    if size > LARGEST_MANIFEST:
+        holds = (
+            f"the manifest takes {size} bytes, and the ConfigMap that carries it to the pod holds {LARGEST_MANIFEST}"
+        )
+        return f"{holds}; put prompts and other data into files and name their URI (hf://, s3://, pvc://)"
     return ""
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from orbit_operator.apply import Writer
 from orbit_operator.cache import Key
+from orbit_operator.crd_check import drop_fields
 from orbit_operator.events import Recorder
 from orbit_operator.facts import Stored
 from orbit_operator.metrics import Metrics, build_line
@@ -57,7 +58,7 @@ async def reconcile(key: Key, parts: Parts) -> float | None:
         await parts.recorder.post(run, event)
     wake = None if chosen.wake_at is None else max(0.0, chosen.wake_at - now)
     if state is not None:
-        status = build_status(run, observed, state, now)
+        status = drop_fields(build_status(run, observed, state, now), parts.writer.crd_lacks)
         parts.metrics.runs[key] = build_line(body.get("spec") or {}, status, run.gpus)
         due = write_due(observed.stored, status, now, parts.progress_seconds)
         if due == 0.0:

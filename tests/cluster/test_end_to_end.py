@@ -197,9 +197,8 @@ def test_a_mistake_is_the_users_at_the_first_try(quickstart: Story, release: She
 
 def test_suspend_resume_and_drain_cost_no_retry(quickstart: Story, release: Shell, cluster: Cluster) -> None:
     release.write_files("run", "The manifest", {"steps: 60": "steps: 12"})
-    shorter = (release.folder / "run.yaml").read_text()
     with watch_status(cluster, "pausing") as seen:
-        follow_with(release, shorter, "run", "Suspend, resume, repeat", 0)
+        release.follow("run", "Suspend, resume, repeat", 0)
         check_capture(release, "suspend", "pausing")
         (first,) = seen[-1]["attempts"]
         with release.meanwhile("run", "Suspend, resume, repeat", 1):
@@ -217,12 +216,6 @@ def test_suspend_resume_and_drain_cost_no_retry(quickstart: Story, release: Shel
     assert first["ending"]["exitCode"] == 75
     steps = [status.get("step", 0) for status in seen]
     assert steps == sorted(steps), "no step is lost"
-
-
-def follow_with(shell: Shell, manifest: str, guide: str, section: str, number: int) -> None:
-    """A block that reads the manifest which an earlier section has written."""
-    (shell.folder / "run.yaml").write_text(manifest)
-    shell.follow(guide, section, number)
 
 
 def test_a_lost_node_is_left_and_a_run_that_says_so_takes_its_artifacts_with_it(

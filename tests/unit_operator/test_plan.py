@@ -22,6 +22,7 @@ from orbit_operator.attempts import add_created
 from orbit_operator.ending import CLEANUP_SECONDS, FINALIZER
 from orbit_operator.facts import NodeFacts, Observed, Progress, QueueFacts
 from orbit_operator.plan import Limits, plan
+from orbit_operator.policies.restart import FREE_WITHOUT_PROGRESS
 
 
 def work(cluster: Cluster, progress: Progress | None = None) -> Plan:
@@ -316,6 +317,23 @@ def test_old_attempts_leave_the_list_and_their_jobs_go() -> None:
     assert cluster.status["infraRestarts"] == over[-1] > 20
     assert cluster.status["retired"]["through"] == cluster.status["attempts"][0]["number"] - 1
     assert len(cluster.jobs) <= 10
+
+
+def test_a_pod_that_ends_as_if_it_were_asked_to_cannot_go_on_for_ever() -> None:
+    """Also with more attempts than the status lists."""
+    cluster = build_cluster(max_infra_restarts=3)
+    for _ in range(60):
+        work(cluster)
+        if cluster.status["phase"] == "Failed":
+            break
+        cluster.make_pod()
+        cluster.schedule("n1")
+        cluster.start()
+        cluster.exit(75)
+        cluster.conclude_jobs()
+        cluster.wait(700.0)
+    assert cluster.status["reason"] == "InfraRestartsExhausted"
+    assert (cluster.status["freeRestarts"], cluster.status["infraRestarts"]) == (FREE_WITHOUT_PROGRESS, 4)
 
 
 def test_a_status_that_was_lost_is_found_again_in_the_jobs() -> None:

@@ -8,7 +8,7 @@ import orjson
 import pytest
 
 from orbit_operator.facts import Attempt, ContainerEnd, PodFacts, Progress, Stored
-from orbit_operator.observe import newest_word
+from orbit_operator.observe import find_problem, newest_word
 from orbit_operator.read import lifecycle_of, pack_run, read_job, read_node, read_pod
 from orbit_operator.timestamps import format_micro_time, format_time, read_time
 
@@ -146,6 +146,21 @@ def test_a_lifecycle_of_another_version_is_read_as_far_as_it_is_known() -> None:
     read = lifecycle_of({"lifecycle": {"suspend": True, "fromTheFuture": 1}})
     assert (read.suspend, read.max_infra_restarts, read.max_user_retries) == (True, 10, 0)
     assert lifecycle_of({}).suspend is False
+
+
+def test_a_manifest_that_does_not_fit_a_config_map_is_told_before_it_is_tried() -> None:
+    def problem(size: int) -> str:
+        rewards = [{"name": "r", "type": "Math", "arguments": {"prompts": "ü" * size}}]
+        spec = {
+            "model": {"uri": "a"}, "data": {"prompts": [{"uri": "a"}]}, "training": {"steps": 5},
+            "environment": {"rewards": rewards},
+        }  # fmt: skip
+        return find_problem({"metadata": {"name": "adder", "namespace": "team", "uid": "u"}, "spec": spec})
+
+    assert problem(500_000) == ""
+    assert "the manifest takes 1200" in problem(600_000)
+    assert "name their URI" in problem(600_000)
+    assert problem(600_000).isprintable()
 
 
 def test_a_pods_last_words_go_before_what_was_heard_of_it() -> None:

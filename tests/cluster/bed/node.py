@@ -147,6 +147,8 @@ disabled_plugins = ["io.containerd.snapshotter.v1.btrfs", "io.containerd.snapsho
             "imageGCHighThresholdPercent": 100, "imageGCLowThresholdPercent": 99,
             "nodeStatusUpdateFrequency": "2s", "nodeLeaseDurationSeconds": 10, "makeIPTablesUtilChains": False,
             "maxPods": 60, "serializeImagePulls": False,
+            # How much a pod has filled of a folder with a limit is measured so often (each minute in most clusters).
+            "volumeStatsAggPeriod": "10s",
         }  # fmt: skip
 
 
