@@ -205,9 +205,9 @@ def test_suspend_resume_and_drain_cost_no_retry(quickstart: Story, release: Shel
             running = wait_status(
                 cluster, "pausing", lambda status: status["attempt"] == 2 and status["phase"] == "Running", "goes on"
             )
-            command = "kubectl drain NODE --ignore-daemonsets --delete-emptydir-data"
-            release.say("operations", command, NODE=running["node"])
-            release.say("operations", "kubectl uncordon NODE", NODE=running["node"])
+            left = running["node"]
+            release.say("operations", "kubectl drain NODE --ignore-daemonsets --delete-emptydir-data", NODE=left)
+            release.say("operations", "kubectl uncordon NODE", NODE=left)
     last = seen[-1]
     assert last["phase"] == "Succeeded"
     assert [each["ending"]["result"] for each in last["attempts"]] == ["Stopped", "Stopped", "Succeeded"]
