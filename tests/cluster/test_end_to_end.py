@@ -228,7 +228,10 @@ def test_a_lost_node_is_left_and_a_run_that_says_so_takes_its_artifacts_with_it(
     lost.freeze()
     try:
         status = wait_status(
-            cluster, "stranded", lambda status: status["attempt"] == 2 and status["phase"] == "Running", "goes on", 180
+            cluster,
+            "stranded",
+            lambda status: status["attempt"] == 2 and "checkpoint" in status["attempts"][1],
+            "goes on",
         )
         assert status["node"] != lost.name
         ending = status["attempts"][0]["ending"]
