@@ -90,7 +90,7 @@ class Observer:
             jobs=attempts,
             pods=own_pods,
             nodes=await self._troubled_nodes(own_pods),
-            progress=newest_word(run.name, own_pods, stored, self.progress.get(run.key)),
+            progress=self._newest_word(run, own_pods, stored),
             is_new=not self._cache.had_children(run.uid),
             former_pods=sum(each.run_uid != run.uid and not each.facts.is_terminal for each in pods),
             cleanup="" if cleanup is None else cleanup.finished or "Running",
@@ -99,6 +99,13 @@ class Observer:
         if live and live[-1].is_suspended and run.lifecycle.queue_name:
             observed = replace(observed, queue=await self._queue(run.namespace, live[-1]))
         return replace(observed, warning=await self._warning(run.namespace, live, own_pods, now))
+
+    def _newest_word(self, run: RunFacts, pods: Sequence[PodFacts], stored: Stored) -> Progress | None:
+        """Remembered: what was heard of a pod before must not take the place of its last words once it is deleted."""
+        progress = newest_word(run.name, pods, stored, self.progress.get(run.key))
+        if progress is not None:
+            self.progress[run.key] = progress
+        return progress
 
     async def _troubled_nodes(self, pods: Iterable[PodFacts]) -> dict[str, NodeFacts]:
         """Nodes of pods that are not simply well, or that have just failed."""

@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 Object = dict[str, Any]
 NEXT_VERSION = "0.1.1-next"
 WITHOUT_DATA = {
-    "Orbit run: KL from the base": "the quickstart has no KL term (algorithm.kl.coefficient is 0)",
+    "Orbit: one run: KL from the base": "the quickstart has no KL term (algorithm.kl.coefficient is 0)",
 }
 """Panels that stay empty for the guide's run, and why."""
 
