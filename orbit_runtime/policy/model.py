@@ -95,8 +95,9 @@ class Policy:
         """
         digest = hashlib.sha256()
         for name, widened in sorted(self._base_tensors().items()):
-            narrow = widened.bfloat16() if widened.dtype is torch.float32 else widened
-            tensor = narrow if torch.equal(narrow.to(widened.dtype), widened) else widened
+            tensor = widened
+            if widened.dtype is torch.float32 and torch.equal(widened.bfloat16().float(), widened):
+                tensor = widened.bfloat16()
             digest.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
             digest.update(tensor.detach().contiguous().cpu().view(torch.uint8).numpy().tobytes())
         return f"sha256:{digest.hexdigest()}"
