@@ -63,7 +63,7 @@ class FrozenLinear(nn.Module):
         if x.requires_grad and torch.is_grad_enabled():
             result: Tensor = _FrozenMatmul.apply(x, bias, self._dense_rows, self.dense_bytes, *packed)
             return result
-        return _forward(x, bias, self._dense_rows, self.dense_bytes, packed)
+        return forward_by_rows(x, bias, self._dense_rows, self.dense_bytes, packed)
 
     def product(self, x: Tensor, dense: Tensor) -> Tensor:
         """`forward` for x `[T, K]` without gradient, on a layer that no longer moves, through a buffer of the caller's.
@@ -134,19 +134,26 @@ class _FrozenMatmul(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(*packed)
         ctx.settings = (x.shape[-1], dense_rows, dense_bytes)
-        return _forward(x, bias, dense_rows, dense_bytes, packed)
+        return forward_by_rows(x, bias, dense_rows, dense_bytes, packed)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         packed = ctx.saved_tensors
         num_columns, dense_rows, dense_bytes = ctx.settings
-        return (_backward(dy, num_columns, dense_rows, dense_bytes, packed), None, None, None, *(None for _ in packed))
+        return (
+            backward_by_rows(dy, num_columns, dense_rows, dense_bytes, packed),
+            None,
+            None,
+            None,
+            *(None for _ in packed),
+        )
 
 
-def _forward(
+def forward_by_rows(
     x: Tensor, bias: Tensor | None, dense_rows: DenseRows, dense_bytes: int | None, packed: Sequence[Tensor]
 ) -> Tensor:
+    """`x @ W.T + bias`; `packed` are the codec's `views`. Outside of autograd."""
     num_rows, dtype = packed[0].shape[0], x.dtype
     run = _rows_per_run(num_rows, x.shape[-1], x, dense_bytes)
     if run >= num_rows:
@@ -161,9 +168,10 @@ def _forward(
     return y.view(*x.shape[:-1], num_rows)
 
 
-def _backward(
+def backward_by_rows(
     dy: Tensor, num_columns: int, dense_rows: DenseRows, dense_bytes: int | None, packed: Sequence[Tensor]
 ) -> Tensor:
+    """`dy @ W`, the gradient of the input."""
     num_rows, dtype = packed[0].shape[0], dy.dtype
     run = _rows_per_run(num_rows, num_columns, dy, dense_bytes)
     if run >= num_rows:
