@@ -45,5 +45,7 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("COLUMNS", "", "Width of the terminal, where it cannot be asked.", "orbit run"),
     Variable("PYTHONPATH", "", "Where modules are looked for; reward workers get it with Orbit's own place added.",
              "reward workers"),
+    Variable("ORBIT_KERNELS", "Auto", "How a CUDA device multiplies by packed weights: `Torch` (no kernels of ours), "
+             "`Dequantize` (a kernel, then a torch matmul), `Fused` (one kernel), or by shape.", "training, rollout"),
     Variable("OMP_NUM_THREADS", "all cores", "Threads of the torch trainer and engine on a CPU.", "torch"),
 )  # fmt: skip

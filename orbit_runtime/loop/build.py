@@ -270,6 +270,7 @@ def _build_policy(resolved: Resolved, folder: Path) -> Policy:
         folder,
         AdapterConfig(type=adapter.type, targets=tuple(adapter.targets), **settings),
         precision=spec.model.precision,
+        activation_precision=spec.model.activation_precision,
         seed=spec.data.seed,
         device=resolved.device,
         compute_dtype=getattr(torch, resolved.compute_dtype),

@@ -28,11 +28,12 @@ from orbit_runtime.policy.attention import IMPLEMENTATION, Kernel
 from orbit_runtime.policy.direct import build_direct
 from orbit_runtime.policy.model import Policy
 from orbit_runtime.policy.modules import FrozenEmbedding, fuse_norms
+from orbit_runtime.quant.activations import ActivationPrecision, build_rounding, scale_name
 from orbit_runtime.quant.formats import FORMATS, Codec, Weight
 from orbit_runtime.quant.linear import FrozenLinear
 
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq", ".input_scale", ".input_global_scale", ".k_scale", ".v_scale")
-"""Tensors of no use here: what the model computes itself, and static scales of activations and caches (weight-only)."""
+"""Of no use here: what the model computes itself, and static scales of caches and, weight-only, of activations."""
 LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "output_multiplier_scale")
 
 
@@ -41,6 +42,7 @@ def load_policy(
     adapter: AdapterConfig,
     *,
     precision: str = "Auto",
+    activation_precision: ActivationPrecision = "WeightOnly",
     seed: int = 0,
     device: torch.device | str = "cpu",
     compute_dtype: torch.dtype = torch.float32,
@@ -50,12 +52,14 @@ def load_policy(
 
     Args:
         precision: the manifest's word, checked against the checkpoint; `Auto` takes what the checkpoint is.
+        activation_precision: what the inputs of linears with weights in that format are rounded to.
         seed: of the adapter's initial values.
         compute_dtype: of activations; a BF16 weight widened to fp32 keeps its value.
 
     Raises:
         ModelError: something is missing, broken, or unknown in the folder.
-        ManifestError: `precision` differs from the checkpoint's, or a target matches nothing.
+        ManifestError: `precision` differs from the checkpoint's, nothing in it has the activations' format, or a target
+            matches nothing.
         UnsupportedError: the architecture does what Orbit does not.
     """
     device = torch.device(device)
@@ -69,7 +73,7 @@ def load_policy(
             fix=f"set it to {quant.name} or Auto",
         )
     model = _build_structure(folder)
-    _fill_linears(model, reader, quant)
+    _fill_linears(model, reader, quant, activation_precision)
     _fill_embedding(model, reader, compute_dtype)
     _fill_rest(model, reader, compute_dtype)
     reader.check_all_used()
@@ -166,9 +170,11 @@ class CheckpointReader:
             raise ModelError(f"tensors that belong to no layer of this model: {listed}", where=str(self.folder))
 
 
-def _fill_linears(model: nn.Module, reader: CheckpointReader, quant: QuantFormat) -> None:
+def _fill_linears(
+    model: nn.Module, reader: CheckpointReader, quant: QuantFormat, activation_precision: ActivationPrecision
+) -> None:
     """Every `nn.Linear` becomes a `FrozenLinear` over the checkpoint's own tensors."""
-    tied = _tied_head(model, reader)
+    tied, num_rounded = _tied_head(model, reader), 0
     for name, module in list(model.named_modules()):
         if type(module) is not nn.Linear:
             continue
@@ -189,8 +195,19 @@ def _fill_linears(model: nn.Module, reader: CheckpointReader, quant: QuantFormat
                 fix="config.json and the weights are of two models: copy or download the model again",
             )
         bias = reader.read(f"{name}.bias") if module.bias is not None else None
+        scale = f"{name}.{scale_name(activation_precision, layout)}"
+        rounding = build_rounding(activation_precision, layout, reader.has(scale))
+        num_rounded += rounding is not None
+        input_scale = reader.read(scale) if rounding is not None and rounding.is_static else None
         parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, FrozenLinear(weight, bias))
+        frozen = FrozenLinear(weight, bias, rounding=rounding, input_scale=input_scale)
+        setattr(model.get_submodule(parent), child, frozen)
+    if activation_precision != "WeightOnly" and num_rounded == 0:
+        raise ManifestError(
+            f"no weight of the checkpoint is {activation_precision}; it is {quant.name}",
+            where="spec.model.activationPrecision",
+            fix="set it to WeightOnly, or train the model in that format",
+        )
 
 
 def layout_of(quant: QuantFormat, name: str, reader: CheckpointReader) -> str:
