@@ -67,7 +67,6 @@ class Parts:
     probing: Callable[[Probe], AbstractContextManager[None]]
     """A context within which the trainer holds an adapter that nobody trained, for preflight."""
     precision: str
-    adapter_report: str
     show: Show
 
     @property
@@ -152,7 +151,7 @@ def build_parts(
     tokenizer = ChatTokenizer(folder)
     new_tokens = spec.rollout.sampling.max_new_tokens
     check_lengths(table, tokenizer.encode_many, max_prompt_tokens=spec.model.max_sequence_length - new_tokens)
-    policy = _build_policy(resolved, folder)
+    policy = _build_policy(resolved, folder, show.note)
     from orbit_runtime.algorithms.table import ALGORITHMS
 
     algorithm = ALGORITHMS[spec.algorithm.type]
@@ -189,7 +188,6 @@ def build_parts(
         sequences=sequences,
         probing=partial(policy.injected.masters.probing, seed=spec.data.seed),
         precision=policy.precision,
-        adapter_report=policy.injected.report.text(),
         show=show,
     )
 
@@ -241,7 +239,7 @@ def _fields_read(spec: RunSpec, functions: Mapping[str, Callable[..., Any]]) -> 
     return {str(each.arguments.get("field", "answer")): each.name for each in shipped}
 
 
-def _build_policy(resolved: Resolved, folder: Path) -> Policy:
+def _build_policy(resolved: Resolved, folder: Path, note: Callable[[str], None]) -> Policy:
     try:
         import torch
     except ImportError:
@@ -255,22 +253,26 @@ def _build_policy(resolved: Resolved, folder: Path) -> Policy:
     adapter = spec.adapter
     settings: dict[str, Any] = {}
     if adapter.lora:
-        settings = {"rank": adapter.lora.rank, "alpha": adapter.lora.alpha}
+        lora = adapter.lora
+        settings = {"rank": lora.rank, "alpha": lora.alpha, "rslora": lora.rslora, "dropout": lora.dropout}
     if adapter.oft:
         oft = adapter.oft
         settings = {
             "block_size": oft.block_size,
             "parametrization": oft.parametrization,
             "neumann_terms": oft.neumann_terms,
+            "coft": oft.coft,
+            "coft_eps": oft.coft_eps,
         }
     return load_policy(
         folder,
-        AdapterConfig(type=adapter.type, targets=tuple(adapter.targets), **settings),
+        AdapterConfig(type=adapter.type, targets=tuple(adapter.targets or ()), experts=adapter.experts, **settings),
         precision=spec.model.precision,
         seed=spec.data.seed,
         device=resolved.device,
         compute_dtype=getattr(torch, resolved.compute_dtype),
         kernel="Eager" if spec.training.attention == "Eager" else "SDPA",
+        announce=lambda report: note(report.text()),
     )
 
 
@@ -316,6 +318,7 @@ def _trainer_settings(resolved: Resolved, base_model: str) -> TrainerSettings:
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         base_model=base_model,
+        seed=spec.data.seed,
     )
 
 
