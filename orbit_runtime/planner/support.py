@@ -19,6 +19,7 @@ MOE_FAMILIES = ("qwen3_moe", "glm4_moe", "deepseek_v3", "kimi_k2", "deepseek_v4"
 FAMILY_NAMES = ("qwen3", "llama", *MOE_FAMILIES)
 EXPERT_LAYOUTS = ("SharedOuter", "Shared", "PerExpert", "None")
 FORMATS = ("BF16", "FP8", "INT4", "NVFP4", "MXFP4")
+"""What `quant` reads, and with it the torch trainer and engine; a test compares it with its table."""
 
 
 @dataclass(frozen=True, slots=True)

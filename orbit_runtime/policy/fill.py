@@ -17,7 +17,7 @@ from orbit_runtime.model_info.quantization import QuantFormat
 from orbit_runtime.policy.experts import FrozenExperts
 from orbit_runtime.policy.families.family import Family
 from orbit_runtime.policy.modules import FrozenEmbedding, run_in_fp32
-from orbit_runtime.policy.reader import Reader
+from orbit_runtime.policy.reader import CheckpointReader
 from orbit_runtime.quant.expert_linear import FrozenExpertLinear
 from orbit_runtime.quant.experts import ExpertStack
 from orbit_runtime.quant.formats import FORMATS, Codec, Weight
@@ -26,7 +26,9 @@ from orbit_runtime.quant.linear import FrozenLinear
 MISMATCH = "config.json and the weights are of two models: copy or download the model again"
 
 
-def fill(model: nn.Module, reader: Reader, quant: QuantFormat, family: Family, compute_dtype: torch.dtype) -> None:
+def fill(
+    model: nn.Module, reader: CheckpointReader, quant: QuantFormat, family: Family, compute_dtype: torch.dtype
+) -> None:
     """Raises `ModelError` for what is missing, broken, of another shape, or belongs to no module."""
     _fill_experts(model, reader, quant, family)
     _fill_linears(model, reader, quant, family)
@@ -42,7 +44,7 @@ def _extra_layers(model: nn.Module, family: Family) -> Iterator[str]:
         yield re.escape(family.checkpoint_name(f"model.layers.{layer}."))
 
 
-def _fill_experts(model: nn.Module, reader: Reader, quant: QuantFormat, family: Family) -> None:
+def _fill_experts(model: nn.Module, reader: CheckpointReader, quant: QuantFormat, family: Family) -> None:
     """transformers' experts, all of a layer in one parameter, become `FrozenExperts` over packed tensors."""
     for name, module in list(model.named_modules()):
         if not type(module).__name__.endswith("Experts"):
@@ -69,7 +71,7 @@ def _fill_experts(model: nn.Module, reader: Reader, quant: QuantFormat, family: 
 
 
 def _read_projection(
-    reader: Reader, quant: QuantFormat, family: Family, name: str, module: nn.Module, leaf: str
+    reader: CheckpointReader, quant: QuantFormat, family: Family, name: str, module: nn.Module, leaf: str
 ) -> FrozenExpertLinear:
     assert family.experts is not None
     count, reads_tokens = int(module.num_experts), leaf != "down_proj"  # type: ignore[arg-type]
@@ -80,12 +82,12 @@ def _read_projection(
     return FrozenExpertLinear(_read_stack(reader, quant, sources), reads_tokens=reads_tokens)
 
 
-def _read_stack(reader: Reader, quant: QuantFormat, sources: list[str]) -> ExpertStack:
+def _read_stack(reader: CheckpointReader, quant: QuantFormat, sources: list[str]) -> ExpertStack:
     """One expert at a time into tensors for all: what is held besides the stack is a single expert."""
-    layout = _layout(quant, sources[0], reader)
+    layout = layout_of(quant, sources[0], reader)
     tensors: dict[str, torch.Tensor] = {}
     for index, source in enumerate(sources):
-        other = _layout(quant, source, reader)
+        other = layout_of(quant, source, reader)
         if other != layout:
             raise ModelError(
                 f"{source} is {other}, {sources[0]} is {layout}: the experts of a layer must be of one format",
@@ -103,7 +105,7 @@ def _read_stack(reader: Reader, quant: QuantFormat, sources: list[str]) -> Exper
     return ExpertStack(layout, tensors)
 
 
-def _fill_linears(model: nn.Module, reader: Reader, quant: QuantFormat, family: Family) -> None:
+def _fill_linears(model: nn.Module, reader: CheckpointReader, quant: QuantFormat, family: Family) -> None:
     """Every `nn.Linear` becomes a `FrozenLinear` over the checkpoint's own tensors."""
     tied = _tied_head(model, reader, family)
     for name, module in list(model.named_modules()):
@@ -113,7 +115,7 @@ def _fill_linears(model: nn.Module, reader: Reader, quant: QuantFormat, family: 
         where = str(reader.folder)
         own = family.checkpoint_name(name)
         source = tied if name == "lm_head" and tied else own
-        layout = _layout(quant, source, reader) if source == own else "BF16"
+        layout = layout_of(quant, source, reader) if source == own else "BF16"
         codec = FORMATS[layout]
         if layout != "BF16" and not reader.has(codec.tensor_names(source)[0]):
             raise ModelError(
@@ -132,7 +134,7 @@ def _fill_linears(model: nn.Module, reader: Reader, quant: QuantFormat, family: 
         _replace(model, name, frozen if special is None else special(frozen, module))
 
 
-def _layout(quant: QuantFormat, name: str, reader: Reader) -> str:
+def layout_of(quant: QuantFormat, name: str, reader: CheckpointReader) -> str:
     """The layout of the module's tensors: what the config says, where the file bears it out."""
     layout = quant.layout_of(name)
     if quant.by_tensor and not reader.has(FORMATS[layout].tensor_names(name)[-1]):
@@ -140,7 +142,7 @@ def _layout(quant: QuantFormat, name: str, reader: Reader) -> str:
     return layout
 
 
-def read_weight(reader: Reader, codec: Codec, source: str) -> Weight:
+def read_weight(reader: CheckpointReader, codec: Codec, source: str) -> Weight:
     """The module's packed weight; what is wrong with a tensor is said with its file."""
     names = codec.tensor_names(source)
     tensors = {name: reader.read(name) for name in names}
@@ -152,7 +154,7 @@ def read_weight(reader: Reader, codec: Codec, source: str) -> Weight:
     return weight
 
 
-def _fill_embedding(model: nn.Module, reader: Reader, family: Family, compute_dtype: torch.dtype) -> None:
+def _fill_embedding(model: nn.Module, reader: CheckpointReader, family: Family, compute_dtype: torch.dtype) -> None:
     """The plain embedding stays BF16 and is shared with a tied head; a subclass keeps its own arithmetic."""
     embedding = model.get_input_embeddings()
     if type(embedding) is not nn.Embedding:
@@ -166,7 +168,7 @@ def _fill_embedding(model: nn.Module, reader: Reader, family: Family, compute_dt
     model.set_input_embeddings(FrozenEmbedding(weight.qdata, compute_dtype))
 
 
-def _tied_head(model: nn.Module, reader: Reader, family: Family) -> str | None:
+def _tied_head(model: nn.Module, reader: CheckpointReader, family: Family) -> str | None:
     """Name of the embedding that doubles as the output head, or `None` where the head has a tensor of its own."""
     own = reader.has(family.checkpoint_name("lm_head") + ".weight")
     if own or not getattr(model.config, "tie_word_embeddings", False):
@@ -175,7 +177,7 @@ def _tied_head(model: nn.Module, reader: Reader, family: Family) -> str | None:
     return family.checkpoint_name(next(name for name, module in model.named_modules() if module is embedding))
 
 
-def _fill_rest(model: nn.Module, reader: Reader, family: Family, compute_dtype: torch.dtype) -> None:
+def _fill_rest(model: nn.Module, reader: CheckpointReader, family: Family, compute_dtype: torch.dtype) -> None:
     """Norms and whatever else is a parameter: small, so kept in the compute dtype; routers in fp32."""
     routers = [name for name, module in model.named_modules() if type(module).__name__.endswith("Router")]
     kept = (*(f"{name}." for name in routers), *family.kept_fp32)

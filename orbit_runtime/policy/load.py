@@ -31,7 +31,7 @@ from orbit_runtime.policy.families import Family, find_family
 from orbit_runtime.policy.fill import fill
 from orbit_runtime.policy.model import Policy
 from orbit_runtime.policy.modules import fuse_norms
-from orbit_runtime.policy.reader import Reader
+from orbit_runtime.policy.reader import CheckpointReader
 
 LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "output_multiplier_scale")
 
@@ -61,9 +61,9 @@ def load_policy(
         UnsupportedError: the architecture does what Orbit does not.
     """
     device = torch.device(device)
-    raw = _read_config(folder)
+    raw = read_config(folder)
     family = find_family(raw.get("model_type"))
-    reader = Reader(folder, device)
+    reader = CheckpointReader(folder, device)
     quant = parse_quantization(raw, where=str(folder / "config.json"), tensors=reader.headers())
     if precision not in ("Auto", quant.name):
         raise ManifestError(
@@ -94,7 +94,7 @@ def load_policy(
     return Policy(model, injected, device, compute_dtype, head.out_features, quant.name, kernel, direct, family.packs)
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not folder.is_dir():
         raise ModelError("the model folder does not exist", where=str(folder), fix="correct spec.model.uri")

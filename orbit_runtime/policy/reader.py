@@ -20,7 +20,7 @@ IGNORED_SUFFIXES = ("rotary_emb.inv_freq", ".input_scale", ".input_global_scale"
 """Tensors of no use here: what the model computes itself, and static scales of activations and caches (weight-only)."""
 
 
-class Reader:
+class CheckpointReader:
     """Reads tensors of a folder by name, and knows which were never asked for."""
 
     def __init__(self, folder: Path, device: torch.device) -> None:

@@ -11,13 +11,13 @@ from torch import nn
 
 from orbit_runtime.model_info.quantization import QuantFormat
 from orbit_runtime.policy.experts import Activation
-from orbit_runtime.policy.reader import Reader
+from orbit_runtime.policy.reader import CheckpointReader
 from orbit_runtime.quant.experts import ExpertStack
 from orbit_runtime.quant.linear import FrozenLinear
 
 Size = Callable[[Any], int]
 """Of a projection, from transformers' `…Experts`."""
-ReadStacked = Callable[[Reader, QuantFormat, str], tuple[ExpertStack, torch.Tensor | None]]
+ReadStacked = Callable[[CheckpointReader, QuantFormat, str], tuple[ExpertStack, torch.Tensor | None]]
 
 
 @dataclass(frozen=True, slots=True)

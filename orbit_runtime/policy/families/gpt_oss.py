@@ -13,7 +13,7 @@ from orbit_runtime.errors import ModelError
 from orbit_runtime.model_info.quantization import QuantFormat
 from orbit_runtime.policy.experts import Activation, interleaved
 from orbit_runtime.policy.families.family import ExpertForm, Family, Projection, hidden, inner
-from orbit_runtime.policy.reader import Reader
+from orbit_runtime.policy.reader import CheckpointReader
 from orbit_runtime.quant.experts import ExpertStack, split_gpt_oss
 from orbit_runtime.quant.formats import FORMATS
 
@@ -26,7 +26,7 @@ def _activation(module: Any) -> Activation:
     return interleaved(float(module.alpha), float(module.limit))
 
 
-def _read_stacked(reader: Reader, quant: QuantFormat, name: str) -> tuple[ExpertStack, torch.Tensor]:
+def _read_stacked(reader: CheckpointReader, quant: QuantFormat, name: str) -> tuple[ExpertStack, torch.Tensor]:
     layout = quant.layout_of(name)
     codec = FORMATS[layout]
     if layout == "MXFP4GptOss":
