@@ -10,11 +10,14 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
+import torch
 from safetensors.torch import save_file
 
 from orbit_runtime.model_info.headers import TensorInfo
 from orbit_runtime.model_info.quantization import parse_quantization
-from orbit_runtime.policy.load import IGNORED_SUFFIXES, CheckpointReader, layout_of, read_config, read_weight
+from orbit_runtime.policy.fill import layout_of, read_weight
+from orbit_runtime.policy.load import read_config
+from orbit_runtime.policy.reader import IGNORED_SUFFIXES, CheckpointReader
 from orbit_runtime.quant.formats import FORMATS
 
 KEPT = (".json", ".jinja", ".txt", ".model")
@@ -27,7 +30,7 @@ def write_dequantized(folder: Path, target: Path) -> Path:
     Where the checkpoint is BF16 already, `folder` itself is returned and nothing is written.
     """
     config = read_config(folder)
-    reader = CheckpointReader(folder, "cpu")
+    reader = CheckpointReader(folder, torch.device("cpu"))
     headers = reader.headers()
     quant = parse_quantization(config, where=str(folder / "config.json"), tensors=headers)
     if quant.name == "BF16":

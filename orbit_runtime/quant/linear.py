@@ -135,6 +135,14 @@ class FrozenLinear(nn.Module):
             return nn.functional.linear(x, w, bias)
         return scaled(nn.functional.linear(x, w), factor, bias)
 
+    def views(self) -> tuple[Tensor, ...]:
+        """The packed tensors as `dense` takes them."""
+        return self._packed_views()
+
+    def dense(self, views: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        """The whole weight `[N, K]`."""
+        return self._dense_rows(*views, dtype)
+
     def _packed_views(self) -> tuple[Tensor, ...]:
         """Made anew when a buffer is another tensor than before: making them at every call costs while decoding."""
         buffers = [self._buffers[name] for name in self._packed_names]

@@ -22,7 +22,8 @@ from orbit_runtime.policy.attention import Kernel
 from orbit_runtime.policy.logprobs import token_logprobs
 from orbit_runtime.policy.model import Policy
 from orbit_runtime.policy.packed import Branch, PackedPlan
-from orbit_runtime.rollout.cache import DecodePlan, KVCache
+from orbit_runtime.rollout.cache import KVCache
+from orbit_runtime.rollout.history import TokenHistory
 from orbit_runtime.rollout.rows import Finished, Rows, Work, merge_segments
 from orbit_runtime.rollout.sampling import draw, uniforms
 from orbit_runtime.rollout.text import answer_text
@@ -51,7 +52,7 @@ class TorchEngine:
         self._tokenizer = tokenizer
         self._max_running = max_running_requests
         self._eos = tuple(tokenizer.eos_ids)
-        self._cache = KVCache()
+        self._cache = KVCache() if policy.packs else TokenHistory()
         # One query per row: on a CPU the explicit product beats the fused kernel, which is made for long queries.
         self._kernel: Kernel = "Eager" if policy.device.type == "cpu" else policy.kernel
         self._slots: dict[str, Slot] = {}
@@ -160,7 +161,7 @@ class TorchEngine:
         self,
         waiting: deque[Work],
         rows: Rows,
-        cache: KVCache,
+        cache: KVCache | TokenHistory,
         prompt_logprobs: dict[str | None, list[float]] | None,
     ) -> None:
         """Moves requests from `waiting` into free rows, runs their prompts once each and samples first tokens."""
@@ -190,7 +191,7 @@ class TorchEngine:
         prompts: list[tuple[str | None, tuple[int, ...]]],
         prompt_of_row: list[int],
         first_row: int,
-        cache: KVCache,
+        cache: KVCache | TokenHistory,
         prompt_logprobs: dict[str | None, list[float]] | None,
     ) -> torch.Tensor:
         """Runs unique prompts, fills the cache rows; returns fp32 next-token logits `[rows, V]`."""
@@ -205,8 +206,7 @@ class TorchEngine:
             hidden = policy.sampled_hidden(batch.token_ids_T, batch.position_T, plan)
         index = torch.tensor(prompt_of_row, device=policy.device)
         starts_P, lengths_P = torch.tensor(starts, device=policy.device), torch.tensor(lengths, device=policy.device)
-        assert plan.captured is not None
-        cache.write_prompts(first_row, index, starts_P, lengths_P, plan.captured)
+        cache.keep_prompts(first_row, index, starts_P, lengths_P, batch, plan)
         if prompt_logprobs is not None:
             for adapter, start, end in zip(adapters, starts, ends, strict=True):
                 targets = batch.token_ids_T[start + 1 : end]
@@ -216,11 +216,11 @@ class TorchEngine:
                 prompt_logprobs[adapter] = logprobs.tolist()
         return policy.head(hidden[batch.target_source_R]).float()[index]
 
-    def _decode(self, rows: Rows, cache: KVCache) -> None:
+    def _decode(self, rows: Rows, cache: KVCache | TokenHistory) -> None:
         n = len(rows)
         policy, device = self._policy, self._policy.device
-        plan = DecodePlan(cache, rows.position_C[:n], self._kernel)
         last_B, position_B = (torch.tensor(column[:n], device=device) for column in (rows.last_C, rows.position_C))
+        plan = cache.plan(last_B, rows.position_C[:n], self._kernel)
         with policy.injected.selection.use(_selected(rows.segments())):
             hidden = policy.sampled_hidden(last_B, position_B, plan)
         self._sample(policy.head(hidden).float(), rows, slice(0, n))
