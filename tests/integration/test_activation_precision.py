@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from orbit_runtime.adapters.config import AdapterConfig
+from orbit_runtime.adapters.layer import TRAINER_SLOT
 from orbit_runtime.errors import ManifestError
 from orbit_runtime.model_info.builtin_models import builtin_folder
 from orbit_runtime.policy import Policy, load_policy
@@ -68,7 +69,7 @@ def reference(policy: Policy, folder: Path) -> Tensor:
             packed[plain] = module.format
     for name, parameter in policy.model.named_parameters():
         if name in model.state_dict():
-            state[name] = parameter
+            state[name] = parameter.detach()
     state["model.embed_tokens.weight"] = policy.model.get_input_embeddings().weight.float()
     missing = model.load_state_dict(state, strict=False)
     assert not missing.missing_keys, missing
@@ -92,9 +93,10 @@ def test_logprobs_are_those_of_transformers_with_the_vendors_rounding(precision:
 @pytest.mark.parametrize("precision", ["FP8", "NVFP4"])
 def test_the_adapter_gets_a_gradient(precision: str) -> None:
     policy = load(precision, precision)
-    values, _ = policy.logprobs(policy.pack([Branch(0, TOKENS[:1], TOKENS[1:])]))
+    with policy.injected.selection.use(TRAINER_SLOT):
+        values, _ = policy.logprobs(policy.pack([Branch(0, TOKENS[:1], TOKENS[1:])]))
     values.sum().backward()
-    gradients = [parameter.grad for parameter in policy.parameters()]
+    gradients = [parameter.grad for parameter in policy.injected.parameters()]
     assert any(gradient is not None and bool(gradient.abs().sum() > 0) for gradient in gradients)
 
 
