@@ -21,7 +21,7 @@ from orbit_runtime.quant.linear import FrozenLinear
 
 RENAMES = (
     (r"^model\.", ""),
-    (r"^embed_tokens\.", "embed."),
+    (r"^embed_tokens\b", "embed"),
     (r"^lm_head\b", "head"),
     (r"^hc_head\.hc_", "hc_head_"),
     (r"\.(attn|ffn)_hc\.", r".hc_\1_"),
