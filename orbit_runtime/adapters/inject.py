@@ -15,7 +15,7 @@ from torch import nn
 
 from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.adapters.layer import AdaptedLinear, Selection
-from orbit_runtime.adapters.lora import initial_A
+from orbit_runtime.adapters.lora import check_rank, initial_A
 from orbit_runtime.adapters.masters import Masters
 from orbit_runtime.adapters.oft import check_block_size
 from orbit_runtime.errors import InternalError, ManifestError
@@ -82,6 +82,9 @@ def inject(
     if adapter.type == "OFT":
         for name, (_, layer) in matched.items():
             check_block_size(name, _linear_shape(layer)[1], adapter.block_size)
+    else:
+        for name, (_, layer) in matched.items():
+            check_rank(name, _linear_shape(layer), adapter.rank)
     model.requires_grad_(False)
     selection = Selection(compute_dtype)
     layers: dict[str, AdaptedLinear] = {}

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from orbit_runtime.errors import ManifestError
 from orbit_runtime.seeds import stream_key
 
 
@@ -25,6 +26,16 @@ class LoRASlot:
 
     def tensors(self) -> dict[str, Tensor]:
         return {"lora_A": self.lora_A, "lora_B": self.lora_B}
+
+
+def check_rank(module_name: str, shape: tuple[int, int], rank: int) -> None:
+    """Raises where the product B A could have no such rank: parameters that change nothing would be trained."""
+    if rank > min(shape):
+        raise ManifestError(
+            f"rank {rank} is more than {module_name} can have, which is [{shape[0]}, {shape[1]}]",
+            where="spec.adapter.lora.rank",
+            fix=f"use at most {min(shape)}, or leave the module out of spec.adapter.targets",
+        )
 
 
 def initial_A(rank: int, in_features: int, seed: int, module_name: str) -> Tensor:

@@ -22,6 +22,7 @@ from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.adapters.inject import inject
 from orbit_runtime.errors import ManifestError, ModelError, OrbitError, UnsupportedError
 from orbit_runtime.model_info.headers import TensorInfo, read_folder
+from orbit_runtime.model_info.layouts import check_head, read_linears
 from orbit_runtime.model_info.quantization import QuantFormat, from_legacy_modelopt, parse_quantization
 from orbit_runtime.model_info.settings import load_settings
 from orbit_runtime.policy.attention import IMPLEMENTATION, Kernel
@@ -62,6 +63,8 @@ def load_policy(
     raw = _read_config(folder)
     reader = _Reader(folder, device)
     quant = parse_quantization(raw, where=str(folder / "config.json"), tensors=reader.headers())
+    config_file = str(folder / "config.json")
+    check_head(raw, read_linears(reader.tensors, quant, config=config_file), config_file)
     if precision not in ("Auto", quant.name):
         raise ManifestError(
             f"the manifest says {precision}, the checkpoint is {quant.name}",
@@ -133,27 +136,27 @@ class _Reader:
 
     def __init__(self, folder: Path, device: torch.device) -> None:
         self.folder = folder
-        self._tensors: dict[str, tuple[Path, TensorInfo]] = read_folder(folder)
-        self._unused = set(self._tensors)
+        self.tensors: dict[str, tuple[Path, TensorInfo]] = read_folder(folder)
+        self._unused = set(self.tensors)
         self._device = device
         self._open: tuple[Path, Any] | None = None
 
     def headers(self) -> dict[str, TensorInfo]:
-        return {name: info for name, (_, info) in self._tensors.items()}
+        return {name: info for name, (_, info) in self.tensors.items()}
 
     def file_of(self, name: str) -> Path:
-        return self._tensors[name][0] if name in self._tensors else self.folder
+        return self.tensors[name][0] if name in self.tensors else self.folder
 
     def has(self, name: str) -> bool:
-        return name in self._tensors
+        return name in self.tensors
 
     def read(self, name: str) -> torch.Tensor:
         """On the device, in the file's dtype."""
-        if name not in self._tensors:
+        if name not in self.tensors:
             raise ModelError(
                 f"the checkpoint holds no tensor {name}", where=str(self.folder), fix="download the model again"
             )
-        path, _ = self._tensors[name]
+        path, _ = self.tensors[name]
         if self._open is None or self._open[0] != path:
             self._open = (path, safe_open(str(path), framework="pt", device="cpu"))
         self._unused.discard(name)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from orbit_runtime.errors import ModelError
-from orbit_runtime.quant.checks import check_scale
+from orbit_runtime.quant.checks import DAMAGED, check_scale
 
 CODES_PER_WORD = 8
 ZERO_CODE = 8
@@ -48,7 +48,7 @@ def from_checkpoint(tensors: Mapping[str, Tensor], name: str) -> INT4Weight:
     packed_key, scale_key, shape_key = tensor_names(name)
     for key in (packed_key, scale_key, shape_key):
         if key not in tensors:
-            raise ModelError("the tensor is missing from the checkpoint", where=key)
+            raise ModelError("the tensor is missing from the checkpoint", where=key, fix=DAMAGED)
     qdata, scale = tensors[packed_key], tensors[scale_key]
     rows, columns = (int(size) for size in tensors[shape_key].tolist())
     if qdata.dtype != torch.int32 or tuple(qdata.shape) != (rows, columns // CODES_PER_WORD):
@@ -56,14 +56,17 @@ def from_checkpoint(tensors: Mapping[str, Tensor], name: str) -> INT4Weight:
             f"expected int32 [{rows}, {columns // CODES_PER_WORD}] for a weight of shape [{rows}, {columns}], "
             f"found {qdata.dtype} {list(qdata.shape)}",
             where=packed_key,
+            fix=DAMAGED,
         )
     if scale.dtype != torch.bfloat16 or scale.ndim != 2 or scale.shape[0] != rows:
         found = f"{scale.dtype} {list(scale.shape)}"
-        raise ModelError(f"expected bfloat16 [{rows}, groups], found {found}", where=scale_key)
+        raise ModelError(f"expected bfloat16 [{rows}, groups], found {found}", where=scale_key, fix=DAMAGED)
     groups = scale.shape[1]
     if groups == 0 or columns % groups or (columns // groups) % CODES_PER_WORD:
         raise ModelError(
-            f"{groups} scales a row do not suit {columns} columns packed by {CODES_PER_WORD}", where=scale_key
+            f"{groups} scales a row do not suit {columns} columns packed by {CODES_PER_WORD}",
+            where=scale_key,
+            fix=DAMAGED,
         )
     check_scale(scale, scale_key)
     return INT4Weight(qdata, scale, (rows, columns), columns // groups)
