@@ -9,9 +9,10 @@ Does not belong here: files that are whole or not (`destination`), which modules
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -145,14 +146,10 @@ class Rewrite:
 
     def _computed(self, module: str, source_bytes: int) -> Item:
         layout = self.target.layout if module in self.quantised else "BF16"
-        codec = FORMATS[layout]
-        assert codec.quantize is not None
-        assert codec.to_checkpoint is not None
-        # Shapes and dtypes by the codec itself, on tensors that have no memory.
-        shaped = torch.empty(self._shape(module), dtype=torch.bfloat16, device="meta")
-        parts = codec.to_checkpoint(codec.quantize(shaped, *self._arguments(layout)))
-        outputs = tuple(Output(f"{module}.{name}", CODES[t.dtype], tuple(t.shape)) for name, t in parts.items())
-        return Item(module, outputs, source_bytes, layout)
+        outputs = _outputs(layout, self._shape(module), self._arguments(layout))
+        return Item(
+            module, tuple(replace(each, name=f"{module}.{each.name}") for each in outputs), source_bytes, layout
+        )
 
     def _arguments(self, layout: str) -> tuple[int, ...]:
         return self.target.arguments if layout == self.target.layout else ()
@@ -208,6 +205,16 @@ class Rewrite:
             largest = [rows.abs().max() for member in members for _, rows in self._runs(member)]
             self._amax[key] = torch.stack(largest).max()
         return {"amax": self._amax[key]}
+
+
+@functools.cache
+def _outputs(layout: str, shape: tuple[int, int], arguments: tuple[int, ...]) -> tuple[Output, ...]:
+    """What the codec writes for a weight of this shape: found out on tensors that have no memory."""
+    codec = FORMATS[layout]
+    assert codec.quantize is not None
+    assert codec.to_checkpoint is not None
+    parts = codec.to_checkpoint(codec.quantize(torch.empty(shape, dtype=torch.bfloat16, device="meta"), *arguments))
+    return tuple(Output(name, CODES[part.dtype], tuple(part.shape)) for name, part in parts.items())
 
 
 def _write_run(

@@ -80,14 +80,17 @@ class TensorSource:
         if path not in self._data_start:
             self._data_start[path] = read_header(path).data_start
         data = bytearray(count)
-        with path.open("rb", buffering=0) as file:
-            file.seek(self._data_start[path] + info.start + offset)
-            view, got = memoryview(data), 0
-            while got < count:
-                part = file.readinto(view[got:])
-                if not part:
-                    raise ModelError("the file ends early", where=self.where(name), fix="copy or download it again")
-                got += part
+        try:
+            with path.open("rb", buffering=0) as file:
+                file.seek(self._data_start[path] + info.start + offset)
+                view, got = memoryview(data), 0
+                while got < count:
+                    part = file.readinto(view[got:])
+                    if not part:
+                        raise ModelError("the file ends early", where=self.where(name), fix="copy or download it again")
+                    got += part
+        except OSError as error:
+            raise ModelError(f"the file cannot be read: {error.strerror}", where=str(path)) from error
         return data
 
     def _bytes(self, name: str, offset: int, count: int) -> Tensor:
