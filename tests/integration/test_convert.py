@@ -74,6 +74,22 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def even(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every weight in whole blocks of 128: transformers' fp8 reader refuses a partial one."""
+    folder = tmp_path_factory.mktemp("even")
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 128}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32, "tie_word_embeddings": True}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", **sizes, **heads))
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                torch.nn.init.normal_(parameter, std=0.1)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
 def expected(layout: str, dense: dict[str, torch.Tensor], modules: list[str]) -> dict[str, torch.Tensor]:
     """By the codec on whole weights; NVFP4 with one global for projections that engines fuse."""
     codec, made = FORMATS[layout], {}
@@ -111,7 +127,9 @@ def test_the_written_tensors_are_those_of_the_codec_on_whole_weights(tmp_path: P
 
 
 @pytest.mark.parametrize("layout", [each for each in PACKED if each != "NVFP4ModelOpt"])
-def test_transformers_loads_what_was_written_and_gives_orbits_log_probs(tmp_path: Path, layout: str) -> None:
+def test_transformers_loads_what_was_written_and_gives_orbits_log_probs(
+    tmp_path: Path, even: Path, layout: str
+) -> None:
     """Its compressed-tensors and fp8 readers on the CPU. It has none for ModelOpt's files."""
     folder = tmp_path / "out"
     result = convert(builtin_folder("tiny-adder", "BF16"), folder, target_of(layout), show=quiet, shard_bytes=150_000)
