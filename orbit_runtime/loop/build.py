@@ -27,6 +27,7 @@ from orbit_runtime.loop.publish import Publisher
 from orbit_runtime.loop.show import Show
 from orbit_runtime.loop.state import RunState
 from orbit_runtime.model_info.builtin_models import builtin_folder
+from orbit_runtime.model_info.content import weights_digest
 from orbit_runtime.spec import OrbitRun, Resolved, identity_digest
 from orbit_runtime.spec.run import RunSpec
 from orbit_runtime.storage import Execution, Store
@@ -161,7 +162,15 @@ def build_parts(
     engine = _build_engine(resolved, policy, tokenizer, folder, closing)
     closing.callback(engine.close)
     sequences = _sequences(table, tokenizer)
-    publisher = Publisher(store, execution, engine, trainer, _canary(sequences[0], tokenizer), _change_limit(policy))
+    publisher = Publisher(
+        store,
+        execution,
+        engine,
+        trainer,
+        _canary(sequences[0], tokenizer),
+        _change_limit(policy),
+        base_weights=weights_digest(folder),
+    )
     environment = SingleTurn(
         run.name,
         tokenizer,

@@ -23,6 +23,7 @@ from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.adapters.inject import InjectReport, inject
 from orbit_runtime.errors import ManifestError, ModelError, OrbitError, UnsupportedError
 from orbit_runtime.model_info.families import default_targets
+from orbit_runtime.model_info.layouts import check_head, read_linears
 from orbit_runtime.model_info.quantization import from_legacy_modelopt, parse_quantization
 from orbit_runtime.model_info.settings import load_settings
 from orbit_runtime.policy.attention import IMPLEMENTATION, Kernel
@@ -69,6 +70,8 @@ def load_policy(
     family = find_family(raw.get("model_type"))
     reader = CheckpointReader(folder, device)
     quant = parse_quantization(raw, where=str(folder / "config.json"), tensors=reader.headers())
+    config_file = str(folder / "config.json")
+    check_head(raw, read_linears(reader.tensors, quant, config=config_file), config_file)
     if precision not in ("Auto", quant.name):
         raise ManifestError(
             f"the manifest says {precision}, the checkpoint is {quant.name}",

@@ -25,27 +25,27 @@ class CheckpointReader:
 
     def __init__(self, folder: Path, device: torch.device) -> None:
         self.folder = folder
-        self._tensors: dict[str, tuple[Path, TensorInfo]] = read_folder(folder)
-        self._unused = set(self._tensors)
+        self.tensors: dict[str, tuple[Path, TensorInfo]] = read_folder(folder)
+        self._unused = set(self.tensors)
         self._device = device
         self._open: tuple[Path, Any] | None = None
 
     def headers(self) -> dict[str, TensorInfo]:
-        return {name: info for name, (_, info) in self._tensors.items()}
+        return {name: info for name, (_, info) in self.tensors.items()}
 
     def file_of(self, name: str) -> Path:
-        return self._tensors[name][0] if name in self._tensors else self.folder
+        return self.tensors[name][0] if name in self.tensors else self.folder
 
     def has(self, name: str) -> bool:
-        return name in self._tensors
+        return name in self.tensors
 
     def read(self, name: str) -> torch.Tensor:
         """On the device, in the file's dtype."""
-        if name not in self._tensors:
+        if name not in self.tensors:
             raise ModelError(
                 f"the checkpoint holds no tensor {name}", where=str(self.folder), fix="download the model again"
             )
-        path, _ = self._tensors[name]
+        path, _ = self.tensors[name]
         if self._open is None or self._open[0] != path:
             self._open = (path, safe_open(str(path), framework="pt", device="cpu"))
         self._unused.discard(name)
