@@ -120,7 +120,7 @@ class Policy:
             if widened.dtype is torch.float32 and torch.equal(widened.bfloat16().float(), widened):
                 tensor = widened.bfloat16()
             digest.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
-            digest.update(tensor.detach().contiguous().cpu().view(torch.uint8).numpy().tobytes())
+            digest.update(tensor.detach().reshape(-1).cpu().view(torch.uint8).numpy().tobytes())
         return f"sha256:{digest.hexdigest()}"
 
     def _base_tensors(self) -> dict[str, torch.Tensor]:
