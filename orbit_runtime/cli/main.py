@@ -87,7 +87,7 @@ def plan(
     overrides: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say what a run takes and whether it fits, without a GPU."""
+    """Say what a run takes and whether it fits. Part by part; no GPU and no download needed."""
     from orbit_runtime.cli.plan import run_plan
 
     raise typer.Exit(run_plan(file, overrides or [], gpu=gpu, as_json=as_json))
@@ -283,6 +283,9 @@ def _usage_error(error: TyperException, arguments: Sequence[str]) -> UsageError:
 
 
 def _fail(error: OrbitError, as_json: bool) -> int:
+    from orbit_runtime.observability.last_words import add_last_words, words_of
+
+    add_last_words(words_of(error))
     if as_json:
         print(json.dumps(error.to_json(), default=str))
     else:
