@@ -138,10 +138,10 @@ class Operator:
         return (await self.ask(18081, "/readyz"))[0] == 200
 
     async def samples(self) -> dict[tuple[str, ...], float]:
-        """Its own counters: name and label values."""
+        """Its own counters: name, and values of the labels in the order of their names (code, resource, verb)."""
         _, text = await self.ask(18080, "/metrics")
         return {
-            (name, *(value for _, value in _LABEL.findall(labels or ""))): float(value)
+            (name, *(value for _, value in sorted(_LABEL.findall(labels or "")))): float(value)
             for name, labels, value in _SAMPLE.findall(text)
             if name.startswith("orbit_operator_")
         }
@@ -362,7 +362,7 @@ def rows_of(facts: dict[str, Any]) -> list[Row]:
     rows = [
         Row("created to each having its Job and its status", facts["served after"], "s", 60 if few else None),
         Row("of that, until the last was created", facts["created after"], "s"),
-        Row("pass over one run, p99 of the slowest episode", p99, "s", 1.0),
+        Row("pass over one run, p99 in the slowest episode", p99, "s", 1.0),
         Row("resident memory, most ever", facts["resident highest"] / MIB, "MiB", 128 if few else None),
         Row("resident memory, without any run", facts["resident empty"] / MIB, "MiB"),
         Row("API writes per run, creation", facts["create"].num_writes / facts["runs"], ""),
@@ -443,15 +443,15 @@ def _share(episode: Episode) -> float:
 def _writes(samples: dict[tuple[str, ...], float]) -> dict[str, float]:
     found: dict[str, float] = {}
     for key, count in samples.items():
-        if key[0] == "orbit_operator_api_requests_total" and key[1] in WRITES and key[2] != "leases":
-            name = f"{key[1]} {key[2]} {key[3]}"
+        if key[0] == "orbit_operator_api_requests_total" and key[3] in WRITES and key[2] != "leases":
+            name = f"{key[3]} {key[2]} {key[1]}"
             found[name] = found.get(name, 0) + count
     return found
 
 
 def _reads(samples: dict[tuple[str, ...], float]) -> float:
     return sum(count for key, count in samples.items()
-               if key[0] == "orbit_operator_api_requests_total" and key[1] == "GET" and key[2] != "leases")  # fmt: skip
+               if key[0] == "orbit_operator_api_requests_total" and key[3] == "GET" and key[2] != "leases")  # fmt: skip
 
 
 def _passes(samples: dict[tuple[str, ...], float]) -> float:

@@ -16,7 +16,7 @@ from orbit_operator.cache import Key
 from orbit_operator.crd_check import drop_fields
 from orbit_operator.events import Recorder
 from orbit_operator.facts import RunFacts, Stored
-from orbit_operator.metrics import Metrics, build_line
+from orbit_operator.metrics import Metrics, build_text
 from orbit_operator.observe import Observer
 from orbit_operator.plan import Limits, needs_fresh_look, plan
 from orbit_operator.refusal import tell_refusal
@@ -59,7 +59,7 @@ async def reconcile(key: Key, parts: Parts) -> float | None:
     wake = None if chosen.wake_at is None else max(0.0, chosen.wake_at - now)
     if state is not None:
         status = drop_fields(build_status(run, observed, state, now), parts.writer.crd_lacks)
-        parts.metrics.runs[key] = build_line(body.get("spec") or {}, status, run.gpus)
+        parts.metrics.runs[key] = build_text(*key, body.get("spec") or {}, status, run.gpus)
         due = write_due(observed.stored, status, now, parts.progress_seconds)
         if due == 0.0:
             await parts.writer.write_status(run, body, status)

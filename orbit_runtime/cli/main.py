@@ -197,6 +197,9 @@ def _usage_error(error: TyperException, arguments: Sequence[str]) -> UsageError:
 
 
 def _fail(error: OrbitError, as_json: bool) -> int:
+    from orbit_runtime.observability.last_words import add_last_words, words_of
+
+    add_last_words(words_of(error))
     if as_json:
         print(json.dumps(error.to_json(), default=str))
     else:

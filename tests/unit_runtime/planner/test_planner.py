@@ -171,6 +171,9 @@ def test_every_family_of_the_tables_has_a_place_in_the_support_table() -> None:
     [
         (Combination("INT4", "qwen3", "LoRA", "None", "Torch", "Torch"), "works", ""),
         (Combination("BF16", "llama", "OFT", "None", "Torch", "Torch"), "works", ""),
+        (Combination("NVFP4", "deepseek_v3", "OFT", "PerExpert", "Torch", "Torch"), "works", ""),
+        (Combination("INT4", "gpt_oss", "OFT", "Shared", "Torch", "Torch"), "refused", "MXFP4, as released"),
+        (Combination("INT4", "deepseek_v4", "OFT", "Shared", "Torch", "Torch"), "refused", "FP4 and FP8"),
         (Combination("MXFP4", "deepseek_v4", "LoRA", "SharedOuter", "SGLang", "Megatron", 8), "refused", "DeepSeek-V4"),
         (Combination("MXFP4", "gpt_oss", "LoRA", "SharedOuter", "SGLang", "Megatron", 8), "refused", "MXFP4 experts"),
         (Combination("INT4", "kimi_k2", "LoRA", "SharedOuter", "SGLang", "Megatron", 8), "planned", "Megatron"),
