@@ -24,9 +24,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.frozen_linear import saved_bytes
 from benchmarks.harness import arguments, save
-from orbit_runtime.quant.formats import FORMATS
+from orbit_runtime.quant.formats import FORMATS, Codec
 from orbit_runtime.quant.linear import FrozenLinear
-from tools.make_tiny_adder import model_config, packed, quantization_config, repacked, repacked_config
+from tools.make_tiny_adder import model_config, quantization_config, repacked_config
 
 SIZES = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 8, "head_dim": 128}
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 8}
@@ -34,7 +34,9 @@ LAYOUTS = {"BF16": "BF16", "INT4": "INT4", "FP8": "FP8Block", "NVFP4": "NVFP4", 
 
 
 def make_checkpoint(folder: Path, precision: str) -> None:
-    """A Qwen3 of 109 M random parameters, packed by the libraries that the shipped model is packed with."""
+    """A Qwen3 of 109 M random parameters; what they are is of no matter here."""
+    codec = FORMATS[LAYOUTS[precision]]
+    assert codec.to_checkpoint is not None
     config = model_config() | SIZES | HEADS
     blocks = {"BF16": None, "INT4": quantization_config()}
     block = blocks[precision] if precision in blocks else repacked_config(precision.lower())
@@ -52,11 +54,14 @@ def make_checkpoint(folder: Path, precision: str) -> None:
             tensors[f"{prefix}.self_attn.{norm}.weight"] = torch.ones(config["head_dim"]).bfloat16()
         for name, shape in shapes.items():
             weight = torch.randn(shape, generator=generator).mul(0.02).bfloat16()
-            parts = {"weight": weight}
-            if precision != "BF16":
-                parts = packed(weight) if precision == "INT4" else repacked(weight, precision.lower())
+            parts = codec.to_checkpoint(pack(codec, weight))
             tensors.update({f"{prefix}.{name}.{part}": tensor for part, tensor in parts.items()})
     save_file(tensors, str(folder / "model.safetensors"), metadata={"format": "pt"})
+
+
+def pack(codec: Codec, weight: torch.Tensor) -> Any:
+    assert codec.quantize is not None
+    return codec.quantize(weight, *((32,) if codec.precision == "INT4" else ()))
 
 
 def anonymous() -> int:
@@ -115,8 +120,7 @@ def main() -> None:
             found = json.loads(subprocess.run(program, check=True, capture_output=True, text=True).stdout)
         above, allowed = found["above"], one_layer + 0.05 * (one_layer + found["packed"])
         codec = FORMATS[layout]
-        assert codec.quantize is not None
-        weight = codec.quantize(torch.randn(1024, 1024), *((32,) if layout == "INT4" else ()))
+        weight = pack(codec, torch.randn(1024, 1024))
         saved = saved_bytes(FrozenLinear(weight), torch.randn(64, 1024, requires_grad=True)) / codec.num_bytes(weight)
         facts[precision] = {**found, "allowed": int(allowed), "saved_share": saved}
         print(
