@@ -58,8 +58,8 @@ class Publisher:
         adapted, base = self.trainer.score(self.canary_T)
         # What `serve` needs to repeat the effect check with no trainer.
         canary = {"token_ids": self.canary_T, "logprobs": adapted.logprobs_T, "base_logprobs": base.logprobs_T}
-        base = {"weights": self.base_weights}
-        facts = {"version": version, "digest": adapter.digest, "base": base, "canary": canary}
+        of_base = {"weights": self.base_weights}
+        facts = {"version": version, "digest": adapter.digest, "base": of_base, "canary": canary}
         write_bundle(
             self.store, self.execution, f"adapters/{adapter_name(version)}", adapter.files, facts, plain_names=True
         )

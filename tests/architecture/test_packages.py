@@ -33,7 +33,11 @@ IMPORT_NAMES = {"ruamel.yaml": "ruamel", "math-verify": "math_verify", "promethe
 """Distributions whose module has another name."""
 INDIRECT = {"jinja2": "renders chat templates, inside transformers", "tokenizers": "pinned with transformers"}
 """Declared dependencies that no module of ours imports by name, and why they are declared all the same."""
-UNDECLARED = {"pydantic_core": "comes with pydantic, same release", "starlette": "comes with fastapi"}
+UNDECLARED = {
+    "pydantic_core": "comes with pydantic, same release",
+    "starlette": "comes with fastapi",
+    "triton": "comes with torch for CUDA; imported on such a device only",
+}
 """Modules that arrive with a declared dependency and are part of its interface."""
 
 

@@ -19,7 +19,8 @@ from orbit_runtime.model_info.weights import Architecture, Weight
 
 
 def describe(config: Config) -> Architecture:
-    hidden, experts = config["hidden_size"], config["num_experts"]
+    # Published files say `num_experts`, those that transformers 5 writes `num_local_experts`.
+    hidden, experts = config["hidden_size"], config.get("num_local_experts") or config["num_experts"]
     bias = bool(config.get("attention_bias", False))
     weights: list[Weight] = [*ends(config)]
     for layer in range(config["num_hidden_layers"]):

@@ -1,15 +1,11 @@
-"""Kernels run on a CUDA device where there is one, else in Triton's interpreter: chosen before they are imported."""
+"""Kernels run on a CUDA device where there is one, else in Triton's interpreter, as `tests/conftest.py` sets it."""
 
 from __future__ import annotations
 
 import importlib.util
-import os
 
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
 
 collect_ignore: list[str] = []
 if importlib.util.find_spec("triton") is None:
