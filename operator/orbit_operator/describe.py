@@ -64,7 +64,9 @@ def _ending(attempt: Attempt) -> list[RunEvent]:
     if verdict.result == "Succeeded":
         return []
     if verdict.result == "Stopped":
-        return [RunEvent("RunCheckpointed", f"attempt {attempt.number} stopped on request after step {attempt.step}")]
+        why = f" ({verdict.message})" if verdict.message else ""
+        text = f"attempt {attempt.number} stopped on request after step {attempt.step}{why}"
+        return [RunEvent("RunCheckpointed", text)]
     who = "" if verdict.owner == "none" else f"{verdict.owner} must act: "
     text = f"attempt {attempt.number}: {who}{verdict.reason}: {verdict.message}".removesuffix(": ")
     return [RunEvent(_ENDING_EVENTS.get(verdict.reason, "RunInterrupted"), text, is_warning=True)]

@@ -18,11 +18,20 @@ from orbit_operator.settings import Settings
 from orbit_operator.stateless import NoDiffBase, NoProgress
 
 Body = Mapping[str, Any]
+WATCH_PAUSES = (0.5, 1.0, *[2.0] * 30)
+"""Seconds between attempts to watch; after the last one the process ends, and its Deployment starts it anew."""
 RUN, JOB, POD = ("orbitrl.dev", "v1alpha1", "orbitruns"), ("batch", "v1", "jobs"), ("", "v1", "pods")
 
 
-def build_registry(cache: Cache, changed: Callable[[Key], None]) -> kopf.OperatorRegistry:
-    """All handlers. `changed` is told of every run that something happened to."""
+def build_registry(
+    cache: Cache, changed: Callable[[Key], None], updated: Callable[[Key, str, int], None]
+) -> kopf.OperatorRegistry:
+    """All handlers.
+
+    Args:
+        changed: told of every run that something happened to.
+        updated: told of every version of a run itself: its uid and the version.
+    """
     registry = kopf.OperatorRegistry()
 
     @kopf.on.login(registry=registry)
@@ -43,10 +52,13 @@ def build_registry(cache: Cache, changed: Callable[[Key], None]) -> kopf.Operato
 
     @kopf.on.event(*RUN, registry=registry)
     async def on_run(event: Body, body: Body, uid: str, **_: Any) -> None:
+        key = (body["metadata"]["namespace"], body["metadata"]["name"])
         if event["type"] == "DELETED":
             cache.runs.drop(uid)
             cache.forget_run(uid)
-        changed((body["metadata"]["namespace"], body["metadata"]["name"]))
+            changed(key)
+        else:
+            updated(key, uid, read_version(body["metadata"].get("resourceVersion")))
 
     @kopf.on.event(*JOB, registry=registry)
     async def on_job(event: Body, body: Body, uid: str, **_: Any) -> None:
@@ -100,9 +112,12 @@ def build_kopf_settings(settings: Settings) -> kopf.OperatorSettings:
     chosen.watching.chunk_size = 500
     chosen.networking.request_timeout = 60
     chosen.networking.connect_timeout = 10
+    # An API server that is back is watched again at once: by default the pauses grow to 21 s.
+    chosen.networking.error_backoffs = WATCH_PAUSES
     chosen.queueing.exit_timeout = 1.0
-    # A worker holds the parsed object, ten times its size as text, until it is idle for so long.
-    chosen.queueing.idle_timeout = 0.2
+    # A worker holds the parsed object, ten times its size as text, until it is idle for so long; what hundreds of them
+    # hold at the same time in a burst is never given back: 32 MiB with 600.
+    chosen.queueing.idle_timeout = 0.02
     chosen.watching.label_selectors[JOB] = CHILDREN
     chosen.watching.label_selectors[POD] = CHILDREN
     return chosen

@@ -61,7 +61,10 @@ STORIES: dict[str, tuple[Object, Object]] = {
     "no-secret": ({}, {"placement": {"gpus": 0, "envFromSecrets": ["made-later"]}}),
     "no-config-map": ({}, {"environment": {"code": {"uri": "configmap://made-later"}}}),
     "eats": ({"eat": 1}, {"lifecycle": ONCE, "placement": {"gpus": 0, "resources": {"memory": "64Mi"}}}),
-    "fills": ({"fill": 16}, {"lifecycle": ONCE, "placement": {"gpus": 0, "modelCache": {"sizeLimit": "1Mi"}}}),
+    "fills": (
+        {"fill": 16, "deaf": True},
+        {"lifecycle": ONCE, "placement": {"gpus": 0, "modelCache": {"sizeLimit": "1Mi"}}},
+    ),
     "honest": ({"serve": "honest"}, {}),
     "hangs": ({"serve": "hang"}, {}),
     "lies": ({"serve": "lie"}, {}),
@@ -205,7 +208,8 @@ def test_a_drained_node_costs_nothing(team: Team) -> None:
     eviction = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": name}}
     team.server.create(team.path("pods", name, "eviction"), eviction)
     status = team.wait_phase("drained", "Succeeded")
-    assert status["attempts"][0]["ending"]["exitCode"] == 75
+    ending = status["attempts"][0]["ending"]
+    assert (ending["exitCode"], ending["message"]) == (75, "Preempted: Eviction API: evicting")
     assert (status["freeRestarts"], status["infraRestarts"]) == (1, 0)
 
 

@@ -105,6 +105,7 @@ def test_with_a_crd_that_is_older_runs_go_on_and_everybody_is_told(server: Serve
     older = build_crd()
     schema = older["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]
     del schema["spec"]["properties"]["storage"]["properties"]["deletionPolicy"]
+    del schema["spec"]["properties"]["storage"]["default"]["deletionPolicy"]
     del schema["status"]["properties"]["whoActs"]
     del schema["status"]["properties"]["attempts"]["items"]["properties"]["ending"]["properties"]["whoActs"]
     health, metrics = _free_port(), _free_port()

@@ -101,6 +101,16 @@ def test_a_pod_that_something_else_ended_says_what(
     assert (verdict.reason, verdict.budget, verdict.owner) == (reason, "infra", owner)
 
 
+def test_a_checkpoint_that_something_asked_for_says_what() -> None:
+    evicted = replace(pod(75, reason="Evicted"), message='Usage of EmptyDir volume "cache" exceeds the limit "1Ti".')
+    verdict = judge_job(FAILED_JOB, evicted, None)
+    assert (verdict.reason, verdict.budget) == ("Checkpointed", "free")
+    assert verdict.message == 'Evicted: Usage of EmptyDir volume "cache" exceeds the limit "1Ti".'
+    drained = replace(pod(75, disruption="EvictionByEvictionAPI"), message="Eviction API: evicting")
+    assert judge_job(FAILED_JOB, drained, None).message == "Preempted: Eviction API: evicting"
+    assert judge_job(FAILED_JOB, pod(75), None).message == ""
+
+
 def test_a_container_out_of_memory_is_not_just_killed() -> None:
     verdict = judge_job(FAILED_JOB, pod(137, end_reason="OOMKilled"), None)
     assert (verdict.reason, verdict.budget) == ("OutOfMemory", "infra")

@@ -161,7 +161,7 @@ def _judge_exit(end: ContainerEnd, pod: PodFacts) -> Verdict:
     if end.exit_code == EXIT_DONE:
         return Verdict("Succeeded", "Succeeded", exit_code=EXIT_DONE, message=message)
     if end.exit_code == EXIT_STOPPED:
-        return Verdict("Stopped", "Checkpointed", "free", exit_code=EXIT_STOPPED, message=message)
+        return Verdict("Stopped", "Checkpointed", "free", exit_code=EXIT_STOPPED, message=message or _tell_request(pod))
     if end.reason == "OOMKilled":
         reason, budget, owner = EXIT_CODES[OUT_OF_MEMORY]
         text = _tell_kill("the container used more memory than its limit", end)
@@ -182,6 +182,14 @@ def _judge_killed(end: ContainerEnd, pod: PodFacts) -> Verdict:
     reason, budget, owner = EXIT_CODES[end.exit_code]
     how = "killed before it could checkpoint" if pod.is_deleting else "killed, and nothing says by whom"
     return Verdict("Failed", reason, budget, owner, _tell_kill(how, end), end.exit_code)
+
+
+def _tell_request(pod: PodFacts) -> str:
+    """Who asked it to stop; empty where nothing says."""
+    if not pod.disruption and not pod.reason:
+        return ""
+    asked = _judge_pod(pod)
+    return _cut(f"{asked.reason}: {asked.message}")
 
 
 def _tell_kill(how: str, end: ContainerEnd) -> str:
