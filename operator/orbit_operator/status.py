@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from orbit_operator.actions import State
 from orbit_operator.facts import Attempt, Condition, Observed, RunFacts, Verdict
-from orbit_operator.policies.deadlines import active_seconds
+from orbit_operator.policies.deadlines import STARTING_PHASES, active_seconds
 from orbit_operator.timestamps import format_time
 
 CONDITIONS = (
@@ -182,6 +182,8 @@ def _progress(observed: Observed, run: RunFacts) -> dict[str, Any]:
         "execution": fresh.execution,
         "lastReportTime": format_time(fresh.at),
     }
+    if fresh.phase in STARTING_PHASES and fresh.step < kept.get("step", 0):
+        del values["step"]  # It has not read the checkpoint yet from which it goes on.
     return {**kept, **_set(values)}
 
 

@@ -52,7 +52,7 @@ class Prometheus:
 
     def series(self, expression: str, step: float = 2.0) -> list[Object]:
         """What a panel over the whole time since the start would draw."""
-        span = {"start": f"{self.started:.0f}", "end": f"{time.time():.0f}", "step": f"{step}s"}
+        span = {"start": f"{self.started:.0f}", "end": f"{time.time():.0f}", "step": f"{step:g}s"}
         found = self.ask("query_range", query=expression, **span)["result"]
         return [each for each in found if any(value != "NaN" for _, value in each["values"])]
 

@@ -232,6 +232,7 @@ def test_a_lost_node_is_left_and_a_run_that_says_so_takes_its_artifacts_with_it(
             "stranded",
             lambda status: status["attempt"] == 2 and "checkpoint" in status["attempts"][1],
             "goes on",
+            300,
         )
         assert status["node"] != lost.name
         ending = status["attempts"][0]["ending"]

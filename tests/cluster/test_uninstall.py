@@ -21,14 +21,19 @@ spec:
 """
 
 
+NOT_LISTED = "-e ^events -e ^leases -e ^endpoints -e ^componentstatuses -e metrics"
+"""Kinds that the cluster itself makes as time passes, or warns of when they are listed."""
+
+
+def list_kinds(shell: Shell) -> str:
+    return shell.run(f"kubectl api-resources --verbs=list -o name | grep -v {NOT_LISTED} | paste -sd,").strip()
+
+
 def list_objects(shell: Shell) -> set[str]:
-    """`namespace/kind/name` of everything that can be listed, but for what the cluster itself makes as time passes."""
-    script = """
-    kinds=$(kubectl api-resources --verbs=list -o name | grep -v -e '^events' -e '^leases' -e metrics | paste -sd,)
-    kubectl get "$kinds" --all-namespaces --ignore-not-found \\
-      -o go-template='{{range .items}}{{.metadata.namespace}}/{{.kind}}/{{.metadata.name}}{{"\\n"}}{{end}}'
-    """
-    return set(shell.run(script).split())
+    """`namespace/kind/name` of everything that can be listed."""
+    line = '{{range .items}}{{.metadata.namespace}}/{{.kind}}/{{.metadata.name}}{{"\\n"}}{{end}}'
+    command = f"kubectl get {list_kinds(shell)} --all-namespaces --ignore-not-found -o go-template='{line}'"
+    return set(shell.run(command).splitlines())
 
 
 def test_what_an_installation_leaves_is_the_crd_and_the_runs(release: Shell, cluster: Cluster) -> None:
@@ -39,7 +44,7 @@ def test_what_an_installation_leaves_is_the_crd_and_the_runs(release: Shell, clu
     # Pods end after their Deployment.
     release.run("kubectl wait pods --all --namespace orbit-system --for=delete --timeout=60s")
     managed = "kubectl get {} --all-namespaces --ignore-not-found -o name -l app.kubernetes.io/managed-by=Helm"
-    kinds = release.run("kubectl api-resources --verbs=list -o name | grep -v metrics | paste -sd,").strip()
+    kinds = list_kinds(release)
     assert release.run(managed.format(kinds)).split() == [
         "customresourcedefinition.apiextensions.k8s.io/orbitruns.orbitrl.dev"
     ]

@@ -96,6 +96,13 @@ def test_a_run_that_ends_between_two_questions_is_known_to_its_last_step() -> No
     assert cluster.status["attempts"][0]["step"] == 6
 
 
+def test_a_new_attempt_that_has_not_read_its_checkpoint_takes_no_step_back() -> None:
+    cluster = running()
+    work(cluster, Progress(cluster.now, "pod-2", "Running", 6))
+    work(cluster, Progress(cluster.now, "pod-2", "Starting", 0))
+    assert cluster.status["step"] == 6
+
+
 def test_a_pod_that_fails_as_it_starts_has_never_trained() -> None:
     cluster = build_cluster()
     work(cluster)
