@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from orbit_operator.api import EVENTS, JOBS, NODES, PODS, RUNS, WORKLOADS, Api, ApiError, Body
 from orbit_operator.attempts import newest_pod
 from orbit_operator.cache import Cache, Child, Key
-from orbit_operator.facts import JobFacts, NodeFacts, Observed, PodFacts, Progress, QueueFacts, RunFacts
+from orbit_operator.facts import JobFacts, NodeFacts, Observed, PodFacts, Progress, QueueFacts, RunFacts, Stored
 from orbit_operator.manifests.config_map import LARGEST_MANIFEST, MANIFEST_FILE, build_config_map
 from orbit_operator.manifests.source import RUN_NAME, RunSource, cleanup_name
 from orbit_operator.policies.failure import read_termination
@@ -43,7 +43,7 @@ class Observer:
         self._cache = cache
         self.progress: dict[Key, Progress] = {}
         self._nodes: dict[str, tuple[float, NodeFacts | None]] = {}
-        self._invalid: dict[tuple[str, int], str] = {}
+        self._invalid: dict[Key, tuple[tuple[str, int], str]] = {}
 
     async def look(self, key: Key, now: float, *, fresh: bool = False) -> tuple[RunFacts, Body, Observed] | None:
         """The run, its object, and all that belongs to it; `None` where there is no such run.
@@ -72,11 +72,10 @@ class Observer:
         run = self._run(body)
         return run, body, await self._gather(run, body, jobs, pods, now)
 
-    def forget(self, key: Key, uid: str) -> None:
-        """The run is gone."""
+    def forget(self, key: Key) -> None:
+        """The run is gone. The next of its name is another."""
         self.progress.pop(key, None)
-        for each in [each for each in self._invalid if each[0] == uid]:
-            del self._invalid[each]
+        self._invalid.pop(key, None)
 
     async def _gather(
         self, run: RunFacts, body: Body, jobs: Iterable[Child[JobFacts]], pods: Iterable[Child[PodFacts]], now: float
@@ -85,12 +84,13 @@ class Observer:
         own_jobs = [each.facts for each in jobs if each.run_uid == run.uid]
         cleanup = next((job for job in own_jobs if job.name == cleanup_name(run.name)), None)
         attempts = tuple(job for job in own_jobs if job.attempt > 0)
+        stored = read_stored(body.get("status") or {})
         observed = Observed(
-            stored=read_stored(body.get("status") or {}),
+            stored=stored,
             jobs=attempts,
             pods=own_pods,
             nodes=await self._troubled_nodes(own_pods),
-            progress=newest_word(run.name, own_pods, self.progress.get(run.key)),
+            progress=self._newest_word(run, own_pods, stored),
             is_new=not self._cache.had_children(run.uid),
             former_pods=sum(each.run_uid != run.uid and not each.facts.is_terminal for each in pods),
             cleanup="" if cleanup is None else cleanup.finished or "Running",
@@ -99,6 +99,13 @@ class Observer:
         if live and live[-1].is_suspended and run.lifecycle.queue_name:
             observed = replace(observed, queue=await self._queue(run.namespace, live[-1]))
         return replace(observed, warning=await self._warning(run.namespace, live, own_pods, now))
+
+    def _newest_word(self, run: RunFacts, pods: Sequence[PodFacts], stored: Stored) -> Progress | None:
+        """Remembered: what was heard of a pod before must not take the place of its last words once it is deleted."""
+        progress = newest_word(run.name, pods, stored, self.progress.get(run.key))
+        if progress is not None:
+            self.progress[run.key] = progress
+        return progress
 
     async def _troubled_nodes(self, pods: Iterable[PodFacts]) -> dict[str, NodeFacts]:
         """Nodes of pods that are not simply well, or that have just failed."""
@@ -155,9 +162,12 @@ class Observer:
 
     def _run(self, body: Body) -> RunFacts:
         metadata, spec = body["metadata"], body.get("spec") or {}
-        identity = (metadata["uid"], int(metadata.get("generation") or 0))
-        if identity not in self._invalid:
-            self._invalid[identity] = find_problem(body)
+        key, identity = (
+            (metadata["namespace"], metadata["name"]),
+            (metadata["uid"], int(metadata.get("generation") or 0)),
+        )
+        if self._invalid.get(key, ("", ""))[0] != identity:
+            self._invalid[key] = (identity, find_problem(body))
         placement = spec.get("placement") or {}
         return RunFacts(
             namespace=metadata["namespace"],
@@ -173,13 +183,18 @@ class Observer:
             total_steps=(spec.get("training") or {}).get("steps"),
             checkpoint_every=int((spec.get("checkpoint") or {}).get("everySteps") or 1),
             deletes_artifacts=(spec.get("storage") or {}).get("deletionPolicy") == "Delete",
-            invalid=self._invalid[identity],
+            invalid=self._invalid[key][1],
         )
 
 
-def newest_word(run: str, pods: Sequence[PodFacts], heard: Progress | None) -> Progress | None:
-    """What the newest pod said as it ended goes before what was heard of it while it lived."""
+def newest_word(run: str, pods: Sequence[PodFacts], stored: Stored, heard: Progress | None) -> Progress | None:
+    """What the newest pod said as it ended goes before what was heard of it while it lived.
+
+    What was heard of another run's pod, an earlier one of the same name, is not this run's.
+    """
     pod = newest_pod(pods)
+    own = {each.uid for each in pods} | {attempt.pod_uid for attempt in stored.attempts}
+    heard = heard if heard is not None and heard.pod_uid in own else None
     if pod is None or pod.end is None:
         return heard
     at = pod.end.finished if pod.end.finished is not None else pod.created

@@ -41,6 +41,7 @@ async def reconcile(key: Key, parts: Parts) -> float | None:
     seen = await parts.observer.look(key, now)
     if seen is None:
         parts.metrics.runs.pop(key, None)
+        parts.observer.forget(key)
         return None
     run, body, observed = seen
     chosen = plan(run, observed, now, parts.limits, check_plan())

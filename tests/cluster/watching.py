@@ -40,13 +40,15 @@ def wait_status(
 
 @contextmanager
 def watch_status(cluster: Cluster, name: str) -> Iterator[list[Object]]:
-    """Every status that a person would see who looks three times a second."""
+    """Every status that a person would see who looks three times a second, and the one at the end."""
     seen: list[Object] = []
     over = threading.Event()
 
     def look() -> None:
         with cluster.plane.client() as client:
-            while not over.wait(0.3):
+            ending = False
+            while not ending:
+                ending = over.wait(0.3)
                 try:
                     status = read_status(client, name)
                 except httpx.HTTPError:

@@ -9,6 +9,7 @@ import fcntl
 import json
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -61,8 +62,8 @@ class Cluster:
     def import_image(self, archive: Path) -> None:
         """On every node, once."""
         if archive not in self.imported:
-            for node in self.nodes:
-                node.import_image(archive)
+            with ThreadPoolExecutor() as pool:
+                list(pool.map(lambda node: node.import_image(archive), self.nodes))
             self.imported.add(archive)
 
     def add_gpus(self, node: Node) -> None:
