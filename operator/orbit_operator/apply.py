@@ -5,6 +5,7 @@ Belongs here: how an action is carried out, and writing the status. Does not bel
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from orbit_operator.actions import (
@@ -77,10 +78,11 @@ class Writer:
         self._keep(await self._api.apply(RUNS, run.namespace, document, "status"))
 
     async def _apply_support(self, source: RunSource) -> None:
-        await self._api.apply(CONFIG_MAPS, source.namespace, build_config_map(source))
+        """What the pod mounts and what it may reach: both before there is a pod, in any order."""
+        objects = [(CONFIG_MAPS, build_config_map(source))]
         if self._settings.network_policies:
-            policy = build_network_policy(source, self._settings)
-            await self._api.apply(NETWORK_POLICIES, source.namespace, policy)
+            objects.append((NETWORK_POLICIES, build_network_policy(source, self._settings)))
+        await asyncio.gather(*(self._api.apply(kind, source.namespace, body) for kind, body in objects))
 
     async def _create(self, run: RunFacts, job: Body) -> JobFacts:
         """Create-only: applying a Job that is there already could take back what a queue decided about it."""
@@ -109,9 +111,7 @@ class Writer:
         return made
 
     def _keep(self, body: Body) -> None:
-        raw = pack_run(body)
-        key = (body["metadata"]["namespace"], body["metadata"]["name"])
-        self._cache.runs.put(key, raw.uid, raw, read_version(raw.version))
+        self._cache.put_written((body["metadata"]["namespace"], body["metadata"]["name"]), pack_run(body))
 
 
 def _head(run: RunFacts) -> dict[str, str]:

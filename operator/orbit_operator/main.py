@@ -52,6 +52,8 @@ class Operator:
         self.health = Health()
         self.cache = Cache()
         self.queue: WorkQueue[Key] = WorkQueue()
+        self.unread: dict[Key, dict[str, int]] = {}
+        """Versions of runs that came while a pass over them was under way."""
         self.api = api
         self.lease = Lease(
             api,
@@ -79,6 +81,19 @@ class Operator:
         self.health.is_synced = True
         self.metrics.mark_event()
         self.queue.add(key)
+
+    def updated(self, key: Key, uid: str, version: int) -> None:
+        """Our own writes come back to us: they are no news. While a pass writes, nobody can tell yet."""
+        if self.queue.is_working(key):
+            self.unread.setdefault(key, {})[uid] = version
+        elif not self.cache.is_known(uid, version):
+            self.changed(key)
+
+    def read_again(self, key: Key) -> None:
+        """The pass is over: what came meanwhile and was not written by it is news."""
+        for uid, version in self.unread.pop(key, {}).items():
+            if not self.cache.is_known(uid, version):
+                self.changed(key)
 
     def port_of(self, key: Key) -> int | None:
         run = self.cache.run(key)
@@ -110,6 +125,7 @@ class Operator:
                 if wake is not None:
                     self.queue.add_after(key, min(wake, self.settings.resync_seconds))
             finally:
+                self.read_again(key)
                 self.health.passes.pop(number, None)
                 self.metrics.reconcile.observe(time.monotonic() - began)
 
@@ -162,7 +178,7 @@ class Operator:
         namespaces = self.settings.namespaces
         operating = asyncio.create_task(
             kopf.operator(
-                registry=build_registry(self.cache, self.changed),
+                registry=build_registry(self.cache, self.changed, self.updated),
                 settings=build_kopf_settings(self.settings),
                 clusterwide=not namespaces,
                 namespaces=namespaces,

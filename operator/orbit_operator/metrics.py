@@ -1,20 +1,18 @@
 """The operator's own metrics, and what a scrape says of every run.
 
 Belongs here: names, labels, counting. Does not belong here: serving them (`health`), or what a run's pod measures.
-A run's series are made at each scrape from its newest status: those of a run that is gone vanish with it.
+A run's series are written out once for each new status and only joined at a scrape, which would otherwise keep
+everything else waiting for a second where there are a thousand runs; those of a run that is gone vanish with it.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from orbit_operator.timestamps import read_time
 
@@ -43,11 +41,9 @@ RUN_SERIES: dict[str, tuple[Labels, str]] = {
 """What is said of every run: labels besides namespace and run, and what it is."""
 
 
-@dataclass(frozen=True, slots=True)
-class RunLine:
-    """All samples of one run."""
-
-    samples: tuple[Sample, ...]
+RunText = tuple[bytes, ...]
+"""All samples of one run as Prometheus reads them, in the order of `RUN_SERIES`."""
+_ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 
 
 class Metrics:
@@ -55,7 +51,7 @@ class Metrics:
 
     def __init__(self) -> None:
         registry = self.registry = CollectorRegistry()
-        self.runs: dict[tuple[str, str], RunLine] = {}
+        self.runs: dict[tuple[str, str], RunText] = {}
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.info = Gauge(OPERATOR + "info", "1; its version.", ["version"], registry=registry)
         self.info.labels(_version()).set(1)
@@ -74,7 +70,6 @@ class Metrics:
         self.leader = Gauge(OPERATOR + "lease_held", "1 while this operator holds the Lease.", registry=registry)
         self.current = Gauge(OPERATOR + "watch_current", "0 while watching lags behind.", registry=registry)
         self.crd = Gauge(OPERATOR + "crd_outdated", "1 where the served CRD lacks fields.", registry=registry)
-        registry.register(_Runs(self.runs))
 
     def count_request(self, verb: str, resource: str, status: int, _seconds: float) -> None:
         self.requests.labels(verb, resource, str(status)).inc()
@@ -83,12 +78,23 @@ class Metrics:
         self.event.set(time.time())
 
     def render(self) -> bytes:
-        return bytes(generate_latest(self.registry))
+        return b"".join((generate_latest(self.registry), *_render_runs(list(self.runs.values()))))
 
 
-def build_line(spec: Mapping[str, Any], status: Mapping[str, Any], gpus: int) -> RunLine:
+def build_text(namespace: str, run: str, spec: Mapping[str, Any], status: Mapping[str, Any], gpus: int) -> RunText:
     """A run's samples out of its spec and its newest status. `gpus` are what its pod asks for."""
-    return RunLine(tuple(_samples(spec, status, gpus)))
+    lines: dict[str, list[str]] = {name: [] for name in RUN_SERIES}
+    for name, values, number in _samples(spec, status, gpus):
+        labels = {"namespace": namespace, "run": run, **dict(zip(RUN_SERIES[name][0], values, strict=True))}
+        text = ",".join(f'{label}="{value.translate(_ESCAPES)}"' for label, value in sorted(labels.items()))
+        lines[name].append(f"{RUN}{name}{{{text}}} {number!r}\n")
+    return tuple("".join(each).encode() for each in lines.values())
+
+
+def _render_runs(runs: Sequence[RunText]) -> Iterator[bytes]:
+    for index, (name, (_, help_text)) in enumerate(RUN_SERIES.items()):
+        yield f"# HELP {RUN}{name} {help_text}\n# TYPE {RUN}{name} gauge\n".encode()
+        yield from (run[index] for run in runs)
 
 
 def _samples(spec: Mapping[str, Any], status: Mapping[str, Any], gpus: int) -> Iterator[Sample]:
@@ -132,18 +138,3 @@ def _version() -> str:
         return metadata.version("orbit-rl")
     except metadata.PackageNotFoundError:
         return "unknown"
-
-
-class _Runs(Collector):
-    def __init__(self, runs: Mapping[tuple[str, str], RunLine]) -> None:
-        self._runs = runs
-
-    def collect(self) -> Iterator[Metric]:
-        families = {
-            name: GaugeMetricFamily(RUN + name, text, labels=("namespace", "run", *labels))
-            for name, (labels, text) in RUN_SERIES.items()
-        }
-        for key, line in list(self._runs.items()):
-            for name, labels, value in line.samples:
-                families[name].add_metric((*key, *labels), value)
-        yield from families.values()

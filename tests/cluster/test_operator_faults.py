@@ -81,6 +81,22 @@ def test_an_ending_that_is_final(team: Team, code: int, reason: str, owner: str,
     assert len([job for job in team.jobs() if job.startswith(f"{name}-a")]) == 1
 
 
+def test_a_run_that_does_not_fit_its_gpus_gets_no_pod(team: Team) -> None:
+    """Eight H100 for Kimi-K2.6: the planner's number stands in the condition; the same run on B200 gets its Job."""
+    model = {"uri": "hf://moonshotai/Kimi-K2.6", "precision": "INT4"}
+    team.start_run("too-big", model=model, placement={"gpus": 8, "gpuProduct": "NVIDIA-H100-80GB-HBM3"})
+    status = team.wait_phase("too-big", "Failed")
+    assert (status["reason"], status["whoActs"]) == ("Unsupported", "User")
+    refused = condition(status, "PlanAccepted")
+    assert (refused["status"], refused["reason"]) == ("False", "Unsupported")
+    assert "one H100 has 79.1" in refused["message"]
+    team.start_run("fits", model=model, placement={"gpus": 8, "gpuProduct": "NVIDIA-B200"})
+    wait_for(lambda: "fits-a1" in team.jobs(), "the Job of the run that fits")
+    wait_for(lambda: team.status("fits").get("conditions"), "its status")
+    assert condition(team.status("fits"), "PlanAccepted")["status"] == "True"
+    assert not [job for job in team.jobs() if job.startswith("too-big-a")]
+
+
 @pytest.mark.parametrize("code", [74, 79, 139])
 def test_an_ending_that_the_infrastructure_pays_for(team: Team, code: int) -> None:
     name = f"infra-{code}"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from orbit_operator.metrics import RUN_SERIES, Metrics, build_line
+from orbit_operator.metrics import RUN_SERIES, Metrics, build_text
 from orbit_runtime.observability.metrics import METRICS, RunMetrics, build_row
 
 CHART = Path(__file__).parents[2] / "charts/orbit/files"
@@ -36,7 +36,7 @@ def exported() -> dict[str, set[str]]:
     run.set_target(1)
     run.set_progress(1.0)
     operator = Metrics()
-    operator.runs["n", "r"] = build_line({}, STATUS, 8)
+    operator.runs["n", "r"] = build_text("n", "r", {}, STATUS, 8)
     found: dict[str, set[str]] = {}
     for line in (run.render() + operator.render()).decode().splitlines():
         sample = re.match(r"^(orbit_[a-z0-9_]+)(?:\{(.*)\})? ", line)

@@ -8,7 +8,7 @@ import orjson
 import pytest
 
 from orbit_operator.facts import Attempt, ContainerEnd, PodFacts, Progress, Stored
-from orbit_operator.observe import find_problem, newest_word
+from orbit_operator.observe import judge_manifest, newest_word
 from orbit_operator.read import lifecycle_of, pack_run, read_job, read_node, read_pod
 from orbit_operator.timestamps import format_micro_time, format_time, read_time
 
@@ -155,7 +155,7 @@ def test_a_manifest_that_does_not_fit_a_config_map_is_told_before_it_is_tried() 
             "model": {"uri": "a"}, "data": {"prompts": [{"uri": "a"}]}, "training": {"steps": 5},
             "environment": {"rewards": rewards},
         }  # fmt: skip
-        return find_problem({"metadata": {"name": "adder", "namespace": "team", "uid": "u"}, "spec": spec})
+        return judge_manifest({"metadata": {"name": "adder", "namespace": "team", "uid": "u"}, "spec": spec}).invalid
 
     assert problem(500_000) == ""
     assert "the manifest takes 1200" in problem(600_000)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("kopf", reason="the operator's packages are not installed (extra `operator`)")
+from prometheus_client.parser import text_string_to_metric_families
 
 from orbit_operator.api import JOBS, PODS, RUNS, Kind
 from orbit_operator.cache import Cache, Child, RawRun, Shelf
@@ -16,7 +17,7 @@ from orbit_operator.crd_check import drop_fields, find_served, missing_fields
 from orbit_operator.facts import JobFacts, Stored
 from orbit_operator.handlers import build_kopf_settings, drop_pod, put_child, put_run
 from orbit_operator.health import LONGEST_PASS_SECONDS, STALLED_SECONDS, Health
-from orbit_operator.metrics import Metrics, build_line
+from orbit_operator.metrics import RUN_SERIES, Metrics, build_text
 from orbit_operator.reconcile import write_due
 from orbit_operator.resync import Resync
 from orbit_operator.settings import Settings
@@ -180,7 +181,7 @@ def test_a_scrape_tells_of_every_run_and_forgets_those_that_are_gone() -> None:
     spec = {"model": {"uri": "hf://a/b", "precision": "INT4"}, "adapter": {"type": "LoRA"}}
     ended = {"time": format_time(7), "budget": "Infra", "reason": "NodeLost", "whoActs": "Cluster"}
     status = {**STATUS, "infraRestarts": 2, "attempts": [{"number": 1, "ending": ended}, *STATUS["attempts"]]}
-    metrics.runs[KEY] = build_line(spec, status, 8)
+    metrics.runs[KEY] = build_text(*KEY, spec, status, 8)
     text = metrics.render().decode()
     where = 'namespace="team"'
     for line in (
@@ -233,3 +234,19 @@ def test_kopf_neither_peers_nor_scans_nor_stores_anything() -> None:
     assert chosen.process.ultimate_exiting_timeout == 25
     assert max(chosen.networking.error_backoffs) <= 2.0  # type: ignore[arg-type]
     assert chosen.watching.client_timeout is not None
+
+
+def test_every_series_of_a_run_is_read_by_prometheus_own_parser_whatever_its_labels_hold() -> None:
+    metrics = Metrics()
+    queue = 'a "quoted" \\ name\nwith two lines'
+    status = {"phase": "Running", "reason": "Running", "attempt": 3}
+    for name in ("one", "two"):
+        metrics.runs["team", name] = build_text("team", name, {"lifecycle": {"queueName": queue}}, status, 8)
+    families = {family.name: family for family in text_string_to_metric_families(metrics.render().decode())}
+    assert {f"orbit_run_{name}" for name in RUN_SERIES} <= {*families}
+    info = families["orbit_run_info"].samples
+    assert [(each.labels["run"], each.labels["queue"], each.value) for each in info] == [
+        ("one", queue, 1.0),
+        ("two", queue, 1.0),
+    ]
+    assert [each.value for each in families["orbit_run_attempt"].samples] == [3.0, 3.0]

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 from orbit_operator.manifests.config_map import MANIFEST_FILE
 from orbit_operator.manifests.mounts import build_mounts
-from orbit_operator.manifests.quantities import halve
 from orbit_operator.manifests.source import Object, RunSource, config_map_name, job_name, labels
 from orbit_operator.settings import Settings
 from orbit_runtime.spec.placement import Placement, Toleration
+from orbit_runtime.spec.quantities import halve
 
 RUN_CONTAINER, ENGINE_CONTAINER = "run", "engine"
 GPU = "nvidia.com/gpu"
