@@ -106,7 +106,7 @@ def test_a_checkpoint_that_something_asked_for_says_what() -> None:
     verdict = judge_job(FAILED_JOB, evicted, None)
     assert (verdict.reason, verdict.budget) == ("Checkpointed", "free")
     assert verdict.message == 'Evicted: Usage of EmptyDir volume "cache" exceeds the limit "1Ti".'
-    drained = replace(pod(75, disruption="EvictionByEvictionAPI"), message="Eviction API: evicting")
+    drained = replace(pod(75, "the end of a log", disruption="EvictionByEvictionAPI"), message="Eviction API: evicting")
     assert judge_job(FAILED_JOB, drained, None).message == "Preempted: Eviction API: evicting"
     assert judge_job(FAILED_JOB, pod(75), None).message == ""
 

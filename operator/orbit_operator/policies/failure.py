@@ -161,7 +161,8 @@ def _judge_exit(end: ContainerEnd, pod: PodFacts) -> Verdict:
     if end.exit_code == EXIT_DONE:
         return Verdict("Succeeded", "Succeeded", exit_code=EXIT_DONE, message=message)
     if end.exit_code == EXIT_STOPPED:
-        return Verdict("Stopped", "Checkpointed", "free", exit_code=EXIT_STOPPED, message=message or _tell_request(pod))
+        why = message if _is_left(end.message) else _tell_request(pod) or message
+        return Verdict("Stopped", "Checkpointed", "free", exit_code=EXIT_STOPPED, message=why)
     if end.reason == "OOMKilled":
         reason, budget, owner = EXIT_CODES[OUT_OF_MEMORY]
         text = _tell_kill("the container used more memory than its limit", end)
