@@ -107,7 +107,7 @@ class OutputError(OrbitError):
 
 
 class StorageError(OrbitError):
-    """The object store or the disk failed after retries; nothing half-written is visible to a reader."""
+    """The object store or the disk failed after retries, or has no such bucket; nothing half-written is visible."""
 
     exit_code = 74
     who_acts = "cluster"

@@ -46,6 +46,8 @@ class Writer:
         self._api = api
         self._cache = cache
         self._settings = settings
+        self.crd_lacks: tuple[str, ...] = ()
+        """Paths that the installed CRD does not know; set by whoever compares it with ours."""
 
     async def carry_out(self, action: Action, run: RunFacts, body: Body, state: State | None) -> State | None:
         """One action; returns the state with what it adds to it."""

@@ -26,7 +26,7 @@ def describe(run: RunFacts, observed: Observed, base: State, pod: PodFacts | Non
     if job is not None and job.is_suspended and (pod is None or not pod.is_deleting):
         return _queued(run, observed, base, job.name), ()
     if pod is None:
-        return _unmade(observed, base), ()
+        return _podless(observed, base), ()
     if pod.is_deleting:
         return replace(base, phase="Restarting", reason="PodTerminating", message=f"pod {pod.name} is ending"), ()
     if pod.unschedulable:
@@ -64,7 +64,9 @@ def _ending(attempt: Attempt) -> list[RunEvent]:
     if verdict.result == "Succeeded":
         return []
     if verdict.result == "Stopped":
-        return [RunEvent("RunCheckpointed", f"attempt {attempt.number} stopped on request after step {attempt.step}")]
+        why = f" ({verdict.message})" if verdict.message else ""
+        text = f"attempt {attempt.number} stopped on request after step {attempt.step}{why}"
+        return [RunEvent("RunCheckpointed", text)]
     who = "" if verdict.owner == "none" else f"{verdict.owner} must act: "
     text = f"attempt {attempt.number}: {who}{verdict.reason}: {verdict.message}".removesuffix(": ")
     return [RunEvent(_ENDING_EVENTS.get(verdict.reason, "RunInterrupted"), text, is_warning=True)]
@@ -96,8 +98,12 @@ def _at_work(observed: Observed, base: State, attempt: Attempt, pod: PodFacts) -
     return replace(base, phase="Starting", reason="ContainerCreating", message=where)
 
 
-def _unmade(observed: Observed, base: State) -> State:
-    """The Job has no pod yet; after a while, whoever refuses it has said why."""
+def _podless(observed: Observed, base: State) -> State:
+    """The Job's pod has ended, or there is none yet; after a while, whoever refuses it has said why."""
+    ended = next((pod for pod in observed.pods if pod.attempt == base.attempts[-1].number), None)
+    if ended is not None:
+        message = f"pod {ended.name} has ended; its Job follows"
+        return replace(base, phase="Stopping", reason="PodTerminating", message=message)
     if "exceeded quota" in observed.warning:
         return replace(base, phase="Pending", reason="QuotaExceeded", message=observed.warning, owner="cluster")
     if observed.warning:

@@ -18,6 +18,8 @@ from orbit_operator.settings import Settings
 from orbit_operator.stateless import NoDiffBase, NoProgress
 
 Body = Mapping[str, Any]
+WATCH_PAUSES = (0.5, 1.0, *[2.0] * 30)
+"""Seconds between attempts to watch; after the last one the process ends, and its Deployment starts it anew."""
 RUN, JOB, POD = ("orbitrl.dev", "v1alpha1", "orbitruns"), ("batch", "v1", "jobs"), ("", "v1", "pods")
 
 
@@ -110,6 +112,8 @@ def build_kopf_settings(settings: Settings) -> kopf.OperatorSettings:
     chosen.watching.chunk_size = 500
     chosen.networking.request_timeout = 60
     chosen.networking.connect_timeout = 10
+    # An API server that is back is watched again at once: by default the pauses grow to 21 s.
+    chosen.networking.error_backoffs = WATCH_PAUSES
     chosen.queueing.exit_timeout = 1.0
     # A worker holds the parsed object, ten times its size as text, until it is idle for so long; what hundreds of them
     # hold at the same time in a burst is never given back: 32 MiB with 600.

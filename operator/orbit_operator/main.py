@@ -138,10 +138,7 @@ class Operator:
         """Compares what we believe with the API server, for ever; and the CRD with what we know of it."""
         pause = FIRST_CHECK_SECONDS
         while True:
-            self.health.crd_problem = await find_crd_problem(self.api)
-            self.metrics.crd.set(1.0 if self.health.crd_problem else 0.0)
-            if self.health.crd_problem:
-                _log.error("%s", self.health.crd_problem)
+            await self.check_crd()
             await asyncio.sleep(pause)
             pause = CHECK_SECONDS
             try:
@@ -151,6 +148,15 @@ class Operator:
             except ApiError as error:
                 _log.warning("the check of what is believed did not come through: %s", error)
             self.metrics.current.set(0.0 if self.health.stalled_since is not None else 1.0)
+
+    async def check_crd(self) -> None:
+        found = await find_crd_problem(self.api)
+        if found is None:
+            return
+        self.health.crd_problem, self.parts.writer.crd_lacks = found
+        self.metrics.crd.set(1.0 if self.health.crd_problem else 0.0)
+        if self.health.crd_problem:
+            _log.error("%s", self.health.crd_problem)
 
     async def look_again(self) -> None:
         """Every run that has not ended is looked at again now and then, spread over the time between."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,11 +15,15 @@ import orjson
 from pydantic import ValidationError
 
 from orbit_operator.api import EVENTS, JOBS, NODES, PODS, RUNS, WORKLOADS, Api, ApiError, Body
+from orbit_operator.attempts import newest_pod
 from orbit_operator.cache import Cache, Child, Key
-from orbit_operator.facts import JobFacts, NodeFacts, Observed, PodFacts, Progress, QueueFacts, RunFacts
+from orbit_operator.facts import JobFacts, NodeFacts, Observed, PodFacts, Progress, QueueFacts, RunFacts, Stored
+from orbit_operator.manifests.config_map import LARGEST_MANIFEST, MANIFEST_FILE, build_config_map
 from orbit_operator.manifests.source import RUN_NAME, RunSource, cleanup_name
 from orbit_operator.plan_check import UNREAD, check_plan
+from orbit_operator.policies.failure import read_termination
 from orbit_operator.policies.patience import PATIENCE_SECONDS
+from orbit_operator.poll import read_progress
 from orbit_operator.read import lifecycle_of, pack_run, read_job, read_node, read_pod, run_uid_of
 from orbit_operator.stored import read_stored
 from orbit_operator.timestamps import read_time
@@ -90,12 +94,13 @@ class Observer:
         own_jobs = [each.facts for each in jobs if each.run_uid == run.uid]
         cleanup = next((job for job in own_jobs if job.name == cleanup_name(run.name)), None)
         attempts = tuple(job for job in own_jobs if job.attempt > 0)
+        stored = read_stored(body.get("status") or {})
         observed = Observed(
-            stored=read_stored(body.get("status") or {}),
+            stored=stored,
             jobs=attempts,
             pods=own_pods,
             nodes=await self._troubled_nodes(own_pods),
-            progress=self.progress.get(run.key),
+            progress=self._newest_word(run, own_pods, stored),
             is_new=not self._cache.had_children(run.uid),
             former_pods=sum(each.run_uid != run.uid and not each.facts.is_terminal for each in pods),
             cleanup="" if cleanup is None else cleanup.finished or "Running",
@@ -104,6 +109,13 @@ class Observer:
         if live and live[-1].is_suspended and run.lifecycle.queue_name:
             observed = replace(observed, queue=await self._queue(run.namespace, live[-1]))
         return replace(observed, warning=await self._warning(run.namespace, live, own_pods, now))
+
+    def _newest_word(self, run: RunFacts, pods: Sequence[PodFacts], stored: Stored) -> Progress | None:
+        """Remembered: what was heard of a pod before must not take the place of its last words once it is deleted."""
+        progress = newest_word(run.name, pods, stored, self.progress.get(run.key))
+        if progress is not None:
+            self.progress[run.key] = progress
+        return progress
 
     async def _troubled_nodes(self, pods: Iterable[PodFacts]) -> dict[str, NodeFacts]:
         """Nodes of pods that are not simply well, or that have just failed."""
@@ -191,6 +203,20 @@ class Observer:
         return known[2]
 
 
+def newest_word(run: str, pods: Sequence[PodFacts], stored: Stored, heard: Progress | None) -> Progress | None:
+    """What the newest pod said as it ended goes before what was heard of it while it lived.
+
+    What was heard of another run's pod, an earlier one of the same name, is not this run's.
+    """
+    pod = newest_pod(pods)
+    own = {each.uid for each in pods} | {attempt.pod_uid for attempt in stored.attempts}
+    heard = heard if heard is not None and heard.pod_uid in own else None
+    if pod is None or pod.end is None:
+        return heard
+    at = pod.end.finished if pod.end.finished is not None else pod.created
+    return read_progress(read_termination(pod.end.message), run, pod.uid, at) or heard
+
+
 def read_queue(workload: Mapping[str, Any]) -> QueueFacts:
     """The condition of a Workload that says most: why it was evicted, or why it waits."""
     conditions = {each["type"]: each for each in (workload.get("status") or {}).get("conditions") or ()}
@@ -205,11 +231,18 @@ def read_queue(workload: Mapping[str, Any]) -> QueueFacts:
 def judge_manifest(body: Body) -> Judgement:
     """Reads it as the pod will, and asks the planner."""
     try:
-        return Judgement(plan=check_plan(build_source(body).manifest))
+        source = build_source(body)
     except ValidationError as error:
         found = error.errors(include_url=False)[0]
         place = ".".join(str(part) for part in found["loc"])
         return Judgement(f"{place}: {found['msg']}; the operator and the CRD may be of different versions"[:900])
+    size = len(build_config_map(source)["data"][MANIFEST_FILE].encode())
+    if size > LARGEST_MANIFEST:
+        return Judgement(
+            f"the manifest takes {size} bytes, and the ConfigMap that carries it to the pod holds {LARGEST_MANIFEST}; "
+            "put prompts and other data into files and name their URI (hf://, s3://, pvc://)"
+        )
+    return Judgement(plan=check_plan(source.manifest))
 
 
 def build_source(body: Body) -> RunSource:

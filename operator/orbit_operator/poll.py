@@ -16,6 +16,7 @@ from typing import Any
 import aiohttp
 import orjson
 
+from orbit_operator.attempts import newest_pod
 from orbit_operator.cache import Cache, Key
 from orbit_operator.facts import PodFacts, Progress
 from orbit_operator.metrics import Metrics
@@ -72,13 +73,14 @@ class Poller:
         found = []
         for key in self._cache.pods.keys_now():
             run = self._cache.run(key)
-            for child in self._cache.pods.of(key):
-                pod = child.facts
-                if run is None or child.run_uid != run.uid or not pod.ip or not pod.started or pod.is_terminal:
-                    continue
-                port = self._port_of(key)
-                if port is not None:
-                    found.append((key, pod, port))
+            own = [child.facts for child in self._cache.pods.of(key) if run is not None and child.run_uid == run.uid]
+            # Only the newest: one that was left behind on a lost node may still answer, and speaks for nobody.
+            pod = newest_pod(own)
+            if pod is None or not pod.ip or not pod.started or pod.is_terminal:
+                continue
+            port = self._port_of(key)
+            if port is not None:
+                found.append((key, pod, port))
         return found
 
     async def _ask(self, key: Key, pod: PodFacts, port: int) -> None:

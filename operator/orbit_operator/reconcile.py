@@ -13,6 +13,7 @@ from orbit_operator.actions import Plan, RunEvent, State
 from orbit_operator.api import ApiError, Body
 from orbit_operator.apply import NameTakenError, Writer
 from orbit_operator.cache import Key
+from orbit_operator.crd_check import drop_fields
 from orbit_operator.events import Recorder
 from orbit_operator.facts import RunFacts, Stored
 from orbit_operator.metrics import Metrics, build_text
@@ -57,7 +58,7 @@ async def reconcile(key: Key, parts: Parts) -> float | None:
         await parts.recorder.post(run, event)
     wake = None if chosen.wake_at is None else max(0.0, chosen.wake_at - now)
     if state is not None:
-        status = build_status(run, observed, state, now)
+        status = drop_fields(build_status(run, observed, state, now), parts.writer.crd_lacks)
         parts.metrics.runs[key] = build_text(*key, body.get("spec") or {}, status, run.gpus)
         due = write_due(observed.stored, status, now, parts.progress_seconds)
         if due == 0.0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,18 +16,35 @@ class AdapterConfig:
 
     type: Literal["LoRA", "OFT"]
     targets: tuple[str, ...]
-    """Suffixes of module names, matched at a dot."""
+    """Suffixes of module names, matched at a dot. None for a loader: the family's usual ones."""
     rank: int = 16
     """LoRA."""
     alpha: float = 32.0
     """LoRA: the update is scaled by alpha / rank."""
+    rslora: bool = False
+    """LoRA: by alpha / sqrt(rank) instead (Kalajdzievski, arXiv 2312.03732)."""
+    dropout: float = 0.0
+    """LoRA: share of the inputs of A that a training pass leaves out."""
     block_size: int = 32
     """OFT: the input is rotated in blocks of so many features."""
     parametrization: Literal["CayleyNeumann", "Cayley"] = "CayleyNeumann"
     neumann_terms: int = 5
+    coft: bool = False
+    """OFT: every block of Q stays within `coft_eps / sqrt(blocks)` of 0 (Qiu et al., arXiv 2306.07280)."""
+    coft_eps: float = 6e-5
     rotation_dtype: Literal["BF16", "F32"] = "BF16"
     """What R is rounded to before it multiplies. `F32` is for comparisons with PEFT only: it cannot be published."""
 
+    experts: Literal["Auto", "SharedOuter", "Shared", "PerExpert", "None"] = "Auto"
+    """How routed experts share an adapter; `Auto`: LoRA `SharedOuter`, OFT `Shared`."""
+
     @property
     def scaling(self) -> float:
-        return self.alpha / self.rank
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+    @property
+    def expert_layout(self) -> str:
+        """`experts` with `Auto` decided."""
+        if self.experts == "Auto":
+            return "SharedOuter" if self.type == "LoRA" else "Shared"
+        return self.experts

@@ -6,24 +6,27 @@ Belongs here: matching, wrapping, creating masters. Does not belong here: loadin
 from __future__ import annotations
 
 import difflib
+import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from orbit_runtime.adapters.config import AdapterConfig
+from orbit_runtime.adapters.expert_layer import AdaptedExpertLinear
 from orbit_runtime.adapters.layer import AdaptedLinear, Selection
 from orbit_runtime.adapters.lora import initial_A
 from orbit_runtime.adapters.masters import Masters
 from orbit_runtime.adapters.oft import check_block_size
 from orbit_runtime.errors import InternalError, ManifestError
 
+AdaptedLayer = AdaptedLinear | AdaptedExpertLinear
 SHARED_INPUTS = (
     ("q_proj", "k_proj", "v_proj"),
     ("gate_proj", "up_proj"),
-    ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("q_a_proj", "kv_a_proj_with_mqa", "kv_proj"),
     ("w1", "w3"),
 )
 """Siblings that take the same input. Engines fuse them, so they rotate it by one R."""
@@ -37,18 +40,22 @@ class ReportRow:
     count: int
     shapes: tuple[tuple[tuple[int, int], int], ...]
     parameters: int
+    experts: int = 0
+    """How many of the layers are of routed experts, all experts of one counted once."""
 
 
 @dataclass(frozen=True, slots=True)
 class InjectReport:
     rows: tuple[ReportRow, ...]
     trainable_parameters: int
+    expert_layout: str = "None"
 
     def text(self) -> str:
         lines = [f"{'target':<16} {'layers':>6} {'parameters':>12}  shapes"]
         for row in self.rows:
             shapes = ", ".join(f"{out}x{into}" + (f" ({n})" if n > 1 else "") for (out, into), n in row.shapes)
-            lines.append(f"{row.target:<16} {row.count:>6} {row.parameters:>12,}  {shapes}")
+            experts = f", {row.experts} of them of experts: {self.expert_layout}" if row.experts else ""
+            lines.append(f"{row.target:<16} {row.count:>6} {row.parameters:>12,}  {shapes}{experts}")
         lines.append(f"{'trainable':<16} {sum(row.count for row in self.rows):>6} {self.trainable_parameters:>12,}")
         return "\n".join(lines)
 
@@ -60,7 +67,7 @@ class Injected:
     config: AdapterConfig
     report: InjectReport
     selection: Selection
-    layers: dict[str, AdaptedLinear]
+    layers: dict[str, AdaptedLayer]
     """By module name as before injection, in the model's order."""
     masters: Masters
 
@@ -76,31 +83,60 @@ def inject(
     seed: int,
     *,
     compute_dtype: torch.dtype = torch.float32,
+    left_out: Sequence[str] = (),
+    announce: Callable[[InjectReport], None] | None = None,
 ) -> Injected:
-    """Wrap every linear layer whose name ends with a target, in place; everything else in the model stops training."""
-    matched = _match(model, targets)
-    if adapter.type == "OFT":
-        for name, (_, layer) in matched.items():
-            check_block_size(name, _linear_shape(layer)[1], adapter.block_size)
+    """Wrap every linear layer whose name ends with a target, in place; everything else in the model stops training.
+
+    Args:
+        left_out: parts of module names whose layers are no targets, whatever they are called.
+        announce: told what the adapter will be before any of it is allocated.
+    """
+    matched = _match(model, targets, left_out)
+    if adapter.expert_layout == "None":
+        matched = {name: pair for name, pair in matched.items() if not hasattr(pair[1], "num_experts")}
+    for name, (_, layer) in matched.items():
+        _check_size(name, layer, adapter)
     model.requires_grad_(False)
     selection = Selection(compute_dtype)
-    layers: dict[str, AdaptedLinear] = {}
+    layers: dict[str, AdaptedLayer] = {}
     for name, (_, base) in matched.items():
+        kind = AdaptedExpertLinear if hasattr(base, "num_experts") else AdaptedLinear
+        layers[name] = kind(base, name, adapter, selection)
+    owner = owners(layers) if adapter.type == "OFT" else {name: name for name in layers}
+    report = _report(matched, layers, owner)
+    if announce is not None:
+        announce(report)
+    for name, adapted in layers.items():
         parent, _, child = name.rpartition(".")
-        layers[name] = AdaptedLinear(base, name, adapter, selection)
-        setattr(model.get_submodule(parent), child, layers[name])
-    masters = _create_masters(layers, adapter, seed)
+        setattr(model.get_submodule(parent), child, adapted)
+    masters = _create_masters(layers, owner, adapter, seed)
     selection.applied_masters = lambda: masters.applied(selection.compute_dtype)
-    report = _report(matched, masters)
     return Injected(adapter, report, selection, layers, masters)
 
 
-def _match(model: nn.Module, targets: Sequence[str]) -> dict[str, tuple[str, nn.Module]]:
+def _check_size(name: str, layer: nn.Module, adapter: AdapterConfig) -> None:
+    out_features, in_features = _linear_shape(layer)
+    if adapter.type == "OFT":
+        check_block_size(name, in_features, adapter.block_size)
+    elif adapter.rank > min(out_features, in_features):
+        raise ManifestError(
+            f"rank {adapter.rank} is more than {name} has, which is [{out_features}, {in_features}]",
+            where="spec.adapter.lora.rank",
+            fix=f"write at most {min(out_features, in_features)}, or leave the module out of spec.adapter.targets",
+        )
+
+
+def _match(model: nn.Module, targets: Sequence[str], left_out: Sequence[str]) -> dict[str, tuple[str, nn.Module]]:
     """Module name → (the first target that names it, the layer), in the model's order."""
     modules = dict(model.named_modules())
-    if any(isinstance(module, AdaptedLinear) for module in modules.values()):
+    if any(isinstance(module, (AdaptedLinear, AdaptedExpertLinear)) for module in modules.values()):
         raise InternalError("this model already has an adapter")
-    linear = {name: module for name, module in modules.items() if hasattr(module, "in_features")}
+    linear = {
+        name: module
+        for name, module in modules.items()
+        if hasattr(module, "in_features") and not any(part in name for part in left_out)
+    }
     matched: dict[str, tuple[str, nn.Module]] = {}
     problems = []
     for target in targets:
@@ -132,14 +168,15 @@ def _linear_shape(layer: nn.Module) -> tuple[int, int]:
     return (int(layer.out_features), int(layer.in_features))  # type: ignore[arg-type]
 
 
-def _create_masters(layers: dict[str, AdaptedLinear], adapter: AdapterConfig, seed: int) -> Masters:
-    owner = owners(layers) if adapter.type == "OFT" else {name: name for name in layers}
+def _create_masters(
+    layers: dict[str, AdaptedLayer], owner: dict[str, str], adapter: AdapterConfig, seed: int
+) -> Masters:
     shared = Counter(owner.values())
     parameters = {}
     for name, layer in layers.items():
         layer.shares_input = shared[owner[name]] > 1
         if owner[name] == name:
-            for kind, parameter in _initial(layer, adapter, seed):
+            for kind, parameter in _initial(layer, seed):
                 parameters[f"{name}.{kind}"] = parameter
                 layer.register_parameter(kind, parameter)
         else:
@@ -147,17 +184,13 @@ def _create_masters(layers: dict[str, AdaptedLinear], adapter: AdapterConfig, se
     return Masters(adapter, dict(sorted(parameters.items())), owner)
 
 
-def _initial(layer: AdaptedLinear, adapter: AdapterConfig, seed: int) -> Iterator[tuple[str, nn.Parameter]]:
-    out_features, in_features, device = layer.out_features, layer.in_features, layer.device
-    if adapter.type == "LoRA":
-        yield "lora_A", nn.Parameter(initial_A(adapter.rank, in_features, seed, layer.name).to(device))
-        yield "lora_B", nn.Parameter(torch.zeros(out_features, adapter.rank, device=device))
-        return
-    size = adapter.block_size
-    yield "oft_R", nn.Parameter(torch.zeros(in_features // size, size * (size - 1) // 2, device=device))
+def _initial(layer: AdaptedLayer, seed: int) -> Iterator[tuple[str, nn.Parameter]]:
+    for kind, shape in layer.shapes().items():
+        values = initial_A(shape, seed, layer.name) if kind == "lora_A" else torch.zeros(shape)
+        yield kind, nn.Parameter(values.to(layer.device))
 
 
-def owners(layers: Mapping[str, AdaptedLinear]) -> dict[str, str]:
+def owners(layers: Mapping[str, AdaptedLayer]) -> dict[str, str]:
     """Each layer → the first layer, in the model's order, that takes the same input."""
     group_of = {short: group for group in SHARED_INPUTS for short in group}
     first: dict[tuple[str, object, int], str] = {}
@@ -168,13 +201,18 @@ def owners(layers: Mapping[str, AdaptedLinear]) -> dict[str, str]:
     return owner
 
 
-def _report(matched: dict[str, tuple[str, nn.Module]], masters: Masters) -> InjectReport:
-    rows = []
+def _report(
+    matched: dict[str, tuple[str, nn.Module]], layers: Mapping[str, AdaptedLayer], owner: Mapping[str, str]
+) -> InjectReport:
+    rows, layout = [], next(iter(layers.values())).config.expert_layout if layers else "None"
+    sizes = {
+        name: sum(math.prod(shape) for shape in layer.shapes().values()) if owner[name] == name else 0
+        for name, layer in layers.items()
+    }
     for target in dict.fromkeys(target for target, _ in matched.values()):
         names = [name for name, (by, _) in matched.items() if by == target]
         shapes = Counter(_linear_shape(matched[name][1]) for name in names)
-        count = sum(
-            parameter.numel() for key, parameter in masters.parameters.items() if key.rpartition(".")[0] in set(names)
-        )
-        rows.append(ReportRow(target, len(names), tuple(sorted(shapes.items())), count))
-    return InjectReport(tuple(rows), sum(parameter.numel() for parameter in masters.parameters.values()))
+        count = sum(sizes[name] for name in names)
+        experts = sum(isinstance(layers[name], AdaptedExpertLinear) for name in names)
+        rows.append(ReportRow(target, len(names), tuple(sorted(shapes.items())), count, experts))
+    return InjectReport(tuple(rows), sum(sizes.values()), layout)

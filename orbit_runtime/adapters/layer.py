@@ -9,14 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from orbit_runtime.adapters.config import AdapterConfig
-from orbit_runtime.adapters.lora import LoRASlot, add_lora
+from orbit_runtime.adapters.lora import LoRASlot, add_lora, dropout
 from orbit_runtime.adapters.oft import OFTSlot, rotate
 from orbit_runtime.errors import InternalError
+from orbit_runtime.seeds import stream_key
 
 TRAINER_SLOT = "trainer"
 """The slot whose values come from the trainer's masters, with gradient; the others hold published bytes."""
@@ -33,6 +35,7 @@ class Applied:
     module: str
     slot: str
     tensors: Mapping[str, Tensor]
+    """As files name them."""
     scaling: float | None
 
 
@@ -51,25 +54,40 @@ class Selection:
     rotated: tuple[Tensor, int, Tensor, Tensor] | None = None
     """(input, its version, R, result) of the newest rotation: projections that share input and R share the result."""
 
+    dropout_key: int | None = None
+    """Of the training pass under way; None: nothing is left out."""
+
     @contextmanager
-    def use(self, segments: str | Sequence[Segment] | None) -> Iterator[None]:
+    def use(self, segments: str | Sequence[Segment] | None, *, dropout_key: int | None = None) -> Iterator[None]:
         """Within it, layers apply: nothing (None), one slot (its name), or one slot per run of rows.
 
         With the trainer's slot the rounded masters are computed once, on entry, and all passes within share their
         graph: enter once per forward and backward. Contexts nest; an inner one hides the outer one.
+
+        Args:
+            dropout_key: LoRA's dropout is on, drawn from this stream.
         """
-        before = (self.active, self.trainer)
+        before = (self.active, self.trainer, self.dropout_key)
         active = segments if segments is None or isinstance(segments, str) else _checked(segments)
         names = {active} if isinstance(active, str) else {name for name, _, _ in active or ()}
         if TRAINER_SLOT in names:
             assert self.applied_masters is not None, "no trainer slot in this model"
             self.trainer = self.applied_masters()
-        self.active = active
+        self.active, self.dropout_key = active, dropout_key
         try:
             yield
         finally:
-            self.active, self.trainer = before
+            self.active, self.trainer, self.dropout_key = before
             self.rotated = None
+
+    @contextmanager
+    def only(self, slot: str | None) -> Iterator[None]:
+        """Within a `use` of segments: one of its slots for a pass over that slot's rows alone."""
+        before, self.active = self.active, slot
+        try:
+            yield
+        finally:
+            self.active, self.rotated = before, None
 
 
 def _checked(segments: Sequence[Segment]) -> tuple[Segment, ...]:
@@ -79,6 +97,36 @@ def _checked(segments: Sequence[Segment]) -> tuple[Segment, ...]:
             raise InternalError(f"adapter segments must be in order and disjoint: {name!r} has rows {start} to {stop}")
         end = stop
     return tuple(segments)
+
+
+class _Layer(Protocol):
+    """What dispatch needs of a layer, dense or of experts."""
+
+    name: str
+    config: AdapterConfig
+    selection: Selection
+    slots: dict[str, Slot]
+
+    def named(self, slot: Slot) -> Mapping[str, Tensor]: ...
+
+
+def find_slot(layer: _Layer, name: str) -> Slot:
+    """What to multiply by under `name`; noted in the trace, so ask once per use."""
+    selection = layer.selection
+    try:
+        slot = selection.trainer[layer.name] if name == TRAINER_SLOT else layer.slots[name]
+    except KeyError:
+        raise InternalError(f"no slot {name!r} in layer {layer.name}; it has {sorted(layer.slots)}") from None
+    if selection.trace is not None:
+        scaling = slot.scaling if isinstance(slot, LoRASlot) else None
+        selection.trace.append(Applied(layer.name, name, layer.named(slot), scaling))
+    return slot
+
+
+def dropped(x: Tensor, layer: _Layer) -> Tensor:
+    """What A is multiplied with: x, or in a training pass with dropout what is left of it."""
+    key, share = layer.selection.dropout_key, layer.config.dropout
+    return x if key is None or not share else dropout(x, share, stream_key(key, "lora-dropout", layer.name))
 
 
 class AdaptedLinear(nn.Module):
@@ -106,6 +154,20 @@ class AdaptedLinear(nn.Module):
         tensor = next(iter(self.base.buffers()), None)
         return tensor.device if tensor is not None else next(self.base.parameters()).device
 
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of the parameters, by kind."""
+        rank, size = self.config.rank, self.config.block_size
+        if self.config.type == "LoRA":
+            return {"lora_A": (rank, self.in_features), "lora_B": (self.out_features, rank)}
+        return {"oft_R": (self.in_features // size, size * (size - 1) // 2)}
+
+    def file_names(self, kind: str) -> tuple[str, ...]:
+        return (f"{self.name}.{kind}",)
+
+    def named(self, slot: Slot) -> dict[str, Tensor]:
+        """The slot's tensors as files name them."""
+        return {f"{self.name}.{kind}": tensor for kind, tensor in slot.tensors().items()}
+
     def forward(self, x: Tensor) -> Tensor:
         selection = self.selection
         active = selection.active
@@ -114,21 +176,12 @@ class AdaptedLinear(nn.Module):
         if isinstance(active, str):
             slot = self.slot(active)
             if isinstance(slot, LoRASlot):
-                return add_lora(self.base(x), x, slot)
+                return add_lora(self.base(x), dropped(x, self), slot)
             return self.base(self.rotated(x, slot))  # type: ignore[no-any-return]
         return self._forward_segments(x, active)
 
     def slot(self, name: str) -> Slot:
-        """What to multiply by under `name`; noted in the trace, so ask once per use."""
-        selection = self.selection
-        try:
-            slot = selection.trainer[self.name] if name == TRAINER_SLOT else self.slots[name]
-        except KeyError:
-            raise InternalError(f"no slot {name!r} in layer {self.name}; it has {sorted(self.slots)}") from None
-        if selection.trace is not None:
-            scaling = slot.scaling if isinstance(slot, LoRASlot) else None
-            selection.trace.append(Applied(self.name, name, slot.tensors(), scaling))
-        return slot
+        return find_slot(self, name)
 
     def rotated(self, x: Tensor, slot: OFTSlot) -> Tensor:
         """`x R`, computed once for neighbours that share x and R."""

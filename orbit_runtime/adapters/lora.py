@@ -1,13 +1,13 @@
 """LoRA (Hu et al., arXiv 2106.09685, eq. 3): `y = base(x) + (alpha/r) B A x`.
 
 Belongs here: LoRA's arithmetic and initial values. Does not belong here: where the layer sits, files.
-Shapes: A `[r, K]`, B `[N, r]`, x `[..., K]`, y `[..., N]`.
+Shapes: A `[r, K]`, B `[N, r]`, x `[..., K]`, y `[..., N]`; of experts A `[G, r, K]`, B `[G, N, r]`.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -22,15 +22,24 @@ class LoRASlot:
     lora_A: Tensor
     lora_B: Tensor
     scaling: float
+    named: dict[str, Tensor] | None = field(default=None, repr=False)
+    """The tensors as files name them, once somebody asked the layer for them."""
 
     def tensors(self) -> dict[str, Tensor]:
         return {"lora_A": self.lora_A, "lora_B": self.lora_B}
 
 
-def initial_A(rank: int, in_features: int, seed: int, module_name: str) -> Tensor:
+def initial_A(shape: tuple[int, ...], seed: int, module_name: str) -> Tensor:
     """PEFT's default: Kaiming-uniform with a = sqrt(5), so uniform in ±1/sqrt(K); from the module's own stream."""
     generator = torch.Generator().manual_seed(stream_key(seed, "adapter-init", module_name))
-    return (torch.rand(rank, in_features, generator=generator) * 2 - 1) / math.sqrt(in_features)
+    return (torch.rand(shape, generator=generator) * 2 - 1) / math.sqrt(shape[-1])
+
+
+def dropout(x: Tensor, share: float, key: int) -> Tensor:
+    """x with each value left out by chance and the others scaled up; the same key leaves out the same ones."""
+    generator = torch.Generator(device=x.device).manual_seed(key)
+    kept = torch.empty_like(x).bernoulli_(1.0 - share, generator=generator)
+    return x * kept.div_(1.0 - share)
 
 
 def add_lora(y: Tensor, x: Tensor, slot: LoRASlot) -> Tensor:

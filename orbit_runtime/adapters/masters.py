@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.adapters.layer import Slot
 from orbit_runtime.adapters.lora import LoRASlot
-from orbit_runtime.adapters.oft import OFTSlot, rotations
+from orbit_runtime.adapters.oft import OFTSlot, constrained, rotations, series_error
 from orbit_runtime.seeds import stream_key
 from orbit_runtime.types import Probe
 
@@ -68,14 +68,29 @@ class Masters:
 
     def rotations(self) -> dict[str, Tensor]:
         """fp32 R of every owner, in one batch: trainer and publish both call this, so that they get the same bits."""
-        counts = [parameter.shape[0] for parameter in self.parameters.values()]
+        flat = [parameter.flatten(0, -2) for parameter in self.parameters.values()]
         config = self.config
-        stacked = rotations(
-            torch.cat(list(self.parameters.values())), config.block_size, config.parametrization, config.neumann_terms
-        )
-        return dict(
-            zip((key.removesuffix(".oft_R") for key in self.parameters), torch.split(stacked, counts), strict=True)
-        )
+        stacked = rotations(torch.cat(flat), config.block_size, config.parametrization, config.neumann_terms)
+        parts = torch.split(stacked, [len(blocks) for blocks in flat])
+        return {
+            key.removesuffix(".oft_R"): part.unflatten(0, parameter.shape[:-1])
+            for (key, parameter), part in zip(self.parameters.items(), parts, strict=True)
+        }
+
+    def series_error(self) -> float:
+        """How far OFT's truncated series may stand from an exact rotation, the worst block; see `oft.series_error`."""
+        config = self.config
+        if config.type != "OFT":
+            return 0.0
+        values = self.parameters.values()
+        return max(series_error(p, config.block_size, config.parametrization, config.neumann_terms) for p in values)
+
+    def constrain(self) -> None:
+        """After an optimizer update: COFT's bound on Q. PEFT does the same before every pass."""
+        if self.config.coft:
+            with torch.no_grad():
+                for parameter in self.parameters.values():
+                    parameter.copy_(constrained(parameter, self.config.coft_eps))
 
     @contextmanager
     def probing(self, probe: Probe, seed: int) -> Iterator[None]:
@@ -105,5 +120,5 @@ class Masters:
             # A row of Q has b - 1 entries, and R is about I + 2Q.
             return values * (PROBE_SIZE / (2 * math.sqrt(self.config.block_size)))
         if name.endswith("lora_A"):
-            return values / math.sqrt(shape[1])
+            return values / math.sqrt(shape[-1])
         return values * (PROBE_SIZE / (self.config.scaling * math.sqrt(self.config.rank)))

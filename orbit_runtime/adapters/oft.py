@@ -7,13 +7,14 @@ opposite directions for the same Q, and both are kept: files say which one made 
 R is built in fp32 and rounded to BF16 once; the rounded R is what trainer and engine multiply by.
 
 Belongs here: OFT's arithmetic. Does not belong here: where the layer sits, files.
-Shapes: parameters `[K/b, b(b-1)/2]`, R `[K/b, b, b]`, x `[..., K]`.
+Shapes: parameters `[K/b, b(b-1)/2]`, R `[K/b, b, b]`, x `[..., K]`; of experts with an axis more in front.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -28,6 +29,8 @@ class OFTSlot:
     rotation: Tensor
     parameters: Tensor | None = None
     """The fp32 parameters that came with R in a published slot: kept to be read back, never multiplied."""
+    named: dict[str, Tensor] | None = field(default=None, repr=False)
+    """The tensors as files name them, once somebody asked the layer for them."""
 
     def tensors(self) -> dict[str, Tensor]:
         return {"oft_R": self.rotation}
@@ -89,6 +92,29 @@ def rotations(parameters: Tensor, block_size: int, parametrization: str, neumann
             R = R + 2.0 * power
         R = R + torch.bmm(power, Q)
     return R
+
+
+def series_error(parameters: Tensor, block_size: int, parametrization: str, neumann_terms: int) -> float:
+    """A bound on `|R - C|` of every block, C the exact rotation that the series stands for; 0 for the exact one.
+
+    The series of n terms is `C (I - Q^m)` with m = 3 for n = 3 and 4, else n - 1, and C keeps lengths, so the error is
+    `|Q|^m`; shorter ones leave a rest of at most `2 |Q|^n`. Q's eigenvalues come in pairs ±i s, so `|Q| <= |Q|_F / √2`.
+    """
+    if parametrization == "Cayley":
+        return 0.0
+    squares = parameters.detach().float().square().sum(-1)
+    # |Q|_F² is twice the sum over its upper triangle.
+    largest = float(squares.max().sqrt())
+    if neumann_terms < 3:
+        return float(2.0 * largest**neumann_terms)
+    return float(largest ** max(neumann_terms - 1, 3))
+
+
+def constrained(parameters: Tensor, eps: float) -> Tensor:
+    """COFT: blocks of Q that lie outside of the ball around 0 are brought back to its surface, as PEFT does it."""
+    radius = eps / math.sqrt(parameters.shape[-2])
+    norms = math.sqrt(2.0) * torch.linalg.vector_norm(parameters, dim=-1, keepdim=True)
+    return torch.where(norms <= radius, parameters, parameters * (radius / norms))
 
 
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """An adapter as files in PEFT's format, and as digests.
 
-    adapter_model.safetensors   `base_model.model.<module>.lora_A.weight`, `.lora_B.weight` BF16; `.oft_R.weight` fp32
+    adapter_model.safetensors   `base_model.model.<module>.lora_A.weight`, `.lora_B.weight` BF16; `.oft_R.weight` fp32;
+                                experts as `adapters.names` says
     adapter_config.json         PEFT's configuration, with which PEFT loads the folder unchanged
     rotations.safetensors       OFT only: `<module>.oft_R` BF16 `[K/b, b, b]`, the R that trainer and engine multiply by
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -21,9 +23,10 @@ from torch import Tensor
 
 from orbit_runtime.adapters import tensorfile
 from orbit_runtime.adapters.config import AdapterConfig
-from orbit_runtime.adapters.inject import Injected, owners
-from orbit_runtime.adapters.layer import TRAINER_SLOT, AdaptedLinear, Applied, Slot
+from orbit_runtime.adapters.inject import AdaptedLayer, Injected, owners
+from orbit_runtime.adapters.layer import TRAINER_SLOT, Applied, Slot
 from orbit_runtime.adapters.lora import LoRASlot
+from orbit_runtime.adapters.names import join_tensors, split_tensor
 from orbit_runtime.adapters.oft import OFTSlot, rotations
 from orbit_runtime.errors import InternalError, ModelError
 
@@ -53,12 +56,12 @@ def config_json(config: AdapterConfig, base_model_name: str) -> bytes:
     }
     if config.type == "LoRA":
         alpha = int(config.alpha) if config.alpha == int(config.alpha) else config.alpha
-        fields |= {"peft_type": "LORA", "r": config.rank, "lora_alpha": alpha, "lora_dropout": 0.0}
-        fields |= {"init_lora_weights": True, "use_rslora": False, "use_dora": False}
+        fields |= {"peft_type": "LORA", "r": config.rank, "lora_alpha": alpha, "lora_dropout": config.dropout}
+        fields |= {"init_lora_weights": True, "use_rslora": config.rslora, "use_dora": False}
         fields |= {"rank_pattern": {}, "alpha_pattern": {}}
     else:
         fields |= {"peft_type": "OFT", "r": 0, "oft_block_size": config.block_size, "module_dropout": 0.0}
-        fields |= {"coft": False, "eps": 6e-5, "block_share": False, "init_weights": True}
+        fields |= {"coft": config.coft, "eps": config.coft_eps, "block_share": False, "init_weights": True}
         fields |= {"use_cayley_neumann": config.parametrization == "CayleyNeumann"}
         fields |= {"num_cayley_neumann_terms": config.neumann_terms}
     return (json.dumps(fields, indent=2, sort_keys=True) + "\n").encode()
@@ -69,14 +72,15 @@ def export_adapter(injected: Injected, config: AdapterConfig, base_model_name: s
     values = injected.masters.parameters
     settings = config_json(config, base_model_name)
     if config.type == "LoRA":
-        tensors: dict[str, Tensor] = {_peft_key(key): parameter for key, parameter in values.items()}
+        tensors = {_peft_key(key): part for key, part in _parts(injected.layers, values).items()}
         return {MODEL_FILE: tensorfile.dump(tensors, torch.bfloat16), CONFIG_FILE: settings}
     assert config.rotation_dtype == "BF16", "an adapter with fp32 rotations is for comparisons only"
     owner = injected.masters.owner
     with torch.no_grad():
         built = injected.masters.rotations()
-    tensors = {_peft_key(f"{name}.oft_R"): values[f"{owner[name]}.oft_R"] for name in owner}
-    turned = {f"{name}.oft_R": built[owner[name]] for name in owner}
+    parameters = _parts(injected.layers, {f"{name}.oft_R": values[f"{owner[name]}.oft_R"] for name in owner})
+    tensors = {_peft_key(key): part for key, part in parameters.items()}
+    turned = _parts(injected.layers, {f"{name}.oft_R": built[owner[name]] for name in owner})
     return {
         MODEL_FILE: tensorfile.dump(tensors, torch.float32),
         ROTATIONS_FILE: tensorfile.dump(turned, torch.bfloat16),
@@ -93,7 +97,7 @@ def files_digest(files: Mapping[str, bytes]) -> str:
     return f"sha256:{digest.hexdigest()}"
 
 
-def load_slot(layers: Mapping[str, AdaptedLinear], slot_name: str, files: Mapping[str, bytes]) -> None:
+def load_slot(layers: Mapping[str, AdaptedLayer], slot_name: str, files: Mapping[str, bytes]) -> None:
     """Fill the slot of every layer from published bytes, or raise `ModelError` naming the tensor and change nothing."""
     first = next(iter(layers.values()))
     if slot_name == TRAINER_SLOT or slot_name in first.slots:
@@ -109,13 +113,13 @@ def load_slot(layers: Mapping[str, AdaptedLinear], slot_name: str, files: Mappin
         layer.slots[slot_name] = slots[name]
 
 
-def remove_slot(layers: Mapping[str, AdaptedLinear], slot_name: str) -> None:
+def remove_slot(layers: Mapping[str, AdaptedLayer], slot_name: str) -> None:
     """Safe to call twice."""
     for layer in layers.values():
         layer.slots.pop(slot_name, None)
 
 
-def slot_files(layers: Mapping[str, AdaptedLinear], slot_name: str, config_bytes: bytes) -> dict[str, bytes]:
+def slot_files(layers: Mapping[str, AdaptedLayer], slot_name: str, config_bytes: bytes) -> dict[str, bytes]:
     """What stands in the slot now, serialised again: equal to the published files unless something changed it.
 
     `config_bytes` is the published `adapter_config.json`, from which nothing is kept in a slot but the scaling.
@@ -123,15 +127,16 @@ def slot_files(layers: Mapping[str, AdaptedLinear], slot_name: str, config_bytes
     lora: dict[str, Tensor] = {}
     parameters: dict[str, Tensor] = {}
     turned: dict[str, Tensor] = {}
-    for name, layer in layers.items():
+    for layer in layers.values():
         slot = layer.slots.get(slot_name)
         if isinstance(slot, LoRASlot):
             # A scaling that is not the published one must show, and it has no tensor of its own.
             suffix = "" if slot.scaling == layer.config.scaling else f".scaling={slot.scaling!r}"
-            lora |= {_peft_key(f"{name}.{kind}") + suffix: tensor for kind, tensor in slot.tensors().items()}
+            lora |= {_peft_key(key) + suffix: tensor for key, tensor in layer.named(slot).items()}
         elif slot is not None and slot.parameters is not None:
-            parameters[_peft_key(f"{name}.oft_R")] = slot.parameters
-            turned[f"{name}.oft_R"] = slot.rotation
+            parts = split_tensor(layer.file_names("oft_R"), slot.parameters)
+            parameters |= {_peft_key(key): part for key, part in parts.items()}
+            turned |= layer.named(slot)
     if next(iter(layers.values())).config.type == "LoRA":
         return {MODEL_FILE: tensorfile.dump_narrowed(lora), CONFIG_FILE: config_bytes}
     return {
@@ -150,8 +155,8 @@ def applied_digest(trace: Iterable[Applied]) -> str:
     scalings = set()
     for entry in trace:
         scalings.add(entry.scaling)
-        for kind, tensor in entry.tensors.items():
-            key = f"{entry.module}.{kind}"
+        for name, tensor in entry.tensors.items():
+            key = name
             while key in tensors and tensors[key] is not tensor:
                 key += " and"
             tensors[key] = tensor
@@ -164,22 +169,35 @@ def expected_applied_digest(files: Mapping[str, bytes]) -> str:
     if fields["peft_type"] == "OFT":
         return _digest_applied(_parse(files, ROTATIONS_FILE), {None})
     tensors = _parse(files, MODEL_FILE)
-    plain = {key.removeprefix(PEFT_PREFIX).removesuffix(".weight"): tensor for key, tensor in tensors.items()}
-    return _digest_applied(plain, {float(fields["lora_alpha"]) / fields["r"]})
+    plain = {_plain_key(key): tensor for key, tensor in tensors.items()}
+    divisor = math.sqrt(fields["r"]) if fields["use_rslora"] else fields["r"]
+    return _digest_applied(plain, {float(fields["lora_alpha"]) / divisor})
 
 
 def _peft_key(key: str) -> str:
     return f"{PEFT_PREFIX}{key}.weight"
 
 
-def _shape(layer: AdaptedLinear, kind: str) -> tuple[int, ...]:
-    size = layer.config.block_size
-    return {
-        "lora_A": (layer.config.rank, layer.in_features),
-        "lora_B": (layer.out_features, layer.config.rank),
-        "oft_R": (layer.in_features // size, size * (size - 1) // 2),
-        "rotation": (layer.in_features // size, size, size),
-    }[kind]
+def _plain_key(key: str) -> str:
+    return key.removeprefix(PEFT_PREFIX).removesuffix(".weight")
+
+
+def _parts(layers: Mapping[str, AdaptedLayer], values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """`<module>.<kind>` → value, under the names that files have."""
+    parts: dict[str, Tensor] = {}
+    for key, value in values.items():
+        name, _, kind = key.rpartition(".")
+        parts |= split_tensor(layers[name].file_names(kind), value)
+    return parts
+
+
+def _shapes(layer: AdaptedLayer, kind: str) -> dict[str, tuple[int, ...]]:
+    """Name in the file → shape. `rotation` is of the tensors called `oft_R` in the file of rotations."""
+    stored = "oft_R" if kind == "rotation" else kind
+    names, shape = layer.file_names(stored), layer.shapes()[stored]
+    if kind == "rotation":
+        shape = (*shape[:-1], layer.config.block_size, layer.config.block_size)
+    return dict.fromkeys(names, shape[1:] if len(names) > 1 else shape)
 
 
 def _parse(files: Mapping[str, bytes], name: str) -> dict[str, Tensor]:
@@ -221,33 +239,41 @@ def check_tensors(
         raise ModelError(f"the tensor {key} is not finite", where=where)
 
 
-def _lora_slots(layers: Mapping[str, AdaptedLinear], tensors: Mapping[str, Tensor]) -> dict[str, Slot]:
-    keys = {(name, kind): _peft_key(f"{name}.{kind}") for name in layers for kind in ("lora_A", "lora_B")}
-    shapes = {key: _shape(layers[name], kind) for (name, kind), key in keys.items()}
-    check_tensors(MODEL_FILE, tensors, shapes, torch.bfloat16)
-    wide = _widened(tensors, layers)
-    return {
-        name: LoRASlot(wide[keys[name, "lora_A"]], wide[keys[name, "lora_B"]], layer.config.scaling)
-        for name, layer in layers.items()
+def _lora_slots(layers: Mapping[str, AdaptedLayer], tensors: Mapping[str, Tensor]) -> dict[str, Slot]:
+    kinds = ("lora_A", "lora_B")
+    shapes = {
+        _peft_key(name): shape
+        for layer in layers.values()
+        for kind in kinds
+        for name, shape in _shapes(layer, kind).items()
     }
+    check_tensors(MODEL_FILE, tensors, shapes, torch.bfloat16)
+    wide = {_plain_key(key): tensor for key, tensor in _widened(tensors, layers).items()}
+    slots: dict[str, Slot] = {}
+    for name, layer in layers.items():
+        A, B = (join_tensors(layer.file_names(kind), wide) for kind in kinds)
+        slots[name] = LoRASlot(A, B, layer.config.scaling)
+    return slots
 
 
 def _oft_slots(
-    layers: Mapping[str, AdaptedLinear], tensors: Mapping[str, Tensor], turned: Mapping[str, Tensor]
+    layers: Mapping[str, AdaptedLayer], tensors: Mapping[str, Tensor], turned: Mapping[str, Tensor]
 ) -> dict[str, Slot]:
-    key_of = {name: _peft_key(f"{name}.oft_R") for name in layers}
-    shapes = {key: _shape(layers[name], "oft_R") for name, key in key_of.items()}
+    shapes = {_peft_key(key): shape for each in layers.values() for key, shape in _shapes(each, "oft_R").items()}
     check_tensors(MODEL_FILE, tensors, shapes, torch.float32)
-    shapes = {f"{name}.oft_R": _shape(layer, "rotation") for name, layer in layers.items()}
+    shapes = {key: shape for each in layers.values() for key, shape in _shapes(each, "rotation").items()}
     check_tensors(ROTATIONS_FILE, turned, shapes, torch.bfloat16)
-    owner = owners(layers)
+    owner, names = owners(layers), {name: layer.file_names("oft_R") for name, layer in layers.items()}
     for name in layers:
-        _check_shared(MODEL_FILE, tensors, key_of[name], key_of[owner[name]])
-        _check_shared(ROTATIONS_FILE, turned, f"{name}.oft_R", f"{owner[name]}.oft_R")
-    parameters = {name: tensors[key_of[name]] for name in sorted(set(owner.values()))}
-    _check_rotations(parameters, turned, next(iter(layers.values())).config)
-    wide = _widened({f"{name}.oft_R": turned[f"{name}.oft_R"] for name in parameters}, layers)
-    return {name: OFTSlot(wide[f"{owner[name]}.oft_R"], tensors[key_of[name]].clone()) for name in layers}
+        for key, owner_key in zip(names[name], names[owner[name]], strict=True):
+            _check_shared(MODEL_FILE, tensors, _peft_key(key), _peft_key(owner_key))
+            _check_shared(ROTATIONS_FILE, turned, key, owner_key)
+    owned = [key for name in sorted(set(owner.values())) for key in names[name]]
+    _check_rotations({key: tensors[_peft_key(key)] for key in owned}, turned, next(iter(layers.values())).config)
+    wide = _widened({key: turned[key] for key in owned}, layers)
+    R = {name: join_tensors(names[name], wide) for name in set(owner.values())}
+    plain = {_plain_key(key): tensor for key, tensor in tensors.items()}
+    return {name: OFTSlot(R[owner[name]], join_tensors(names[name], plain).clone()) for name in layers}
 
 
 def _check_shared(where: str, tensors: Mapping[str, Tensor], key: str, owner_key: str) -> None:
@@ -256,20 +282,20 @@ def _check_shared(where: str, tensors: Mapping[str, Tensor], key: str, owner_key
 
 
 def _check_rotations(parameters: Mapping[str, Tensor], turned: Mapping[str, Tensor], config: AdapterConfig) -> None:
-    """The published R belongs to the published parameters."""
-    stacked = torch.cat(list(parameters.values()))
+    """The published R belongs to the published parameters. Keys of both are those of the file of rotations."""
+    stacked = torch.cat([tensor.flatten(0, -2) for tensor in parameters.values()])
     rebuilt = rotations(stacked, config.block_size, config.parametrization, config.neumann_terms)
-    published = torch.cat([turned[f"{name}.oft_R"] for name in parameters]).float()
+    published = torch.cat([turned[key].flatten(0, -3) for key in parameters]).float()
     wrong_blocks = ((published - rebuilt).abs() > ROTATION_TOLERANCE * rebuilt.abs().clamp(min=1.0)).flatten(1).any(1)
     if not bool(wrong_blocks.any()):
         return
-    counts = [tensor.shape[0] for tensor in parameters.values()]
-    for name, wrong in zip(parameters, torch.split(wrong_blocks, counts), strict=True):
+    counts = [tensor.flatten(0, -2).shape[0] for tensor in parameters.values()]
+    for key, wrong in zip(parameters, torch.split(wrong_blocks, counts), strict=True):
         if bool(wrong.any()):
-            raise ModelError(f"the tensor {name}.oft_R is not the rotation of its parameters", where=ROTATIONS_FILE)
+            raise ModelError(f"the tensor {key} is not the rotation of its parameters", where=ROTATIONS_FILE)
 
 
-def _widened(tensors: Mapping[str, Tensor], layers: Mapping[str, AdaptedLinear]) -> dict[str, Tensor]:
+def _widened(tensors: Mapping[str, Tensor], layers: Mapping[str, AdaptedLayer]) -> dict[str, Tensor]:
     """In the compute dtype, on the layers' device, in memory of their own."""
     layer = next(iter(layers.values()))
     values = tensorfile.flat(tensors.values()).to(device=layer.device, dtype=layer.selection.compute_dtype)

@@ -24,7 +24,13 @@ VARIABLES: tuple[Variable, ...] = (
              "orbit run"),
     Variable("ORBIT_STORE_DEADLINE_SECONDS", "120", "How long one call to an object store is retried before exit 74.",
              "everything that reads or writes a run folder"),
+    Variable("ORBIT_SGLANG_PYTHON", "Orbit's own", "Interpreter of the environment that SGLang is installed in.",
+             "orbit run with `engine: SGLang`"),
+    Variable("ORBIT_SGLANG", "", "Set by Orbit for the SGLang servers it starts: its plug-in acts only then.",
+             "the SGLang plug-in"),
     Variable("ORBIT_ATTEMPT", "", "Name of the attempt, set by the operator. Such a start takes over the run folder.",
+             "orbit run"),
+    Variable("ORBIT_TERMINATION_FILE", "", "File for how it ended, one line of JSON; set by the operator.",
              "orbit run"),
     Variable("AWS_ACCESS_KEY_ID", "", "S3 key.", "the object store client"),
     Variable("AWS_SECRET_ACCESS_KEY", "", "S3 secret.", "the object store client"),
@@ -39,5 +45,7 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("COLUMNS", "", "Width of the terminal, where it cannot be asked.", "orbit run"),
     Variable("PYTHONPATH", "", "Where modules are looked for; reward workers get it with Orbit's own place added.",
              "reward workers"),
+    Variable("ORBIT_KERNELS", "Auto", "How a CUDA device multiplies by packed weights: `Torch` (no kernels of ours), "
+             "`Dequantize` (a kernel, then a torch matmul), `Fused` (one kernel), or by shape.", "training, rollout"),
     Variable("OMP_NUM_THREADS", "all cores", "Threads of the torch trainer and engine on a CPU.", "torch"),
 )  # fmt: skip

@@ -26,7 +26,7 @@ EXIT_CODES: tuple[tuple[str, str, str], ...] = (
     ("66", "the model is missing or unusable", "you"),
     ("70", "a bug in Orbit; a report file is named", "us"),
     ("73", "the run folder is in use, cannot be created, or holds another run", "you"),
-    ("74", "the object store or the disk failed after retries", "the cluster"),
+    ("74", "the object store or the disk failed after retries, or the bucket is not there", "the cluster"),
     ("75", "checkpointed and stopped on request; the same command continues", "-"),
     ("77", "credentials were refused", "you"),
     ("78", "it does not fit, or is not supported here", "you"),

@@ -87,7 +87,7 @@ def plan(
     overrides: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say what a run takes and whether it fits, without a GPU."""
+    """Say what a run takes and whether it fits. Part by part; no GPU and no download needed."""
     from orbit_runtime.cli.plan import run_plan
 
     raise typer.Exit(run_plan(file, overrides or [], gpu=gpu, as_json=as_json))
@@ -103,6 +103,92 @@ def init(
     from orbit_runtime.cli.init import run_init
 
     run_init(path, force, as_json)
+
+
+@app.command()
+def inspect(
+    uri: Annotated[
+        str, typer.Argument(metavar="URI", help="A model's folder or address, an adapter's folder, or hf:// of a card.")
+    ],
+    precision: Annotated[
+        str, typer.Option(metavar="FORMAT", help="Which variant of a builtin:// model, such as NVFP4.")
+    ] = "Auto",
+    as_json: AsJson = False,
+) -> None:
+    """Say what a checkpoint or an adapter holds and what Orbit would do with it. Reads headers only."""
+    from orbit_runtime.cli.inspection import run_inspect
+
+    run_inspect(uri, precision=precision, as_json=as_json)
+
+
+@app.command()
+def convert(
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help="The model's folder, or builtin://.")],
+    destination: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where to write: a new or empty folder.")],
+    precision: Annotated[
+        str, typer.Option(metavar="FORMAT", help="INT4, FP8, NVFP4 or MXFP4; BF16 unpacks a packed model exactly.")
+    ],
+    layout: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Another way to write the format: INT4Asymmetric, FP8 (a scale per row), FP8BlockCT, NVFP4ModelOpt.",
+        ),
+    ] = None,
+    group_size: Annotated[int | None, typer.Option(metavar="N", help="INT4: columns under one scale. [32]")] = None,
+    ignore: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PATTERN",
+            help="Leave these modules in BF16 too: a name, its last part, or re: and an "
+            "expression. Repeatable. Head, embeddings, norms, routers and vision always are.",
+        ),
+    ] = None,
+    shard_gb: Annotated[float, typer.Option(metavar="GB", help="Largest file.")] = 5.0,
+    as_json: AsJson = False,
+) -> None:
+    """Write a checkpoint in another format, with the error of every module. Continues where it was interrupted."""
+    from orbit_runtime.cli.convert import run_convert
+
+    run_convert(
+        source,
+        destination,
+        precision=precision,
+        layout=layout,
+        group_size=group_size,
+        ignore=ignore or [],
+        shard_gigabytes=shard_gb,
+        as_json=as_json,
+    )
+
+
+@app.command()
+def merge(
+    adapters: Annotated[list[str], typer.Argument(metavar="ADAPTER...", help="Folders or URIs of kept adapters.")],
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where to write: a new or empty folder.")],
+    base: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="Merge into this base. Without it: several adapters into one.")
+    ] = None,
+    precision: Annotated[str, typer.Option(metavar="FORMAT", help="Format of the merged model.")] = "BF16",
+    weight: Annotated[
+        list[float] | None, typer.Option(metavar="W", help="LoRA: what each adapter counts, in their order. [1]")
+    ] = None,
+    measure: Annotated[
+        str,
+        typer.Option(
+            metavar="FILE", help="Prompts (JSONL) to measure the merge's cost in log-probs on; none: do not measure."
+        ),
+    ] = "built-in",
+    unchecked_base: Annotated[
+        bool, typer.Option("--unchecked-base", help="Take adapters that do not name their base.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Merge adapters into their base, with the measured cost in log-probs; or several adapters into one."""
+    from orbit_runtime.cli.merge import Options, run_merge
+
+    options = Options(base, precision, weight or [], measure, unchecked_base)
+    run_merge(adapters, out, options, as_json=as_json)
 
 
 @app.command()
@@ -197,6 +283,9 @@ def _usage_error(error: TyperException, arguments: Sequence[str]) -> UsageError:
 
 
 def _fail(error: OrbitError, as_json: bool) -> int:
+    from orbit_runtime.observability.last_words import add_last_words, words_of
+
+    add_last_words(words_of(error))
     if as_json:
         print(json.dumps(error.to_json(), default=str))
     else:

@@ -39,11 +39,12 @@ def _summary(run: OrbitRun) -> list[tuple[str, str]]:
         settings = f"rank {adapter.lora.rank}, alpha {adapter.lora.alpha:g}"
     else:
         settings = f"block size {adapter.oft.block_size}, {adapter.oft.parametrization}" if adapter.oft else ""
+    targets = f"{len(adapter.targets)} targets" if adapter.targets else "the family's usual targets"
     batch = f"{training.prompts_per_step} prompts x {spec.algorithm.group_size} samples"
     return [
         ("name", run.name),
         ("model", f"{spec.model.uri} ({spec.model.precision})"),
-        ("adapter", f"{adapter.type}: {settings}, {len(adapter.targets)} targets"),
+        ("adapter", f"{adapter.type}: {settings}, {targets}"),
         ("algorithm", spec.algorithm.type),
         ("prompts", ", ".join(each.uri for each in spec.data.prompts)),
         ("rewards", ", ".join(f"{each.name} ({each.type or each.entrypoint})" for each in spec.environment.rewards)),

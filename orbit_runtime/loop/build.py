@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from orbit_runtime.algorithms.kl_reward import kl_penalised_rewards
@@ -26,6 +27,7 @@ from orbit_runtime.loop.publish import Publisher
 from orbit_runtime.loop.show import Show
 from orbit_runtime.loop.state import RunState
 from orbit_runtime.model_info.builtin_models import builtin_folder
+from orbit_runtime.model_info.content import weights_digest
 from orbit_runtime.spec import OrbitRun, Resolved, identity_digest
 from orbit_runtime.spec.run import RunSpec
 from orbit_runtime.storage import Execution, Store
@@ -67,7 +69,6 @@ class Parts:
     probing: Callable[[Probe], AbstractContextManager[None]]
     """A context within which the trainer holds an adapter that nobody trained, for preflight."""
     precision: str
-    adapter_report: str
     show: Show
 
     @property
@@ -152,14 +153,24 @@ def build_parts(
     tokenizer = ChatTokenizer(folder)
     new_tokens = spec.rollout.sampling.max_new_tokens
     check_lengths(table, tokenizer.encode_many, max_prompt_tokens=spec.model.max_sequence_length - new_tokens)
-    policy = _build_policy(resolved, folder)
+    policy = _build_policy(resolved, folder, show.note)
     from orbit_runtime.algorithms.table import ALGORITHMS
 
     algorithm = ALGORITHMS[spec.algorithm.type]
-    trainer, engine = _build_sides(resolved, policy, tokenizer, algorithm, base_model=names.model)
+    trainer = _build_trainer(resolved, policy, algorithm, base_model=names.model)
+    show.stage("engine")
+    engine = _build_engine(resolved, policy, tokenizer, folder, closing)
     closing.callback(engine.close)
     sequences = _sequences(table, tokenizer)
-    publisher = Publisher(store, execution, engine, trainer, _canary(sequences[0], tokenizer), _change_limit(policy))
+    publisher = Publisher(
+        store,
+        execution,
+        engine,
+        trainer,
+        _canary(sequences[0], tokenizer),
+        _change_limit(policy),
+        base_weights=weights_digest(folder),
+    )
     environment = SingleTurn(
         run.name,
         tokenizer,
@@ -189,7 +200,6 @@ def build_parts(
         sequences=sequences,
         probing=partial(policy.injected.masters.probing, seed=spec.data.seed),
         precision=policy.precision,
-        adapter_report=policy.injected.report.text(),
         show=show,
     )
 
@@ -241,7 +251,7 @@ def _fields_read(spec: RunSpec, functions: Mapping[str, Callable[..., Any]]) -> 
     return {str(each.arguments.get("field", "answer")): each.name for each in shipped}
 
 
-def _build_policy(resolved: Resolved, folder: Path) -> Policy:
+def _build_policy(resolved: Resolved, folder: Path, note: Callable[[str], None]) -> Policy:
     try:
         import torch
     except ImportError:
@@ -255,34 +265,75 @@ def _build_policy(resolved: Resolved, folder: Path) -> Policy:
     adapter = spec.adapter
     settings: dict[str, Any] = {}
     if adapter.lora:
-        settings = {"rank": adapter.lora.rank, "alpha": adapter.lora.alpha}
+        lora = adapter.lora
+        settings = {"rank": lora.rank, "alpha": lora.alpha, "rslora": lora.rslora, "dropout": lora.dropout}
     if adapter.oft:
         oft = adapter.oft
         settings = {
             "block_size": oft.block_size,
             "parametrization": oft.parametrization,
             "neumann_terms": oft.neumann_terms,
+            "coft": oft.coft,
+            "coft_eps": oft.coft_eps,
         }
     return load_policy(
         folder,
-        AdapterConfig(type=adapter.type, targets=tuple(adapter.targets), **settings),
+        AdapterConfig(type=adapter.type, targets=tuple(adapter.targets or ()), experts=adapter.experts, **settings),
         precision=spec.model.precision,
+        activation_precision=spec.model.activation_precision,
         seed=spec.data.seed,
         device=resolved.device,
         compute_dtype=getattr(torch, resolved.compute_dtype),
         kernel="Eager" if spec.training.attention == "Eager" else "SDPA",
+        announce=lambda report: note(report.text()),
     )
 
 
-def _build_sides(
-    resolved: Resolved, policy: Policy, tokenizer: Tokenizer, algorithm: Algorithm, *, base_model: str
-) -> tuple[Trainer, Engine]:
-    from orbit_runtime.rollout.torch_engine import TorchEngine
+def _build_trainer(resolved: Resolved, policy: Policy, algorithm: Algorithm, *, base_model: str) -> Trainer:
     from orbit_runtime.training.torch_trainer import TorchTrainer
 
-    trainer = TorchTrainer(policy, _trainer_settings(resolved, base_model), algorithm.loss)
-    engine = TorchEngine(policy, tokenizer, max_running_requests=resolved.run.spec.rollout.max_running_requests)
-    return trainer, engine
+    return TorchTrainer(policy, _trainer_settings(resolved, base_model), algorithm.loss)
+
+
+def _build_engine(resolved: Resolved, policy: Policy, tokenizer: Tokenizer, folder: Path, closing: ExitStack) -> Engine:
+    spec = resolved.run.spec
+    running = spec.rollout.max_running_requests
+    if resolved.engine == "Torch":
+        from orbit_runtime.rollout.torch_engine import TorchEngine
+
+        return TorchEngine(policy, tokenizer, max_running_requests=running)
+    from orbit_runtime.policy.dequantized import write_dequantized
+    from orbit_runtime.rollout.sglang import SGLangEngine
+    from orbit_runtime.rollout.sglang_server import ServerSettings, SGLangServer, lora_targets
+
+    lora = spec.adapter.lora
+    if lora is None or lora.rslora or spec.rollout.sampling.top_p != 1:
+        raise UnsupportedError(
+            "SGLang serves LoRA with the scaling alpha / rank, and tells log-probs before topP cuts the distribution",
+            where="spec.rollout.engine",
+            fix="use engine: Torch, or plain LoRA with topP: 1",
+        )
+    if any(".experts" in name for name in policy.injected.layers):
+        raise UnsupportedError(
+            "adapters on routed experts are not served by SGLang in this version",
+            where="spec.adapter.experts",
+            fix="set it to None, or use engine: Torch",
+        )
+    scratch = Path(closing.enter_context(TemporaryDirectory(prefix="orbit-sglang-")))
+    on_cpu = resolved.device == "cpu"
+    settings = ServerSettings(
+        model=write_dequantized(folder, scratch / "base") if on_cpu else folder,
+        device=resolved.device,
+        dtype=resolved.compute_dtype,
+        lora_rank=lora.rank,
+        lora_targets=lora_targets(tuple(policy.injected.layers)),
+        max_running_requests=running,
+        max_sequence_length=spec.model.max_sequence_length,
+        seed=spec.data.seed,
+    )
+    server = SGLangServer(settings, log=scratch / "sglang.log")
+    closing.callback(server.stop)
+    return SGLangEngine(server, tokenizer, folder=scratch / "adapters", max_running_requests=running)
 
 
 def _trainer_settings(resolved: Resolved, base_model: str) -> TrainerSettings:
@@ -316,6 +367,7 @@ def _trainer_settings(resolved: Resolved, base_model: str) -> TrainerSettings:
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         base_model=base_model,
+        seed=spec.data.seed,
     )
 
 

@@ -43,6 +43,8 @@ class Publisher:
     trainer: Trainer
     canary_T: tuple[int, ...]
     change_limit: float
+    base_weights: str
+    """Digest of the base's files; it travels with the adapter, which is good for no other base."""
 
     def publish(self, version: int, previous: Publication | None) -> Publication:
         """Publishes the trainer's adapter as `policy-v{version}` and retires `previous`.
@@ -56,7 +58,8 @@ class Publisher:
         adapted, base = self.trainer.score(self.canary_T)
         # What `serve` needs to repeat the effect check with no trainer.
         canary = {"token_ids": self.canary_T, "logprobs": adapted.logprobs_T, "base_logprobs": base.logprobs_T}
-        facts = {"version": version, "digest": adapter.digest, "canary": canary}
+        base = {"weights": self.base_weights}
+        facts = {"version": version, "digest": adapter.digest, "base": base, "canary": canary}
         write_bundle(
             self.store, self.execution, f"adapters/{adapter_name(version)}", adapter.files, facts, plain_names=True
         )

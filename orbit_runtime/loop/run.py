@@ -25,6 +25,7 @@ from orbit_runtime.loop.show import Show
 from orbit_runtime.loop.signals import StopFlag, stop_on_signals
 from orbit_runtime.loop.state import RunState
 from orbit_runtime.loop.sync import run_sync
+from orbit_runtime.observability.last_words import add_last_words
 from orbit_runtime.observability.metrics import RunMetrics
 from orbit_runtime.observability.progress import Progress, build_progress
 from orbit_runtime.observability.report import build_report
@@ -121,7 +122,6 @@ def _run(
         show.note(f"changed since the last start: {change}")
     _warn(parts, state, rewards)
     _write_run_file(parts, state, before, rewards)
-    show.note(parts.adapter_report)
     total = parts.spec.training.steps
     if state.step >= total:
         show.note(f"nothing left to train: {state.step} steps are done; to go on, raise spec.training.steps ({total})")
@@ -177,6 +177,7 @@ def _build_show(
     status.update(execution=number)
     metrics = RunMetrics(run=spec.name, namespace=namespace, attempt=number)
     show = Show(progress or build_progress(spec.name), status, metrics)
+    closing.callback(lambda: add_last_words({**status.snapshot(), "message": None, "reason": None}))
     port = spec.spec.observability.metrics_port
     if port >= 0:
         from orbit_runtime.observability.server import start_server
@@ -187,9 +188,21 @@ def _build_show(
     return show
 
 
+SMALLEST_USUAL_RATE = 5e-6
+"""Rates below are those of training all weights, about a tenth of an adapter's (LoRA Without Regret, 2025)."""
+
+
 def _warn(parts: Parts, state: RunState, rewards: Mapping[str, Callable[..., Any]] | None) -> None:
     if parts.spec.algorithm.group_size == 1:
         state.warn("a group of one has no gradient: set algorithm.groupSize to 2 or more to learn")
+    rate = parts.spec.training.learning_rate
+    if rate < SMALLEST_USUAL_RATE:
+        state.warn(
+            f"training.learningRate is {rate:g}, a rate for training all weights; adapters usually take 1e-5 to 2e-3, "
+            "about ten times as much or more"
+        )
+    if parts.resolved.engine == "SGLang" and parts.resolved.device == "cpu" and parts.precision != "BF16":
+        state.warn(f"on a CPU SGLang serves the {parts.precision} base dequantised to BF16 (the same values)")
     if rewards:
         state.warn("rewards were given from Python: this run can resume only with the same functions")
     for warning in state.warnings:

@@ -17,12 +17,15 @@ from typing import Any
 from orbit_runtime.errors import ModelError
 from orbit_runtime.model_info.families import describe
 from orbit_runtime.model_info.headers import MAX_HEADER_BYTES, TensorInfo, parse_header, read_folder
+from orbit_runtime.model_info.quantization import from_legacy_modelopt
 from orbit_runtime.model_info.stored import ENDINGS
 from orbit_runtime.model_info.weights import EXPERT, ModelFacts, StoredWeight, Weight
 from orbit_runtime.storage import NotFound, Store
 
 FIRST_READ = 1 << 20
 """Most headers are smaller: one request reads length and header."""
+LEGACY_QUANTISATION = "hf_quant_config.json"
+"""Where older ModelOpt files keep what newer ones have in config.json."""
 _EXPERT_NUMBER = re.compile(r"\.experts\.\d+\.")
 
 
@@ -35,27 +38,72 @@ class _Found:
     """Ending → dtype."""
 
 
-def folder_facts(folder: Path) -> ModelFacts:
-    """Facts of a model folder. Raises `ModelError` for one that is incomplete, or of a family that is not known."""
-    tensors = {name: info for name, (_, info) in read_folder(folder).items()}
-    return _facts(_read_config(folder / "config.json"), tensors, name=folder.name, source=f"headers in {folder}")
+@dataclass(frozen=True, slots=True)
+class Headers:
+    """What the files of a checkpoint say of themselves."""
+
+    place: str
+    """Folder or URI, for messages."""
+    config: Mapping[str, Any]
+    """config.json; the quantisation of an older ModelOpt file is put in its place."""
+    tensors: Mapping[str, tuple[Path | str, TensorInfo]]
+    """Tensor → (file, header entry)."""
+
+    def infos(self) -> dict[str, TensorInfo]:
+        return {name: info for name, (_, info) in self.tensors.items()}
 
 
-def store_facts(store: Store, *, first_read: int = FIRST_READ) -> ModelFacts:
-    """Facts of a model below a store's URI, by range reads of its headers.
+def folder_headers(folder: Path) -> Headers:
+    """Of a local model folder. Raises `ModelError` for one that is incomplete."""
+    tensors = read_folder(folder)
+    config = _read_config(folder / "config.json")
+    legacy = folder / LEGACY_QUANTISATION
+    if legacy.is_file() and not config.get("quantization_config"):
+        config = {**config, "quantization_config": from_legacy_modelopt(_parse(legacy.read_bytes(), str(legacy)))}
+    return Headers(str(folder), config, tensors)
+
+
+def store_headers(store: Store, *, first_read: int = FIRST_READ) -> Headers:
+    """Of a model below a store's URI, by range reads.
 
     Args:
         first_read: bytes of a file that are asked for first.
     """
-    names = _shards(store)
-    tensors: dict[str, TensorInfo] = {}
-    for name in names:
-        tensors.update(_read_header(store, name, first_read))
+    weight_map = _weight_map(store)
+    tensors: dict[str, tuple[Path | str, TensorInfo]] = {}
+    for name in sorted(set(weight_map.values())) if weight_map else ["model.safetensors"]:
+        found = _read_header(store, name, first_read)
+        listed = {each for each, file in weight_map.items() if file == name}
+        if listed - found.keys():
+            raise ModelError(
+                f"the index lists {min(listed - found.keys())}, which {name} does not hold",
+                where=store.uri,
+                fix="upload the model again",
+            )
+        tensors |= {each: (name, info) for each, info in found.items() if not weight_map or each in listed}
     config = _parse(store.get("config.json"), f"{store.uri}/config.json")
-    return _facts(config, tensors, name=store.uri, source=f"headers in {store.uri}")
+    if not config.get("quantization_config") and store.exists(LEGACY_QUANTISATION):
+        legacy = _parse(store.get(LEGACY_QUANTISATION), f"{store.uri}/{LEGACY_QUANTISATION}")
+        config = {**config, "quantization_config": from_legacy_modelopt(legacy)}
+    return Headers(store.uri, config, tensors)
 
 
-def _shards(store: Store) -> list[str]:
+def folder_facts(folder: Path) -> ModelFacts:
+    """Facts of a model folder. Raises `ModelError` for one that is incomplete, or of a family that is not known."""
+    return headers_facts(folder_headers(folder), folder.name)
+
+
+def store_facts(store: Store, *, first_read: int = FIRST_READ) -> ModelFacts:
+    """Facts of a model below a store's URI, by range reads of its headers."""
+    return headers_facts(store_headers(store, first_read=first_read), store.uri)
+
+
+def headers_facts(headers: Headers, name: str) -> ModelFacts:
+    return _facts(headers.config, headers.infos(), name=name, source=f"headers in {headers.place}")
+
+
+def _weight_map(store: Store) -> dict[str, str]:
+    """Tensor → file, by the index; empty where there is one file."""
     try:
         index = _parse(store.get("model.safetensors.index.json"), f"{store.uri}/model.safetensors.index.json")
     except NotFound:
@@ -65,11 +113,11 @@ def _shards(store: Store) -> list[str]:
                 where=store.uri,
                 fix="point spec.model.uri at a Hugging Face model folder with safetensors weights",
             ) from None
-        return ["model.safetensors"]
+        return {}
     weight_map = index.get("weight_map")
-    if not isinstance(weight_map, Mapping) or not all(isinstance(each, str) for each in weight_map.values()):
+    if not isinstance(weight_map, dict) or not all(isinstance(each, str) for each in weight_map.values()):
         raise ModelError("the index does not parse", where=store.uri, fix="upload the model again")
-    return sorted(set(weight_map.values()))
+    return weight_map
 
 
 def _read_header(store: Store, name: str, first_read: int) -> Mapping[str, TensorInfo]:

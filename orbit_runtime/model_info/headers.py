@@ -21,6 +21,8 @@ BITS = {
 }  # fmt: skip
 MAX_HEADER_BYTES = 100_000_000
 """The limit of the format itself."""
+UNFINISHED = "conversion.progress.json"
+"""Stands in a folder that `orbit convert` or `orbit merge` has not finished: it is no checkpoint yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,12 @@ def read_folder(folder: Path) -> dict[str, tuple[Path, TensorInfo]]:
     """Every tensor of a model folder → (file, info): `model.safetensors`, or the shards that the index names."""
     if not folder.is_dir():
         raise ModelError("the model folder does not exist", where=str(folder), fix="check spec.model.uri")
+    if (folder / UNFINISHED).is_file():
+        raise ModelError(
+            "a conversion into this folder was not finished",
+            where=str(folder),
+            fix="give the same `orbit convert` or `orbit merge` command again: it continues",
+        )
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         single = folder / "model.safetensors"

@@ -77,6 +77,8 @@ METRICS: tuple[Metric, ...] = (
            display=".2%"),
     Metric("learning_rate", "rate", "Learning rate of the step's last optimizer update.", "orbit_run_learning_rate",
            display=".3g"),
+    Metric("oft_series_error", "norm", "Bound on how far OFT's series is from an exact rotation.",
+           "orbit_run_oft_series_error", display=".2g"),
     Metric("response_tokens_mean", "tokens", "Mean length of a completion.", "orbit_run_response_tokens_mean",
            display=".1f"),
     Metric("truncated_fraction", "share", "Share of completions cut off by maxNewTokens.",

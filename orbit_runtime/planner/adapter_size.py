@@ -42,7 +42,8 @@ def adapted_weights(model: Architecture, job: Job) -> list[Weight]:
     """Raises `ManifestError` for a target that names nothing."""
     linears = [w for w in model.weights if w.is_linear and w.role not in LEFT_OUT]
     names = {w.target for w in linears}
-    for index, target in enumerate(job.targets):
+    targets = job.targets or model.default_targets
+    for index, target in enumerate(targets):
         if not any(_names(target, w) for w in linears):
             near = get_close_matches(target, names, n=1)
             raise ManifestError(
@@ -51,7 +52,7 @@ def adapted_weights(model: Architecture, job: Job) -> list[Weight]:
                 fix=(f"did you mean `{near[0]}`? " if near else "")
                 + f"This family's usual targets: [{', '.join(model.default_targets)}]",
             )
-    chosen = [w for w in linears if any(_names(target, w) for target in job.targets)]
+    chosen = [w for w in linears if any(_names(target, w) for target in targets)]
     return [w for w in chosen if w.role != "routed_expert" or job.experts != "None"]
 
 

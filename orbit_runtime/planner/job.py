@@ -51,6 +51,7 @@ class Job:
     rank: int
     """LoRA's rank or OFT's block size."""
     targets: tuple[str, ...]
+    """None: the family's usual ones."""
     experts: ExpertLayout
     max_sequence: int
     max_new: int
@@ -90,7 +91,7 @@ def build_job(run: OrbitRun, machine: Machine, *, may_choose: bool = True) -> Jo
         precision=spec.model.precision,
         adapter=adapter.type,
         rank=adapter.lora.rank if adapter.lora else adapter.oft.block_size if adapter.oft else 0,
-        targets=tuple(adapter.targets),
+        targets=tuple(adapter.targets or ()),
         experts=adapter.expert_layout,
         max_sequence=spec.model.max_sequence_length,
         max_new=spec.rollout.sampling.max_new_tokens,

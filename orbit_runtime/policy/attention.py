@@ -9,6 +9,7 @@ Legend: `B` rows, `H` query heads, `K` key/value heads, `Q` query positions, `S`
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import torch
@@ -21,6 +22,18 @@ IMPLEMENTATION = "orbit"
 Kernel = Literal["Eager", "SDPA"]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Look:
+    """How a layer looks at its keys."""
+
+    scale: float
+    """What the scores are multiplied by."""
+    window: int | None = None
+    """A query sees this many newest positions, its own among them; None: all."""
+    sinks_H: torch.Tensor | None = None
+    """A score per head that takes its share of the softmax and has no value (gpt-oss)."""
+
+
 class Plan(Protocol):
     """Decides which keys each query sees. One plan serves one forward pass over all layers."""
 
@@ -28,13 +41,13 @@ class Plan(Protocol):
     """How the pass's tokens stand for the model's modules: `(1, -1)` all in one row, `(-1, 1)` each in a row."""
 
     def attend(
-        self, layer: int, q_1HTD: torch.Tensor, k_1KTD: torch.Tensor, v_1KTD: torch.Tensor, *, scale: float
+        self, layer: int, q_1HTD: torch.Tensor, k_1KTD: torch.Tensor, v_1KTD: torch.Tensor, look: Look
     ) -> torch.Tensor:
         """Returns `[1, T, H, D]`; with a token in each row, `[T, 1, H, D]` from `[T, H, 1, D]`."""
         ...
 
     def attend_tokens(
-        self, layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, *, scale: float
+        self, layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, look: Look
     ) -> torch.Tensor:
         """The same with tokens first: returns `[T, H·D]`."""
         ...
@@ -57,25 +70,19 @@ def orbit_attention(
     """transformers' attention interface; the plan travels in the keyword `orbit_plan`.
 
     Raises:
-        UnsupportedError: the layer asks for something a plan does not do (sinks, soft capping).
+        UnsupportedError: the layer asks for something a plan does not do (soft capping).
     """
-    for unknown in ("s_aux", "softcap", "position_bias"):
+    for unknown in ("softcap", "position_bias"):
         if extras.get(unknown) is not None:
             raise UnsupportedError(f"attention with {unknown} is not supported", where=type(module).__name__)
     plan: Plan = extras["orbit_plan"]
-    _check_window(plan.longest, extras.get("sliding_window"))
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return plan.attend(module.layer_idx, query, key, value, scale=scale), None  # type: ignore[arg-type]
-
-
-def _check_window(longest: int, window: int | None) -> None:
-    """Plans show every query its whole past, so a sliding window that would hide some of it is refused."""
-    if window is not None and longest > window:
-        raise UnsupportedError(
-            f"a sequence of {longest} tokens exceeds the model's sliding window of {window}",
-            where="spec.model.maxSequenceLength",
-            fix=f"set spec.model.maxSequenceLength to {window} or less",
-        )
+    window = extras.get("sliding_window")
+    look = Look(
+        query.shape[-1] ** -0.5 if scaling is None else scaling,
+        window if window is not None and plan.longest > window else None,
+        extras.get("s_aux"),
+    )
+    return plan.attend(module.layer_idx, query, key, value, look), None  # type: ignore[arg-type]
 
 
 def attend_rows(
@@ -84,26 +91,36 @@ def attend_rows(
     v_BKSD: torch.Tensor,
     *,
     visible_B1QS: torch.Tensor | None,
-    scale: float,
+    look: Look,
     kernel: Kernel,
 ) -> torch.Tensor:
     """Softmax attention of padded rows, grouped-query heads included. `visible` is True where a query sees a key.
 
-    Every query must see at least one key, or its output is undefined.
+    Every query must see at least one key, or its output is undefined. With sinks the explicit products are taken:
+    torch's fused kernel has none. The window is in `visible`.
     """
-    if kernel == "SDPA":
+    if kernel == "SDPA" and look.sinks_H is None:
         gqa = q_BHQD.shape[1] != k_BKSD.shape[1]
         return F.scaled_dot_product_attention(
-            q_BHQD, k_BKSD, v_BKSD, attn_mask=visible_B1QS, scale=scale, enable_gqa=gqa
+            q_BHQD, k_BKSD, v_BKSD, attn_mask=visible_B1QS, scale=look.scale, enable_gqa=gqa
         )
     rows, heads, queries, _ = q_BHQD.shape
     kv_heads = k_BKSD.shape[1]
     grouped = q_BHQD.reshape(rows, kv_heads, heads // kv_heads * queries, -1)
-    scores = torch.matmul(grouped, k_BKSD.transpose(-1, -2)).mul_(scale)
+    scores = torch.matmul(grouped, k_BKSD.transpose(-1, -2)).mul_(look.scale)
     if visible_B1QS is not None:
         scores = scores.view(rows, heads, queries, -1).masked_fill_(~visible_B1QS, float("-inf")).view_as(scores)
-    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(v_BKSD.dtype)
-    return torch.matmul(weights, v_BKSD).view(rows, heads, queries, -1)
+    if look.sinks_H is not None:
+        sinks = look.sinks_H.to(scores.dtype).view(1, heads, 1).expand(rows, -1, queries)
+        weights = softmax_with_sinks(scores, sinks.reshape(*scores.shape[:-1]))
+    else:
+        weights = torch.softmax(scores, dim=-1, dtype=torch.float32)
+    return torch.matmul(weights.to(v_BKSD.dtype), v_BKSD).view(rows, heads, queries, -1)
+
+
+def softmax_with_sinks(scores: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """fp32 softmax over the last dimension and one more score each, whose share is dropped."""
+    return torch.softmax(torch.cat((scores, sinks.unsqueeze(-1)), -1), dim=-1, dtype=torch.float32)[..., :-1]
 
 
 ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, orbit_attention)

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from orbit_runtime.policy.attention import Plan
+from orbit_runtime.policy.attention import Look, Plan
 from orbit_runtime.policy.linear_group import LinearGroup
 from orbit_runtime.policy.modules import FusedRMSNorm
 from orbit_runtime.quant.linear import DENSE_BYTES_LIMIT
@@ -54,8 +54,8 @@ class _Layer:
     down: LinearGroup
     heads: tuple[int, int, int]
     """H, K, D."""
-    scale: float
-    """What the scores are still to be multiplied by."""
+    look: Look
+    """With the scale that the scores are still to be multiplied by."""
 
     @property
     def groups(self) -> tuple[LinearGroup, ...]:
@@ -95,7 +95,7 @@ class DirectDecoder:
             turned_THD = torch.cat((qk_THD[..., size // 2 :], qk_THD[..., : size // 2]), -1).mul_(sin_T1D)
             qk_THD = turned_THD.addcmul_(qk_THD, cos_T1D)
             attended_TN = plan.attend_tokens(
-                number, qk_THD[:, :heads], qk_THD[:, heads:], qkv_THD[:, heads + kv_heads :], scale=layer.scale
+                number, qk_THD[:, :heads], qk_THD[:, heads:], qkv_THD[:, heads + kv_heads :], layer.look
             )
             x_TN = layer.output(attended_TN, dense).add_(x_TN)
             gate_TN, up_TN = layer.gate_up(layer.before_mlp(x_TN), dense).chunk(2, -1)
@@ -160,5 +160,5 @@ def _build_layer(layer: nn.Module) -> _Layer:
         gate_up=LinearGroup([mlp.gate_proj, mlp.up_proj]),
         down=LinearGroup([mlp.down_proj]),
         heads=(heads, kv_heads, size),
-        scale=scale,
+        look=Look(scale),
     )

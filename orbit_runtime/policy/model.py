@@ -22,6 +22,7 @@ from orbit_runtime.policy.attention import Kernel, Plan
 from orbit_runtime.policy.direct import DirectDecoder
 from orbit_runtime.policy.logprobs import token_logprobs
 from orbit_runtime.policy.packed import Branch, PackedBatch, PackedPlan, build_packed
+from orbit_runtime.policy.whole_rows import WholeRows, newest_hidden, packed_hidden
 
 
 @dataclass(frozen=True)
@@ -43,12 +44,29 @@ class Policy:
     kernel: Kernel = "SDPA"
     direct: DirectDecoder | None = None
     """The engine's own way through the base, where its form is known; None: the model's modules."""
+    packs: bool = True
+    """Sequences may share a row; False: each stands in its own (`whole_rows`)."""
 
-    def sampled_hidden(self, token_ids_T: torch.Tensor, position_T: torch.Tensor, plan: Plan) -> torch.Tensor:
+    def sampled_hidden(
+        self, token_ids_T: torch.Tensor, position_T: torch.Tensor, plan: Plan | WholeRows
+    ) -> torch.Tensor:
         """Last hidden states `[T, N]` of tokens of an engine's pass, one query each; not for gradients."""
+        if isinstance(plan, WholeRows):
+            return newest_hidden(self._decode_rows, plan, self.injected.selection)
+        if not self.packs:
+            return self._packed_hidden(plan)
         if self.direct is not None:
             return self.direct.hidden(token_ids_T, position_T, plan)
         return self.hidden(token_ids_T.view(plan.layout), position_T.view(plan.layout), plan).flatten(0, 1)
+
+    def _packed_hidden(self, plan: Plan) -> torch.Tensor:
+        assert isinstance(plan, PackedPlan)
+        return packed_hidden(self._decode_rows, plan.batch, self.injected.selection)
+
+    def _decode_rows(self, token_BS: torch.Tensor) -> torch.Tensor:
+        decoder = getattr(self.model, self.model.base_model_prefix)
+        position_BS = torch.arange(token_BS.shape[1], device=token_BS.device).expand_as(token_BS)
+        return decoder(input_ids=token_BS, position_ids=position_BS, use_cache=False).last_hidden_state
 
     def hidden(self, token_ids_BQ: torch.Tensor, position_BQ: torch.Tensor, plan: Plan) -> torch.Tensor:
         """Last hidden states `[B, Q, N]`, after the final norm."""
@@ -68,7 +86,10 @@ class Policy:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """fp32 `(logprobs [R], entropies [R])` of the batch's targets under the selected adapter."""
         plan = PackedPlan(batch, self.kernel)
-        hidden = self.hidden(batch.token_ids_T[None], batch.position_T[None], plan)[0]
+        if self.packs:
+            hidden = self.hidden(batch.token_ids_T[None], batch.position_T[None], plan)[0]
+        else:
+            hidden = self._packed_hidden(plan)
         return token_logprobs(
             hidden[batch.target_source_R],
             batch.target_ids_R,
@@ -89,11 +110,17 @@ class Policy:
             selection.trace = before
 
     def base_digest(self) -> str:
-        """`sha256:…` over every frozen tensor's name, dtype, shape and bytes, adapters left out."""
+        """`sha256:…` over every frozen tensor's name, dtype, shape and bytes, adapters left out.
+
+        What was only widened to the compute dtype counts as BF16, so that the digest does not depend on the device.
+        """
         digest = hashlib.sha256()
-        for name, tensor in sorted(self._base_tensors().items()):
+        for name, widened in sorted(self._base_tensors().items()):
+            tensor = widened
+            if widened.dtype is torch.float32 and torch.equal(widened.bfloat16().float(), widened):
+                tensor = widened.bfloat16()
             digest.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
-            digest.update(tensor.detach().contiguous().cpu().view(torch.uint8).numpy().tobytes())
+            digest.update(tensor.detach().reshape(-1).cpu().view(torch.uint8).numpy().tobytes())
         return f"sha256:{digest.hexdigest()}"
 
     def _base_tensors(self) -> dict[str, torch.Tensor]:

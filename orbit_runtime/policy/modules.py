@@ -34,6 +34,11 @@ class FusedRMSNorm(nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
+def run_in_fp32(router: nn.Module) -> None:
+    """A router's first argument is widened for it; its parameters are fp32 already, and so are its results."""
+    router.register_forward_pre_hook(lambda _, args: (args[0].float(), *args[1:]))
+
+
 def fuse_norms(model: nn.Module) -> int:
     """Replaces RMS norms of the Llama form by the fused kernel; returns how many.
 

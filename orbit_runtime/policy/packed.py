@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
-from orbit_runtime.policy.attention import Kernel, attend_rows
+from orbit_runtime.policy.attention import Kernel, Look, attend_rows
 
 BUCKET_RATIO = 1.5
 """Rows of one attention call differ in length by at most this factor, so padding wastes at most a third of it."""
@@ -42,6 +42,8 @@ class Bucket:
     """Packed index of each query; padding repeats the row's first query."""
     key_BS: torch.Tensor
     visible_B1QS: torch.Tensor
+    position_BQ: torch.Tensor
+    """Of the query in its sequence; keys stand at theirs. Padding repeats the last one."""
 
 
 @dataclass(frozen=True)
@@ -154,12 +156,18 @@ def _build_bucket(rows: list[_Row], device: torch.device) -> Bucket:
     # A padded query sees the row's first key, so that its (discarded) output stays finite.
     visible = in_prefix_BS[:, None] | ((own_BS[:, None] <= queries[:, :, None]) & (own_BS < length)[:, None])
     visible[:, :, 0] = True
-    return Bucket(query_BQ, key_BS, visible[:, None])
+    return Bucket(query_BQ, key_BS, visible[:, None], prefix_length + queries.minimum(length - 1))
 
 
 def _gather(source_TN: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """Rows of `source` by index. An embedding look-up, because its backward sums repeated rows in parallel."""
     return F.embedding(index, source_TN)
+
+
+def _is_near(position_BQ: torch.Tensor, num_keys: int, window: int) -> torch.Tensor:
+    """`[B, 1, Q, S]`; keys stand at their positions."""
+    keys = torch.arange(num_keys, device=position_BQ.device)
+    return keys > position_BQ[:, None, :, None] - window
 
 
 class PackedPlan:
@@ -171,20 +179,21 @@ class PackedPlan:
         self.batch = batch
         self.kernel: Kernel = kernel
         self.captured: list[tuple[torch.Tensor, torch.Tensor]] | None = [] if capture else None
+        self._windowed: dict[int, list[torch.Tensor]] = {}
 
     @property
     def longest(self) -> int:
         return self.batch.longest
 
     def attend(
-        self, layer: int, q_1HTD: torch.Tensor, k_1KTD: torch.Tensor, v_1KTD: torch.Tensor, *, scale: float
+        self, layer: int, q_1HTD: torch.Tensor, k_1KTD: torch.Tensor, v_1KTD: torch.Tensor, look: Look
     ) -> torch.Tensor:
         q_THD, k_TKD, v_TKD = (x[0].transpose(0, 1) for x in (q_1HTD, k_1KTD, v_1KTD))
-        out_TN = self.attend_tokens(layer, q_THD, k_TKD, v_TKD, scale=scale)
+        out_TN = self.attend_tokens(layer, q_THD, k_TKD, v_TKD, look)
         return out_TN.unflatten(-1, (q_THD.shape[1], -1))[None]
 
     def attend_tokens(
-        self, layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, *, scale: float
+        self, layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, look: Look
     ) -> torch.Tensor:
         """`[T, H·D]`."""
         if self.captured is not None:
@@ -192,7 +201,7 @@ class PackedPlan:
         q_TN, k_TN, v_TN = (x.flatten(1) for x in (q_THD, k_TKD, v_TKD))
         heads, kv_heads = q_THD.shape[1], k_TKD.shape[1]
         pieces = []
-        for bucket in self.batch.buckets:
+        for bucket, visible in zip(self.batch.buckets, self._visible(look.window), strict=True):
             q, k, v = (
                 _gather(source, index).unflatten(-1, (count, -1)).transpose(1, 2)
                 for source, index, count in (
@@ -201,6 +210,17 @@ class PackedPlan:
                     (v_TN, bucket.key_BS, kv_heads),
                 )
             )
-            out = attend_rows(q, k, v, visible_B1QS=bucket.visible_B1QS, scale=scale, kernel=self.kernel)
+            out = attend_rows(q, k, v, visible_B1QS=visible, look=look, kernel=self.kernel)
             pieces.append(out.transpose(1, 2).flatten(2).flatten(0, 1))
         return _gather(torch.cat(pieces), self.batch.unsort_T)
+
+    def _visible(self, window: int | None) -> list[torch.Tensor]:
+        """`[B, 1, Q, S]` of every bucket; made once for all layers with the same window."""
+        buckets = self.batch.buckets
+        if window is None:
+            return [bucket.visible_B1QS for bucket in buckets]
+        if window not in self._windowed:
+            self._windowed[window] = [
+                bucket.visible_B1QS & _is_near(bucket.position_BQ, bucket.key_BS.shape[1], window) for bucket in buckets
+            ]
+        return self._windowed[window]

@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from orbit_runtime.quant.activations import RoundedProduct, Rounding, scaled
 from orbit_runtime.quant.formats import FORMATS, Weight, format_of
+from orbit_runtime.quant.kernels.choice import Path, select_path
+from orbit_runtime.quant.kernels.operands import build_operands
 
 DENSE_BYTES_LIMIT = {"cpu": 16 << 20, "cuda": 256 << 20}
 """Most bytes of dequantised weight, in the compute dtype, that exist at a time: larger matrices go by runs of rows.
@@ -26,6 +30,31 @@ On a CPU a run of this size stays in the cache between being dequantised and mul
 DenseRows = Callable[..., Tensor]
 
 
+class Product(Protocol):
+    """A way to multiply by packed tensors, which are handed in at every call. Outside of autograd."""
+
+    def forward(self, x: Tensor, bias: Tensor | None, packed: Sequence[Tensor]) -> Tensor:
+        """`x @ W.T + bias`."""
+
+    def input_gradient(self, dy: Tensor, packed: Sequence[Tensor]) -> Tensor:
+        """`dy @ W`."""
+
+
+@dataclass(frozen=True, slots=True)
+class TorchProduct:
+    """The codec, then a torch matmul, by runs of rows. Packed tensors are the codec's `views`."""
+
+    columns: int
+    dense_rows: DenseRows
+    dense_bytes: int | None
+
+    def forward(self, x: Tensor, bias: Tensor | None, packed: Sequence[Tensor]) -> Tensor:
+        return forward_by_rows(x, bias, self.dense_rows, self.dense_bytes, packed)
+
+    def input_gradient(self, dy: Tensor, packed: Sequence[Tensor]) -> Tensor:
+        return backward_by_rows(dy, self.columns, self.dense_rows, self.dense_bytes, packed)
+
+
 class FrozenLinear(nn.Module):
     """`x @ W.T + bias` with W packed. The packed tensors are buffers under their checkpoint names.
 
@@ -33,8 +62,21 @@ class FrozenLinear(nn.Module):
     changed its dtype would be another weight.
     """
 
-    def __init__(self, weight: Weight, bias: Tensor | None = None, *, dense_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        weight: Weight,
+        bias: Tensor | None = None,
+        *,
+        dense_bytes: int | None = None,
+        rounding: Rounding | None = None,
+        input_scale: Tensor | None = None,
+    ) -> None:
+        """Args:
+        rounding: of x, as an engine's kernel rounds it. Its static scale, where it has one, is `input_scale`.
+        """
         super().__init__()
+        assert (rounding is not None and rounding.is_static) == (input_scale is not None)
+        self.rounding = rounding
         self.dense_bytes = dense_bytes
         """Most dequantised bytes at a time; None: `DENSE_BYTES_LIMIT` of the device."""
         self.format = format_of(weight)
@@ -44,9 +86,13 @@ class FrozenLinear(nn.Module):
         self._packed_names = tuple(codec.buffers(weight))
         self._seen: list[Tensor | None] = []
         self._views: tuple[Tensor, ...] = ()
+        self._product: Product = TorchProduct(self.in_features, codec.dense_rows, dense_bytes)
+        self._kernels: dict[Path, tuple[Product, tuple[Tensor, ...]] | None] = {}
         for name, tensor in codec.buffers(weight).items():
             self.register_buffer(name, tensor)
         self.register_buffer("bias", bias)
+        if input_scale is not None:
+            self.register_buffer("input_scale", input_scale)
 
     @property
     def packed(self) -> Weight:
@@ -56,14 +102,17 @@ class FrozenLinear(nn.Module):
         return weight
 
     def forward(self, x: Tensor) -> Tensor:
-        packed = self._packed_views()
+        product, packed = self._chosen_product(x) if x.is_cuda else (self._product, self._packed_views())
+        if self.rounding is not None:
+            product = RoundedProduct(product, self.rounding)
+            packed = (*packed, self._buffers["input_scale"]) if self.rounding.is_static else packed  # type: ignore[assignment]
         bias = self._buffers["bias"]
         if bias is not None and bias.dtype != x.dtype:
             bias = bias.to(x.dtype)
         if x.requires_grad and torch.is_grad_enabled():
-            result: Tensor = _FrozenMatmul.apply(x, bias, self._dense_rows, self.dense_bytes, *packed)
+            result: Tensor = _FrozenMatmul.apply(x, bias, product, *packed)
             return result
-        return _forward(x, bias, self._dense_rows, self.dense_bytes, packed)
+        return product.forward(x, bias, packed)
 
     def product(self, x: Tensor, dense: Tensor) -> Tensor:
         """`forward` for x `[T, K]` without gradient, on a layer that no longer moves, through a buffer of the caller's.
@@ -79,14 +128,48 @@ class FrozenLinear(nn.Module):
         w = dense[:size].view(self.out_features, self.in_features)
         # Widening the BF16 value is what `dense_rows` does for a wider dtype.
         w.copy_(self._dense_rows(*(self._views or self._packed_views()), torch.bfloat16))
-        return nn.functional.linear(x, w, bias)
+        if self.rounding is None:
+            return nn.functional.linear(x, w, bias)
+        x, factor = self.rounding(x, self._buffers.get("input_scale"))
+        if factor is None:
+            return nn.functional.linear(x, w, bias)
+        return scaled(nn.functional.linear(x, w), factor, bias)
+
+    def views(self) -> tuple[Tensor, ...]:
+        """The packed tensors as `dense` takes them."""
+        return self._packed_views()
+
+    def dense(self, views: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        """The whole weight `[N, K]`."""
+        return self._dense_rows(*views, dtype)
 
     def _packed_views(self) -> tuple[Tensor, ...]:
         """Made anew when a buffer is another tensor than before: making them at every call costs while decoding."""
         buffers = [self._buffers[name] for name in self._packed_names]
         if len(self._seen) != len(buffers) or any(map(operator.is_not, buffers, self._seen)):
             self._views, self._seen = self._codec_views(*buffers), buffers
+            self._kernels = {}
         return self._views
+
+    def _chosen_product(self, x: Tensor) -> tuple[Product, tuple[Tensor, ...]]:
+        """The way that `choice` says, and the packed tensors as it reads them."""
+        views = self._packed_views()
+        path = select_path(self.format, x.device, x.dtype, x.numel() // max(x.shape[-1], 1))
+        if path != "Torch" and path not in self._kernels:
+            self._kernels[path] = self._kernel_product(path)
+        return self._kernels.get(path) or (self._product, views)
+
+    def _kernel_product(self, path: Path) -> tuple[Product, tuple[Tensor, ...]] | None:
+        # Where Triton is not installed, `choice` never gets here.
+        from orbit_runtime.quant.kernels.products import DequantizedProduct, FusedProduct
+
+        buffers = [getattr(self, name) for name in self._packed_names]
+        operands = build_operands(self.format, buffers)
+        if operands is None:
+            return None
+        if path == "Fused":
+            return FusedProduct(operands.form), operands.tensors
+        return DequantizedProduct(operands.form, self.dense_bytes or DENSE_BYTES_LIMIT["cuda"]), operands.tensors
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FrozenLinear:
         for name, buffer in self._buffers.items():
@@ -110,13 +193,22 @@ def share_rows(linears: Sequence[FrozenLinear]) -> FrozenLinear | None:
     if len(linears) == 1:
         return first
     stack = FORMATS[first.format].stack
-    alike = all((each.format, each.in_features) == (first.format, first.in_features) for each in linears)
+    same = (first.format, first.in_features, first.rounding)
+    alike = all((each.format, each.in_features, each.rounding) == same for each in linears)
+    scales = [each.input_scale for each in linears if "input_scale" in each._buffers]
+    alike = alike and all(torch.equal(scale, scales[0]) for scale in scales)
     biased = [each.bias is not None for each in linears]
     weight = stack([each.packed for each in linears]) if stack and alike and len(set(biased)) == 1 else None
     if weight is None:
         return None
     bias = torch.cat([each.bias for each in linears]) if all(biased) else None  # type: ignore[misc]
-    whole = FrozenLinear(weight, bias, dense_bytes=first.dense_bytes)
+    whole = FrozenLinear(
+        weight,
+        bias,
+        dense_bytes=first.dense_bytes,
+        rounding=first.rounding,
+        input_scale=scales[0] if scales else None,  # type: ignore[arg-type]
+    )
     start = 0
     for each in linears:
         for name in each._packed_names:
@@ -129,24 +221,22 @@ class _FrozenMatmul(torch.autograd.Function):
     """Saves the packed tensors only: neither x nor a dense weight outlives the call."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, bias: Tensor | None, dense_rows: DenseRows, dense_bytes: int | None, *packed: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, product: Product, *packed: Tensor) -> Tensor:
         ctx.save_for_backward(*packed)
-        ctx.settings = (x.shape[-1], dense_rows, dense_bytes)
-        return _forward(x, bias, dense_rows, dense_bytes, packed)
+        ctx.product = product
+        return product.forward(x, bias, packed)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         packed = ctx.saved_tensors
-        num_columns, dense_rows, dense_bytes = ctx.settings
-        return (_backward(dy, num_columns, dense_rows, dense_bytes, packed), None, None, None, *(None for _ in packed))
+        return (ctx.product.input_gradient(dy, packed), None, None, *(None for _ in packed))
 
 
-def _forward(
+def forward_by_rows(
     x: Tensor, bias: Tensor | None, dense_rows: DenseRows, dense_bytes: int | None, packed: Sequence[Tensor]
 ) -> Tensor:
+    """`x @ W.T + bias`; `packed` are the codec's `views`. Outside of autograd."""
     num_rows, dtype = packed[0].shape[0], x.dtype
     run = _rows_per_run(num_rows, x.shape[-1], x, dense_bytes)
     if run >= num_rows:
@@ -161,9 +251,10 @@ def _forward(
     return y.view(*x.shape[:-1], num_rows)
 
 
-def _backward(
+def backward_by_rows(
     dy: Tensor, num_columns: int, dense_rows: DenseRows, dense_bytes: int | None, packed: Sequence[Tensor]
 ) -> Tensor:
+    """`dy @ W`, the gradient of the input."""
     num_rows, dtype = packed[0].shape[0], dy.dtype
     run = _rows_per_run(num_rows, num_columns, dy, dense_bytes)
     if run >= num_rows:

@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from torch.nn import functional as F
 
-from orbit_runtime.errors import UnsupportedError
-from orbit_runtime.policy.attention import Kernel, attend_rows
+from orbit_runtime.policy.attention import Kernel, Look, attend_rows, softmax_with_sinks
+from orbit_runtime.policy.packed import PackedBatch, PackedPlan
 
 
 class KVCache:
     """`[Y, 2, B, K, S, D]`, allocated at the first prefill that tells the heads' sizes; rows `[0, n)` are live.
 
+    Where keys and values are of different sizes (MLA), the smaller ones leave the end of D unused.
     A position that was not written yet holds zeros or another run's values: finite, which is all a masked one must be.
     """
 
@@ -30,6 +32,22 @@ class KVCache:
         if num_rows > self.num_rows or num_positions > self.num_positions:
             self.num_rows, self.num_positions = max(num_rows, self.num_rows), max(num_positions, self.num_positions)
             self._block = None
+
+    def keep_prompts(
+        self,
+        first_row: int,
+        prompt_of_row: torch.Tensor,
+        starts_P: torch.Tensor,
+        lengths_P: torch.Tensor,
+        _batch: PackedBatch,
+        plan: PackedPlan,
+    ) -> None:
+        """What a prefill with `plan` captured."""
+        assert plan.captured is not None
+        self.write_prompts(first_row, prompt_of_row, starts_P, lengths_P, plan.captured)
+
+    def plan(self, _token_B: torch.Tensor, positions_B: np.ndarray, kernel: Kernel) -> DecodePlan:
+        return DecodePlan(self, positions_B, kernel)
 
     def write_prompts(
         self,
@@ -47,7 +65,7 @@ class KVCache:
         rows = slice(first_row, first_row + len(prompt_of_row))
         for layer, pair in enumerate(captured):
             for which, source_TKD in enumerate(pair):
-                block[layer, which, rows, :, :longest] = source_TKD[index_BS].transpose(1, 2)
+                block[layer, which, rows, :, :longest, : source_TKD.shape[-1]] = source_TKD[index_BS].transpose(1, 2)
 
     def move_rows(self, source: torch.Tensor, target: torch.Tensor, num_positions: int) -> None:
         """Copies whole rows; `source` and `target` are disjoint."""
@@ -61,9 +79,7 @@ class KVCache:
     def _allocate(self, captured: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
         if self._block is None:
             key, value = captured[0]
-            if key.shape != value.shape:
-                raise UnsupportedError("keys and values of different head sizes are not supported by the torch engine")
-            _, heads, size = key.shape
+            heads, size = key.shape[1], max(key.shape[2], value.shape[2])
             shape = (len(captured), 2, self.num_rows, heads, self.num_positions, size)
             self._block = key.new_zeros(shape)
         return self._block
@@ -87,8 +103,9 @@ class DecodePlan:
         self._past = [layer.unbind(0) for layer in past.unbind(0)]
         self._flat = [layer.unbind(0) for layer in past.flatten(2, 3).unbind(0)]
         self._index: torch.Tensor | None = None
-        self._visible: torch.Tensor | None = None
-        self._hidden: torch.Tensor | None = None
+        self._positions_B, self._device = positions_B, block.device
+        self._heads = block.shape[3]
+        self._masks: dict[int | None, tuple[torch.Tensor, torch.Tensor] | None] = {}
         if low == high:
             self._newest = block[:, :, :num_rows, :, high].unbind(0)
         else:
@@ -96,42 +113,63 @@ class DecodePlan:
             self._newest = block.view(len(block), -1, size).unbind(0)
             rows = np.arange(2 * cache.num_rows * heads).reshape(2, -1)[:, : num_rows * heads] * cache.num_positions
             self._index = torch.from_numpy((rows + positions_B.repeat(heads)).reshape(-1)).to(block.device)
-            visible = torch.from_numpy(np.arange(self._length) <= positions_B[:, None]).to(block.device)
-            self._visible = visible[:, None, None]
-            self._hidden = ~visible.repeat_interleave(heads, 0).unsqueeze(1)
 
     @property
     def longest(self) -> int:
         return self._length
 
+    def _mask(self, window: int | None) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """What rows see, `[B, 1, 1, S]`, and what they do not, `[B·K, 1, S]`; None where all see all."""
+        if window not in self._masks:
+            keys, newest = np.arange(self._length), self._positions_B[:, None]
+            visible = keys <= newest
+            if window is not None:
+                visible &= keys > newest - window
+            made = torch.from_numpy(visible).to(self._device)
+            whole = bool(visible.all())
+            hidden = (~made).repeat_interleave(self._heads, 0).unsqueeze(1)
+            self._masks[window] = None if whole else (made[:, None, None], hidden)
+        return self._masks[window]
+
     def attend(
-        self, layer: int, q_BH1D: torch.Tensor, k_BK1D: torch.Tensor, v_BK1D: torch.Tensor, *, scale: float
+        self, layer: int, q_BH1D: torch.Tensor, k_BK1D: torch.Tensor, v_BK1D: torch.Tensor, look: Look
     ) -> torch.Tensor:
         """Returns `[B, 1, H, D]`."""
-        out = self.attend_tokens(layer, q_BH1D[:, :, 0], k_BK1D[:, :, 0], v_BK1D[:, :, 0], scale=scale)
+        out = self.attend_tokens(layer, q_BH1D[:, :, 0], k_BK1D[:, :, 0], v_BK1D[:, :, 0], look)
         return out.view(len(out), 1, q_BH1D.shape[1], -1)
 
     def attend_tokens(
-        self, layer: int, q_BHD: torch.Tensor, k_BKD: torch.Tensor, v_BKD: torch.Tensor, *, scale: float
+        self, layer: int, q_BHD: torch.Tensor, k_BKD: torch.Tensor, v_BKD: torch.Tensor, look: Look
     ) -> torch.Tensor:
-        """Returns `[B, H·D]`."""
-        new_2BKD = torch.stack((k_BKD, v_BKD))
+        """Returns `[B, H·D]`, D that of the values."""
+        key_size, value_size = k_BKD.shape[-1], v_BKD.shape[-1]
+        size = max(key_size, value_size)
+        if key_size != value_size:
+            q_BHD, k_BKD, v_BKD = (F.pad(each, (0, size - each.shape[-1])) for each in (q_BHD, k_BKD, v_BKD))
+        out_BN = self._attend(layer, q_BHD, torch.stack((k_BKD, v_BKD)), look)
+        return out_BN if value_size == size else out_BN.unflatten(-1, (-1, size))[..., :value_size].flatten(1)
+
+    def _attend(self, layer: int, q_BHD: torch.Tensor, new_2BKD: torch.Tensor, look: Look) -> torch.Tensor:
         if self._index is None:
             self._newest[layer].copy_(new_2BKD)
         else:
             self._newest[layer].index_copy_(0, self._index, new_2BKD.view(-1, new_2BKD.shape[-1]))
+        mask = self._mask(look.window)
         if self._kernel != "Eager":
             keys, values = self._past[layer]
-            out = attend_rows(
-                q_BHD.unsqueeze(2), keys, values, visible_B1QS=self._visible, scale=scale, kernel=self._kernel
-            )
+            visible = mask[0] if mask is not None else None
+            out = attend_rows(q_BHD.unsqueeze(2), keys, values, visible_B1QS=visible, look=look, kernel=self._kernel)
             return out.reshape(len(q_BHD), -1)
         # One query per row: two products over rows and heads at once. `G`: query heads of a key head.
         keys_NSD, values_NSD = self._flat[layer]
         scores_NGS = torch.bmm(q_BHD.reshape(len(keys_NSD), -1, q_BHD.shape[-1]), keys_NSD.transpose(1, 2))
-        if scale != 1.0:
-            scores_NGS.mul_(scale)
-        if self._hidden is not None:
-            scores_NGS.masked_fill_(self._hidden, float("-inf"))
-        weights_NGS = torch.softmax(scores_NGS, dim=-1, dtype=torch.float32).to(values_NSD.dtype)
-        return torch.bmm(weights_NGS, values_NSD).view(len(q_BHD), -1)
+        if look.scale != 1.0:
+            scores_NGS.mul_(look.scale)
+        if mask is not None:
+            scores_NGS.masked_fill_(mask[1], float("-inf"))
+        if look.sinks_H is None:
+            weights_NGS = torch.softmax(scores_NGS, dim=-1, dtype=torch.float32)
+        else:
+            sinks_NG = look.sinks_H.to(scores_NGS.dtype).expand(len(q_BHD), -1).reshape(scores_NGS.shape[:-1])
+            weights_NGS = softmax_with_sinks(scores_NGS, sinks_NG)
+        return torch.bmm(weights_NGS.to(values_NSD.dtype), values_NSD).view(len(q_BHD), -1)

@@ -22,9 +22,11 @@ from orbit_runtime.policy.attention import Kernel
 from orbit_runtime.policy.logprobs import token_logprobs
 from orbit_runtime.policy.model import Policy
 from orbit_runtime.policy.packed import Branch, PackedPlan
-from orbit_runtime.rollout.cache import DecodePlan, KVCache
+from orbit_runtime.rollout.cache import KVCache
+from orbit_runtime.rollout.history import TokenHistory
 from orbit_runtime.rollout.rows import Finished, Rows, Work, merge_segments
 from orbit_runtime.rollout.sampling import draw, uniforms
+from orbit_runtime.rollout.text import answer_text
 from orbit_runtime.types import AdapterFiles, Completion, FinishReason, Request, Sampling, Scored, Tokenizer
 
 BASE_VERSION = -1
@@ -50,7 +52,7 @@ class TorchEngine:
         self._tokenizer = tokenizer
         self._max_running = max_running_requests
         self._eos = tuple(tokenizer.eos_ids)
-        self._cache = KVCache()
+        self._cache = KVCache() if policy.packs else TokenHistory()
         # One query per row: on a CPU the explicit product beats the fused kernel, which is made for long queries.
         self._kernel: Kernel = "Eager" if policy.device.type == "cpu" else policy.kernel
         self._slots: dict[str, Slot] = {}
@@ -159,7 +161,7 @@ class TorchEngine:
         self,
         waiting: deque[Work],
         rows: Rows,
-        cache: KVCache,
+        cache: KVCache | TokenHistory,
         prompt_logprobs: dict[str | None, list[float]] | None,
     ) -> None:
         """Moves requests from `waiting` into free rows, runs their prompts once each and samples first tokens."""
@@ -189,7 +191,7 @@ class TorchEngine:
         prompts: list[tuple[str | None, tuple[int, ...]]],
         prompt_of_row: list[int],
         first_row: int,
-        cache: KVCache,
+        cache: KVCache | TokenHistory,
         prompt_logprobs: dict[str | None, list[float]] | None,
     ) -> torch.Tensor:
         """Runs unique prompts, fills the cache rows; returns fp32 next-token logits `[rows, V]`."""
@@ -204,8 +206,7 @@ class TorchEngine:
             hidden = policy.sampled_hidden(batch.token_ids_T, batch.position_T, plan)
         index = torch.tensor(prompt_of_row, device=policy.device)
         starts_P, lengths_P = torch.tensor(starts, device=policy.device), torch.tensor(lengths, device=policy.device)
-        assert plan.captured is not None
-        cache.write_prompts(first_row, index, starts_P, lengths_P, plan.captured)
+        cache.keep_prompts(first_row, index, starts_P, lengths_P, batch, plan)
         if prompt_logprobs is not None:
             for adapter, start, end in zip(adapters, starts, ends, strict=True):
                 targets = batch.token_ids_T[start + 1 : end]
@@ -215,11 +216,11 @@ class TorchEngine:
                 prompt_logprobs[adapter] = logprobs.tolist()
         return policy.head(hidden[batch.target_source_R]).float()[index]
 
-    def _decode(self, rows: Rows, cache: KVCache) -> None:
+    def _decode(self, rows: Rows, cache: KVCache | TokenHistory) -> None:
         n = len(rows)
         policy, device = self._policy, self._policy.device
-        plan = DecodePlan(cache, rows.position_C[:n], self._kernel)
         last_B, position_B = (torch.tensor(column[:n], device=device) for column in (rows.last_C, rows.position_C))
+        plan = cache.plan(last_B, rows.position_C[:n], self._kernel)
         with policy.injected.selection.use(_selected(rows.segments())):
             hidden = policy.sampled_hidden(last_B, position_B, plan)
         self._sample(policy.head(hidden).float(), rows, slice(0, n))
@@ -265,7 +266,7 @@ class TorchEngine:
             logprobs_T=tuple(finished.logprobs_T),
             versions_T=(finished.version,) * len(tokens),
             finish_reason=finished.reason,
-            text=_answer_text(self._tokenizer, tokens, finished.request.sampling.stop),
+            text=answer_text(self._tokenizer, tokens, finished.request.sampling.stop),
         )
 
 
@@ -282,10 +283,3 @@ def _applied(trace: Sequence[Applied], name: str) -> str:
 def _selected(segments: list[tuple[str | None, int, int]]) -> str | list[tuple[str | None, int, int]] | None:
     """A single segment is the whole batch: the layers' fast path."""
     return segments[0][0] if len(segments) == 1 else segments
-
-
-def _answer_text(tokenizer: Tokenizer, tokens: tuple[int, ...], stops: tuple[str, ...]) -> str:
-    kept = tokens[:-1] if tokens and tokens[-1] in tokenizer.eos_ids else tokens
-    text = tokenizer.decode(kept)
-    cuts = [at for at in (text.find(stop) for stop in stops) if at >= 0]
-    return text[: min(cuts)] if cuts else text

@@ -17,6 +17,7 @@ ExpertLayout = Literal["Auto", "SharedOuter", "Shared", "PerExpert", "None"]
 Parametrization = Literal["CayleyNeumann", "Cayley"]
 TargetName = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*$")]
 NEUMANN_TERMS = 5
+COFT_EPS = 6e-5
 
 
 class LoRA(Block):
@@ -26,6 +27,11 @@ class LoRA(Block):
     """Inner size of the two low-rank matrices."""
     alpha: Annotated[float, IDENTITY, Field(gt=0, le=65536)] = 32.0
     """The update is scaled by `alpha / rank`."""
+    rslora: Annotated[bool, IDENTITY] = False
+    """Scale by `alpha / sqrt(rank)` instead, which suits high ranks, https://arxiv.org/abs/2312.03732."""
+    dropout: Annotated[float, IDENTITY, Field(ge=0, lt=1)] = 0.0
+    """Share of the adapter's inputs that a training pass leaves out, drawn for each micro-batch. The engine samples
+    without it, so the trainer's log-probs then differ from the engine's by more than rounding."""
 
 
 class OFT(Block):
@@ -37,6 +43,10 @@ class OFT(Block):
     """How a skew-symmetric matrix becomes a rotation: exactly (`Cayley`) or by a truncated series (`CayleyNeumann`)."""
     neumann_terms: Annotated[int, IDENTITY, Field(ge=1, le=32)] = NEUMANN_TERMS
     """Terms of the series of `CayleyNeumann`."""
+    coft: Annotated[bool, IDENTITY] = False
+    """Keep every block close to the identity: constrained OFT, https://arxiv.org/abs/2306.07280."""
+    coft_eps: Annotated[float, IDENTITY, Field(gt=0, le=1)] = COFT_EPS
+    """How close: the norm of a block's parameters is at most this over the root of the number of blocks."""
 
     def contradictions(self) -> Iterator[Contradiction]:
         if self.parametrization == "Cayley" and self.neumann_terms != NEUMANN_TERMS:
@@ -45,6 +55,13 @@ class OFT(Block):
                 (("parametrization",),),
                 "the exact `Cayley` transform has no series, so this field does nothing",
                 "remove `neumannTerms`, or write `parametrization: CayleyNeumann`",
+            )
+        if not self.coft and self.coft_eps != COFT_EPS:
+            yield Contradiction(
+                ("coftEps",),
+                (("coft",),),
+                "rotations are not constrained, so this field does nothing",
+                "remove `coftEps`, or write `coft: true`",
             )
 
 
@@ -58,9 +75,13 @@ class Adapter(Block):
     oft: OFT | None = Field(default_factory=lambda data: OFT() if data["type"] == "OFT" else None)
     """Settings of `type: OFT`; not allowed otherwise."""
     targets: Annotated[
-        tuple[TargetName, ...], AsTuple, IDENTITY, Field(min_length=1, max_length=64, examples=[["q_proj", "v_proj"]])
-    ] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-    """Linear layers that get an adapter, by the end of their module names. One that matches nothing is an error."""
+        tuple[TargetName, ...] | None,
+        AsTuple,
+        IDENTITY,
+        Field(min_length=1, max_length=64, examples=[["q_proj", "v_proj"]]),
+    ] = None
+    """Linear layers that get an adapter, by the end of their module names. One that matches nothing is an error. Unset,
+    the model family's usual ones: every projection of attention and MLPs, but none that engines fold into others."""
 
     experts: Annotated[ExpertLayout, IDENTITY] = "Auto"
     """Targets among routed experts: an adapter each (`PerExpert`), one for all of a layer (`Shared`), one for the side
@@ -83,4 +104,4 @@ class Adapter(Block):
                     f"settings of {kind}, but `type` is `{self.type}`",
                     f"remove `{name}`, or write `type: {kind}`",
                 )
-        yield from check_unique("targets", self.targets)
+        yield from check_unique("targets", self.targets or ())

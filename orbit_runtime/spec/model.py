@@ -15,6 +15,7 @@ from orbit_runtime.spec.block import IDENTITY, LAYOUT, Block, Contradiction, Uri
 
 MODEL_SCHEMES = ("builtin", "file", "hf", "s3", "pvc")
 Precision = Literal["Auto", "BF16", "FP8", "INT4", "NVFP4", "MXFP4"]
+ActivationPrecision = Literal["WeightOnly", "FP8", "NVFP4"]
 
 
 class Model(Block):
@@ -27,6 +28,9 @@ class Model(Block):
     precision: Annotated[Precision, IDENTITY] = "Auto"
     """Checked against the checkpoint, where a mixed one is called by its routed experts' format; for `builtin://` it
     selects the variant, where `Auto` means `INT4`."""
+    activation_precision: Annotated[ActivationPrecision, IDENTITY] = "WeightOnly"
+    """`WeightOnly`: activations are not rounded. `FP8` (W8A8) and `NVFP4` (W4A4) round the inputs of the linears whose
+    weights are in that format, as an engine does that multiplies in it; the gradient passes straight through."""
     max_sequence_length: Annotated[int, IDENTITY, Field(ge=2, le=1_048_576)] = 2048
     """Longest prompt plus completion, in tokens. A longer prompt is an error, a longer completion is cut."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from orbit_runtime.spec.adapter import NEUMANN_TERMS
+from orbit_runtime.spec.adapter import COFT_EPS, NEUMANN_TERMS
 from orbit_runtime.spec.algorithm import TRUNCATION_CAP
 from orbit_runtime.spec.block import LABEL_KEY, MAX_LABEL_KEY
 from orbit_runtime.spec.data import PROMPT_SCHEMES
@@ -81,6 +81,7 @@ CHECKS: dict[str, tuple[Rule, ...]] = {
             "remove neumannTerms, or write parametrization: CayleyNeumann",
             ".neumannTerms",
         ),
+        Rule(f"self.coft || self.coftEps == {COFT_EPS}", "remove coftEps, or write coft: true", ".coftEps"),
     ),
     "spec.algorithm.clip": (
         Rule("self.high < 0.0 || self.low <= self.high", "write low no higher than high, or raise high", ".low"),

@@ -17,6 +17,7 @@ FaultKind = Literal[
     "exists",
     "transient",
     "no-bucket",
+    "bad-bucket",
     "refused",
     "no-credentials",
     "clock",
@@ -28,7 +29,7 @@ FaultKind = Literal[
 
 _CODES: dict[str, FaultKind] = {
     "NoSuchBucket": "no-bucket",
-    "InvalidBucketName": "no-bucket",
+    "InvalidBucketName": "bad-bucket",
     "NoSuchKey": "missing",
     "AccessDenied": "refused",
     "InvalidAccessKeyId": "refused",

@@ -44,9 +44,9 @@ def open_store(
         writable: refuse a local folder that cannot be written. Readers of a finished run pass `False`.
 
     Raises:
-        OutputError: the folder cannot be written, a file stands in its place, or the bucket does not exist.
+        OutputError: the folder cannot be written, a file stands in its place, or no bucket can have that name.
         CredentialsError: the store refused the credentials, or there are none.
-        StorageError: the store did not answer.
+        StorageError: the store did not answer, or has no such bucket.
     """
     deadline = read_deadline(environ)
     scheme = urlsplit(uri).scheme if "://" in uri else ""

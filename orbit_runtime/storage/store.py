@@ -260,9 +260,12 @@ class Store:
             case "exists":
                 return AlreadyExists(f"{key} was already written by someone else", where=where)
             case "no-bucket":
-                return OutputError(
+                # Whoever runs the store makes buckets: an operator tries again, and finds it once it is there.
+                return StorageError(
                     "the bucket does not exist", where=where, fix="create the bucket, or correct its name in the URI"
                 )
+            case "bad-bucket":
+                return OutputError("no bucket can have this name", where=where, fix="correct the bucket in the URI")
             case "refused":
                 return CredentialsError(
                     f"{doing} was refused ({fault.reason})",

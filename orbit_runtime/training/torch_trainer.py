@@ -22,6 +22,7 @@ from orbit_runtime.data.packing import pack_micro_batches, split_mini_batches
 from orbit_runtime.errors import DivergedError
 from orbit_runtime.policy.model import Policy
 from orbit_runtime.policy.packed import Branch, PackedBatch
+from orbit_runtime.seeds import stream_key
 from orbit_runtime.training.parity import ParitySums
 from orbit_runtime.training.schedule import Schedule, learning_rate
 from orbit_runtime.training.state import PART, pack_state, unpack_state
@@ -51,6 +52,8 @@ class TrainerSettings:
     top_p: float
     base_model: str
     """Named in the published `adapter_config.json`."""
+    seed: int = 0
+    """Of dropout."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +140,7 @@ class TorchTrainer:
         """Adds the gradient of one mini-batch to the masters, a micro-batch at a time."""
         settings = self._settings
         for number, micro in enumerate(micro_batches):
-            with self._policy.injected.selection.use(TRAINER_SLOT):
+            with self._policy.injected.selection.use(TRAINER_SLOT, dropout_key=self._dropout_key(number)):
                 all_R, entropy_R = self._policy.logprobs(
                     micro.packed, temperature=settings.temperature, top_p=settings.top_p
                 )
@@ -167,6 +170,9 @@ class TorchTrainer:
                 )
             loss.backward()
 
+    def _dropout_key(self, micro_batch: int) -> int:
+        return stream_key(self._settings.seed, "dropout", self._updates, micro_batch)
+
     def _apply_gradient(self, totals: dict[str, float]) -> None:
         settings = self._settings
         norm = torch.nn.utils.clip_grad_norm_(self._masters.values(), settings.max_grad_norm)
@@ -186,6 +192,7 @@ class TorchTrainer:
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         self._updates += 1
+        self._policy.injected.masters.constrain()
         totals["grad_norm"] = totals.get("grad_norm", 0.0) + value
         totals["learning_rate"] = rate
 
@@ -194,7 +201,9 @@ class TorchTrainer:
         tokens = max(1.0, totals.get("tokens", 0.0))
         means = {name: totals[name] / tokens for name in ("kl", "kl_old", "clip_fraction", "entropy") if name in totals}
         per_update = {name: totals.get(name, 0.0) / max(1, updates) for name in ("loss", "grad_norm")}
-        return means | per_update | {"learning_rate": totals.get("learning_rate", 0.0)}
+        masters = self._policy.injected.masters
+        series = {"oft_series_error": masters.series_error()} if masters.config.type == "OFT" else {}
+        return means | per_update | {"learning_rate": totals.get("learning_rate", 0.0)} | series
 
     def _micro_batches(self, samples_D: Sequence[Sample], indexes: Sequence[int]) -> list[MicroBatch]:
         settings = self._settings

@@ -45,7 +45,10 @@ def loaded_by(*arguments: str) -> set[str]:
     return set(line.split()[1:])
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["validate", "examples/quickstart.yaml"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [["--help"], ["run", "--help"], ["validate", "examples/quickstart.yaml"], ["inspect", "builtin://tiny-adder"]],
+)
 def test_the_command_line_loads_nothing_heavy(arguments: list[str]) -> None:
     for needed in ("orbit_runtime/cli/main.py", "examples/quickstart.yaml"):
         if not (ROOT / needed).exists():

@@ -65,6 +65,7 @@ GOOD_BLOCKS: dict[str, tuple[str, ...]] = {
         "", "{}", " # empty", "~", "{type: LoRA, lora: {rank: 1, alpha: 0.5}}", "{lora: {rank: 1024}}", "{type: OFT}",
         "{type: OFT, oft: {blockSize: 2, parametrization: Cayley}}", "{type: LoRA, lora: , oft: null}",
         "{type: OFT, oft: {parametrization: CayleyNeumann, neumannTerms: 6}}",
+        "{type: OFT, oft: {coft: true, coftEps: 0.001}}",
     ),
     "algorithm": (
         "{importanceSampling: {type: TokenTruncated, cap: 5}}", "{clip: {low: 0.2, high: 0.2}}",
@@ -129,6 +130,7 @@ BAD_BLOCKS: dict[str, tuple[tuple[str, str], ...]] = {
         ("[LoRA]", ""), ("{targets: []}", "targets"), ("{targets: [a, b, a]}", "targets[2]"),
         ("{type: LoRA, oft: {}}", "oft"), ("{type: OFT, lora: {}, oft: {}}", "lora"),
         ("{type: OFT, oft: {parametrization: Cayley, neumannTerms: 6}}", "oft.neumannTerms"),
+        ("{type: OFT, oft: {coftEps: 0.001}}", "oft.coftEps"),
     ),
     "algorithm": (
         ("{clip: {low: 0.3, high: 0.2}}", "clip.low"), ("{clip: {low: 0.3}}", "clip.low"),
@@ -248,6 +250,16 @@ OTHERS = (
         ("metadata.generateName", "metadata.name"),
         ("metadata.generateName",),
         "the server makes a name first",
+    ),
+    Case(
+        "a megabyte of prompts inline",
+        manifest(data="{prompts: [{uri: a, inline: '" + "12+34= " * 140_000 + "'}]}"),
+        ("spec.data.prompts[0].inline",),
+    ),
+    Case(
+        "a megabyte of prompts for a URI",
+        manifest(data="{prompts: [{uri: '" + "12+34= " * 140_000 + "'}]}"),
+        ("spec.data.prompts[0].uri",),
     ),
     Case("another version", manifest().replace("v1alpha1", "v2"), ("apiVersion",), ANY, NO_TYPE),
     Case("another kind", manifest().replace("OrbitRun", "Orbitrun"), ("kind",), ANY, NO_TYPE),

@@ -97,7 +97,7 @@ FIXED_CHANGES = (
     ("lifecycle.queueName", None),
 )  # fmt: skip
 RUNNING = manifest(
-    adapter="{type: OFT, oft: {}}",
+    adapter="{type: OFT, oft: {}, targets: [q_proj, v_proj]}",
     environment="{rewards: [{name: r, type: Math, arguments: {a: 1}}]}",
     placement="{nodeSelector: {a: x}}",
     lifecycle="{queueName: team-a, activeDeadlineSeconds: 5}",

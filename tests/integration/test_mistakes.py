@@ -371,14 +371,15 @@ def test_a_loss_that_is_not_finite_ends_with_85_and_its_evidence(shell: Shell) -
     assert not (shell.out / "checkpoints").exists()
 
 
-def test_one_prompt_and_one_sample_works_and_warns(shell: Shell) -> None:
+def test_one_prompt_and_one_sample_at_a_tiny_rate_works_and_warns(shell: Shell) -> None:
     prompts('{"prompt": "12+34=", "answer": "46"}')(shell)
     shell.spec["algorithm"]["groupSize"] = 1
-    shell.spec["training"] |= {"promptsPerStep": 1}
+    shell.spec["training"] |= {"promptsPerStep": 1, "learningRate": 1e-6}
     shell.spec["training"].pop("miniBatchPrompts")
     assert shell.run() == 0
     assert "a group of one has no gradient" in shell.shown
-    assert any("group of one" in warning for warning in shell.report()["warnings"])
+    assert "learningRate is 1e-06, a rate for training all weights; adapters usually take 1e-5 to 2e-3" in shell.shown
+    assert {warning.split()[0] for warning in shell.report()["warnings"]} >= {"a", "training.learningRate"}
 
 
 def test_prompts_that_run_out_end_the_run_well(shell: Shell) -> None:

@@ -35,11 +35,18 @@ from tests.integration.tiny_models import TARGETS, make_checkpoint
 
 PROMPT, NEW, RUNNING = 12, 20, 8
 """Every sequence is as long as the manifest allows, so that the plan's upper bounds are what happens."""
-CASES = [("int4", "LoRA"), ("int4", "OFT"), ("bf16", "LoRA"), ("llama", "LoRA"), ("qwen3", "OFT")]
+SHIPPED = ("int4", "bf16", "fp8", "nvfp4", "mxfp4")
+CASES = [
+    ("int4", "LoRA"), ("int4", "OFT"), ("bf16", "LoRA"), ("fp8", "LoRA"), ("nvfp4", "OFT"), ("mxfp4", "LoRA"),
+    ("llama", "LoRA"), ("qwen3", "OFT"),
+]  # fmt: skip
+FIGURES: dict[str, dict[str, tuple[int, int]]] = {}
+"""Case → part → (measured, planned) of the tests that ran; `benchmarks/planned_memory.py` makes a table of them."""
 
 
 @dataclass(frozen=True)
 class Case:
+    name: str
     made: Plan
     policy: Policy
     trainer: TorchTrainer
@@ -65,14 +72,20 @@ def manifest_for(adapter: str) -> OrbitRun:
 @pytest.fixture(params=CASES, ids=lambda case: f"{case[0]}-{case[1]}", scope="module")
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     kind, adapter = request.param
-    if kind in ("int4", "bf16"):
+    if kind in SHIPPED:
         folder = builtin_folder("tiny-adder", kind.upper())
     else:
         folder = make_checkpoint(tmp_path_factory.mktemp(kind), kind)
     made = plan(manifest_for(adapter), folder_facts(folder), Machine(None, 0, 2**34))
     config = AdapterConfig(type=adapter, targets=TARGETS, rank=8, alpha=16.0, block_size=16)
     policy = load_policy(folder, config)
-    return Case(made, policy, TorchTrainer(policy, replace(SETTINGS, micro_batch_tokens=256)), ChatTokenizer(folder))
+    return Case(
+        f"{kind}, {adapter}",
+        made,
+        policy,
+        TorchTrainer(policy, replace(SETTINGS, micro_batch_tokens=256)),
+        ChatTokenizer(folder),
+    )
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -92,7 +105,8 @@ def samples() -> list[Sample]:
     return made
 
 
-def within(measured: int, planned: int, share: float = 0.05) -> None:
+def within(case: Case, part: str, measured: int, planned: int, share: float = 0.05) -> None:
+    FIGURES.setdefault(case.name, {})[part] = (measured, planned)
     assert planned == pytest.approx(measured, rel=share), f"planned {planned}, measured {measured}"
 
 
@@ -100,7 +114,7 @@ def test_the_packed_base(case: Case) -> None:
     # Tables of rotary angles are computed, not loaded, and no part of the plan.
     angles = {id(buffer) for name, buffer in case.policy.model.named_buffers() if "inv_freq" in name}
     base = [t for t in case.policy._base_tensors().values() if id(t) not in angles]
-    within(storage_bytes(base), case.made.phases["train"]["base"])
+    within(case, "base", storage_bytes(base), case.made.phases["train"]["base"])
 
 
 def test_the_adapter_its_gradients_and_the_optimizer(case: Case) -> None:
@@ -113,9 +127,9 @@ def test_the_adapter_its_gradients_and_the_optimizer(case: Case) -> None:
     case.trainer.update(samples())
     moments = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
     train = case.made.phases["train"]
-    within(storage_bytes(masters), train["adapter"])
-    within(storage_bytes(moments), train["optimizer"])
-    within(seen["gradients"], train["gradients"])
+    within(case, "adapter", storage_bytes(masters), train["adapter"])
+    within(case, "optimizer", storage_bytes(moments), train["optimizer"])
+    within(case, "gradients", seen["gradients"], train["gradients"])
     assert case.made.adapter.total == case.trainer.trainable_parameters
 
 
@@ -126,7 +140,7 @@ def test_the_adapter_as_a_pass_applies_it(case: Case) -> None:
         applied = case.policy.injected.masters.applied(torch.float32)
     kept += [tensor for slot in applied.values() for tensor in slot.tensors().values()]
     own = [tensor for tensor in kept if tensor.untyped_storage().data_ptr() not in masters]
-    within(storage_bytes(own), case.made.phases["train"]["adapter, rounded"])
+    within(case, "adapter, rounded", storage_bytes(own), case.made.phases["train"]["adapter, rounded"])
 
 
 def test_the_engines_slots(case: Case) -> None:
@@ -136,7 +150,7 @@ def test_the_engines_slots(case: Case) -> None:
     slots = [slot for layer in case.policy.injected.layers.values() for slot in layer.slots.values()]
     tensors = [tensor for slot in slots for tensor in slot.tensors().values()]
     tensors += [slot.parameters for slot in slots if getattr(slot, "parameters", None) is not None]
-    within(storage_bytes(tensors), case.made.phases["publish"]["adapter slots"])
+    within(case, "adapter slots", storage_bytes(tensors), case.made.phases["publish"]["adapter slots"])
     engine.close()
 
 
@@ -148,7 +162,7 @@ def test_the_kv_cache(case: Case) -> None:
     next(running)
     (cache,) = [each for each in gc.get_objects() if type(each) is KVCache]
     assert cache._block is not None
-    within(cache._block.nbytes, case.made.phases["rollout"]["KV cache"])
+    within(case, "KV cache", cache._block.nbytes, case.made.phases["rollout"]["KV cache"])
     running.close()
     engine.close()
 
@@ -169,7 +183,7 @@ def test_what_a_backward_waits_for(case: Case) -> None:
         known_storages |= {t.untyped_storage().data_ptr() for t in applied}
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             policy.logprobs(batch)
-    within(storage_bytes(saved), case.made.phases["train"]["activations"])
+    within(case, "activations", storage_bytes(saved), case.made.phases["train"]["activations"])
 
 
 def test_the_constants_of_our_own_loops_are_the_planners() -> None:

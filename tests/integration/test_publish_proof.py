@@ -63,7 +63,7 @@ class Rig:
         self.engine = FaultyEngine(TorchEngine(policy, tokenizer, max_running_requests=8), policy.injected.layers)
         canary = (*tokenizer.encode_chat([{"role": "user", "content": "12+34="}]), 5, 6, 7)
         self.publisher = Publisher(
-            self.store, self.execution, self.engine, self.trainer, canary, CHANGE_LIMITS["float32"]
+            self.store, self.execution, self.engine, self.trainer, canary, CHANGE_LIMITS["float32"], "sha256:0"
         )
         self.publication: Publication | None = None
 
@@ -138,7 +138,7 @@ def test_the_small_fault_is_smaller_than_the_gate_on_effects(tmp_path: Path) -> 
     made.train(2, 3e-4)
     moved = made.publish().proof.change_from_previous
     assert moved is not None
-    assert 0 < moved < 10 * CHANGE_LIMITS["float32"]
+    assert 0 < moved < 10 * CHANGE_LIMITS["float32"], "sha256:0"
     made.engine.stale = True
     made.train(3, 2e-6)
     with pytest.raises(GateError) as caught:

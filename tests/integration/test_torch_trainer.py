@@ -41,6 +41,10 @@ ADAPTERS = {
     "LoRA": AdapterConfig(type="LoRA", targets=TARGETS, rank=4, alpha=8.0),
     "OFT": AdapterConfig(type="OFT", targets=TARGETS, block_size=16),
 }
+VARIANTS = {
+    "LoRA with dropout": replace(ADAPTERS["LoRA"], dropout=0.2, rslora=True),
+    "constrained OFT": replace(ADAPTERS["OFT"], coft=True, coft_eps=1e-3),
+}
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def build(folder: Path, adapter: str = "LoRA", **changes: object) -> TorchTrainer:
-    return TorchTrainer(load_policy(folder, ADAPTERS[adapter]), replace(SETTINGS, **changes))  # type: ignore[arg-type]
+    return TorchTrainer(load_policy(folder, (ADAPTERS | VARIANTS)[adapter]), replace(SETTINGS, **changes))  # type: ignore[arg-type]
 
 
 def samples_of(seed: int, groups: int = 3, size: int = 4) -> list[Sample]:
@@ -98,7 +102,7 @@ def test_how_micro_batches_are_cut_does_not_change_the_gradient(folder: Path, ad
         torch.testing.assert_close(some[name], value, rtol=0, atol=1e-6 * max(1.0, largest))
 
 
-@pytest.mark.parametrize("adapter", sorted(ADAPTERS))
+@pytest.mark.parametrize("adapter", sorted(ADAPTERS | VARIANTS))
 def test_state_restored_into_a_new_trainer_continues_bit_for_bit(folder: Path, adapter: str) -> None:
     changes = {"mini_batch_prompts": 1, "update_epochs": 2, "schedule": "Cosine", "warmup_steps": 1}
     straight = build(folder, adapter, **changes)
@@ -113,6 +117,13 @@ def test_state_restored_into_a_new_trainer_continues_bit_for_bit(folder: Path, a
     assert second.save_state() == straight.save_state()
     assert second.publishable(4).digest == straight.publishable(4).digest
     assert results[0].optimizer_updates == 6
+    error = results[0].metrics.get("oft_series_error")
+    if "OFT" in adapter:
+        assert error is not None
+        # Four blocks of the hidden state: no Q may be longer than 1e-3 / 2, and |R - C| is at most |Q|^4.
+        assert (error <= (1e-3 / 2) ** 4) == (adapter == "constrained OFT")
+    else:
+        assert error is None
 
 
 def test_a_fresh_trainer_saves_and_restores_before_its_first_update(folder: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from fakes.s3_server import SECRET_KEY, S3Server
 
-from orbit_runtime.errors import CredentialsError, OutputError, StorageError
+from orbit_runtime.errors import CredentialsError, StorageError
 from orbit_runtime.storage import (
     claim_execution,
     newest_execution,
@@ -104,10 +104,10 @@ def test_an_unknown_access_key_is_77(s3_bucket: str, monkeypatch: pytest.MonkeyP
         open_store(f"{s3_bucket}/run")
 
 
-def test_a_bucket_that_does_not_exist_is_73_and_not_created(s3_bucket: str, shared_s3_server: S3Server) -> None:
-    with pytest.raises(OutputError, match="bucket does not exist") as caught:
+def test_a_bucket_that_does_not_exist_is_74_and_not_created(s3_bucket: str, shared_s3_server: S3Server) -> None:
+    with pytest.raises(StorageError, match="bucket does not exist") as caught:
         open_store("s3://no-such-bucket/run")
-    assert caught.value.exit_code == 73
+    assert caught.value.exit_code == 74
     assert not (shared_s3_server.folder / "no-such-bucket").exists()
 
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import orjson
 import pytest
 
 pytest.importorskip("kopf", reason="the operator's packages are not installed (extra `operator`)")
@@ -14,8 +15,9 @@ from aiohttp import ClientSession, ClientTimeout, web
 
 from orbit_operator import poll
 from orbit_operator.cache import Cache, Child, Key, RawRun
-from orbit_operator.facts import PodFacts, Progress
+from orbit_operator.facts import ContainerEnd, PodFacts, Progress
 from orbit_operator.metrics import Metrics
+from orbit_operator.observe import Observer
 from orbit_operator.poll import LARGEST_ANSWER, Poller, read_progress
 
 KEY: Key = ("team", "adder")
@@ -122,6 +124,45 @@ def test_a_pod_never_unlearns() -> None:
     known = Progress(1.0, "p", "Running", 5)
     assert ask(handler, known)[0] == {KEY: known}
     assert ask(handler, Progress(1.0, "former", "Running", 5))[0][KEY].step == 2
+
+
+def test_only_the_newest_pod_is_asked() -> None:
+    cache = Cache()
+    cache.runs.put(KEY, "r", RawRun("r", b"{}", "1"), 1)
+    left = PodFacts("adder-a1-x", "p1", 1, ip="127.0.0.1", created=1.0, started=1.0, phase="Running")
+    cache.pods.put(KEY, "p1", Child("r", left), 1)
+    cache.pods.put(KEY, "p2", Child("r", PodFacts("adder-a2-x", "p2", 2, created=2.0)), 2)
+    poller = Poller(cache, {}, lambda _: None, Metrics(), connections=2, port_of=lambda _: 1)
+    assert asyncio.run(poller.round()) == 0, "one on a lost node may still answer, and speaks for nobody"
+
+
+def test_last_words_stay_when_the_pod_is_deleted() -> None:
+    class NoNodes:
+        async def get(self, *_: object) -> None:
+            return None
+
+    cache = Cache()
+    body = orjson.dumps({"metadata": {"namespace": "team", "name": "adder", "uid": "r"}, "spec": {}})
+    cache.runs.put(KEY, "r", RawRun("r", body, "1"), 1)
+    observer = Observer(NoNodes(), cache)  # type: ignore[arg-type]
+    observer.progress[KEY] = Progress(10.0, "p", "Running", 59)
+    words = ContainerEnd(0, message=orjson.dumps({**GOOD, "step": 60}).decode(), finished=11.0)
+    pod = PodFacts("adder-a1-x", "p", 1, phase="Succeeded", end=words)
+
+    async def look() -> Progress | None:
+        seen = await observer.look(KEY, 12.0)
+        assert seen is not None
+        return seen[2].progress
+
+    cache.pods.put(KEY, "p", Child("r", pod), 1)
+    said = asyncio.run(look())
+    assert said is not None
+    assert said.step == 60
+    observer.forget(KEY)
+    assert observer.progress == {}
+    observer.progress[KEY] = Progress(10.0, "p", "Running", 59)
+    asyncio.run(look())
+    assert observer.progress[KEY].step == 60
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from orbit_operator.api import JOBS, PODS, RUNS, Kind
 from orbit_operator.cache import Cache, Child, RawRun, Shelf
-from orbit_operator.crd_check import find_served, missing_fields
+from orbit_operator.crd_check import drop_fields, find_served, missing_fields
 from orbit_operator.facts import JobFacts, Stored
 from orbit_operator.handlers import build_kopf_settings, drop_pod, put_child, put_run
 from orbit_operator.health import LONGEST_PASS_SECONDS, STALLED_SECONDS, Health
@@ -214,12 +214,25 @@ def test_a_crd_of_this_version_lacks_nothing_and_an_older_one_says_what() -> Non
     assert find_served({}) is None
 
 
+def test_fields_that_the_crd_lacks_are_left_out_of_a_status() -> None:
+    ending = {"reason": "EngineDied", "whoActs": "Cluster"}
+    status = {"phase": "Failed", "whoActs": "Cluster", "attempts": [{"number": 1, "ending": ending}, {"number": 2}]}
+    lacks = ("spec.placement", "status.whoActs", "status.attempts[].ending.whoActs", "status.notThere", "status.a.b")
+    assert drop_fields(status, lacks) == {
+        "phase": "Failed",
+        "attempts": [{"number": 1, "ending": {"reason": "EngineDied"}}, {"number": 2}],
+    }
+    assert ending["whoActs"] == "Cluster", "what it was made from stays whole"
+    assert drop_fields(status, ()) == status
+
+
 def test_kopf_neither_peers_nor_scans_nor_stores_anything() -> None:
     chosen = build_kopf_settings(Settings())
     assert chosen.peering.standalone
     assert chosen.scanning.disabled
     assert not chosen.posting.enabled
     assert chosen.process.ultimate_exiting_timeout == 25
+    assert max(chosen.networking.error_backoffs) <= 2.0  # type: ignore[arg-type]
     assert chosen.watching.client_timeout is not None
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from orbit_runtime.errors import ModelError
 from orbit_runtime.model_info.families import deepseek_v3, deepseek_v4, glm4_moe, gpt_oss, kimi, llama, qwen3, qwen3_moe
+from orbit_runtime.model_info.families.blocks import GQA_TARGETS, MLP_TARGETS
 from orbit_runtime.model_info.settings import DAMAGED
 from orbit_runtime.model_info.weights import Architecture
 
@@ -30,6 +31,12 @@ FAMILIES: dict[str, Describe] = {
 """By the configuration's `model_type`."""
 _NUMBER = re.compile(r"num_.*|n_.*|.*_size|.*_dim|.*_rank")
 """Fields that hold whole numbers, in every family."""
+
+
+def default_targets(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Of the family; of one that is not in the table, the names that most models have."""
+    kind = config.get("model_type")
+    return FAMILIES[kind](config).default_targets if kind in FAMILIES else (*GQA_TARGETS, *MLP_TARGETS)
 
 
 def describe(config: Mapping[str, Any], *, where: str = "config.json") -> Architecture:

@@ -9,8 +9,9 @@ import fcntl
 import json
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ class Cluster:
     nodes: list[Node]
     processes: Processes
     folder: Path
+    imported: set[Path] = field(default_factory=set)
 
     @property
     def kubeconfig(self) -> Path:
@@ -58,9 +60,11 @@ class Cluster:
         self.kubectl("apply", "--server-side", "--force-conflicts", "-f", "-", stdin=text)
 
     def import_image(self, archive: Path) -> None:
-        """On every node."""
-        for node in self.nodes:
-            node.import_image(archive)
+        """On every node, once."""
+        if archive not in self.imported:
+            with ThreadPoolExecutor() as pool:
+                list(pool.map(lambda node: node.import_image(archive), self.nodes))
+            self.imported.add(archive)
 
     def add_gpus(self, node: Node) -> None:
         """As a device plug-in would say it: eight, and what they are."""

@@ -82,11 +82,11 @@ class ControlPlane:
             # Loopback is no address for the `kubernetes` Service to have.
             **({"endpoint-reconciler-type": "none"} if self.address.startswith("127.") else {}),
         })  # fmt: skip
-        self.processes.wait_for(self.is_ready, "the API server is ready")
+        self.processes.wait_for(self.is_ready, "the API server is ready", 180)
 
     def stop_api_server(self) -> None:
-        """As a restart of it would; whoever watches loses the connection."""
-        self.processes.stop("kube-apiserver", seconds=30)
+        """As a restart of it would; whoever watches loses the connection, and who still asks gets no answer."""
+        self.processes.stop("kube-apiserver", seconds=5)
 
     def client(self) -> httpx.Client:
         """With every right."""

@@ -11,10 +11,11 @@ import pytest
 from orbit_runtime.errors import ManifestError, UnsupportedError
 from orbit_runtime.model_info.cards import card_facts
 from orbit_runtime.model_info.gpus import find_gpu
+from orbit_runtime.model_info.quantization import PRECISIONS
 from orbit_runtime.planner import Machine, Plan, check_fits, plan
 from orbit_runtime.planner.job import Asked
 from orbit_runtime.planner.layout import possible_layouts
-from orbit_runtime.planner.support import FAMILY_NAMES, PINNED, Combination, all_combinations, find_support
+from orbit_runtime.planner.support import FAMILY_NAMES, FORMATS, PINNED, Combination, all_combinations, find_support
 from orbit_runtime.spec import OrbitRun
 
 ROOT = Path(__file__).parents[3]
@@ -170,6 +171,9 @@ def test_every_family_of_the_tables_has_a_place_in_the_support_table() -> None:
     [
         (Combination("INT4", "qwen3", "LoRA", "None", "Torch", "Torch"), "works", ""),
         (Combination("BF16", "llama", "OFT", "None", "Torch", "Torch"), "works", ""),
+        (Combination("NVFP4", "deepseek_v3", "OFT", "PerExpert", "Torch", "Torch"), "works", ""),
+        (Combination("INT4", "gpt_oss", "OFT", "Shared", "Torch", "Torch"), "refused", "MXFP4, as released"),
+        (Combination("INT4", "deepseek_v4", "OFT", "Shared", "Torch", "Torch"), "refused", "FP4 and FP8"),
         (Combination("MXFP4", "deepseek_v4", "LoRA", "SharedOuter", "SGLang", "Megatron", 8), "refused", "DeepSeek-V4"),
         (Combination("MXFP4", "gpt_oss", "LoRA", "SharedOuter", "SGLang", "Megatron", 8), "refused", "MXFP4 experts"),
         (Combination("INT4", "kimi_k2", "LoRA", "SharedOuter", "SGLang", "Megatron", 8), "planned", "Megatron"),
@@ -196,3 +200,10 @@ def test_the_versions_of_the_table_are_the_pinned_ones() -> None:
     pins = (ROOT / "images" / "constraints" / "node.txt").read_text()
     for name, version in PINNED.items():
         assert re.search(rf"^{re.escape(name)}=={re.escape(version)}( |$)", pins, re.MULTILINE), name
+
+
+def test_the_formats_of_the_table_are_those_that_are_read() -> None:
+    assert set(FORMATS) == set(PRECISIONS.values())
+    assert all(
+        find_support(Combination(name, "qwen3", "LoRA", "None", "Torch", "Torch")).state == "works" for name in FORMATS
+    )

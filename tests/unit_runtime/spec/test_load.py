@@ -95,7 +95,7 @@ FIELDS = [
     (
         "    engine: Auto",
         "    engine: 7",
-        "run.yaml:20: spec.rollout.engine: `7` is not one of its values\n  fix: allowed: `Auto` `Torch`",
+        "run.yaml:20: spec.rollout.engine: `7` is not one of its values\n  fix: allowed: `Auto` `Torch` `SGLang`",
     ),
     (
         "    steps: 5",

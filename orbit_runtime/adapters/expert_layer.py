@@ -1,0 +1,148 @@
+"""A layer of routed experts with adapter slots: shared by all experts, one for each, or shared on the outer side.
+
+`SharedOuter` shares what faces the hidden state: LoRA's A of gate and up and B of down, OFT's R of gate and up.
+A shared A or R meets each token once, before it is sent to its experts. The router stands before and sees neither.
+
+Belongs here: dispatch from selection to maths, for experts.
+Does not belong here: the maths of one matrix (`lora`, `oft`), the order of tokens (the base's), files (`state`).
+
+Legend: `T` tokens, `S` slots (a token at an expert), `E` experts, `G` 1 where experts share, E where not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from orbit_runtime.adapters.config import AdapterConfig
+from orbit_runtime.adapters.layer import Segment, Selection, Slot, dropped, find_slot
+from orbit_runtime.adapters.lora import LoRASlot
+from orbit_runtime.adapters.names import expert_file_names, split_tensor
+from orbit_runtime.adapters.oft import OFTSlot, rotate
+
+
+class Slots(Protocol):
+    """The order of slots, as the base layer has it."""
+
+    token_S: Tensor
+    counts: tuple[int, ...]
+
+    def gather(self, x_TK: Tensor, *, keep: bool = True) -> Tensor: ...
+
+
+class AdaptedExpertLinear(nn.Module):
+    """A projection of all experts of a layer, with an adapter applied as the selection says."""
+
+    def __init__(self, base: nn.Module, name: str, config: AdapterConfig, selection: Selection) -> None:
+        super().__init__()
+        self.base = base
+        self.name = name
+        self.config = config
+        self.selection = selection
+        self.in_features: int = base.in_features  # type: ignore[assignment]
+        self.out_features: int = base.out_features  # type: ignore[assignment]
+        self.num_experts: int = base.num_experts  # type: ignore[assignment]
+        self.reads_tokens: bool = base.reads_tokens  # type: ignore[assignment]
+        self.slots: dict[str, Slot] = {}
+        self.shares_input = False
+        """OFT: other layers take the same input and the same R."""
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self.base.buffers())).device
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of the parameters, by kind."""
+        config, outer = self.config, self.config.expert_layout == "SharedOuter"
+        shared = config.expert_layout == "Shared"
+        first = 1 if shared or (outer and self.reads_tokens) else self.num_experts
+        last = 1 if shared or (outer and not self.reads_tokens) else self.num_experts
+        if config.type == "LoRA":
+            return {"lora_A": (first, config.rank, self.in_features), "lora_B": (last, self.out_features, config.rank)}
+        size = config.block_size
+        return {"oft_R": (first, self.in_features // size, size * (size - 1) // 2)}
+
+    def file_names(self, kind: str) -> tuple[str, ...]:
+        return expert_file_names(self.name, kind, self.config.expert_layout, self.num_experts)
+
+    def named(self, slot: Slot) -> dict[str, Tensor]:
+        """The slot's tensors as files name them. Made once: a trace tells tensors apart by identity."""
+        if slot.named is None:
+            parts = (split_tensor(self.file_names(kind), tensor) for kind, tensor in slot.tensors().items())
+            slot.named = {name: tensor for part in parts for name, tensor in part.items()}
+        return slot.named
+
+    def slot(self, name: str) -> Slot:
+        return find_slot(self, name)
+
+    def forward(self, x: Tensor, dispatch: Slots) -> Tensor:
+        """`[S, N]` from x with a row per token where the base reads tokens, else per slot."""
+        active = self.selection.active
+        if active is None:
+            return self.base(x, dispatch)  # type: ignore[no-any-return]
+        runs: tuple[Segment, ...] = ((active, 0, -1),) if isinstance(active, str) else active
+        slots = [(self.slot(name), start, stop) for name, start, stop in runs if name is not None and stop != start]
+        whole = isinstance(active, str)
+        if self.config.type == "OFT":
+            return self._forward_oft(x, dispatch, slots, whole)  # type: ignore[arg-type]
+        y_SN: Tensor = self.base(x, dispatch)
+        for slot, start, stop in slots:
+            update_SN = self._update(x, slot, dispatch)  # type: ignore[arg-type]
+            y_SN = y_SN + (update_SN if whole else update_SN * _within(dispatch, start, stop).to(update_SN.dtype))
+        return y_SN
+
+    def _update(self, x: Tensor, slot: LoRASlot, dispatch: Slots) -> Tensor:
+        """`scaling * B A x` of every slot."""
+        x = dropped(x, self)
+        A, B = slot.lora_A.to(x.dtype), slot.lora_B.to(x.dtype)
+        if len(A) == 1:
+            h = torch.mm(x, A[0].t())
+            h_SR = dispatch.gather(h, keep=False) if self.reads_tokens else h
+        else:
+            h_SR = _by_expert(dispatch.gather(x) if self.reads_tokens else x, A, dispatch.counts, _product)
+        y_SN = torch.mm(h_SR, B[0].t()) if len(B) == 1 else _by_expert(h_SR, B, dispatch.counts, _product)
+        return y_SN * slot.scaling
+
+    def _forward_oft(self, x: Tensor, dispatch: Slots, slots: list[tuple[OFTSlot, int, int]], whole: bool) -> Tensor:
+        if whole:
+            return self.base.product(self._turned(x, slots[0][0], dispatch), dispatch)  # type: ignore[operator,no-any-return]
+        x_SK = dispatch.gather(x) if self.reads_tokens else x
+        for slot, start, stop in slots:
+            x_SK = torch.where(_within(dispatch, start, stop), self._turned(x, slot, dispatch), x_SK)
+        return self.base.product(x_SK, dispatch)  # type: ignore[operator,no-any-return]
+
+    def _turned(self, x: Tensor, slot: OFTSlot, dispatch: Slots) -> Tensor:
+        """`[S, K]`: x R, computed once for neighbours that share x and R."""
+        selection, version = self.selection, -1 if x.is_inference() else x._version
+        newest = selection.rotated
+        if newest is not None and newest[0] is x and newest[1] == version and newest[2] is slot.rotation:
+            return newest[3]
+        R = slot.rotation
+        if len(R) == 1:
+            turned = rotate(x, R[0])
+            turned = dispatch.gather(turned, keep=False) if self.reads_tokens else turned
+        else:
+            turned = _by_expert(dispatch.gather(x) if self.reads_tokens else x, R, dispatch.counts, rotate)
+        if self.shares_input:
+            selection.rotated = (x, version, R, turned)
+        return turned
+
+
+def _product(x_SK: Tensor, w_NK: Tensor) -> Tensor:
+    return torch.mm(x_SK, w_NK.t())
+
+
+def _within(dispatch: Slots, start: int, stop: int) -> Tensor:
+    """`[S, 1]`: whether the slot's token is of this run of rows."""
+    return ((dispatch.token_S >= start) & (dispatch.token_S < stop)).unsqueeze(1)
+
+
+def _by_expert(
+    x_SK: Tensor, values_E: Tensor, counts: tuple[int, ...], maths: Callable[[Tensor, Tensor], Tensor]
+) -> Tensor:
+    """Each expert's slots with its own value; experts without slots cost nothing."""
+    parts = zip(x_SK.split(counts), values_E.unbind(0), strict=True)
+    return torch.cat([maths(x, value) for x, value in parts if len(x)])

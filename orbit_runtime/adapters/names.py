@@ -1,0 +1,36 @@
+"""What an adapter's tensors are called in files, and how an expert layer's stacked ones are cut into them.
+
+    dense                     `<module>.<kind>`
+    experts, PerExpert        `….experts.<e>.gate_proj.<kind>`, one each: PEFT's names for experts that are modules
+    experts, SharedOuter      `….experts.w1.<kind>` `[E or 1, …]`: what engines call gate (w1), up (w3) and down (w2)
+    experts, Shared           the same names, `[1, …]`
+
+Belongs here: names. Does not belong here: values, bytes (`state`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+STACKED_NAMES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+
+
+def expert_file_names(module: str, kind: str, layout: str, num_experts: int) -> tuple[str, ...]:
+    """Names of the tensors that make up `<module>.<kind>`, a module of experts such as `….experts.gate_proj`."""
+    parent, _, leaf = module.rpartition(".")
+    if layout == "PerExpert":
+        return tuple(f"{parent}.{index}.{leaf}.{kind}" for index in range(num_experts))
+    return (f"{parent}.{STACKED_NAMES.get(leaf, leaf)}.{kind}",)
+
+
+def split_tensor(names: tuple[str, ...], tensor: Tensor) -> dict[str, Tensor]:
+    """The tensor under its names: cut along the experts where there is one name for each."""
+    return {names[0]: tensor} if len(names) == 1 else dict(zip(names, tensor.unbind(0), strict=True))
+
+
+def join_tensors(names: tuple[str, ...], tensors: Mapping[str, Tensor]) -> Tensor:
+    """The inverse of `split_tensor`."""
+    return tensors[names[0]] if len(names) == 1 else torch.stack([tensors[name] for name in names])

@@ -1,0 +1,197 @@
+"""A kept adapter as it lies in a folder or a store: its files, what they say, and the base that it was trained on.
+
+Belongs here: reading, checking digests, describing by headers; no torch.
+Does not belong here: computing with the tensors (`combine`, `merge`), proving a publish (`loop`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from orbit_runtime.errors import ModelError
+from orbit_runtime.model_info.headers import Header, parse_header
+from orbit_runtime.storage import NotFound, Store, open_store
+
+CONFIG_FILE, MODEL_FILE, ROTATIONS_FILE = "adapter_config.json", "adapter_model.safetensors", "rotations.safetensors"
+PREFIX = "base_model.model."
+TYPES = {"LORA": "LoRA", "OFT": "OFT"}
+REFUSED_FIELDS: dict[str, Any] = {
+    "bias": "none", "use_dora": False, "fan_in_fan_out": False, "rank_pattern": {}, "alpha_pattern": {},
+    "modules_to_save": None, "block_share": False,
+}  # fmt: skip
+"""Fields of PEFT's configuration that would change the arithmetic, and the only value Orbit computes with."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFolder:
+    """Example: `AdapterFolder("runs/a/adapters/policy-v3", {...}, {...}, header, {...})`."""
+
+    place: str
+    config: Mapping[str, Any]
+    """adapter_config.json."""
+    files: Mapping[str, bytes]
+    header: Header
+    """Of `adapter_model.safetensors`."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """What the publish wrote into `manifest.json`; empty for an adapter that Orbit did not keep."""
+
+    @property
+    def type(self) -> str:
+        return TYPES[self.config["peft_type"]]
+
+    @property
+    def rank(self) -> int:
+        """LoRA: rank; OFT: block size."""
+        return int(self.config["r"] if self.type == "LoRA" else self.config["oft_block_size"])
+
+    @property
+    def base_weights(self) -> str | None:
+        """Digest of the weights it was trained on; None where nobody wrote it down."""
+        base = self.facts.get("base")
+        return str(base["weights"]) if isinstance(base, Mapping) and base.get("weights") else None
+
+    @property
+    def scaling(self) -> float:
+        """What LoRA's product is multiplied by."""
+        root = self.rank**0.5 if self.config.get("use_rslora") else self.rank
+        return float(self.config["lora_alpha"]) / root
+
+    def modules(self) -> tuple[str, ...]:
+        """The adapted modules under the model's own names."""
+        return tuple(dict.fromkeys(module_of(name)[0] for name in sorted(self.header.tensors)))
+
+
+def module_of(tensor: str) -> tuple[str, str]:
+    """`base_model.model.<module>.lora_A.weight` → (module, `lora_A`)."""
+    module, _, kind = tensor.removeprefix(PREFIX).removesuffix(".weight").rpartition(".")
+    return module, kind
+
+
+def is_adapter(store: Store) -> bool:
+    return store.exists(CONFIG_FILE)
+
+
+def open_adapter(uri: str) -> AdapterFolder:
+    """Reads a folder or a store's prefix, every file against the manifest's digest where there is one.
+
+    Raises:
+        ModelError: a file is missing or changed, or it is an adapter that Orbit does not compute with.
+    """
+    return read_adapter(open_store(uri, writable=False))
+
+
+def read_adapter(store: Store) -> AdapterFolder:
+    """`open_adapter` of an open store, whose root is the adapter's folder."""
+    config = _parse(_get(store, CONFIG_FILE), store, CONFIG_FILE)
+    files = {CONFIG_FILE: store.get(CONFIG_FILE), MODEL_FILE: _get(store, MODEL_FILE)}
+    if config.get("peft_type") == "OFT" and store.exists(ROTATIONS_FILE):
+        files[ROTATIONS_FILE] = store.get(ROTATIONS_FILE)
+    manifest = _parse(store.get("manifest.json"), store, "manifest.json") if store.exists("manifest.json") else {}
+    _check_digests(store, files, manifest)
+    _check_config(store, config)
+    data = files[MODEL_FILE]
+    header = parse_header(data, size=len(data), where=f"{store.uri}/{MODEL_FILE}")
+    adapter = AdapterFolder(store.uri, config, files, header, dict(manifest.get("facts") or {}))
+    _check_names(adapter)
+    return adapter
+
+
+def describe_adapter(adapter: AdapterFolder) -> dict[str, Any]:
+    """What `orbit inspect` says of an adapter."""
+    shapes = [info.shape for info in adapter.header.tensors.values()]
+    targets = Counter(module.rpartition(".")[2] for module in adapter.modules())
+    facts: dict[str, Any] = {
+        "kind": "adapter",
+        "place": adapter.place,
+        "type": adapter.type,
+        "rank" if adapter.type == "LoRA" else "block_size": adapter.rank,
+        "modules": len(adapter.modules()),
+        "targets": dict(sorted(targets.items())),
+        "parameters": sum(_count(shape) for shape in shapes),
+        "bytes": sum(len(data) for data in adapter.files.values()),
+        "base_model": adapter.config.get("base_model_name_or_path"),
+        "base_weights": adapter.base_weights,
+        "policy_version": adapter.facts.get("version"),
+        "digest": adapter.facts.get("digest"),
+        "has_rotations": ROTATIONS_FILE in adapter.files,
+    }
+    if adapter.type == "LoRA":
+        facts["scaling"] = adapter.scaling
+    else:
+        facts["parametrization"] = "CayleyNeumann" if adapter.config.get("use_cayley_neumann") else "Cayley"
+    return facts
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def _get(store: Store, name: str) -> bytes:
+    try:
+        return store.get(name)
+    except NotFound:
+        raise ModelError(
+            f"the folder holds no {name}",
+            where=store.uri,
+            fix="name the folder of one kept adapter, such as runs/<run>/adapters/policy-v12",
+        ) from None
+
+
+def _parse(data: bytes, store: Store, name: str) -> dict[str, Any]:
+    try:
+        value = json.loads(data)
+    except ValueError as error:
+        raise ModelError(f"not JSON: {error}", where=f"{store.uri}/{name}", fix="copy the adapter again") from None
+    if not isinstance(value, dict):
+        raise ModelError("not a JSON object", where=f"{store.uri}/{name}", fix="copy the adapter again")
+    return value
+
+
+def _check_digests(store: Store, files: Mapping[str, bytes], manifest: Mapping[str, Any]) -> None:
+    parts = manifest.get("parts")
+    for name, part in parts.items() if isinstance(parts, dict) else ():
+        if name not in files:
+            raise ModelError(f"{name} is missing", where=store.uri, fix="copy the adapter again")
+        if hashlib.sha256(files[name]).hexdigest() != part.get("sha256"):
+            raise ModelError(
+                "the file was changed: its SHA-256 is not the manifest's",
+                where=f"{store.uri}/{name}",
+                fix="copy the adapter again",
+            )
+
+
+def _check_config(store: Store, config: Mapping[str, Any]) -> None:
+    where = f"{store.uri}/{CONFIG_FILE}"
+    if config.get("peft_type") not in TYPES:
+        raise ModelError(f"peft_type is {config.get('peft_type')!r}", where=where, fix="use a LoRA or an OFT adapter")
+    for key, only in REFUSED_FIELDS.items():
+        value = config.get(key, only)
+        if value != only and (value or only):
+            raise ModelError(f"Orbit does not compute with {key} = {value!r}", where=where)
+    for key in ("r", "lora_alpha") if config["peft_type"] == "LORA" else ("oft_block_size",):
+        if not isinstance(config.get(key), int | float) or config[key] <= 0:
+            raise ModelError(f"{key} is {config.get(key)!r}", where=where, fix="copy the adapter again")
+
+
+def _check_names(adapter: AdapterFolder) -> None:
+    """Every module has the tensors of its type, and LoRA's two agree on the rank."""
+    where = f"{adapter.place}/{MODEL_FILE}"
+    kinds = ("lora_A", "lora_B") if adapter.type == "LoRA" else ("oft_R",)
+    tensors = adapter.header.tensors
+    for name in sorted(tensors):
+        if module_of(name)[1] not in kinds:
+            raise ModelError(f"the tensor {name} belongs to no {adapter.type} adapter", where=where)
+    for module in adapter.modules():
+        found = [tensors.get(f"{PREFIX}{module}.{kind}.weight") for kind in kinds]
+        if any(info is None or len(info.shape) != 2 for info in found):
+            raise ModelError(f"{module} lacks one of {', '.join(kinds)}, or it is no matrix", where=where)
+        if adapter.type == "LoRA" and found[0] and found[1] and found[0].shape[0] != found[1].shape[1]:
+            raise ModelError(f"lora_A and lora_B of {module} have different ranks", where=where)

@@ -1,0 +1,100 @@
+"""What a merge costs: log-probs of the merged model against those of base and adapter, on the merged model's answers.
+
+The merged model answers the prompts; both score the sampled tokens. With d = logp(base + adapter) - logp(merged),
+mean of exp(d) - 1 - d estimates KL(merged || base + adapter).
+
+Belongs here: loading both, one after the other, and the numbers. Does not belong here: the statistics (`parity`).
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from orbit_runtime.adapters.config import AdapterConfig
+from orbit_runtime.adapters.layer import Slot
+from orbit_runtime.adapters.lora import LoRASlot
+from orbit_runtime.adapters.oft import OFTSlot
+from orbit_runtime.checkpoints.combine import Combined
+from orbit_runtime.data.chat import ChatTokenizer
+from orbit_runtime.parity.statistics import Difference, build_difference
+from orbit_runtime.policy import Policy, load_policy
+from orbit_runtime.policy.packed import Branch
+from orbit_runtime.rollout import TorchEngine
+from orbit_runtime.seeds import stream_key
+from orbit_runtime.types import Request, Sampling
+
+SLOT = "merged"
+NEW_TOKENS = 32
+"""Sampled for each prompt."""
+PROMPTS = (
+    "What is 17 + 26? Answer with the number only.",
+    "Write a function in Python that reverses a list.",
+    "Name three rivers in Africa.",
+    "Translate to French: the weather is fine today.",
+    "A train covers 120 km in 90 minutes. What is its speed?",
+    "Why is the sky blue? One sentence.",
+    "Continue: it was a dark and stormy night,",
+    "Sort these numbers: 9, 4, 7, 1.",
+)
+"""Asked where no prompts are given."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    difference: Difference
+    prompts: int
+    new_tokens: int
+
+
+def measure(base: Path, merged: Path, combined: Combined, prompts: Sequence[str], *, seed: int = 0) -> Cost:
+    """Each model is loaded alone, so memory must hold one of them."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    tokenizer = ChatTokenizer(merged)
+    ids = tokenizer.encode_many([[{"role": "user", "content": prompt}] for prompt in prompts])
+    # An adapter is part of every policy; that of the merged model stays off.
+    off = AdapterConfig(type="LoRA", targets=tuple(sorted(combined.modules())), rank=1, alpha=1.0)
+    policy = _load(merged, off, device)
+    engine = TorchEngine(policy, tokenizer, max_running_requests=len(ids))
+    sampling = Sampling(max_new_tokens=NEW_TOKENS)
+    requests = [
+        Request(number, stream_key(seed, "merge-cost", number), tuple(prompt), sampling, None)
+        for number, prompt in enumerate(ids)
+    ]
+    answers = {each.request_id: each.token_ids_T for each in engine.generate(requests)}
+    branches = [Branch(number, ids[number], answers[number]) for number in sorted(answers) if answers[number]]
+    of_merged = _logprobs(policy, branches, None)
+    del policy, engine
+    gc.collect()
+    policy = _load(base, off, device)
+    for name, layer in policy.injected.layers.items():
+        layer.slots[SLOT] = _slot(combined, name, layer.device)
+    of_adapter = _logprobs(policy, branches, SLOT)
+    return Cost(build_difference(of_adapter, of_merged), len(branches), sum(len(b.continuation_T) for b in branches))
+
+
+def _load(folder: Path, adapter: AdapterConfig, device: str) -> Policy:
+    compute_dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    return load_policy(folder, adapter, device=device, compute_dtype=compute_dtype)
+
+
+def _slot(combined: Combined, module: str, device: torch.device) -> Slot:
+    if module in combined.rotation:
+        return OFTSlot(combined.rotation[module].to(device))
+    parts = combined.lora[module]
+    A = torch.cat([part.lora_A for part in parts]).to(device)
+    B = torch.cat([part.lora_B * part.scaling for part in parts], dim=1).to(device)
+    return LoRASlot(A, B, 1.0)
+
+
+def _logprobs(policy: Policy, branches: Sequence[Branch], slot: str | None) -> list[float]:
+    values: list[float] = []
+    with torch.no_grad(), policy.injected.selection.use(slot):
+        for branch in branches:
+            found, _ = policy.logprobs(policy.pack([branch]))
+            values += found.tolist()
+    return values

@@ -1,0 +1,142 @@
+"""`orbit merge`: adapters into their base, or several adapters into one.
+
+Belongs here: the checks, the order, the report. Does not belong here: arithmetic (`combine`, `deltas`), what a merge
+costs (`cost`), files (`destination`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from orbit_runtime.checkpoints.adapter_folder import AdapterFolder
+from orbit_runtime.checkpoints.combine import Combined, CombinedFiles, combine, write_combined
+from orbit_runtime.checkpoints.convert import SHARD_BYTES, Result, Show, prepare, write
+from orbit_runtime.checkpoints.deltas import AdapterChange, check_fits
+from orbit_runtime.checkpoints.target import Target
+from orbit_runtime.errors import ModelError, OutputError, UnsupportedError
+from orbit_runtime.model_info.checkpoint import folder_headers
+from orbit_runtime.model_info.content import weights_digest
+from orbit_runtime.model_info.layouts import read_linears
+from orbit_runtime.model_info.quantization import parse_quantization
+
+
+@dataclass(frozen=True, slots=True)
+class MergedBase:
+    written: Result
+    base_weights: str
+    combined: Combined
+
+    def to_json(self) -> dict[str, Any]:
+        adapted = sorted(self.combined.modules())
+        return {**self.written.to_json(), "base_weights": self.base_weights, "adapted_modules": adapted}
+
+
+def merge_into_base(
+    base: Path,
+    adapters: Sequence[AdapterFolder],
+    weights: Sequence[float],
+    folder: Path,
+    target: Target,
+    *,
+    unchecked: bool,
+    show: Show,
+) -> MergedBase:
+    """Writes a model that needs no adapter.
+
+    Args:
+        unchecked: also take adapters that do not say which base they belong to; never those that name another.
+
+    Raises:
+        ModelError: an adapter of another base, or one that does not fit.
+        UnsupportedError: the target would quantise untouched modules a second time.
+    """
+    combined = combine(adapters, weights)
+    digest = weights_digest(base)
+    check_base(adapters, digest, str(base), unchecked=unchecked)
+    rewrite, config = prepare(base, target, AdapterChange(combined))
+    shapes = {name: (linear.rows, linear.columns) for name, linear in rewrite.linears.items()}
+    for name, (_, info) in rewrite.source.tensors.items():
+        if name.endswith(".weight") and len(info.shape) == 2:
+            shapes.setdefault(name.removesuffix(".weight"), (info.shape[0], info.shape[1]))
+    check_fits(combined, shapes, str(base))
+    if target.layout != "BF16":
+        for linear in rewrite.linears.values():
+            if linear.layout != target.layout and linear.module not in combined.modules():
+                raise UnsupportedError(
+                    f"{linear.module} is {linear.layout} and no adapter changes it: writing {target.layout} would "
+                    "quantise it a second time",
+                    where=str(base),
+                    fix="merge to BF16, or to the base's own format",
+                )
+    facts = {
+        "kind": "merge",
+        "base_weights": digest,
+        "adapters": [
+            {"place": each.place, "digest": each.facts.get("digest"), "weight": weight}
+            for each, weight in zip(adapters, weights, strict=True)
+        ],
+    }
+    result = write(rewrite, config, folder, facts, show=show, shard_bytes=SHARD_BYTES)
+    return MergedBase(result, digest, combined)
+
+
+def base_target(base: Path, precision: str) -> Target | None:
+    """The base's own layout and group, where it is packed in `precision` already; None where it is not."""
+    headers = folder_headers(base)
+    quant = parse_quantization(headers.config, where=f"{base}/config.json", tensors=headers.infos())
+    if quant.name != precision or precision == "BF16":
+        return None
+    linears = read_linears(headers.tensors, quant, config=f"{base}/config.json")
+    main = next((linear for linear in linears.values() if linear.layout == (quant.layout or quant.name)), None)
+    return Target(main.layout, main.group) if main else None
+
+
+def check_base(adapters: Sequence[AdapterFolder], digest: str, base: str, *, unchecked: bool) -> None:
+    """Raises `ModelError` for an adapter that was trained on other weights, or does not say on which."""
+    for adapter in adapters:
+        known = adapter.base_weights
+        if known is None and not unchecked:
+            raise ModelError(
+                "the adapter does not say which base it was trained on",
+                where=adapter.place,
+                fix="merge it with --unchecked-base if you are sure",
+            )
+        if known is not None and known != digest:
+            raise ModelError(
+                f"the adapter was trained on another base: its weights are {known[:19]}…, these are {digest[:19]}…",
+                where=adapter.place,
+                fix=f"name the base that it was trained on; {base} is another",
+            )
+
+
+def merge_adapters(adapters: Sequence[AdapterFolder], weights: Sequence[float], folder: Path) -> CombinedFiles:
+    """Writes one adapter that does what all of them do.
+
+    Raises:
+        ModelError: they were trained on different bases.
+        OutputError: the folder holds something.
+    """
+    bases = {adapter.base_weights for adapter in adapters} - {None}
+    if len(bases) > 1:
+        raise ModelError(
+            "the adapters were trained on different bases",
+            where=", ".join(adapter.place for adapter in adapters),
+            fix="combine adapters of one base",
+        )
+    made = write_combined(adapters, weights, next(iter(bases), None))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            raise OutputError("the folder is not empty", where=str(folder), fix="name a new folder")
+        for name, data in made.files.items():
+            (folder / name).write_bytes(data)
+    except OSError as error:
+        raise OutputError(f"cannot be written: {error.strerror}", where=str(folder)) from error
+    return made
+
+
+def combined_json(made: CombinedFiles, folder: Path) -> dict[str, Any]:
+    return {"folder": str(folder), **{key: value for key, value in asdict(made).items() if key != "files"}}

@@ -1,0 +1,250 @@
+"""A checkpoint written anew, module by module and rows by rows: what convert and merge have in common.
+
+At no time does more than one run of rows exist densely, besides the packed bytes of the module at hand: peak memory is
+far below one layer. What a file will hold is known before the first value is computed, so its header comes first.
+
+Belongs here: the order of reading, computing and writing; errors of the new format.
+Does not belong here: files that are whole or not (`destination`), which modules (`target`), adapters (`deltas`).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from orbit_runtime.adapters.inject import SHARED_INPUTS
+from orbit_runtime.checkpoints.target import Target
+from orbit_runtime.checkpoints.tensor_files import CODES, Output, ShardWriter, TensorSource
+from orbit_runtime.errors import ModelError
+from orbit_runtime.model_info.layouts import StoredLinear
+from orbit_runtime.quant.formats import FORMATS, Codec
+
+RUN_ELEMENTS = 1 << 18
+"""Elements of a run of rows; its temporaries take about 20 bytes an element."""
+ROW_MULTIPLE = 128
+"""Runs end where blocks of 128 rows and words of 8 zero points do."""
+
+Advance = Callable[[int, str], None]
+"""(bytes of the source that are done, what is being done)."""
+
+
+class Change(Protocol):
+    """What an adapter makes of a weight."""
+
+    def modules(self) -> frozenset[str]: ...
+
+    def apply(self, module: str, rows: Tensor, start: int) -> Tensor:
+        """fp32 rows `[start, start + n)` of the weight of `module` → the changed rows."""
+        ...
+
+
+@dataclass(slots=True)
+class Deviation:
+    """How far the written weights of one module are from what they should be."""
+
+    squares: float = 0.0
+    reference: float = 0.0
+    largest: float = 0.0
+    largest_weight: float = 0.0
+
+    def add(self, written: Tensor, wanted: Tensor) -> None:
+        difference = written - wanted
+        self.squares += float(difference.double().square().sum())
+        self.reference += float(wanted.double().square().sum())
+        self.largest = max(self.largest, float(difference.abs().max()))
+        self.largest_weight = max(self.largest_weight, float(wanted.abs().max()))
+
+    def to_json(self) -> dict[str, float]:
+        """`relative_rms`: |written - wanted| / |wanted|; `max_error`, `max_weight`: largest magnitudes."""
+        rms = math.sqrt(self.squares / self.reference) if self.reference else 0.0
+        return {"relative_rms": rms, "max_error": self.largest, "max_weight": self.largest_weight}
+
+
+@dataclass(frozen=True)
+class Item:
+    """What becomes of one tensor or module of the source, and what it is in the file."""
+
+    name: str
+    """A module where it is computed, a tensor where it is copied."""
+    outputs: tuple[Output, ...]
+    source_bytes: int
+    layout: str | None = None
+    """What the module is written in; None: the tensor is copied."""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(output.num_bytes for output in self.outputs)
+
+
+@dataclass
+class Rewrite:
+    """One source, one target, and at most one change."""
+
+    source: TensorSource
+    linears: Mapping[str, StoredLinear]
+    """The packed modules of the source."""
+    target: Target
+    quantised: frozenset[str]
+    """Modules to write in the target's layout."""
+    change: Change | None = None
+    _amax: dict[str, Tensor] = field(default_factory=dict)
+
+    def items(self) -> list[Item]:
+        """Everything that will be written, in the order of the source's bytes."""
+        changed = self.change.modules() if self.change else frozenset()
+        part_of = {tensor: linear.module for linear in self.linears.values() for tensor in linear.tensors}
+        items: dict[str, Item] = {}
+        sizes: dict[str, int] = {}
+        for name in self.source.in_order():
+            info = self.source.tensors[name][1]
+            module = part_of.get(name) or name.removesuffix(".weight")
+            if name in part_of and module in self.quantised and self._stays(module):
+                items[name] = Item(name, (Output(name, info.dtype, info.shape),), info.num_bytes)
+            elif name in part_of or (name.endswith(".weight") and module in self.quantised | changed):
+                sizes[module] = sizes.get(module, 0) + info.num_bytes
+                items[module] = self._computed(module, sizes[module])
+            else:
+                items[name] = Item(name, (Output(name, info.dtype, info.shape),), info.num_bytes)
+        return list(items.values())
+
+    def write(self, item: Item, writer: ShardWriter, advance: Advance) -> Deviation | None:
+        """Writes one item; the deviation of a module that was computed."""
+        if item.layout is None:
+            for offset, count in self.source.blocks(item.name):
+                writer.write_bytes(item.name, offset, self.source.raw(item.name, offset, count))
+            advance(item.source_bytes, item.name)
+            return None
+        codec, deviation = FORMATS[item.layout], Deviation()
+        shape = self._shape(item.name)
+        extra = self._extra(item.name)
+        share = item.source_bytes / shape[0]
+        for start, wanted in self._runs(item.name):
+            written = _write_run(codec, item.name, (start, wanted), (*self._arguments(item.layout), extra), writer)
+            deviation.add(written, wanted)
+            advance(round(share * (start + len(wanted))) - round(share * start), item.name)
+        return deviation
+
+    def _stays(self, module: str) -> bool:
+        """A packed module that nothing changes keeps its bytes; in NVFP4 only with all that share its global scale."""
+        linear = self.linears[module]
+        together = self._fused(module) if self.target.precision == "NVFP4" else [module]
+        changed = self.change.modules() if self.change is not None else frozenset()
+        same = (linear.layout, linear.group) == (self.target.layout, self.target.group)
+        return same and not changed.intersection(together)
+
+    def _fused(self, module: str) -> list[str]:
+        """The modules to quantise that an engine fuses with this one, itself among them."""
+        parent, _, leaf = module.rpartition(".")
+        group = next((group for group in SHARED_INPUTS if leaf in group), (leaf,))
+        return [name for each in group if (name := f"{parent}.{each}") in self.quantised]
+
+    def _computed(self, module: str, source_bytes: int) -> Item:
+        layout = self.target.layout if module in self.quantised else "BF16"
+        outputs = _outputs(layout, self._shape(module), self._arguments(layout))
+        return Item(
+            module, tuple(replace(each, name=f"{module}.{each.name}") for each in outputs), source_bytes, layout
+        )
+
+    def _arguments(self, layout: str) -> tuple[int, ...]:
+        return self.target.arguments if layout == self.target.layout else ()
+
+    def _shape(self, module: str) -> tuple[int, int]:
+        if module in self.linears:
+            linear = self.linears[module]
+            return linear.rows, linear.columns
+        rows, columns = self.source.tensors[f"{module}.weight"][1].shape
+        return rows, columns
+
+    def _runs(self, module: str) -> Iterator[tuple[int, Tensor]]:
+        """(first row, fp32 rows) of what the module should hold."""
+        rows, columns = self._shape(module)
+        run = max(ROW_MULTIPLE, RUN_ELEMENTS // columns // ROW_MULTIPLE * ROW_MULTIPLE)
+        read = self._reader(module)
+        for start in range(0, rows, run):
+            values = read(start, min(start + run, rows))
+            if not bool(values.isfinite().all()):
+                key = self.linears[module].tensors[0] if module in self.linears else f"{module}.weight"
+                raise ModelError(
+                    f"a value in rows {start} to {start + len(values) - 1} is not finite",
+                    where=self.source.where(key),
+                    fix="the model is damaged: download it again",
+                )
+            if self.change is not None and module in self.change.modules():
+                values = self.change.apply(module, values, start)
+            yield start, values
+
+    def _reader(self, module: str) -> Callable[[int, int], Tensor]:
+        if module not in self.linears:
+            name = f"{module}.weight"
+            return lambda start, stop: self.source.read_rows(name, start, stop).float()
+        linear = self.linears[module]
+        codec = FORMATS[linear.layout]
+        try:
+            weight = codec.from_checkpoint({name: self.source.read(name) for name in linear.tensors}, module)
+        except ModelError as error:
+            where = self.source.where(error.where) if error.where in self.source.tensors else error.where
+            raise ModelError(error.message, where=where, fix=error.fix) from None
+        # GPTQ and AWQ weights are laid out anew by then.
+        own = FORMATS[linear.layout] if linear.layout not in ("GPTQ", "GPTQv2", "AWQ") else FORMATS["INT4Asymmetric"]
+        views = own.views(*own.buffers(weight).values())
+        return lambda start, stop: own.dense_rows(*(view[start:stop] for view in views), torch.float32)
+
+    def _extra(self, module: str) -> Mapping[str, Any]:
+        """NVFP4: the largest value of all projections that an engine fuses with this one."""
+        if self.target.precision != "NVFP4" or module not in self.quantised:
+            return {}
+        members = self._fused(module)
+        key = members[0]
+        if key not in self._amax:
+            largest = [rows.abs().max() for member in members for _, rows in self._runs(member)]
+            self._amax[key] = torch.stack(largest).max()
+        return {"amax": self._amax[key]}
+
+
+@functools.cache
+def _outputs(layout: str, shape: tuple[int, int], arguments: tuple[int, ...]) -> tuple[Output, ...]:
+    """What the codec writes for a weight of this shape: found out on tensors that have no memory."""
+    codec = FORMATS[layout]
+    assert codec.quantize is not None
+    assert codec.to_checkpoint is not None
+    parts = codec.to_checkpoint(codec.quantize(torch.empty(shape, dtype=torch.bfloat16, device="meta"), *arguments))
+    return tuple(Output(name, CODES[part.dtype], tuple(part.shape)) for name, part in parts.items())
+
+
+def _write_run(
+    codec: Codec, module: str, run: tuple[int, Tensor], arguments: tuple[Any, ...], writer: ShardWriter
+) -> Tensor:
+    """Quantises and writes a run of rows; what it became, in fp32."""
+    start, wanted = run
+    *positional, named = arguments
+    assert codec.quantize is not None
+    assert codec.to_checkpoint is not None
+    weight = codec.quantize(wanted, *positional, **named)
+    tiles = codec.tiles(weight)
+    for name, part in codec.to_checkpoint(weight).items():
+        tile = tiles.get(name)
+        if name == "weight_shape":
+            # A run of rows knows its own number of rows only.
+            rows, words = writer.shape(f"{module}.weight_packed")
+            part = torch.tensor([rows, words * 8])
+        if tile is not None:
+            writer.write_rows(f"{module}.{name}", start // tile[0], part)
+        elif start == 0:
+            writer.write_rows(f"{module}.{name}", 0, part)
+    return codec.dequantize(weight, torch.float32)
+
+
+def split_shards(items: Sequence[Item], limit: int) -> list[list[Item]]:
+    """Items in their order, files of at most `limit` bytes; an item larger than that has a file of its own."""
+    shards: list[list[Item]] = [[]]
+    for item in items:
+        if shards[-1] and sum(each.num_bytes for each in shards[-1]) + item.num_bytes > limit:
+            shards.append([])
+        shards[-1].append(item)
+    return shards

@@ -1,0 +1,183 @@
+"""The format that a checkpoint is written in: which layout, which modules, and what config.json says of them.
+
+Belongs here: choosing, and describing in the vendors' words. Does not belong here: writing (`rewrite`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from orbit_runtime.errors import ModelError, UnsupportedError, UsageError
+from orbit_runtime.model_info.families import FAMILIES, describe
+from orbit_runtime.model_info.headers import TensorInfo
+from orbit_runtime.model_info.quantization import PRECISIONS
+from orbit_runtime.model_info.weights import EXPERT
+
+DEFAULT_LAYOUT = {"BF16": "BF16", "INT4": "INT4", "FP8": "FP8Block", "NVFP4": "NVFP4", "MXFP4": "MXFP4"}
+WRITABLE = ("BF16", "INT4", "INT4Asymmetric", "FP8", "FP8Block", "FP8BlockCT", "NVFP4", "NVFP4ModelOpt", "MXFP4")
+"""Layouts that this command writes. DeepSeek-V4's and gpt-oss' own are made by their authors only."""
+GROUPS = {"INT4": 32, "INT4Asymmetric": 32, "NVFP4": 16, "NVFP4ModelOpt": 16, "MXFP4": 32}
+"""Columns under one scale; INT4's can be chosen."""
+FREE_GROUP = ("INT4", "INT4Asymmetric")
+DEFAULT_IGNORE = (
+    "lm_head", r"re:.*embed", r"re:.*norm", r"re:.*router", r"re:.*\.gate$", r"re:.*(vision|visual|mm_projector)",
+)  # fmt: skip
+"""Output head, embeddings, norms, routers and vision towers stay as they are."""
+QUANTISED_ROLES = ("attention", "dense_mlp", "shared_expert", "routed_expert")
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Example: `Target("INT4", 32, ("re:.*self_attn.*",))`."""
+
+    layout: str
+    group: int | None = None
+    ignore: tuple[str, ...] = ()
+    """Patterns of the user's, on top of `DEFAULT_IGNORE`."""
+
+    @property
+    def precision(self) -> str:
+        return PRECISIONS[self.layout]
+
+    @property
+    def arguments(self) -> tuple[int, ...]:
+        """What the codec's `quantize` takes besides the weight."""
+        return (self.group,) if self.layout in FREE_GROUP and self.group else ()
+
+
+def build_target(precision: str, layout: str | None, group: int | None, ignore: Sequence[str]) -> Target:
+    """Raises `UsageError` for a format that cannot be written, or a group size that it cannot have."""
+    if precision not in DEFAULT_LAYOUT:
+        known = ", ".join(DEFAULT_LAYOUT)
+        raise UsageError(f"`{precision}` is no precision", where="--precision", fix=f"one of {known}")
+    chosen = layout or DEFAULT_LAYOUT[precision]
+    if chosen not in WRITABLE or PRECISIONS[chosen] != precision:
+        known = ", ".join(each for each in WRITABLE if PRECISIONS[each] == precision)
+        raise UsageError(f"`{chosen}` is no way to write {precision}", where="--layout", fix=f"one of {known}")
+    size = GROUPS.get(chosen)
+    if group is not None and group != size:
+        if chosen not in FREE_GROUP:
+            raise UsageError(f"{chosen} has no group size to choose", where="--group-size", fix="leave it out")
+        if group <= 0 or group % 8:
+            raise UsageError(f"groups of {group} cannot be packed", where="--group-size", fix="choose 32 or 128")
+        size = group
+    for pattern in ignore:
+        try:
+            re.compile(pattern.removeprefix("re:"))
+        except re.error as error:
+            raise UsageError(f"`{pattern}` is no expression: {error}", where="--ignore") from None
+    return Target(chosen, size, tuple(ignore))
+
+
+def choose_modules(config: Mapping[str, Any], dense: Mapping[str, TensorInfo], target: Target) -> list[str]:
+    """Modules to quantise, among those whose dense weight is `<module>.weight` of shape `[out, in]`.
+
+    Raises:
+        ModelError: a weight is neither BF16 nor a matrix that the format can hold.
+        UnsupportedError: nothing is left to quantise.
+    """
+    if target.layout == "BF16":
+        return []
+    kind = config.get("model_type")
+    roles = {w.module: w.role for w in describe(config).weights if w.is_linear} if kind in FAMILIES else {}
+    chosen = []
+    for name, info in dense.items():
+        module = name.removesuffix(".weight")
+        if not name.endswith(".weight") or len(info.shape) != 2 or is_ignored(module, target.ignore):
+            continue
+        role = roles.get(re.sub(r"\.experts\.\d+\.", f".experts.{EXPERT}.", module))
+        if role is not None and role not in QUANTISED_ROLES:
+            continue
+        if info.dtype != "BF16":
+            raise ModelError(
+                f"the weight is {info.dtype}; only BF16 is quantised",
+                where=name,
+                fix=f"convert the model to BF16 first, or leave it out with --ignore '{module}'",
+            )
+        chosen.append(module)
+    if not chosen:
+        raise UnsupportedError("no module is left to quantise", where="--ignore", fix="ignore less")
+    return chosen
+
+
+def check_groups(columns: Mapping[str, int], target: Target) -> None:
+    """Raises `UnsupportedError` naming the first module whose columns the target's groups do not divide."""
+    misfits = [(module, count) for module, count in columns.items() if target.group and count % target.group]
+    if misfits:
+        module, count = misfits[0]
+        raise UnsupportedError(
+            f"{count} columns are not a multiple of the group of {target.group}"
+            + (f" (nor those of {len(misfits) - 1} more modules)" if len(misfits) > 1 else ""),
+            where=module,
+            fix=f"leave it in BF16: --ignore 're:.*{re.escape(module.rpartition('.')[2])}$'"
+            + (", or choose another --group-size" if target.layout in FREE_GROUP else ""),
+        )
+
+
+def is_ignored(module: str, ignore: Sequence[str]) -> bool:
+    """By name, by the last part of the name, or by `re:` and an expression that matches from the start."""
+    for pattern in (*DEFAULT_IGNORE, *ignore):
+        if pattern.startswith("re:"):
+            if re.match(pattern[3:], module):
+                return True
+        elif module == pattern or module.endswith(f".{pattern}"):
+            return True
+    return False
+
+
+def quantization_block(target: Target, left_alone: Sequence[str]) -> dict[str, Any] | None:
+    """The `quantization_config` of the written model; None for BF16.
+
+    Args:
+        left_alone: matrices that were not quantised. Readers take every linear that is not listed for quantised.
+    """
+    listed = sorted({"lm_head", *left_alone})
+    if target.layout == "BF16":
+        return None
+    if target.layout == "FP8Block":
+        return {
+            "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
+            "modules_to_not_convert": listed,
+        }  # fmt: skip
+    if target.layout == "NVFP4ModelOpt":
+        return {"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4", "group_size": 16, "ignore": listed}
+    weights: dict[str, Any] = {
+        "INT4": {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group"},
+        "INT4Asymmetric": {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group"},
+        "FP8": {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"},
+        "FP8BlockCT": {
+            "num_bits": 8, "type": "float", "symmetric": True, "strategy": "block", "block_structure": [128, 128],
+        },
+        "NVFP4": {
+            "num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group",
+            "scale_dtype": "torch.float8_e4m3fn",
+        },
+        "MXFP4": {
+            "num_bits": 4, "type": "float", "symmetric": True, "strategy": "group", "scale_dtype": "torch.uint8",
+        },
+    }[target.layout]  # fmt: skip
+    packing = {
+        "INT4": "pack-quantized", "INT4Asymmetric": "pack-quantized", "FP8": "float-quantized",
+        "FP8BlockCT": "float-quantized", "NVFP4": "nvfp4-pack-quantized", "MXFP4": "mxfp4-pack-quantized",
+    }[target.layout]  # fmt: skip
+    sized = {"group_size": target.group} if target.group else {}
+    group = {
+        "targets": ["Linear"], "weights": {**weights, **sized, "dynamic": False}, "input_activations": None,
+        "output_activations": None, "format": packing,
+    }  # fmt: skip
+    return {
+        "quant_method": "compressed-tensors", "format": packing, "quantization_status": "compressed",
+        "kv_cache_scheme": None, "ignore": listed, "config_groups": {"group_0": group},
+    }  # fmt: skip
+
+
+def build_config(config: Mapping[str, Any], block: Mapping[str, Any] | None) -> dict[str, Any]:
+    """config.json of the written model: the source's, with the quantisation replaced wherever it stood."""
+    inner = config.get("text_config")
+    written = {key: value for key, value in config.items() if key not in ("quantization_config", "expert_dtype")}
+    if isinstance(inner, Mapping) and "quantization_config" in inner:
+        written["text_config"] = {key: value for key, value in inner.items() if key != "quantization_config"}
+    return {**written, "quantization_config": dict(block)} if block else written

@@ -1,0 +1,132 @@
+"""`orbit merge`: prints what a merge wrote and what it costs.
+
+Belongs here: arguments and tables. Does not belong here: the work (`checkpoints`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from orbit_runtime.cli.bars import bytes_bar
+from orbit_runtime.cli.convert import check_torch, format_result
+from orbit_runtime.cli.output import print_json
+from orbit_runtime.cli.places import needed_folder
+from orbit_runtime.errors import UsageError
+
+if TYPE_CHECKING:
+    from orbit_runtime.checkpoints.adapter_folder import AdapterFolder
+    from orbit_runtime.checkpoints.cost import Cost
+
+
+MAX_PROMPTS = 64
+"""Of a file of prompts, how many are answered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the command line says beside the adapters."""
+
+    base: str | None
+    precision: str
+    weights: Sequence[float]
+    measure: str
+    """A file of prompts, `built-in` or `none`."""
+    unchecked_base: bool
+
+
+def run_merge(adapters: Sequence[str], folder: Path, options: Options, *, as_json: bool) -> None:
+    """Merges and prints.
+
+    Raises:
+        ModelError: (66) an adapter of another base, or a damaged file. DataError: (65) the prompts are unusable.
+        OutputError: (73) the folder holds something else. UnsupportedError: (78) these do not merge.
+    """
+    check_torch()
+    from orbit_runtime.checkpoints.adapter_folder import open_adapter
+
+    read = [open_adapter(each) for each in adapters]
+    weights = list(options.weights) or [1.0] * len(read)
+    if options.base is None:
+        _merge_adapters(read, weights, folder, options, as_json=as_json)
+    else:
+        _merge_into_base(read, weights, folder, options, as_json=as_json)
+
+
+def _merge_adapters(
+    read: list[AdapterFolder], weights: list[float], folder: Path, options: Options, *, as_json: bool
+) -> None:
+    from orbit_runtime.checkpoints.merge import combined_json, merge_adapters
+
+    if len(read) < 2:
+        raise UsageError(
+            "one adapter alone has nothing to merge with",
+            where="ADAPTER",
+            fix="name its base with --base, or several adapters; a kept adapter is in PEFT's format already",
+        )
+    made = merge_adapters(read, weights, folder)
+    if as_json:
+        print_json(combined_json(made, folder))
+        return
+    what = f"rank {made.rank}" if read[0].type == "LoRA" else f"blocks of {made.rank}"
+    print(f"{folder}: one {read[0].type} adapter, {what}, {made.modules} modules")
+    print(f"rounding: {made.deviation:.2g} of the largest value")
+
+
+def _merge_into_base(
+    read: list[AdapterFolder], weights: list[float], folder: Path, options: Options, *, as_json: bool
+) -> None:
+    from orbit_runtime.checkpoints.merge import base_target, merge_into_base
+    from orbit_runtime.checkpoints.target import build_target
+
+    assert options.base is not None
+    base = needed_folder(options.base)
+    target = base_target(base, options.precision) or build_target(options.precision, None, None, ())
+    prompts = _read_prompts(options.measure)
+    with bytes_bar("merging") as show:
+        merged = merge_into_base(
+            base,
+            read,
+            weights,
+            folder,
+            target,
+            unchecked=options.unchecked_base,
+            show=show,
+        )
+    cost = None
+    if prompts:
+        from orbit_runtime.checkpoints.cost import measure
+
+        cost = measure(base, folder, merged.combined, prompts)
+    if as_json:
+        print_json({**merged.to_json(), "cost": cost.difference.to_json() if cost else None})
+        return
+    print(format_result(merged.written))
+    print(f"{len(merged.combined.modules())} modules changed by {len(read)} adapter{'s' if len(read) > 1 else ''}")
+    if cost is not None:
+        print(format_cost(cost))
+
+
+def format_cost(cost: Cost) -> str:
+    d = cost.difference
+    return (
+        f"merged against base and adapter, {cost.new_tokens} tokens of {cost.prompts} answers: "
+        f"mean |Δ log-prob| {d.mean:.2g}, p99 {d.p99:.2g}, max {d.max:.2g}, k3 {d.k3:.2g}"
+    )
+
+
+def _read_prompts(asked: str) -> list[str]:
+    """The last message of each row's prompt; the built-in prompts, or none at all."""
+    if asked == "none":
+        return []
+    if asked == "built-in":
+        from orbit_runtime.checkpoints.cost import PROMPTS
+
+        return list(PROMPTS)
+    from orbit_runtime.data.prompts import load_prompts
+    from orbit_runtime.data.rows import PromptSource
+
+    table = load_prompts([PromptSource(asked)], limit=MAX_PROMPTS)
+    return [str(prompt.messages[-1]["content"]) for prompt in table.prompts_P]

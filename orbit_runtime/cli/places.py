@@ -1,0 +1,57 @@
+"""Where a model or an adapter lies: an address on the command line → a folder, a store, or a shipped card.
+
+Belongs here: the schemes. Does not belong here: reading what lies there, addresses within a manifest (`plan`).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from orbit_runtime.errors import ModelError, UsageError
+
+REMOTE = ("s3", "gs", "az")
+
+
+def local_folder(uri: str, *, precision: str = "Auto") -> Path | None:
+    """The folder on this machine; None for an object store or a hub.
+
+    Args:
+        precision: which variant of a `builtin://` model.
+
+    Raises:
+        UsageError: a file, where a folder is asked for.
+        ModelError: an unknown shipped model.
+    """
+    scheme, separator, rest = uri.partition("://")
+    if separator and scheme == "builtin":
+        from orbit_runtime.model_info.builtin_models import builtin_folder
+
+        return builtin_folder(rest, precision)
+    if separator and scheme != "file":
+        if scheme not in (*REMOTE, "hf"):
+            raise UsageError(
+                f"there is no address {scheme}://", where=uri, fix="use a path, builtin://, s3:// or hf://"
+            )
+        return None
+    folder = Path(rest if separator else uri).expanduser()
+    if folder.is_file():
+        raise UsageError("this is a file", where=str(folder), fix=f"name its folder: {folder.parent}")
+    return folder
+
+
+def needed_folder(uri: str, *, precision: str = "Auto") -> Path:
+    """`local_folder` for commands that read every byte.
+
+    Raises:
+        ModelError: it lies elsewhere, or is not there.
+    """
+    folder = local_folder(uri, precision=precision)
+    if folder is None:
+        raise ModelError(
+            "not on this machine",
+            where=uri,
+            fix="download them and name their folder: every byte is read",
+        )
+    if not folder.is_dir():
+        raise ModelError("the model folder does not exist", where=str(folder), fix="correct the path")
+    return folder

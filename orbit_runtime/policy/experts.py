@@ -1,0 +1,68 @@
+"""The routed experts of a layer over packed weights: tokens sorted by expert, one projection of all experts at a time.
+
+Belongs here: the order of projections, what stands between them, the weighted sum.
+Does not belong here: routing (transformers' router, before), dispatch and products (`quant`), adapters, reading.
+
+Legend: `T` tokens, `C` experts a token goes to, `S = T·C` slots, `N` hidden size, `I` inner size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from orbit_runtime.quant.expert_linear import FrozenExpertLinear, build_dispatch
+
+Activation = Callable[[Tensor, Tensor | None], Tensor]
+"""(output of gate, of up) → `[S, I]`; with one projection for both, (its output, None)."""
+
+
+class FrozenExperts(nn.Module):
+    """In the place of transformers' `…Experts`: the same call, the same values.
+
+    Saved for backward are packed weights, activations and the dispatch; backward dequantises an expert again.
+    """
+
+    def __init__(self, linears: Mapping[str, FrozenExpertLinear], activation: Activation) -> None:
+        """`linears`: `gate_proj` and `up_proj`, or `gate_up_proj`, and `down_proj`."""
+        super().__init__()
+        self.num_experts = linears["down_proj"].num_experts
+        self.activation = activation
+        for name, linear in linears.items():
+            self.add_module(name, linear)
+
+    def forward(self, hidden_TN: Tensor, expert_TC: Tensor, weight_TC: Tensor) -> Tensor:
+        """`[T, N]`, summed in fp32 in the router's order."""
+        dispatch = build_dispatch(expert_TC, self.num_experts)
+        modules = self._modules
+        if "gate_up_proj" in modules:
+            inner_SI = self.activation(modules["gate_up_proj"](hidden_TN, dispatch), None)  # type: ignore[misc]
+        else:
+            gate_SI = modules["gate_proj"](hidden_TN, dispatch)  # type: ignore[misc]
+            inner_SI = self.activation(gate_SI, modules["up_proj"](hidden_TN, dispatch))  # type: ignore[misc]
+        return dispatch.combine(modules["down_proj"](inner_SI, dispatch), weight_TC).to(hidden_TN.dtype)  # type: ignore[misc]
+
+
+def gated(act: Callable[[Tensor], Tensor], limit: float | None = None) -> Activation:
+    """`act(gate) * up`; with a limit both are cut to it first, the gate from above only (DeepSeek-V4)."""
+
+    def activation(gate_SI: Tensor, up_SI: Tensor | None) -> Tensor:
+        assert up_SI is not None
+        if limit is not None:
+            gate_SI, up_SI = gate_SI.clamp(max=limit), up_SI.clamp(min=-limit, max=limit)
+        return act(gate_SI) * up_SI
+
+    return activation
+
+
+def interleaved(alpha: float, limit: float) -> Activation:
+    """gpt-oss: rows of gate and up alternate; `(up + 1) * gate * sigmoid(alpha * gate)` after cutting both."""
+
+    def activation(gate_up_SI: Tensor, _: Tensor | None) -> Tensor:
+        gate_SI = gate_up_SI[..., ::2].clamp(max=limit)
+        up_SI = gate_up_SI[..., 1::2].clamp(min=-limit, max=limit)
+        return (up_SI + 1) * gate_SI * torch.sigmoid(gate_SI * alpha)
+
+    return activation

@@ -1,0 +1,32 @@
+"""Qwen3-MoE, GLM-4.5 and DeepSeek-V3: gate, up and down of each expert are tensors of their own, `act(gate) * up`.
+
+Routers, shared experts and attention are transformers' own modules over frozen linears. DeepSeek-V3's and GLM-4.5's
+routers add their correction bias to the sigmoid scores to choose experts, not to weigh them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from orbit_runtime.policy.experts import Activation, gated
+from orbit_runtime.policy.families.family import ExpertForm, Family, Projection, hidden, inner
+
+KV_B_PROJ = {"kv_b_proj": "engines fold this layer into the query and the output while they decode"}
+
+
+def _activation(module: Any) -> Activation:
+    return gated(module.act_fn, getattr(module, "limit", None))
+
+
+PER_EXPERT = ExpertForm(
+    (
+        Projection("gate_proj", inner, hidden),
+        Projection("up_proj", inner, hidden),
+        Projection("down_proj", hidden, inner),
+    ),
+    _activation,
+)
+
+QWEN3_MOE = Family(PER_EXPERT)
+GLM4_MOE = Family(PER_EXPERT)
+DEEPSEEK_V3 = Family(PER_EXPERT, no_targets=(".kv_b_proj",), refused_targets=KV_B_PROJ)

@@ -1,0 +1,256 @@
+"""A model's modules without storage → frozen modules over the checkpoint's own tensors.
+
+Belongs here: matching tensors to linears, experts, embedding, norms and routers.
+Does not belong here: what a family's modules are called and how its experts are laid out (`families`), formats.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from orbit_runtime.errors import ManifestError, ModelError, UnsupportedError
+from orbit_runtime.model_info.quantization import QuantFormat
+from orbit_runtime.policy.experts import FrozenExperts
+from orbit_runtime.policy.families.family import Family
+from orbit_runtime.policy.modules import FrozenEmbedding, run_in_fp32
+from orbit_runtime.policy.reader import CheckpointReader
+from orbit_runtime.quant.activations import ActivationPrecision, build_rounding, scale_name
+from orbit_runtime.quant.expert_linear import FrozenExpertLinear
+from orbit_runtime.quant.experts import ExpertStack
+from orbit_runtime.quant.formats import FORMATS, Codec, Weight
+from orbit_runtime.quant.linear import FrozenLinear
+
+MISMATCH = "config.json and the weights are of two models: copy or download the model again"
+
+
+def fill(
+    model: nn.Module,
+    reader: CheckpointReader,
+    quant: QuantFormat,
+    family: Family,
+    compute_dtype: torch.dtype,
+    activation_precision: ActivationPrecision = "WeightOnly",
+) -> None:
+    """Raises `ModelError` for what is missing, broken, of another shape, or belongs to no module.
+
+    `ManifestError` where no weight has the format that activations are to be rounded to, `UnsupportedError` where that
+    would be a routed expert's.
+    """
+    _fill_experts(model, reader, quant, family)
+    _check_experts(model, activation_precision, reader)
+    num_rounded = _fill_linears(model, reader, quant, family, activation_precision)
+    if activation_precision != "WeightOnly" and num_rounded == 0:
+        raise ManifestError(
+            f"no weight of the checkpoint is {activation_precision}; it is {quant.name}",
+            where="spec.model.activationPrecision",
+            fix="set it to WeightOnly, or train the model in that format",
+        )
+    _fill_embedding(model, reader, family, compute_dtype)
+    _fill_rest(model, reader, family, compute_dtype)
+    reader.check_all_used((*family.left_out, *_extra_layers(model, family)))
+
+
+def _extra_layers(model: nn.Module, family: Family) -> Iterator[str]:
+    """Layers behind the last one, which only speculative decoding uses (MTP): transformers leaves them out as well."""
+    last = int(model.config.num_hidden_layers)  # type: ignore[union-attr,arg-type]
+    for layer in range(last, last + int(getattr(model.config, "num_nextn_predict_layers", 0) or 0)):
+        yield re.escape(family.checkpoint_name(f"model.layers.{layer}."))
+
+
+def _fill_experts(model: nn.Module, reader: CheckpointReader, quant: QuantFormat, family: Family) -> None:
+    """transformers' experts, all of a layer in one parameter, become `FrozenExperts` over packed tensors."""
+    for name, module in list(model.named_modules()):
+        if not type(module).__name__.endswith("Experts"):
+            continue
+        form = family.experts
+        if form is None:
+            raise UnsupportedError(
+                f"the routed experts of {type(module).__name__} are not known to Orbit", where=str(reader.folder)
+            )
+        linears = {
+            projection.name: _read_projection(reader, quant, family, name, module, projection.name)
+            for projection in form.projections
+        }
+        for projection in form.projections:
+            wanted = (projection.out_features(module), projection.in_features(module))
+            found = (linears[projection.name].out_features, linears[projection.name].in_features)
+            if found != wanted:
+                raise ModelError(
+                    f"the experts' {projection.name} in {name} is {list(found)}, config.json says {list(wanted)}",
+                    where=str(reader.folder),
+                    fix=MISMATCH,
+                )
+        _replace(model, name, FrozenExperts(linears, form.build_activation(module)))
+
+
+def _read_projection(
+    reader: CheckpointReader, quant: QuantFormat, family: Family, name: str, module: nn.Module, leaf: str
+) -> FrozenExpertLinear:
+    assert family.experts is not None
+    count, reads_tokens = int(module.num_experts), leaf != "down_proj"  # type: ignore[arg-type]
+    if family.experts.read_stacked is not None:
+        stack, bias = family.experts.read_stacked(reader, quant, f"{name}.{leaf}")
+        return FrozenExpertLinear(stack, bias, reads_tokens=reads_tokens)
+    sources = [family.checkpoint_name(f"{name}.{index}.{leaf}") for index in range(count)]
+    return FrozenExpertLinear(_read_stack(reader, quant, sources), reads_tokens=reads_tokens)
+
+
+def _read_stack(reader: CheckpointReader, quant: QuantFormat, sources: list[str]) -> ExpertStack:
+    """One expert at a time into tensors for all: what is held besides the stack is a single expert."""
+    layout = layout_of(quant, sources[0], reader)
+    tensors: dict[str, torch.Tensor] = {}
+    for index, source in enumerate(sources):
+        other = layout_of(quant, source, reader)
+        if other != layout:
+            raise ModelError(
+                f"{source} is {other}, {sources[0]} is {layout}: the experts of a layer must be of one format",
+                where=str(reader.folder),
+            )
+        for key, part in FORMATS[layout].buffers(read_weight(reader, FORMATS[layout], source)).items():
+            whole = tensors.setdefault(key, part.new_empty((len(sources), *part.shape)))
+            if whole.shape[1:] != part.shape or whole.dtype != part.dtype:
+                raise ModelError(
+                    f"{source}.{key} is {part.dtype} {list(part.shape)}, that of the first expert "
+                    f"{whole.dtype} {list(whole.shape[1:])}",
+                    where=str(reader.folder),
+                )
+            whole[index].copy_(part)
+    return ExpertStack(layout, tensors)
+
+
+def _check_experts(model: nn.Module, activation_precision: ActivationPrecision, reader: CheckpointReader) -> None:
+    for name, module in model.named_modules():
+        if not isinstance(module, FrozenExpertLinear):
+            continue
+        if build_rounding(activation_precision, module.format, False) is not None:
+            raise UnsupportedError(
+                f"the inputs of routed experts ({name}) are not rounded to {activation_precision} yet",
+                where="spec.model.activationPrecision",
+                fix="set it to WeightOnly",
+            )
+
+
+def _fill_linears(
+    model: nn.Module,
+    reader: CheckpointReader,
+    quant: QuantFormat,
+    family: Family,
+    activation_precision: ActivationPrecision,
+) -> int:
+    """Every `nn.Linear` becomes a `FrozenLinear` over the checkpoint's own tensors; how many round their inputs."""
+    tied, num_rounded = _tied_head(model, reader, family), 0
+    for name, module in list(model.named_modules()):
+        special = family.special_linears.get(type(module).__name__)
+        if type(module) is not nn.Linear and special is None:
+            continue
+        where = str(reader.folder)
+        own = family.checkpoint_name(name)
+        source = tied if name == "lm_head" and tied else own
+        layout = layout_of(quant, source, reader) if source == own else "BF16"
+        codec = FORMATS[layout]
+        if layout != "BF16" and not reader.has(codec.tensor_names(source)[0]):
+            raise ModelError(
+                f"{source} should be {codec.precision}, but the checkpoint has no {codec.tensor_names(source)[0]}",
+                where=where,
+            )
+        weight = read_weight(reader, codec, source)
+        if tuple(weight.shape) != (module.out_features, module.in_features):
+            raise ModelError(
+                f"{source} is {list(weight.shape)}, config.json says [{module.out_features}, {module.in_features}]",
+                where=where,
+                fix=MISMATCH,
+            )
+        bias = reader.read(f"{own}.bias") if module.bias is not None else None
+        scale = f"{own}.{scale_name(activation_precision, layout)}"
+        rounding = build_rounding(activation_precision, layout, reader.has(scale))
+        num_rounded += rounding is not None
+        input_scale = reader.read(scale) if rounding is not None and rounding.is_static else None
+        frozen: nn.Module = FrozenLinear(weight, bias, rounding=rounding, input_scale=input_scale)
+        _replace(model, name, frozen if special is None else special(frozen, module))
+    return num_rounded
+
+
+def layout_of(quant: QuantFormat, name: str, reader: CheckpointReader) -> str:
+    """The layout of the module's tensors: what the config says, where the file bears it out."""
+    layout = quant.layout_of(name)
+    if quant.by_tensor and not reader.has(FORMATS[layout].tensor_names(name)[-1]):
+        return "BF16"
+    return layout
+
+
+def read_weight(reader: CheckpointReader, codec: Codec, source: str) -> Weight:
+    """The module's packed weight; what is wrong with a tensor is said with its file."""
+    names = codec.tensor_names(source)
+    tensors = {name: reader.read(name) for name in names}
+    try:
+        weight: Weight = codec.from_checkpoint(tensors, source)
+    except ModelError as error:
+        where = f"{reader.file_of(error.where)}: {error.where}" if error.where in names else error.where
+        raise ModelError(error.message, where=where, fix=error.fix) from None
+    return weight
+
+
+def _fill_embedding(model: nn.Module, reader: CheckpointReader, family: Family, compute_dtype: torch.dtype) -> None:
+    """The plain embedding stays BF16 and is shared with a tied head; a subclass keeps its own arithmetic."""
+    embedding = model.get_input_embeddings()
+    if type(embedding) is not nn.Embedding:
+        return
+    head = model.get_output_embeddings()
+    if _tied_head(model, reader, family):
+        model.set_input_embeddings(FrozenEmbedding(head.packed.qdata, compute_dtype))
+        return
+    name = family.checkpoint_name(next(key for key, module in model.named_modules() if module is embedding))
+    weight = FORMATS["BF16"].from_checkpoint({f"{name}.weight": reader.read(f"{name}.weight")}, name)
+    model.set_input_embeddings(FrozenEmbedding(weight.qdata, compute_dtype))
+
+
+def _tied_head(model: nn.Module, reader: CheckpointReader, family: Family) -> str | None:
+    """Name of the embedding that doubles as the output head, or `None` where the head has a tensor of its own."""
+    own = reader.has(family.checkpoint_name("lm_head") + ".weight")
+    if own or not getattr(model.config, "tie_word_embeddings", False):
+        return None
+    embedding = model.get_input_embeddings()
+    return family.checkpoint_name(next(name for name, module in model.named_modules() if module is embedding))
+
+
+def _fill_rest(model: nn.Module, reader: CheckpointReader, family: Family, compute_dtype: torch.dtype) -> None:
+    """Norms and whatever else is a parameter: small, so kept in the compute dtype; routers in fp32."""
+    routers = [name for name, module in model.named_modules() if type(module).__name__.endswith("Router")]
+    kept = (*(f"{name}." for name in routers), *family.kept_fp32)
+    for name, empty in _unfilled(model):
+        value = reader.read(family.checkpoint_name(name))
+        if value.shape != empty.shape or value.is_floating_point() != empty.is_floating_point():
+            raise ModelError(
+                f"{family.checkpoint_name(name)} is {value.dtype} {list(value.shape)}, expected {list(empty.shape)}",
+                where=str(reader.folder),
+            )
+        parent, _, child = name.rpartition(".")
+        owner = model.get_submodule(parent)
+        if isinstance(empty, nn.Parameter):
+            dtype = torch.float32 if any(part in name for part in kept) else compute_dtype
+            owner.register_parameter(child, nn.Parameter(value.to(dtype), requires_grad=False))
+        else:
+            owner.register_buffer(child, value.to(empty.dtype))
+    if compute_dtype is not torch.float32:
+        for name in routers:
+            run_in_fp32(model.get_submodule(name))
+
+
+def _unfilled(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters, and buffers that a checkpoint holds, of modules that are not frozen yet."""
+    yield from list(model.named_parameters())
+    for prefix, module in list(model.named_modules()):
+        if isinstance(module, (FrozenLinear, FrozenExpertLinear, FrozenEmbedding)):
+            continue
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            if name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}", buffer
+
+
+def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, module)

@@ -1,0 +1,64 @@
+"""The tensors of a checkpoint folder, by name, each read when it is asked for.
+
+Belongs here: reading, and what was never asked for. Does not belong here: which module a tensor belongs to (`fill`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from orbit_runtime.errors import ModelError
+from orbit_runtime.model_info.headers import TensorInfo, read_folder
+
+IGNORED_SUFFIXES = ("rotary_emb.inv_freq", ".input_scale", ".input_global_scale", ".k_scale", ".v_scale")
+"""Of no use here: what the model computes itself, and static scales of caches and, weight-only, of activations."""
+
+
+class CheckpointReader:
+    """Reads tensors of a folder by name, and knows which were never asked for."""
+
+    def __init__(self, folder: Path, device: torch.device) -> None:
+        self.folder = folder
+        self.tensors: dict[str, tuple[Path, TensorInfo]] = read_folder(folder)
+        self._unused = set(self.tensors)
+        self._device = device
+        self._open: tuple[Path, Any] | None = None
+
+    def headers(self) -> dict[str, TensorInfo]:
+        return {name: info for name, (_, info) in self.tensors.items()}
+
+    def file_of(self, name: str) -> Path:
+        return self.tensors[name][0] if name in self.tensors else self.folder
+
+    def has(self, name: str) -> bool:
+        return name in self.tensors
+
+    def read(self, name: str) -> torch.Tensor:
+        """On the device, in the file's dtype."""
+        if name not in self.tensors:
+            raise ModelError(
+                f"the checkpoint holds no tensor {name}", where=str(self.folder), fix="download the model again"
+            )
+        path, _ = self.tensors[name]
+        if self._open is None or self._open[0] != path:
+            self._open = (path, safe_open(str(path), framework="pt", device="cpu"))
+        self._unused.discard(name)
+        return self._open[1].get_tensor(name).to(self._device)
+
+    def check_all_used(self, left_out: Sequence[str] = ()) -> None:
+        """`left_out`: expressions for names, matched from the start, of what is not of the language model."""
+        known = re.compile("|".join(left_out)) if left_out else None
+        left = sorted(
+            name
+            for name in self._unused
+            if not name.endswith(IGNORED_SUFFIXES) and not (known is not None and known.match(name))
+        )
+        if left:
+            listed = ", ".join(left[:3]) + (f" and {len(left) - 3} more" if len(left) > 3 else "")
+            raise ModelError(f"tensors that belong to no layer of this model: {listed}", where=str(self.folder))

@@ -1,0 +1,62 @@
+"""Passes of models whose sequences cannot be packed: every sequence in a row of its own, from its first token on.
+
+A shared prompt is computed again with each answer, and a decode step computes the whole row again: right, and slow.
+
+Belongs here: laying the rows out, which adapter a row is under. Does not belong here: sampling (`rollout`).
+
+Legend: `B` rows, `S` positions, `Q` positions that are asked for, `T` packed tokens, `N` hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from orbit_runtime.adapters.layer import Selection
+from orbit_runtime.policy.packed import PackedBatch
+
+Decoder = Callable[[Tensor], Tensor]
+"""Token ids `[B, S]` → hidden states `[B, S, N]`; padding stands at the end, where no real position sees it."""
+
+
+@dataclass(frozen=True, eq=False)
+class WholeRows:
+    """A decode step's rows as they are so far; the newest token of each is asked for."""
+
+    token_BS: Tensor
+    newest_B: Tensor
+    """Its position."""
+
+
+def packed_hidden(decoder: Decoder, batch: PackedBatch, selection: Selection) -> Tensor:
+    """`[T, N]` of a packed batch: its buckets already say which tokens every row sees, in their order."""
+    pieces = []
+    for bucket in batch.buckets:
+        hidden_BSN = _by_slot(decoder, batch.token_ids_T[bucket.key_BS], bucket.query_BQ[:, 0], selection)
+        index_BQN = bucket.position_BQ.unsqueeze(-1).expand(-1, -1, hidden_BSN.shape[-1])
+        pieces.append(hidden_BSN.gather(1, index_BQN).flatten(0, 1))
+    return torch.cat(pieces).index_select(0, batch.unsort_T)
+
+
+def newest_hidden(decoder: Decoder, rows: WholeRows, selection: Selection) -> Tensor:
+    """`[B, N]`."""
+    index_B = torch.arange(len(rows.newest_B), device=rows.newest_B.device)
+    return _by_slot(decoder, rows.token_BS, index_B, selection)[index_B, rows.newest_B]
+
+
+def _by_slot(decoder: Decoder, token_BS: Tensor, place_B: Tensor, selection: Selection) -> Tensor:
+    """All rows of one adapter at a time. `place_B`: the index of each row's first token as segments count them."""
+    active = selection.active
+    if active is None or isinstance(active, str):
+        return decoder(token_BS)
+    slots = [next((name for name, first, end in active if first <= place < end), None) for place in place_B.tolist()]
+    parts, order = [], []
+    for slot in dict.fromkeys(slots):
+        rows = [row for row, name in enumerate(slots) if name == slot]
+        with selection.only(slot):
+            parts.append(decoder(token_BS[rows]))
+        order += rows
+    return torch.cat(parts)[torch.tensor(order, device=token_BS.device).argsort()]

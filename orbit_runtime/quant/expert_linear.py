@@ -1,0 +1,119 @@
+"""One projection of all routed experts as a module, and the order in which tokens meet their experts.
+
+Belongs here: dispatching tokens to experts, the frozen grouped layer with its biases.
+Does not belong here: the product itself (`grouped`), routing, what stands between the projections, adapters.
+
+Legend: `T` tokens, `C` experts a token goes to, `S = T·C` slots (a token at an expert), `E` experts, weights `[N, K]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from orbit_runtime.quant.experts import ExpertStack
+from orbit_runtime.quant.formats import FORMATS
+from orbit_runtime.quant.grouped import grouped_linear
+
+
+class _Gather(torch.autograd.Function):
+    """Rows of tokens in the order of slots. Backward sums a token's slots in a fixed order; a scatter would not."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TK: Tensor, token_S: Tensor, slot_of_TC: Tensor) -> Tensor:
+        ctx.save_for_backward(slot_of_TC)
+        return x_TK.index_select(0, token_S)
+
+    @staticmethod
+    def backward(ctx: Any, grad_SK: Tensor) -> tuple[Tensor, None, None]:
+        (slot_of_TC,) = ctx.saved_tensors
+        return grad_SK.index_select(0, slot_of_TC.view(-1)).unflatten(0, slot_of_TC.shape).sum(1), None, None
+
+
+@dataclass(eq=False)
+class Dispatch:
+    """Slots sorted by expert; of one expert in the order of tokens. Made for one layer of one pass."""
+
+    token_S: Tensor
+    expert_S: Tensor
+    slot_of_TC: Tensor
+    """Where the slots of a token stand."""
+    offsets_E: Tensor
+    """End of every expert's slots."""
+    counts: tuple[int, ...]
+    _gathered: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
+
+    def gather(self, x_TK: Tensor, *, keep: bool = True) -> Tensor:
+        """`[S, K]`. With `keep`, computed once for neighbours that read the same tensor."""
+        if not keep:
+            return _Gather.apply(x_TK, self.token_S, self.slot_of_TC)  # type: ignore[no-any-return]
+        if self._gathered is None or self._gathered[0] is not x_TK:
+            self._gathered = (x_TK, _Gather.apply(x_TK, self.token_S, self.slot_of_TC))
+        return self._gathered[1]
+
+    def combine(self, y_SN: Tensor, weight_TC: Tensor) -> Tensor:
+        """fp32 `[T, N]`: every token's experts, weighted, in the order in which the router named them."""
+        y_TCN = y_SN.index_select(0, self.slot_of_TC.view(-1)).unflatten(0, self.slot_of_TC.shape)
+        return torch.einsum("tcn,tc->tn", y_TCN.float(), weight_TC.float())
+
+
+def build_dispatch(expert_TC: Tensor, num_experts: int) -> Dispatch:
+    """`expert_TC`: the experts that each token goes to."""
+    flat = expert_TC.reshape(-1)
+    expert_S, order_S = flat.sort(stable=True)
+    slot_of = torch.empty_like(order_S).scatter_(0, order_S, torch.arange(len(order_S), device=order_S.device))
+    counts = torch.bincount(flat, minlength=num_experts)
+    token_S = order_S.div(expert_TC.shape[-1], rounding_mode="floor")
+    return Dispatch(token_S, expert_S, slot_of.view(expert_TC.shape), counts.cumsum(0), tuple(counts.tolist()))
+
+
+class FrozenExpertLinear(nn.Module):
+    """`y[s] = x[s] @ W[expert of s].T + bias[expert of s]`, the packed tensors as buffers under their checkpoint names.
+
+    Computes in `x.dtype`; `.to(dtype)` leaves packed tensors alone, as in `FrozenLinear`.
+    """
+
+    def __init__(self, stack: ExpertStack, bias_EN: Tensor | None = None, *, reads_tokens: bool) -> None:
+        super().__init__()
+        self.format = stack.format
+        self.num_experts = stack.num_experts
+        self.out_features, self.in_features = stack.shape
+        self.reads_tokens = reads_tokens
+        """Its input has a row per token (gate, up), not per slot (down)."""
+        self._packed_names = tuple(stack.tensors)
+        for name, tensor in stack.tensors.items():
+            self.register_buffer(name, tensor)
+        self.register_buffer("bias", bias_EN)
+
+    @property
+    def stack(self) -> ExpertStack:
+        """Shares the buffers."""
+        return ExpertStack(self.format, {name: self._buffers[name] for name in self._packed_names})  # type: ignore[misc]
+
+    def forward(self, x: Tensor, dispatch: Dispatch) -> Tensor:
+        return self.product(dispatch.gather(x) if self.reads_tokens else x, dispatch)
+
+    def product(self, x_SK: Tensor, dispatch: Dispatch) -> Tensor:
+        """`[S, N]`."""
+        y_SN = grouped_linear(x_SK, self.stack, dispatch.offsets_E)
+        bias = self._buffers["bias"]
+        return y_SN if bias is None else y_SN + bias.to(y_SN.dtype).index_select(0, dispatch.expert_S)
+
+    def num_bytes(self) -> int:
+        stack = self.stack
+        return sum(FORMATS[self.format].num_bytes(stack.expert(index)) for index in range(self.num_experts))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FrozenExpertLinear:
+        for name, buffer in self._buffers.items():
+            if buffer is not None:
+                moved = fn(buffer)
+                self._buffers[name] = moved if moved.dtype == buffer.dtype else buffer.to(moved.device)
+        return self
+
+    def extra_repr(self) -> str:
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}, experts={self.num_experts}"
+        return f"{sizes}, format={self.format}, bias={self._buffers['bias'] is not None}"

@@ -1,0 +1,62 @@
+"""The weights of one projection of all experts of a layer, each packed tensor stacked along a leading expert axis.
+
+Belongs here: stacking, and one expert as a weight that shares the memory.
+Does not belong here: multiplying (`grouped`), routing, which experts a rank holds.
+
+Legend: `E` experts, weight of each `[N, K]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from orbit_runtime.quant import mxfp4
+from orbit_runtime.quant.formats import FORMATS, Weight, format_of
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertStack:
+    """E weights of one layout and shape.
+
+    Example: `ExpertStack("INT4", {"weight_packed": int32 [E, N, K/8], "weight_scale": bfloat16 [E, N, K/g]})`
+    """
+
+    format: str
+    tensors: Mapping[str, Tensor]
+    """Checkpoint name, relative to the module → `[E, …]`, in the order of the codec's `buffers`."""
+
+    @property
+    def num_experts(self) -> int:
+        return next(iter(self.tensors.values())).shape[0]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """N and K of each expert."""
+        rows, columns = self.expert(0).shape
+        return rows, columns
+
+    def expert(self, index: int) -> Weight:
+        """Shares the memory."""
+        parts = {name: tensor[index] for name, tensor in self.tensors.items()}
+        weight: Weight = FORMATS[self.format].from_buffers(parts)
+        return weight
+
+
+def stack_experts(weights: Sequence[Weight]) -> ExpertStack:
+    """Copies every packed tensor once. The weights must have one layout, shape and group size."""
+    formats = {format_of(weight) for weight in weights}
+    assert len(formats) == 1, formats
+    (name,) = formats
+    buffers = [FORMATS[name].buffers(weight) for weight in weights]
+    return ExpertStack(name, {key: torch.stack([each[key] for each in buffers]) for key in buffers[0]})
+
+
+def split_gpt_oss(weight: mxfp4.MXFP4Weight) -> ExpertStack:
+    """gpt-oss keeps all experts of a layer in one tensor: the same memory with its expert axis back."""
+    rows = weight.shape[0] // weight.num_experts
+    buffers = mxfp4.buffers(weight)
+    return ExpertStack(weight.layout, {key: tensor.view(-1, rows, tensor.shape[1]) for key, tensor in buffers.items()})

@@ -1,0 +1,167 @@
+"""One projection of all experts over tokens that are sorted by expert: the gradient reaches the input, nothing else.
+
+Belongs here: the grouped product in torch, forward and backward, one expert dense at a time, and only those that got
+tokens. Does not belong here: routing and sorting, adapters, formats.
+
+Legend: `T` tokens, `E` experts, weight of each `[N, K]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from orbit_runtime.quant.activations import Rounding, scaled
+from orbit_runtime.quant.experts import ExpertStack
+from orbit_runtime.quant.formats import FORMATS, Weight, format_of
+from orbit_runtime.quant.kernels.choice import select_path
+from orbit_runtime.quant.kernels.operands import build_operands
+from orbit_runtime.quant.linear import backward_by_rows, forward_by_rows
+
+
+class GroupedProduct(Protocol):
+    """A way to multiply each token by its expert's packed tensors. Outside of autograd."""
+
+    def forward(self, x_TK: Tensor, offsets_E: Tensor, packed: Sequence[Tensor]) -> Tensor:
+        """`[T, N]`; 0 for tokens of nobody."""
+
+    def input_gradient(self, dy_TN: Tensor, offsets_E: Tensor, packed: Sequence[Tensor]) -> Tensor:
+        """`[T, K]`."""
+
+
+@dataclass(frozen=True, slots=True)
+class TorchGroupedProduct:
+    """One expert after the other through its codec. `packed`: a stack's tensors, or all experts' one after another."""
+
+    layout: str
+    rows: int
+    columns: int
+    dense_bytes: int | None
+
+    def forward(self, x_TK: Tensor, offsets_E: Tensor, packed: Sequence[Tensor]) -> Tensor:
+        y_TN, dense_rows = x_TK.new_zeros(len(x_TK), self.rows), FORMATS[self.layout].dense_rows
+        for start, stop, views in _experts(offsets_E, len(x_TK), self.layout, packed):
+            y_TN[start:stop] = forward_by_rows(x_TK[start:stop], None, dense_rows, self.dense_bytes, views)
+        return y_TN
+
+    def input_gradient(self, dy_TN: Tensor, offsets_E: Tensor, packed: Sequence[Tensor]) -> Tensor:
+        dx_TK, dense_rows = dy_TN.new_zeros(len(dy_TN), self.columns), FORMATS[self.layout].dense_rows
+        for start, stop, views in _experts(offsets_E, len(dy_TN), self.layout, packed):
+            rows = backward_by_rows(dy_TN[start:stop], self.columns, dense_rows, self.dense_bytes, views)
+            dx_TK[start:stop] = rows
+        return dx_TK
+
+
+def grouped_linear(
+    x_TK: Tensor,
+    weights: ExpertStack | Sequence[Weight],
+    offsets_E: Tensor,
+    *,
+    dense_bytes: int | None = None,
+    rounding: Rounding | None = None,
+) -> Tensor:
+    """`y[t] = x[t] @ W[expert of t].T`, in x's dtype, `[T, N]`.
+
+    Args:
+        weights: of one layout and shape. A sequence is taken as it is; only a stack can go through a fused kernel.
+        offsets_E: int32 or int64; the tokens of expert e are `offsets[e-1]` (0 for the first) up to `offsets[e]`, as
+            `torch.nn.functional.grouped_mm` has it. Tokens after the last offset give 0 and get no gradient.
+        dense_bytes: most dequantised bytes at a time; None: `linear.DENSE_BYTES_LIMIT` of the device.
+        rounding: of x, as an engine's kernel rounds it; one without a static scale.
+    """
+    assert x_TK.ndim == 2, x_TK.shape
+    assert offsets_E.ndim == 1, offsets_E.shape
+    product, packed = _product(x_TK, weights, dense_bytes)
+    if rounding is not None:
+        product = _RoundedGroupedProduct(product, rounding)
+    if x_TK.requires_grad and torch.is_grad_enabled():
+        result: Tensor = _GroupedMatmul.apply(x_TK, offsets_E, product, *packed)
+        return result
+    return product.forward(x_TK, offsets_E, packed)
+
+
+@dataclass(frozen=True, slots=True)
+class _RoundedGroupedProduct:
+    inner: GroupedProduct
+    rounding: Rounding
+
+    def forward(self, x_TK: Tensor, offsets_E: Tensor, packed: Sequence[Tensor]) -> Tensor:
+        values_TK, factor = self.rounding(x_TK)
+        y_TN = self.inner.forward(values_TK, offsets_E, packed)
+        return y_TN if factor is None else scaled(y_TN, factor, None)
+
+    def input_gradient(self, dy_TN: Tensor, offsets_E: Tensor, packed: Sequence[Tensor]) -> Tensor:
+        return self.inner.input_gradient(dy_TN, offsets_E, packed)
+
+
+class _GroupedMatmul(torch.autograd.Function):
+    """Saves the packed tensors and the offsets: neither x nor a dense weight outlives the call."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TK: Tensor, offsets_E: Tensor, product: GroupedProduct, *packed: Tensor) -> Tensor:
+        ctx.save_for_backward(offsets_E, *packed)
+        ctx.product = product
+        return product.forward(x_TK, offsets_E, packed)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor | None, ...]:
+        offsets_E, *packed = ctx.saved_tensors
+        return (ctx.product.input_gradient(dy_TN, offsets_E, packed), None, None, *(None for _ in packed))
+
+
+def _product(
+    x_TK: Tensor, weights: ExpertStack | Sequence[Weight], dense_bytes: int | None
+) -> tuple[GroupedProduct, tuple[Tensor, ...]]:
+    """The way that `choice` says, and the packed tensors as it reads them."""
+    layout, tensors = _flat(weights)
+    if isinstance(weights, ExpertStack):
+        (rows, columns), stacked = weights.shape, True
+    else:
+        (rows, columns), stacked = weights[0].shape, False
+    path = select_path(layout, x_TK.device, x_TK.dtype, len(x_TK), grouped=True)
+    operands = build_operands(layout, tensors, stacked=True) if stacked and path == "Fused" else None
+    if operands is None:
+        return TorchGroupedProduct(layout, rows, columns, dense_bytes), tensors
+    from orbit_runtime.quant.kernels.products import FusedGroupedProduct
+
+    return FusedGroupedProduct(operands.form), operands.tensors
+
+
+def _experts(
+    offsets_E: Tensor, num_tokens: int, name: str, tensors: Sequence[Tensor]
+) -> Iterator[tuple[int, int, tuple[Tensor, ...]]]:
+    """First token, end and packed views of every expert that has tokens."""
+    start = 0
+    for index, stop in enumerate(offsets_E.tolist()):
+        assert start <= stop <= num_tokens, (start, stop, num_tokens)
+        if stop > start:
+            yield start, stop, FORMATS[name].views(*_buffers(name, tensors, index))
+        start = stop
+
+
+def _flat(weights: ExpertStack | Sequence[Weight]) -> tuple[str, tuple[Tensor, ...]]:
+    """The layout, and all packed tensors: stacked ones have one axis more than a single weight's (`_buffers`)."""
+    if isinstance(weights, ExpertStack):
+        return weights.format, tuple(weights.tensors.values())
+    formats = {format_of(weight) for weight in weights}
+    assert len(formats) == 1, formats
+    (name,) = formats
+    return name, tuple(tensor for weight in weights for tensor in FORMATS[name].buffers(weight).values())
+
+
+def _buffers(name: str, tensors: Sequence[Tensor], index: int) -> tuple[Tensor, ...]:
+    """The packed tensors of one expert; the codes of every layout are a matrix, so three axes are a stack."""
+    if tensors[0].ndim == 3:
+        return tuple(tensor[index] for tensor in tensors)
+    count = _num_tensors(name)
+    return tuple(tensors[index * count : (index + 1) * count])
+
+
+def _num_tensors(name: str) -> int:
+    return len([part for part in FORMATS[name].tensor_names("") if not part.endswith("weight_shape")])

@@ -1,0 +1,89 @@
+"""Which path multiplies by a packed weight, decided in this one place from device, dtype, layout and number of tokens.
+
+| path | what it does |
+|---|---|
+| `Torch` | the codec, then a torch matmul: the twin, the only path on a CPU, and wherever no kernel applies |
+| `Dequantize` | a kernel writes BF16 by runs of rows, then a torch matmul |
+| `Fused` | a kernel dequantises in registers and multiplies |
+
+Belongs here: the choice, its override by `ORBIT_KERNELS`, one log line for each choice.
+Does not belong here: kernels; this module imports none of them, so that it works where Triton is not installed.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import logging
+import os
+from typing import Literal, get_args
+
+import torch
+
+from orbit_runtime.errors import UsageError
+from orbit_runtime.quant.kernels.operands import KINDS
+
+VARIABLE = "ORBIT_KERNELS"
+Path = Literal["Torch", "Dequantize", "Fused"]
+DEQUANTIZE_FROM = 4096
+"""Tokens from which writing a dense weight first is the better way. Arithmetic for an H200, not a measurement: writing
+and reading 4 bytes an element takes as long as the product with 360 tokens, 9 % of 4,096; fused, every tile of at most
+256 tokens dequantises anew, at about a third of the cost of its products where nothing hides it."""
+MINIMUM_CAPABILITY = {"INT4": (8, 0), "INT4Asymmetric": (8, 0), "MXFP4": (8, 0)}
+E4M3_CAPABILITY = (8, 9)
+"""Devices before this one have no instruction for E4M3 (FP8's codes, NVFP4's scales)."""
+
+_log = logging.getLogger(__name__)
+
+
+def select_path(
+    layout: str, device: torch.device, dtype: torch.dtype, num_tokens: int, *, grouped: bool = False
+) -> Path:
+    """The path for `num_tokens` rows (all experts' together) of this dtype by a weight of this layout."""
+    if device.type != "cuda" or dtype is not torch.bfloat16 or layout not in KINDS:
+        return "Torch"
+    return _select(layout, device, num_tokens >= DEQUANTIZE_FROM and not grouped, grouped, os.environ.get(VARIABLE, ""))
+
+
+@functools.cache
+def _select(layout: str, device: torch.device, many: bool, grouped: bool, asked: str) -> Path:
+    wanted = parse_override(asked)
+    reason = why_not(layout, torch.cuda.get_device_capability(device), has_triton())
+    path: Path = wanted or ("Dequantize" if many else "Fused")
+    if reason is not None:
+        path = "Torch"
+    elif grouped and path == "Dequantize":
+        path, reason = "Torch", "experts are multiplied fused or by torch"
+    else:
+        reason = f"{VARIABLE}={asked}" if wanted else f"{'at least' if many else 'below'} {DEQUANTIZE_FROM} tokens"
+    kind = "experts" if grouped else "linears"
+    _log.info("%s %s on %s: %s (%s)", layout, kind, device, path, reason)
+    return path
+
+
+def parse_override(value: str) -> Path | None:
+    """The path that `ORBIT_KERNELS` asks for; None for `Auto` and nothing."""
+    if value in ("", "Auto"):
+        return None
+    if value not in get_args(Path):
+        raise UsageError(
+            f"{value!r} is no path of a product", where=VARIABLE, fix=f"Auto, {', '.join(get_args(Path))}, or unset"
+        )
+    return value  # type: ignore[return-value]
+
+
+def why_not(layout: str, capability: tuple[int, int], triton_installed: bool) -> str | None:
+    """Why no kernel can run for this layout on such a device; None where one can."""
+    if torch.version.hip is not None:
+        return "the kernels are for CUDA"
+    if not triton_installed:
+        return "Triton is not installed"
+    needed = MINIMUM_CAPABILITY.get(KINDS[layout], E4M3_CAPABILITY)
+    if capability < needed:
+        return f"compute capability {capability[0]}.{capability[1]} is below {needed[0]}.{needed[1]}"
+    return None
+
+
+@functools.cache
+def has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None

@@ -1,0 +1,186 @@
+"""Launches: a weight as a kernel's argument, the grid, tile sizes that Triton's autotuner chooses from.
+
+Belongs here: everything between a Python call and a kernel. Does not belong here: kernels, which path runs (`choice`).
+
+Legend: `T` tokens, `E` experts, weight `[N, K]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from orbit_runtime.quant.kernels.dequantize_kernel import dequantize_kernel
+from orbit_runtime.quant.kernels.matmul import forward_kernel, input_gradient_kernel
+from orbit_runtime.quant.kernels.operands import Form, Operands
+from orbit_runtime.quant.kernels.tiles import INTERPRETED, Packed
+from orbit_runtime.quant.kernels.tuning import Tiles, tuned
+
+TALL = 8
+"""Tiles of tokens that are worked on side by side, so that the caches still hold the weight they share."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A tile of the weight and the warps that work on it."""
+
+    rows: int
+    columns: int
+    num_warps: int = 4
+
+
+FORWARD_TILES = (
+    Tiles(16, 64, 128, 4, 4),
+    Tiles(32, 64, 128, 4, 4),
+    Tiles(64, 64, 128, 4, 4),
+    Tiles(64, 128, 64, 4, 4),
+    Tiles(128, 64, 64, 4, 4),
+    Tiles(128, 128, 64, 8, 4),
+    Tiles(256, 128, 64, 8, 3),
+)
+"""Columns are a power of two of at least 64, so that a tile holds whole groups of 16, 32 and 64, or lies inside one of
+128; rows stay at 128, the side of an FP8 block. Made to fit the registers and shared memory of sm_90 and sm_100."""
+GRADIENT_TILES = (
+    Tiles(16, 64, 64, 4, 4),
+    Tiles(64, 64, 64, 4, 4),
+    Tiles(64, 64, 128, 4, 4),
+    Tiles(128, 64, 64, 4, 4),
+    Tiles(128, 64, 128, 8, 4),
+    Tiles(256, 64, 128, 8, 3),
+)
+DEQUANTIZE_BLOCK = Block(16, 512)
+DEQUANTIZE_FP8_BLOCK = Block(64, 128)
+"""Inside one block of 128 x 128, so that a program reads one scale."""
+
+
+def packed_argument(operands: Operands) -> Packed:
+    """Strides are those of contiguous tensors; a single weight is a stack of one."""
+    form = operands.form
+    codes, scale, extra = operands.tensors
+    return Packed(
+        codes=codes,
+        scale=scale,
+        extra=extra,
+        rows=form.rows,
+        columns=form.columns,
+        row_bytes=codes.shape[-1],
+        codes_stride=codes.numel() // form.num_experts,
+        scale_stride=scale.numel() // form.num_experts,
+        extra_stride=extra.numel() // form.num_experts,
+    )
+
+
+def dequantize(
+    operands: Operands, *, first_row: int = 0, num_rows: int | None = None, block: Block | None = None
+) -> Tensor:
+    """BF16 `[E, num_rows, K]`: these rows of every expert, all by default. `first_row` is a multiple of 128."""
+    form = operands.form
+    assert first_row % 128 == 0, first_row
+    num_rows = form.rows - first_row if num_rows is None else num_rows
+    block = block or (DEQUANTIZE_FP8_BLOCK if form.kind == "FP8Block" else DEQUANTIZE_BLOCK)
+    dense = operands.codes.new_empty((form.num_experts, num_rows, form.columns), dtype=torch.bfloat16)
+    grid = (triton.cdiv(num_rows, block.rows), triton.cdiv(form.columns, block.columns), form.num_experts)
+    dequantize_kernel[grid](
+        packed_argument(operands),
+        dense,
+        first_row,
+        num_rows,
+        KIND=form.kind,
+        GROUP=form.group,
+        R=block.rows,
+        C=block.columns,
+        num_warps=block.num_warps,
+    )
+    return dense
+
+
+def forward(
+    x_TK: Tensor,
+    operands: Operands,
+    *,
+    bias: Tensor | None = None,
+    offsets_E: Tensor | None = None,
+    tiles: Tiles | None = None,
+) -> Tensor:
+    """`x @ W.T + bias`, BF16 `[T, N]`; with offsets, each token by its expert's weight. `tiles` None: autotuned."""
+    form, x_TK = operands.form, x_TK.contiguous()
+    y_TN = x_TK.new_empty(len(x_TK), form.rows)
+    arguments = (packed_argument(operands), x_TK, x_TK if bias is None else bias.float(), y_TN)
+    flags = {"HAS_BIAS": bias is not None}
+    _launch(forward_kernel, FORWARD_TILES, form, arguments, flags, (len(x_TK), offsets_E), tiles)
+    return y_TN
+
+
+def input_gradient(
+    dy_TN: Tensor, operands: Operands, *, offsets_E: Tensor | None = None, tiles: Tiles | None = None
+) -> Tensor:
+    """`dy @ W`, BF16 `[T, K]`; with offsets, each token by its expert's weight."""
+    form, dy_TN = operands.form, dy_TN.contiguous()
+    dx_TK = dy_TN.new_empty(len(dy_TN), form.columns)
+    arguments = (packed_argument(operands), dy_TN, dx_TK)
+    _launch(input_gradient_kernel, GRADIENT_TILES, form, arguments, {}, (len(dy_TN), offsets_E), tiles)
+    return dx_TK
+
+
+def schedule(offsets_E: Tensor, num_tokens: int, block: int, width: int) -> Tensor:
+    """int32 `[2 · width]`: where each expert's tokens end, and where its tiles of `block` tokens end.
+
+    Tokens after the last offset are a further expert's, who multiplies by nothing; the rest of `width` has no tokens.
+    Made on the device: nobody waits to read the offsets.
+    """
+    ends = torch.nn.functional.pad(offsets_E.to(torch.int32), (0, width - len(offsets_E)), value=num_tokens)
+    counts = torch.diff(ends, prepend=ends.new_zeros(1))
+    return torch.cat([ends, ((counts + block - 1) // block).cumsum(0, dtype=torch.int32)])
+
+
+def _launch(
+    kernel: Any,
+    choices: Sequence[Tiles],
+    form: Form,
+    arguments: tuple[Any, ...],
+    flags: dict[str, Any],
+    tokens: tuple[int, Tensor | None],
+    tiles: Tiles | None,
+) -> None:
+    """`arguments` up to the tokens' table; `tokens` are their number and the experts' offsets."""
+    num_tokens, offsets_E = tokens
+    if num_tokens == 0:
+        return
+    forwards = kernel is forward_kernel
+    width = 1 if offsets_E is None else triton.next_power_of_2(len(offsets_E) + 1)
+
+    def run(tiles: Tiles) -> None:
+        num_tiles = triton.cdiv(num_tokens, tiles.tokens) + (0 if offsets_E is None else width)
+        side = triton.cdiv(form.rows, tiles.rows) if forwards else triton.cdiv(form.columns, tiles.columns)
+        even = form.columns % tiles.columns == 0 if forwards else form.rows % tiles.rows == 0
+        table = arguments[1] if offsets_E is None else schedule(offsets_E, num_tokens, tiles.tokens, width)
+        kernel[(num_tiles * side,)](
+            *arguments,
+            table,
+            num_tiles,
+            num_tokens,
+            form.num_experts,
+            KIND=form.kind,
+            GROUP=form.group,
+            GROUPED=offsets_E is not None,
+            EXPERTS=width,
+            **flags,
+            EVEN=even,
+            BLOCK_T=tiles.tokens,
+            BLOCK_N=tiles.rows,
+            BLOCK_K=tiles.columns,
+            TALL=TALL,
+            num_warps=tiles.num_warps,
+            num_stages=tiles.num_stages,
+        )
+
+    if tiles is None:
+        each = num_tokens if offsets_E is None else triton.cdiv(num_tokens, form.num_experts)
+        key = (kernel.__name__, form, offsets_E is not None, arguments[1].device)
+        tiles = tuned(key, each, choices, run, measures=not INTERPRETED.value)
+    run(tiles)

@@ -1,0 +1,85 @@
+"""The kernels as products that autograd functions call: `linear.Product` and `grouped.GroupedProduct`.
+
+Belongs here: that adaptation. Does not belong here: autograd, the choice between products (`choice`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from orbit_runtime.quant.kernels import launch
+from orbit_runtime.quant.kernels.operands import Form, Operands
+
+ROWS_MULTIPLE = 128
+
+
+@dataclass(frozen=True, slots=True)
+class FusedProduct:
+    """Dequantised in registers."""
+
+    form: Form
+
+    def forward(self, x: Tensor, bias: Tensor | None, packed: Sequence[Tensor]) -> Tensor:
+        y = launch.forward(x.reshape(-1, self.form.columns), Operands(self.form, *packed), bias=bias)
+        return y.view(*x.shape[:-1], self.form.rows)
+
+    def input_gradient(self, dy: Tensor, packed: Sequence[Tensor]) -> Tensor:
+        dx = launch.input_gradient(dy.reshape(-1, self.form.rows), Operands(self.form, *packed))
+        return dx.view(*dy.shape[:-1], self.form.columns)
+
+
+@dataclass(frozen=True, slots=True)
+class DequantizedProduct:
+    """Dense by runs of rows, each at most `dense_bytes`, then torch's matmul."""
+
+    form: Form
+    dense_bytes: int
+
+    def forward(self, x: Tensor, bias: Tensor | None, packed: Sequence[Tensor]) -> Tensor:
+        rows, run = self.form.rows, self._run()
+        if run >= rows:
+            return torch.nn.functional.linear(x, self._dense(packed, 0, rows), bias)
+        flat_x = x.reshape(-1, self.form.columns)
+        y = flat_x.new_empty(len(flat_x), rows)
+        for start in range(0, rows, run):
+            stop = min(start + run, rows)
+            torch.mm(flat_x, self._dense(packed, start, stop).t(), out=y[:, start:stop])
+        if bias is not None:
+            y += bias
+        return y.view(*x.shape[:-1], rows)
+
+    def input_gradient(self, dy: Tensor, packed: Sequence[Tensor]) -> Tensor:
+        rows, run = self.form.rows, self._run()
+        if run >= rows:
+            return dy @ self._dense(packed, 0, rows)
+        flat_dy = dy.reshape(-1, rows)
+        # Summed in fp32: a BF16 sum of runs would round once more for each.
+        dx = flat_dy.new_zeros(len(flat_dy), self.form.columns, dtype=torch.float32)
+        for start in range(0, rows, run):
+            stop = min(start + run, rows)
+            dx += flat_dy[:, start:stop] @ self._dense(packed, start, stop)
+        return dx.to(dy.dtype).view(*dy.shape[:-1], self.form.columns)
+
+    def _run(self) -> int:
+        fitting = self.dense_bytes // (2 * self.form.columns)
+        return max(fitting // ROWS_MULTIPLE * ROWS_MULTIPLE, ROWS_MULTIPLE)
+
+    def _dense(self, packed: Sequence[Tensor], start: int, stop: int) -> Tensor:
+        return launch.dequantize(Operands(self.form, *packed), first_row=start, num_rows=stop - start)[0]
+
+
+@dataclass(frozen=True, slots=True)
+class FusedGroupedProduct:
+    """Every expert's tokens by its weight, in one launch."""
+
+    form: Form
+
+    def forward(self, x_TK: Tensor, offsets_E: Tensor, packed: Sequence[Tensor]) -> Tensor:
+        return launch.forward(x_TK, Operands(self.form, *packed), offsets_E=offsets_E)
+
+    def input_gradient(self, dy_TN: Tensor, offsets_E: Tensor, packed: Sequence[Tensor]) -> Tensor:
+        return launch.input_gradient(dy_TN, Operands(self.form, *packed), offsets_E=offsets_E)

@@ -1,0 +1,106 @@
+"""A CUDA driver for Triton that compiles for a device that is not there, and launches nothing.
+
+As a program (`python compiling_driver.py 90 INT4 NVFP4`) it prints a JSON line for each kernel that our launches
+compile for that compute capability. It must run in a process of its own, without Triton's interpreter.
+
+Belongs here: compiling. Does not belong here: any expectation.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+
+class CompilingDriver:
+    """What Triton asks of a driver; a launch does nothing."""
+
+    def __init__(self, capability: int) -> None:
+        self._target = GPUTarget("cuda", capability, 32)
+        self.utils = SimpleNamespace(
+            load_binary=lambda name, binary, shared, device: (object(), object(), 0, 0, 1024),
+            get_device_properties=lambda device: {"max_shared_mem": 232448, "max_num_regs": 65536, "warpSize": 32},
+        )
+
+    def launcher_cls(self, source: Any, metadata: Any) -> Any:
+        return lambda *arguments: None
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+def facts(kernel: Any, folder: Path) -> dict[str, Any]:
+    """What a compiled kernel needs of the device, and which instructions it uses."""
+    path = folder / "kernel.cubin"
+    path.write_bytes(kernel.asm["cubin"])
+    program = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    usage = subprocess.run([program, "-res-usage", path], capture_output=True, text=True, check=True).stdout
+    ptx = kernel.asm["ptx"]
+    return {
+        "name": kernel.metadata.name,
+        "registers": int(re.findall(r"REG:(\d+)", usage)[-1]),
+        "stack": int(re.findall(r"STACK:(\d+)", usage)[-1]),
+        "shared": kernel.metadata.shared,
+        "mma": sorted(set(re.findall(r"(wgmma\.mma_async|tcgen05\.mma|mma\.sync)", ptx))),
+        "flushes_subnormals": bool(re.search(r"(mul|add|sub|fma|cvt)[.\w]*\.ftz", ptx)),
+        "fuses": bool(re.search(r"\bfma\.rn\.(f32|bf16)", ptx)),
+        "wide_loads": len(re.findall(r"cp\.async\.\w+\.\w+\.\w+ .*16", ptx)),
+    }
+
+
+def main(capability: int, layouts: list[str]) -> None:
+    from fakes.kernel_weights import operands_of, ordinary, stack_on
+    from triton.runtime.jit import JITFunction
+
+    from orbit_runtime.quant.kernels import launch
+    from orbit_runtime.quant.kernels.tuning import fitting
+
+    triton.runtime.driver.set_active(CompilingDriver(capability))
+    results: list[Any] = []
+
+    compile_and_run = JITFunction.run
+
+    def recording(self: Any, *arguments: Any, **settings: Any) -> Any:
+        results.append(compile_and_run(self, *arguments, **settings))
+        return results[-1]
+
+    JITFunction.run = recording
+    rows, columns, tokens = 256, 512, 128
+    x, dy = (torch.zeros(tokens, size, dtype=torch.bfloat16) for size in (columns, rows))
+    offsets = torch.tensor([40, 100, 128], dtype=torch.int32)
+    with tempfile.TemporaryDirectory() as folder:
+        for layout in layouts:
+            single = operands_of(ordinary(layout, rows, columns), "cpu")
+            _, stack = stack_on([ordinary(layout, rows, columns, seed) for seed in range(3)], "cpu")
+            launch.dequantize(single)
+            for operands, ends in ((single, None), (stack, offsets)):
+                forward, gradient = (fitting(each, tokens) for each in (launch.FORWARD_TILES, launch.GRADIENT_TILES))
+                launch.forward(x, operands, offsets_E=ends, tiles=forward)
+                launch.input_gradient(dy, operands, offsets_E=ends, tiles=gradient)
+            for number, kernel in enumerate(results):
+                line = {"layout": layout, "grouped": number > 2} | facts(kernel, Path(folder))
+                print(json.dumps(line), flush=True)
+            results.clear()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2:])

@@ -1,0 +1,100 @@
+"""Every family in every format, each with an adapter: log-probs of transformers, three steps, published and read."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from orbit_runtime.adapters.config import AdapterConfig
+from orbit_runtime.errors import ManifestError, ModelError, UnsupportedError
+from orbit_runtime.model_info.families import describe
+from orbit_runtime.planner.adapter_size import adapter_size
+from orbit_runtime.planner.job import Machine, build_job
+from orbit_runtime.policy import load_policy
+from orbit_runtime.spec import OrbitRun
+from tests.integration.family_matrix import Case, adapter_of, all_cases, check_case, pairwise
+from tests.integration.tiny_families import CONFIGS, make_family
+
+RUN = {
+    "apiVersion": "orbitrl.dev/v1alpha1", "kind": "OrbitRun", "metadata": {"name": "a"},
+    "spec": {
+        "model": {"uri": "somewhere"}, "data": {"prompts": [{"uri": "p.jsonl"}]},
+        "environment": {"rewards": [{"name": "r", "type": "ExactMatch"}]}, "training": {"steps": 1},
+    },
+}  # fmt: skip
+JOB = build_job(OrbitRun.model_validate(RUN), Machine(None))
+
+
+@pytest.mark.parametrize("case", pairwise(), ids=str)
+def test_a_combination_has_transformers_log_probs_trains_and_loads_back(case: Case, tmp_path: Path) -> None:
+    check_case(case, tmp_path)
+
+
+def test_the_selection_has_every_pair_of_choices() -> None:
+    chosen, every = pairwise(), all_cases()
+    assert {pair for case in chosen for pair in case.pairs()} == {pair for case in every for pair in case.pairs()}
+    assert len(chosen) < len(every) / 4
+
+
+@pytest.mark.parametrize("family", sorted(set(CONFIGS) - {"kimi_k25"}))
+def test_the_planner_counts_the_parameters_that_are_made(family: str, tmp_path: Path) -> None:
+    packed, _ = make_family(tmp_path, family, "BF16")
+    described = describe(json.loads((packed / "config.json").read_text()))
+    for case in all_cases():
+        if (case.family, case.layout) != (family, "BF16"):
+            continue
+        policy = load_policy(packed, adapter_of(case))
+        job = replace(JOB, adapter=case.adapter, rank=4 if case.adapter == "LoRA" else 16, experts=case.experts)
+        assert adapter_size(described, job).total == policy.injected.report.trainable_parameters, str(case)
+
+
+def test_the_layer_that_engines_fold_away_is_no_target(tmp_path: Path) -> None:
+    packed, _ = make_family(tmp_path, "deepseek_v3", "BF16")
+    with pytest.raises(ManifestError, match="kv_b_proj is not to be adapted: engines fold") as caught:
+        load_policy(packed, AdapterConfig("LoRA", ("o_proj", "kv_b_proj"), rank=4))
+    assert caught.value.where == "spec.adapter.targets[1]"
+
+
+def test_compressors_of_deepseek_v4_are_no_targets_whatever_their_layers_are_called(tmp_path: Path) -> None:
+    packed, _ = make_family(tmp_path, "deepseek_v4", "BF16")
+    policy = load_policy(packed, AdapterConfig("LoRA", ("kv_proj", "gate_proj", "q_b_proj"), rank=4))
+    assert not [name for name in policy.injected.layers if "compressor" in name]
+    assert {name.split(".", 3)[-1] for name in policy.injected.layers} == {
+        "self_attn.kv_proj", "self_attn.q_b_proj", "mlp.experts.gate_proj", "mlp.shared_experts.gate_proj",
+    }  # fmt: skip
+
+
+def test_experts_of_two_formats_in_one_layer_are_refused_by_name(tmp_path: Path) -> None:
+    packed, _ = make_family(tmp_path, "qwen3_moe", "INT4")
+    path = packed / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"]["ignore"].append("model.layers.1.mlp.experts.3.up_proj")
+    path.write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=r"experts\.3\.up_proj is BF16, .*experts\.0\.up_proj is INT4"):
+        load_policy(packed, AdapterConfig("LoRA", ("o_proj",), rank=4))
+
+
+def test_a_missing_expert_is_named(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    packed, _ = make_family(tmp_path, "glm4_moe", "INT4")
+    tensors = load_file(packed / "model.safetensors")
+    del tensors["model.layers.1.mlp.experts.5.down_proj.weight_scale"]
+    save_file(tensors, packed / "model.safetensors")
+    with pytest.raises(ModelError, match=r"experts\.5\.down_proj\.weight_scale"):
+        load_policy(packed, AdapterConfig("LoRA", ("o_proj",), rank=4))
+
+
+def test_routed_experts_of_an_unknown_family_are_refused(tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(
+        "mixtral", hidden_size=64, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=128, num_local_experts=2,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedError, match="MixtralExperts"):
+        load_policy(tmp_path, AdapterConfig("LoRA", ("o_proj",), rank=4))

@@ -1,0 +1,40 @@
+"""The dequantising kernel against the codecs, bit for bit: every code, every kind of scale, tiles across groups."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fakes.kernel_weights import CASES, adversarial, operands_of, ordinary, stack_on
+from fakes.packed_weights import bits
+
+from orbit_runtime.quant.formats import FORMATS, format_of
+from orbit_runtime.quant.kernels import launch
+from orbit_runtime.quant.kernels.launch import Block
+from orbit_runtime.quant.kernels.tiles import INTERPRETED
+
+N, K = 141, 384
+BLOCKS = (None, Block(32, 16), Block(16, 64), Block(64, 128), Block(256, 256))
+"""Tiles inside a group, of whole groups, inside and across FP8 blocks, larger than the weight."""
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+def test_every_bit_is_the_codecs(case: str, block: Block | None, device: str) -> None:
+    weight = adversarial(case, N, K)
+    expected = FORMATS[format_of(weight)].dequantize(weight)
+    found = launch.dequantize(operands_of(weight, device), block=block)[0].cpu()
+    same = bits(found) == bits(expected)
+    if INTERPRETED.value and case.startswith("FP8"):
+        # The interpreter reads E4M3's NaN as 480; a device reads it as NaN.
+        assert int(expected.isnan().sum()) < 0.01 * expected.numel()
+        same |= expected.isnan()
+    assert bool(same.all()), f"{int((~same).sum())} of {same.numel()} values differ"
+
+
+@pytest.mark.parametrize("layout", ["INT4", "INT4Asymmetric", "FP8", "FP8Block", "NVFP4", "NVFP4ModelOpt", "MXFP4"])
+def test_a_run_of_rows_of_every_expert(layout: str, device: str) -> None:
+    weights = [ordinary(layout, 200, 128, seed) for seed in range(3)]
+    _, operands = stack_on(weights, device)
+    found = launch.dequantize(operands, first_row=128, num_rows=50).cpu()
+    expected = torch.stack([FORMATS[layout].dequantize(weight)[128:178] for weight in weights])
+    assert torch.equal(bits(found), bits(expected))
