@@ -368,7 +368,7 @@ def rows_of(facts: dict[str, Any]) -> list[Row]:
         Row("API writes per run, creation", facts["create"].num_writes / facts["runs"], ""),
         Row("API writes per change of state, after creation",
             sum(each.num_writes for each in change) / sum(each.changes for each in change), "", 3.0),
-        *(Row(f"  {name}", facts[name].num_writes / max(1, facts[name].changes), "", 3.0)
+        *(Row(f"  {name}", facts[name].num_writes / max(1, facts[name].changes), "")
           for name in ("start", "crash", "suspend", "resume", "complete")),
         Row("CPU, all runs train and nothing changes", _share(facts["idle"]), "%", 2.0 if few else None),
         Row("CPU, most runs finished", _share(facts["idle, most finished"]), "%", 2.0 if few else None),
