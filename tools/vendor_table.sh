@@ -6,15 +6,7 @@ cd "$(dirname "$0")/.."
 VENDORS=${VENDORS:-.venv-vendors}
 UV=${UV:-.venv/bin/uv}
 
-# As tools/install.sh does: whoever told pip about a mirror or a certificate has told uv.
-pip_settings=$(.venv/bin/python -m pip config list 2>/dev/null || true)
-setting() { printf '%s\n' "$pip_settings" | sed -n "s/^global\.$1='\(.*\)'\$/\1/p"; }
-: "${UV_DEFAULT_INDEX:=${PIP_INDEX_URL:-$(setting index-url)}}"
-: "${UV_FIND_LINKS:=${PIP_FIND_LINKS:-$(setting find-links)}}"
-: "${SSL_CERT_FILE:=${PIP_CERT:-$(setting cert)}}"
-[ -z "$UV_DEFAULT_INDEX" ] || export UV_DEFAULT_INDEX
-[ -z "$UV_FIND_LINKS" ] || export UV_FIND_LINKS
-[ -z "$SSL_CERT_FILE" ] || export SSL_CERT_FILE
+. tools/index_settings.sh
 
 install() { "$UV" pip install --quiet --python "$VENDORS/bin/python" --constraint images/constraints/laptop.txt "$@"; }
 
