@@ -115,7 +115,7 @@ def inspect(
     ] = "Auto",
     as_json: AsJson = False,
 ) -> None:
-    """Say what a checkpoint or an adapter holds and what Orbit would do with it. Reads headers only."""
+    """Say what a checkpoint or an adapter holds. And what Orbit would do with it; reads headers only."""
     from orbit_runtime.cli.inspection import run_inspect
 
     run_inspect(uri, precision=precision, as_json=as_json)
@@ -147,7 +147,7 @@ def convert(
     shard_gb: Annotated[float, typer.Option(metavar="GB", help="Largest file.")] = 5.0,
     as_json: AsJson = False,
 ) -> None:
-    """Write a checkpoint in another format, with the error of every module. Continues where it was interrupted."""
+    """Write a checkpoint in another format. With the error of every module; continues where it was interrupted."""
     from orbit_runtime.cli.convert import run_convert
 
     run_convert(
@@ -184,7 +184,7 @@ def merge(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Merge adapters into their base, with the measured cost in log-probs; or several adapters into one."""
+    """Merge adapters into their base, or into one adapter. With the measured cost in log-probs."""
     from orbit_runtime.cli.merge import Options, run_merge
 
     options = Options(base, precision, weight or [], measure, unchecked_base)
