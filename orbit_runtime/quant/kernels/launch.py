@@ -44,7 +44,7 @@ FORWARD_TILES = (
     Tiles(256, 128, 64, 8, 3),
 )
 """Columns are a power of two of at least 64, so that a tile holds whole groups of 16, 32 and 64, or lies inside one of
-128; rows stay at 128, the side of an FP8 block. Made to fit the registers and shared memory of sm_90 and sm_100."""
+128; rows stay at 128, the side of an FP8 block. Not tried on hardware."""
 GRADIENT_TILES = (
     Tiles(16, 64, 64, 4, 4),
     Tiles(64, 64, 64, 4, 4),

@@ -47,9 +47,9 @@ class DequantizedProduct:
         y = flat_x.new_empty(len(flat_x), rows)
         for start in range(0, rows, run):
             stop = min(start + run, rows)
-            torch.mm(flat_x, self._dense(packed, start, stop).t(), out=y[:, start:stop])
-        if bias is not None:
-            y += bias
+            # The bias goes in here: added to a rounded sum it would be rounded a second time.
+            part = None if bias is None else bias[start:stop]
+            y[:, start:stop] = torch.nn.functional.linear(flat_x, self._dense(packed, start, stop), part)
         return y.view(*x.shape[:-1], rows)
 
     def input_gradient(self, dy: Tensor, packed: Sequence[Tensor]) -> Tensor:
