@@ -36,7 +36,6 @@ INDIRECT = {"jinja2": "renders chat templates, inside transformers", "tokenizers
 UNDECLARED = {
     "pydantic_core": "comes with pydantic, same release",
     "starlette": "comes with fastapi",
-    "triton": "comes with torch for CUDA; imported on such a device only",
 }
 """Modules that arrive with a declared dependency and are part of its interface."""
 

@@ -65,6 +65,7 @@ def test_a_folder_and_a_store_say_the_same_of_every_format(tmp_path: Path, case:
     assert len(found.verdicts) == 4
     assert any(line.startswith("router") for line in found.special)
     experts = [group for group in found.groups if ".experts." in group.modules and group.parameters > 10_000]
+    experts = [group for group in experts if not group.modules.startswith("mtp.")]  # The fixture leaves these in BF16.
     assert {group.format for group in experts} == {precision}
     store, _ = open_memory(tmp_path)
     remote = inspect_headers(store_headers(store, first_read=64))
