@@ -82,16 +82,21 @@ def read_header(path: Path) -> Header:
     return parse_header(data, size=size, where=str(path))
 
 
-def read_folder(folder: Path) -> dict[str, tuple[Path, TensorInfo]]:
-    """Every tensor of a model folder → (file, info): `model.safetensors`, or the shards that the index names."""
-    if not folder.is_dir():
-        raise ModelError("the model folder does not exist", where=str(folder), fix="check spec.model.uri")
+def check_finished(folder: Path) -> None:
+    """Raises `ModelError` where a conversion left off."""
     if (folder / UNFINISHED).is_file():
         raise ModelError(
             "a conversion into this folder was not finished",
             where=str(folder),
             fix="give the same `orbit convert` or `orbit merge` command again: it continues",
         )
+
+
+def read_folder(folder: Path) -> dict[str, tuple[Path, TensorInfo]]:
+    """Every tensor of a model folder → (file, info): `model.safetensors`, or the shards that the index names."""
+    if not folder.is_dir():
+        raise ModelError("the model folder does not exist", where=str(folder), fix="check spec.model.uri")
+    check_finished(folder)
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         single = folder / "model.safetensors"

@@ -23,6 +23,7 @@ from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.adapters.inject import InjectReport, inject
 from orbit_runtime.errors import ManifestError, ModelError, OrbitError, UnsupportedError
 from orbit_runtime.model_info.families import default_targets
+from orbit_runtime.model_info.headers import check_finished
 from orbit_runtime.model_info.layouts import check_head, read_linears
 from orbit_runtime.model_info.quantization import from_legacy_modelopt, parse_quantization
 from orbit_runtime.model_info.settings import load_settings
@@ -105,6 +106,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not folder.is_dir():
         raise ModelError("the model folder does not exist", where=str(folder), fix="correct spec.model.uri")
+    check_finished(folder)
     try:
         config = load_settings(path)
     except FileNotFoundError:

@@ -153,7 +153,9 @@ ROWS: dict[str, Row] = {
     "codes missing": Row("INT4", drop(PACKED), (SCALE, "there are no codes")),
     "scale of the wrong shape": Row("INT4", put(SCALE, lambda t: t[:-1]), (SCALE, "expected BF16 [128, any]")),
     "shape missing": Row("INT4", drop(f"{M}.weight_shape"), (f"{M}.weight_shape", "missing")),
-    "shape that lies": Row("INT4", put(f"{M}.weight_shape", lambda t: t * 2), (PACKED, "[256, 256]"), VALUES),
+    "shape that lies": Row(
+        "INT4", put(f"{M}.weight_shape", lambda t: t * 2), (PACKED, "expected int32 [256, 32]"), VALUES
+    ),
     "scale of zero": Row("INT4", put(SCALE, one(0.0)), (f"model.safetensors: {SCALE}", "is 0.0"), VALUES),
     "scale of NaN": Row("INT4", put(SCALE, one(float("nan"))), (f"model.safetensors: {SCALE}", "is nan"), VALUES),
     "infinite scale": Row("INT4", put(SCALE, one(float("inf"))), (f"model.safetensors: {SCALE}", "is inf"), VALUES),
