@@ -79,10 +79,11 @@ class Writer:
 
     async def _apply_support(self, source: RunSource) -> None:
         """What the pod mounts and what it may reach: both before there is a pod, in any order."""
-        objects = [(CONFIG_MAPS, build_config_map(source))]
+        calls = [self._api.apply(CONFIG_MAPS, source.namespace, build_config_map(source))]
         if self._settings.network_policies:
-            objects.append((NETWORK_POLICIES, build_network_policy(source, self._settings)))
-        await asyncio.gather(*(self._api.apply(kind, source.namespace, body) for kind, body in objects))
+            policy = build_network_policy(source, self._settings)
+            calls.append(self._api.apply(NETWORK_POLICIES, source.namespace, policy))
+        await asyncio.gather(*calls)
 
     async def _create(self, run: RunFacts, job: Body) -> JobFacts:
         """Create-only: applying a Job that is there already could take back what a queue decided about it."""
