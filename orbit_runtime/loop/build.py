@@ -302,7 +302,8 @@ def _build_engine(resolved: Resolved, policy: Policy, tokenizer: Tokenizer, fold
         from orbit_runtime.rollout.torch_engine import TorchEngine
 
         return TorchEngine(policy, tokenizer, max_running_requests=running)
-    from orbit_runtime.policy.dequantized import write_dequantized
+    from orbit_runtime.checkpoints.convert import convert
+    from orbit_runtime.checkpoints.target import Target
     from orbit_runtime.rollout.sglang import SGLangEngine
     from orbit_runtime.rollout.sglang_server import ServerSettings, SGLangServer, lora_targets
 
@@ -320,9 +321,12 @@ def _build_engine(resolved: Resolved, policy: Policy, tokenizer: Tokenizer, fold
             fix="set it to None, or use engine: Torch",
         )
     scratch = Path(closing.enter_context(TemporaryDirectory(prefix="orbit-sglang-")))
-    on_cpu = resolved.device == "cpu"
+    base = folder
+    if resolved.device == "cpu" and policy.precision != "BF16":
+        base = scratch / "base"
+        convert(folder, base, Target("BF16"), show=lambda *_: None)
     settings = ServerSettings(
-        model=write_dequantized(folder, scratch / "base") if on_cpu else folder,
+        model=base,
         device=resolved.device,
         dtype=resolved.compute_dtype,
         lora_rank=lora.rank,

@@ -13,14 +13,13 @@ from orbit_runtime.model_info.weights import ModelFacts
 from orbit_runtime.planner import assumptions as known
 from orbit_runtime.planner.adapter_size import AdapterSize, adapter_size
 from orbit_runtime.planner.advice import advise
+from orbit_runtime.planner.assumptions import GIB
 from orbit_runtime.planner.job import Job, Machine, build_job
 from orbit_runtime.planner.layout import Layout
 from orbit_runtime.planner.parts import PHASES, Copies, Parts, Phase
 from orbit_runtime.planner.search import Choice, capacity_of, choose, why_one_copy
 from orbit_runtime.planner.support import Combination, Support, find_support
 from orbit_runtime.spec import OrbitRun
-
-GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from orbit_runtime.errors import ManifestError
 from orbit_runtime.model_info.weights import ModelFacts
 from orbit_runtime.planner.adapter_size import AdapterSize
+from orbit_runtime.planner.assumptions import GIB
 from orbit_runtime.planner.job import Job, Machine
 from orbit_runtime.planner.layout import Layout, possible_layouts
 from orbit_runtime.planner.parts import PHASES, Copies, Phase, Setting, Sizes, size_parts
 
-GIB = 2**30
 SMALLEST_MICRO_BATCH = 1024
 
 

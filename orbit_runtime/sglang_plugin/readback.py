@@ -9,7 +9,7 @@ read from the batch that the last pass was prepared with.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,7 +83,7 @@ def _applied(manager: Any, passed: Passed) -> list[Applied]:
     by_module: dict[str, dict[str, Tensor]] = {}
     rank = max(config.r for config in manager.configs.values())
     for name, kind, tensor in _tensors(manager, passed.slot, rank):
-        by_module.setdefault(name, {})[kind] = tensor
+        by_module.setdefault(name, {})[f"{name}.{kind}"] = tensor
     return [Applied(name, "", tensors, passed.scaling) for name, tensors in by_module.items()]
 
 
@@ -119,9 +119,3 @@ def _heights(module: Any, b: Tensor, count: int) -> list[int]:
         query, key = base.q_proj_shard_size, base.kv_proj_shard_size
         return [query, key, key]
     return [b.shape[0] // count] * count
-
-
-def names_of(files: Mapping[str, bytes]) -> list[str]:
-    """Modules that an adapter's file names, for messages."""
-    parsed = tensorfile.parse(files[MODEL_FILE], where=MODEL_FILE)
-    return sorted({key.removeprefix(PEFT_PREFIX).rsplit(".", 2)[0] for key in parsed})

@@ -28,6 +28,7 @@ Object = dict[str, Any]
 NEXT_VERSION = "0.1.1-next"
 WITHOUT_DATA = {
     "Orbit: one run: KL from the base": "the quickstart has no KL term (algorithm.kl.coefficient is 0)",
+    "Orbit: one run: Bound of OFT's series": "the quickstart trains LoRA",
 }
 """Panels that stay empty for the guide's run, and why."""
 

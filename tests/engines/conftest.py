@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from orbit_runtime.adapters.config import AdapterConfig
+from orbit_runtime.checkpoints.convert import convert
+from orbit_runtime.checkpoints.target import Target
 from orbit_runtime.data.chat import ChatTokenizer
 from orbit_runtime.model_info.builtin_models import builtin_folder
 from orbit_runtime.policy import Policy, load_policy
-from orbit_runtime.policy.dequantized import write_dequantized
 from orbit_runtime.rollout import TorchEngine
 from orbit_runtime.rollout.sglang import SGLangEngine
 from orbit_runtime.rollout.sglang_server import PYTHON_VARIABLE, ServerSettings, SGLangServer, lora_targets
@@ -35,8 +36,9 @@ def sglang(adder: tuple[Policy, ChatTokenizer], tmp_path_factory: pytest.TempPat
         pytest.fail(f"{PYTHON_VARIABLE} is not set: run `make test-engines`")
     policy, tokenizer = adder
     folder = tmp_path_factory.mktemp("sglang")
+    convert(builtin_folder("tiny-adder", "INT4"), folder / "base", Target("BF16"), show=lambda *_: None)
     settings = ServerSettings(
-        model=write_dequantized(builtin_folder("tiny-adder", "INT4"), folder / "base"),
+        model=folder / "base",
         device="cpu",
         dtype="float32",
         lora_rank=4,

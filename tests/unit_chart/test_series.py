@@ -78,6 +78,4 @@ def test_every_series_of_a_run_that_the_operator_exports_is_shown_or_alerts() ->
 
 def test_numbers_of_a_step_are_on_a_dashboard() -> None:
     used = {name.removesuffix("_total") for file in FILES for name, _ in asked(queries(file))}
-    # Of OFT alone; it stands in the row and the report, and has no panel yet.
-    without_panel = {"orbit_run_oft_series_error"}
-    assert {metric.prometheus for metric in METRICS if metric.prometheus is not None} - used == without_panel
+    assert {metric.prometheus for metric in METRICS if metric.prometheus is not None} - used == set()

@@ -147,6 +147,7 @@ RUN = Dashboard(
             Panel("Gradient norm", "line", {"before clipping": "orbit_run_grad_norm{@}"}),
             Panel("Clipped tokens", "line", {"share": "orbit_run_clip_fraction{@}"}, unit="percentunit"),
             Panel("Learning rate", "line", {"rate": "orbit_run_learning_rate{@}"}, unit="sci"),
+            Panel("Bound of OFT's series", "line", {"distance": "orbit_run_oft_series_error{@}"}, unit="sci"),
             Panel(
                 "How rewards end",
                 "stack",

@@ -12,6 +12,7 @@ from typing import Any
 
 from ruamel.yaml import YAML
 
+from orbit_runtime.spec.generate import write_pages
 from tools.chart.crd_template import render_crd_template
 from tools.chart.dashboards import DASHBOARDS, build_dashboard
 from tools.chart.readme import render_readme
@@ -40,23 +41,6 @@ def _json(value: Any) -> str:
     return json.dumps(value, indent=1, ensure_ascii=False) + "\n"
 
 
-def main(arguments: list[str], root: Path) -> int:
-    """0, or 1 where `--check` found a stale file."""
-    stale = []
-    for name, content in render_all(root).items():
-        file = root / name
-        if file.is_file() and file.read_text(encoding="utf-8") == content:
-            continue
-        stale.append(name)
-        if "--check" not in arguments:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(content, encoding="utf-8")
-            print(f"wrote {name}")
-    if stale and "--check" in arguments:
-        print(f"stale: {', '.join(stale)}; run `make crds`", file=sys.stderr)
-        return 1
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], Path(__file__).resolve().parents[2]))
+    repository = Path(__file__).resolve().parents[2]
+    sys.exit(write_pages(render_all(repository), sys.argv[1:], repository))
