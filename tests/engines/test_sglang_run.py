@@ -62,6 +62,15 @@ def check_report(out: Path, steps: int) -> dict:
     return report
 
 
+def test_a_run_with_oft_is_proven_at_every_publish_and_at_parity_in_every_step(tmp_path: Path) -> None:
+    out = tmp_path / "oft"
+    run = start(out, "spec.adapter={type: OFT}", "spec.training.learningRate=1e-3", steps=3)
+    assert run.wait(800) == 0, out.with_suffix(".log").read_text()[-3000:]
+    report = check_report(out, 3)
+    assert report["publishes"] == 4
+    assert len({row["adapter_digest"] for row in rows(out)}) == 3
+
+
 def test_a_killed_server_costs_no_step(tmp_path: Path) -> None:
     out = tmp_path / "server-killed"
     run = start(out)
