@@ -1,7 +1,7 @@
 """Every family, format, adapter and expert layout: each loads, has transformers' log-probs, trains and loads back.
 
-    .venv/bin/python -m tests.integration.family_matrix            every combination, a few minutes
-    .venv/bin/python -m tests.integration.family_matrix gpt_oss    those of one family
+    .venv/bin/python -m tests.models.family_matrix            every combination, a few minutes
+    .venv/bin/python -m tests.models.family_matrix gpt_oss    those of one family
 
 The ordinary tests run a selection in which every pair of two choices occurs (`pairwise`).
 """

@@ -13,7 +13,7 @@ from orbit_runtime.policy import Policy, load_policy
 from orbit_runtime.policy.packed import Branch
 from orbit_runtime.rollout import TorchEngine
 from orbit_runtime.types import AdapterFiles, Request, Sampling
-from tests.integration.family_matrix import Case, adapter_of, tokens_of
+from tests.models.family_matrix import Case, adapter_of, tokens_of
 from tests.integration.tiny_families import make_family
 from tests.integration.tiny_models import load_reference, reference_logprobs
 
