@@ -15,8 +15,8 @@ from orbit_runtime.planner.adapter_size import adapter_size
 from orbit_runtime.planner.job import Machine, build_job
 from orbit_runtime.policy import load_policy
 from orbit_runtime.spec import OrbitRun
-from tests.models.family_matrix import UNPROVEN, Case, adapter_of, all_cases, check_case, pairwise
 from tests.integration.tiny_families import CONFIGS, make_family
+from tests.models.family_matrix import UNPROVEN, Case, adapter_of, all_cases, check_case, pairwise
 
 RUN = {
     "apiVersion": "orbitrl.dev/v1alpha1", "kind": "OrbitRun", "metadata": {"name": "a"},

@@ -13,9 +13,9 @@ from orbit_runtime.policy import Policy, load_policy
 from orbit_runtime.policy.packed import Branch
 from orbit_runtime.rollout import TorchEngine
 from orbit_runtime.types import AdapterFiles, Request, Sampling
-from tests.models.family_matrix import Case, adapter_of, tokens_of
 from tests.integration.tiny_families import make_family
 from tests.integration.tiny_models import load_reference, reference_logprobs
+from tests.models.family_matrix import Case, adapter_of, tokens_of
 
 CASES = [
     Case("qwen3", "INT4", "LoRA", "None"),
