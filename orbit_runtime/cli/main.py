@@ -192,6 +192,21 @@ def merge(
 
 
 @app.command()
+def parity(
+    file: Manifest,
+    overrides: Overrides = None,
+    layers: Annotated[
+        bool, typer.Option("--layers", help="Compare layer by layer even if the gates hold. Needs engine: SGLang.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Measure how far trainer and engine are apart, before training. If too far: the first layer, and why."""
+    from orbit_runtime.cli.parity import run_parity
+
+    raise typer.Exit(run_parity(file, overrides or [], layers=layers, as_json=as_json))
+
+
+@app.command()
 def report(
     runs: Annotated[list[str], typer.Argument(metavar="DIR", help="Run folders: paths or URIs.")],
     html: Annotated[

@@ -37,6 +37,7 @@ from orbit_runtime.workers.reward_protocol import RewardScorer, RewardTarget
 if TYPE_CHECKING:
     from orbit_runtime.algorithms.table import Algorithm
     from orbit_runtime.policy.model import Policy
+    from orbit_runtime.policy.snapshot import Snapshot
     from orbit_runtime.training.torch_trainer import TrainerSettings
 
 CANARY_PROMPT_TOKENS = 28
@@ -69,6 +70,10 @@ class Parts:
     probing: Callable[[Probe], AbstractContextManager[None]]
     """A context within which the trainer holds an adapter that nobody trained, for preflight."""
     precision: str
+    group_size: int | None
+    """Columns of the packed base that share a scale; None: it has no groups."""
+    snapshot: Callable[..., Snapshot]
+    """`policy.snapshot.take_snapshot` of this run's policy."""
     show: Show
 
     @property
@@ -155,6 +160,7 @@ def build_parts(
     check_lengths(table, tokenizer.encode_many, max_prompt_tokens=spec.model.max_sequence_length - new_tokens)
     policy = _build_policy(resolved, folder, show.note)
     from orbit_runtime.algorithms.table import ALGORITHMS
+    from orbit_runtime.policy.snapshot import group_size_of, take_snapshot
 
     algorithm = ALGORITHMS[spec.algorithm.type]
     trainer = _build_trainer(resolved, policy, algorithm, base_model=names.model)
@@ -200,6 +206,8 @@ def build_parts(
         sequences=sequences,
         probing=partial(policy.injected.masters.probing, seed=spec.data.seed),
         precision=policy.precision,
+        group_size=group_size_of(policy),
+        snapshot=partial(take_snapshot, policy),
         show=show,
     )
 
@@ -337,7 +345,7 @@ def _build_engine(resolved: Resolved, policy: Policy, tokenizer: Tokenizer, fold
     )
     server = SGLangServer(settings, log=scratch / "sglang.log")
     closing.callback(server.stop)
-    return SGLangEngine(server, tokenizer, folder=scratch / "adapters", max_running_requests=running)
+    return SGLangEngine(server, tokenizer, folder=scratch / "adapters", max_running_requests=running, taps=server.taps)
 
 
 def _trainer_settings(resolved: Resolved, base_model: str) -> TrainerSettings:

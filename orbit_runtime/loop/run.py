@@ -20,6 +20,7 @@ from orbit_runtime.errors import GateError, OrbitError
 from orbit_runtime.loop.build import Parts, build_parts
 from orbit_runtime.loop.content import WEIGHTS, check_content, resolve_names
 from orbit_runtime.loop.machine import machine_facts
+from orbit_runtime.loop.parity import find_difference, keep_location, measure_parity
 from orbit_runtime.loop.resume import RUN_FILE, check_same_run, find_checkpoint, read_run_file, restore
 from orbit_runtime.loop.show import Show
 from orbit_runtime.loop.signals import StopFlag, stop_on_signals
@@ -32,7 +33,7 @@ from orbit_runtime.observability.report import build_report
 from orbit_runtime.observability.report_html import render_html
 from orbit_runtime.observability.status import RunStatus
 from orbit_runtime.observability.versions import installed_versions
-from orbit_runtime.parity.preflight import check_preflight, measure_preflight
+from orbit_runtime.parity.preflight import check_preflight
 from orbit_runtime.spec import OrbitRun, Resolved, identity_fields, keep_decisions, resolve
 from orbit_runtime.storage import Execution, Store, claim_execution, compact_rows, open_store
 
@@ -149,23 +150,20 @@ def _start_policy(parts: Parts, state: RunState) -> None:
         )
     state.publishes += 1
     state.publishes_proven += 1
-    spec = parts.spec.parity
-    result = measure_preflight(
-        parts.engine,
-        parts.trainer,
-        parts.sequences,
-        adapter=state.publication.name,
-        probing=parts.probing,
-        precision=parts.precision,
-        factor=spec.floor_factor,
-        absolute=spec.mean_limit,
-    )
+    result = measure_parity(parts, state.publication)
     key = f"parity/preflight-e{parts.execution.number:06d}.json"
     parts.store.put(key, json.dumps(result.to_json(), indent=1).encode())
     # A resumed run keeps the limit it started with, so that its rows equal those of an uninterrupted one.
     state.parity_limit = state.parity_limit or result.limit
-    if spec.preflight == "Enforce":
-        check_preflight(result)
+    if not result.failures:
+        return
+    parts.show.stage("looking for the layer")
+    location = find_difference(parts, state.publication)
+    if location:
+        keep_location(parts, location)
+        parts.show.note(f"trainer and engine part {location.sentence()}")
+    if parts.spec.parity.preflight == "Enforce":
+        check_preflight(result, location)
 
 
 def _build_show(

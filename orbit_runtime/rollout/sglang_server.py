@@ -44,6 +44,8 @@ class SGLangServer:
     def __init__(self, settings: ServerSettings, *, log: Path) -> None:
         self._settings = settings
         self._log = log
+        self.taps = log.parent / "taps"
+        """Where the plug-in is asked what a pass computed, and answers."""
         self._process: ServerProcess | None = None
         self._port = 0
 
@@ -59,9 +61,10 @@ class SGLangServer:
     def start(self) -> None:
         """Raises EngineDiedError with the log's end where it does not come to answer."""
         self._port = free_port()
+        self.taps.mkdir(parents=True, exist_ok=True)
         python = os.environ.get(PYTHON_VARIABLE) or sys.executable
         command = [python, "-m", "orbit_runtime.sglang_plugin.launch", *server_arguments(self._settings, self._port)]
-        self._process = ServerProcess("SGLang", command, environment=_environment(os.environ), log=self._log)
+        self._process = ServerProcess("SGLang", command, environment=_environment(os.environ, self.taps), log=self._log)
         self._process.wait_until(self._answers, seconds=START_SECONDS)
 
     def is_alive(self) -> bool:
@@ -102,10 +105,11 @@ def server_arguments(settings: ServerSettings, port: int) -> list[str]:
     return arguments
 
 
-def _environment(inherited: Mapping[str, str]) -> dict[str, str]:
+def _environment(inherited: Mapping[str, str], taps: Path) -> dict[str, str]:
     here = str(Path(__file__).parents[2])
     path = os.pathsep.join(filter(None, (here, inherited.get("PYTHONPATH", ""))))
-    return {**inherited, "PYTHONPATH": path, "ORBIT_SGLANG": "1", "HF_HUB_OFFLINE": "1", "SGLANG_PLUGINS": "orbit"}
+    own = {"ORBIT_SGLANG": "1", "ORBIT_SGLANG_TAPS": str(taps), "SGLANG_PLUGINS": "orbit"}
+    return {**inherited, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", **own}
 
 
 def lora_targets(modules: Sequence[str]) -> tuple[str, ...]:

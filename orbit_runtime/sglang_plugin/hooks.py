@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from orbit_runtime.sglang_plugin import readback
+from orbit_runtime.sglang_plugin import readback, taps
 
 KEY = "orbit"
 """Name of our part of an internal state."""
@@ -27,6 +27,9 @@ def register() -> None:
         HookType.AFTER,
     )
     HookRegistry.register("sglang.srt.lora.lora_manager.LoRAManager.prepare_lora_batch", _note_batch, HookType.AFTER)
+    HookRegistry.register(
+        "sglang.srt.model_executor.model_runner.ModelRunner.forward", taps.around_forward, HookType.AROUND
+    )
 
 
 def _add_adapters(result: Any, controller: Any, *_: Any, **__: Any) -> Any:

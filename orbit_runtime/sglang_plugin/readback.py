@@ -65,6 +65,15 @@ def describe_adapters(manager: Any) -> dict[str, dict[str, Any]]:
     return described
 
 
+def slot_tensors(manager: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+    """`(<module>.lora_A or .lora_B, tensor)` of the adapter called `name`, from the buffers that layers read."""
+    for key, reference in manager.lora_refs.items():
+        slot = manager.memory_pool.uid_to_buffer_id.get(key)
+        if reference.lora_name == name and slot is not None:
+            rank = manager.loras[key].config.r
+            yield from ((f"{module}.{kind}", tensor) for module, kind, tensor in _tensors(manager, slot, rank))
+
+
 def _slot_digest(manager: Any, key: str, slot: int, folder: Path) -> str:
     """As Orbit digests the published files: equal where the slot holds what they held."""
     adapter = manager.loras[key]

@@ -49,7 +49,7 @@ def sglang(adder: tuple[Policy, ChatTokenizer], tmp_path_factory: pytest.TempPat
     )
     server = SGLangServer(settings, log=folder / "sglang.log")
     try:
-        engine = SGLangEngine(server, tokenizer, folder=folder / "adapters", max_running_requests=16)
+        engine = SGLangEngine(server, tokenizer, folder=folder / "adapters", max_running_requests=16, taps=server.taps)
     except BaseException:
         server.stop()
         raise
