@@ -84,7 +84,7 @@ def find_facts(run: OrbitRun, folder: Path) -> ModelFacts:
 
         return folder_facts(Path(rest if separator else absolute_uri(uri, folder)))
     if scheme in _STORES:
-        from orbit_runtime.model_info.checkpoint import store_facts
+        from orbit_runtime.model_info.remote_checkpoint import store_facts
         from orbit_runtime.storage import open_store
 
         return store_facts(open_store(uri, writable=False))
