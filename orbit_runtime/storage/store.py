@@ -146,6 +146,12 @@ class Store:
         check_key(key)
         return int(self._call(f"looking for {key}", key, lambda: self._backend.head(key))["size"])
 
+    def version(self, key: str) -> tuple[int, str]:
+        """Size of one object, and a text that changes when it is replaced. Raises `NotFound`."""
+        check_key(key)
+        found = self._call(f"looking for {key}", key, lambda: self._backend.head(key))
+        return int(found["size"]), str(found.get("e_tag") or found.get("last_modified"))
+
     def exists(self, key: str) -> bool:
         """Whether an object has this key."""
         check_key(key)
@@ -324,10 +330,13 @@ class Store:
         return f"{usage.free / 2**20:.1f} MiB free of {usage.total / 2**20:.1f} MiB"
 
 
-def check_key(key: str) -> None:
+def is_key(key: str) -> bool:
     """Keys are plain ASCII segments joined by `/`, the same in every store."""
-    assert _KEY.fullmatch(key), f"not a key: {key!r}"
-    assert ".." not in key.split("/"), f"not a key: {key!r}"
+    return _KEY.fullmatch(key) is not None and ".." not in key.split("/")
+
+
+def check_key(key: str) -> None:
+    assert is_key(key), f"not a key: {key!r}"
 
 
 def _folder(prefix: str) -> str | None:
