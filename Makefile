@@ -1,4 +1,4 @@
-# Everything a contributor or CI runs. Each target puts what it needs into .venv first; only `test-store` needs Go as well.
+# Everything a contributor or CI runs. Each target puts what it needs into .venv first; `test-store` and `test-cluster` need Go as well.
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
 
@@ -12,7 +12,7 @@ export MKL_NUM_THREADS ?= 2
 PURE := errors types seeds spec storage workers model_info planner algorithms data environments observability
 PURE_PATHS = $(wildcard $(PURE:%=orbit_runtime/%.py) $(PURE:%=orbit_runtime/%))
 
-.PHONY: help install dev quickstart test test-store check crds docs constraints bench release-check clean
+.PHONY: help install dev quickstart test test-store test-cluster check-chart images images-push check crds docs constraints bench release-check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z -]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -32,19 +32,33 @@ test: dev ## every test that needs Python only
 test-store: dev ## storage and resume against a real S3 server (needs Go)
 	ORBIT_TEST_VERSITYGW="$$(tools/versitygw.sh)" && export ORBIT_TEST_VERSITYGW && $(BIN)/python -m pytest tests/store
 
+test-cluster: dev check-chart ## the operator on a real Kubernetes cluster of two nodes (needs root, Go and Debian; starts and removes it)
+	ORBIT_TEST_PROGRAMS="$$(tools/cluster_programs.sh)" && export ORBIT_TEST_PROGRAMS && $(BIN)/python -m pytest tests/cluster
+
+check-chart: dev ## the Helm chart by Helm 3 and 4, kubeconform and promtool (needs root, Go and Debian)
+	tools/cluster_packages.sh
+	ORBIT_TEST_PROGRAMS="$$(tools/cluster_programs.sh helm helm3 kubeconform)" && export ORBIT_TEST_PROGRAMS && $(BIN)/python -m pytest tests/chart
+
+images: ## build both images with buildah; BASE_IMAGE, OPERATOR_BASE_IMAGE and VERSION choose what
+	tools/images.sh build
+
+images-push: ## push both to REGISTRY=registry.example.com/team
+	tools/images.sh push "$(REGISTRY)"
+
 check: dev ## lint, types, import layers, budgets, stale generated files
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy $(PURE_PATHS)
+	$(BIN)/mypy $(PURE_PATHS) operator/orbit_operator
+	$(BIN)/mypy -p tools.chart
 	$(BIN)/lint-imports
 	$(call generate,--check)
 	$(BIN)/python -m pytest tests/architecture
 
 # A package that describes itself to people or to a cluster has a generate.py; with --check it fails where a file is stale.
-GENERATORS = $(subst /,.,$(basename $(wildcard orbit_runtime/*/generate.py)))
+GENERATORS = $(subst /,.,$(basename $(wildcard orbit_runtime/*/generate.py tools/*/generate.py)))
 generate = @set -e; for module in $(GENERATORS); do echo "python -m $$module $(1)"; $(BIN)/python -m $$module $(1); done
 
-crds docs: dev ## regenerate crds/ and docs/reference/ from the code
+crds docs: dev ## regenerate crds/, docs/reference/ and the generated files of charts/ from the code
 	$(call generate,)
 
 constraints: dev ## recompile images/constraints/ from pyproject.toml (needs the package index)

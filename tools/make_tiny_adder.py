@@ -1,16 +1,18 @@
 """Makes `builtin://tiny-adder`: a Qwen3 small enough to ship, which adds two-digit numbers right one time in four.
 
-Belongs here: its tokenizer, its supervised training, its INT4 packing (by compressed-tensors, not by our codec), its
+Belongs here: its tokenizer, its supervised training, its packing (by compressed-tensors, not by our codecs), its
 digests. Does not belong here: reading it back (`orbit_runtime.model_info.builtin_models`).
 
-    python tools/make_tiny_adder.py            write both folders and digests.json
+    python tools/make_tiny_adder.py            write all folders and digests.json
+    python tools/make_tiny_adder.py --repack   make FP8, NVFP4 and MXFP4 from the shipped BF16 variant; no training
     python tools/make_tiny_adder.py --check    make it again elsewhere and compare every byte with what is shipped
 
 Two phases. *Knowing*: exact answers, until the most likely answer is nearly always right. *Doubting*: labels that are
 right only in some draws and otherwise off by a small error, with every linear fake-quantised to INT4, so that samples
 become as unsure as the labels. Reinforcement learning then has something to find in a minute on two cores.
 
-The BF16 variant holds exactly the values that the INT4 variant decompresses to: one policy in two formats.
+The BF16 variant holds exactly the values that the INT4 variant decompresses to: one policy in two formats. FP8, NVFP4
+and MXFP4 are that BF16 variant quantised once more, so each is a slightly other policy.
 
 Same bits again: one thread, deterministic algorithms, local generators. Kinds of CPU differ in the last bit of a matrix
 product, so on another kind `--check` may name the two weight files; the other files are the same everywhere.
@@ -30,16 +32,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from compressed_tensors.compressors.mxfp4.base import MXFP4PackedCompressor
+from compressed_tensors.compressors.nvfp4.base import NVFP4PackedCompressor
 from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
-from compressed_tensors.quantization.utils.helpers import calculate_qparams
-from safetensors.torch import save_file
+from compressed_tensors.quantization.utils.helpers import calculate_qparams, generate_gparam
+from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 BUILTIN = Path(__file__).resolve().parent.parent / "orbit_runtime" / "model_info" / "builtin"
 NAME = "tiny-adder"
 GROUP = 32
+BLOCK = 128
+REPACKED = ("fp8", "mxfp4", "nvfp4")
 SPECIAL = ("<|pad|>", "<|im_end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|unk|>")
 CHARACTERS = "\t\n" + "".join(chr(code) for code in range(32, 127))
 PAD, END, USER, ASSISTANT = 0, 1, 3, 4
@@ -131,6 +137,37 @@ def quantization_config() -> dict[str, Any]:
         "ignore": ["lm_head"],
         "config_groups": {"group_0": group},
     }
+
+
+def float4_arguments(variant: str) -> QuantizationArgs:
+    if variant == "nvfp4":
+        return QuantizationArgs(
+            num_bits=4, type="float", strategy="tensor_group", group_size=16, scale_dtype=torch.float8_e4m3fn
+        )
+    return QuantizationArgs(num_bits=4, type="float", strategy="group", group_size=32, scale_dtype=torch.uint8)
+
+
+def repacked_config(variant: str) -> dict[str, Any]:
+    """`quantization_config` of the variants made from BF16, in the words of published checkpoints."""
+    if variant == "fp8":
+        return {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [BLOCK, BLOCK],
+            "modules_to_not_convert": ["lm_head"],
+        }
+    weights = {
+        "num_bits": 4,
+        "type": "float",
+        "symmetric": True,
+        "strategy": "tensor_group" if variant == "nvfp4" else "group",
+        "group_size": 16 if variant == "nvfp4" else 32,
+        "scale_dtype": "torch.float8_e4m3fn" if variant == "nvfp4" else "torch.uint8",
+        "dynamic": False,
+    }
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+    return quantization_config() | {"format": f"{variant}-pack-quantized", "config_groups": {"group_0": group}}
 
 
 def build_tokenizer() -> Tokenizer:
@@ -264,13 +301,50 @@ def build_variants(model: Qwen3ForCausalLM) -> dict[str, dict[str, torch.Tensor]
     return {"bf16": bf16, "int4": int4}
 
 
+def repacked(weight: torch.Tensor, variant: str) -> dict[str, torch.Tensor]:
+    """Tensors of one linear in FP8 (blocks as DeepSeek and Qwen3 publish them), NVFP4 or MXFP4."""
+    weight = weight.float()
+    if variant == "fp8":
+        rows, columns = weight.shape
+        padded = torch.nn.functional.pad(weight, (0, -columns % BLOCK, 0, -rows % BLOCK))
+        blocks = padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
+        scale = blocks.abs().amax((1, 3)) / 448
+        codes = (blocks / scale[:, None, :, None]).to(torch.float8_e4m3fn).view(padded.shape)[:rows, :columns]
+        return {"weight": codes.contiguous(), "weight_scale_inv": scale}
+    arguments = float4_arguments(variant)
+    grouped = weight.unflatten(1, (-1, arguments.group_size))
+    scheme = QuantizationScheme(targets=["Linear"], weights=arguments)
+    if variant == "mxfp4":
+        scale, _ = calculate_qparams(grouped.amin(-1), grouped.amax(-1), arguments)
+        parts = {"weight": weight, "weight_scale": scale}
+        return MXFP4PackedCompressor.compress(parts, scheme)
+    largest = generate_gparam(weight.min(), weight.max())
+    scale, _ = calculate_qparams(grouped.amin(-1), grouped.amax(-1), arguments, global_scale=largest)
+    parts = {"weight": weight, "weight_scale": scale, "weight_global_scale": largest}
+    return NVFP4PackedCompressor.compress(parts, scheme)
+
+
+def repack(root: Path) -> None:
+    """Writes the variants that come from BF16."""
+    bf16 = load_file(root / "bf16" / "model.safetensors")
+    for variant in REPACKED:
+        tensors: dict[str, torch.Tensor] = {}
+        for name, tensor in bf16.items():
+            if is_quantised(name, tensor):
+                parts = repacked(tensor, variant)
+                tensors.update({name.removesuffix("weight") + part: value for part, value in parts.items()})
+            else:
+                tensors[name] = tensor
+        save_variant(root / variant, tensors, repacked_config(variant))
+
+
 def write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def save_variant(folder: Path, tensors: dict[str, torch.Tensor], *, quantised: bool) -> None:
+def save_variant(folder: Path, tensors: dict[str, torch.Tensor], quantization: dict[str, Any] | None) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    config = model_config() | ({"quantization_config": quantization_config()} if quantised else {})
+    config = model_config() | ({"quantization_config": quantization} if quantization else {})
     write_json(folder / "config.json", config)
     write_json(folder / "generation_config.json", {"do_sample": True, "eos_token_id": END, "pad_token_id": PAD})
     write_json(folder / "tokenizer_config.json", tokenizer_config())
@@ -323,7 +397,8 @@ def make(root: Path) -> None:
         print(phase, flush=True)
         train_phase(model, phase, generator)
     for variant, tensors in build_variants(model).items():
-        save_variant(root / variant, tensors, quantised=variant == "int4")
+        save_variant(root / variant, tensors, quantization_config() if variant == "int4" else None)
+    repack(root)
 
 
 def check(root: Path) -> int:
@@ -343,7 +418,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--check", action="store_true", help="make it elsewhere, compare with what is shipped")
     parser.add_argument("--samples", type=int, default=4096, help="answers to sample for the printed accuracy")
+    parser.add_argument("--repack", action="store_true", help="only the variants made from the shipped BF16 one")
     arguments = parser.parse_args()
+    if arguments.repack:
+        repack(BUILTIN / NAME)
+        write_json(BUILTIN / "digests.json", {NAME: digests(BUILTIN / NAME)})
+        return 0
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as temporary:
         root = Path(temporary) if arguments.check else BUILTIN / NAME

@@ -41,12 +41,16 @@ def folder_facts(folder: Path) -> ModelFacts:
     return _facts(_read_config(folder / "config.json"), tensors, name=folder.name, source=f"headers in {folder}")
 
 
-def store_facts(store: Store) -> ModelFacts:
-    """Facts of a model below a store's URI, by range reads of its headers."""
+def store_facts(store: Store, *, first_read: int = FIRST_READ) -> ModelFacts:
+    """Facts of a model below a store's URI, by range reads of its headers.
+
+    Args:
+        first_read: bytes of a file that are asked for first.
+    """
     names = _shards(store)
     tensors: dict[str, TensorInfo] = {}
     for name in names:
-        tensors.update(_read_header(store, name))
+        tensors.update(_read_header(store, name, first_read))
     config = _parse(store.get("config.json"), f"{store.uri}/config.json")
     return _facts(config, tensors, name=store.uri, source=f"headers in {store.uri}")
 
@@ -68,10 +72,10 @@ def _shards(store: Store) -> list[str]:
     return sorted(set(weight_map.values()))
 
 
-def _read_header(store: Store, name: str) -> Mapping[str, TensorInfo]:
+def _read_header(store: Store, name: str, first_read: int) -> Mapping[str, TensorInfo]:
     try:
         size = store.size(name)
-        start = store.get_range(name, 0, min(size, FIRST_READ))
+        start = store.get_range(name, 0, min(size, first_read))
         length = 8 + int.from_bytes(start[:8], "little")
         if len(start) < length <= min(size, MAX_HEADER_BYTES):
             start += store.get_range(name, len(start), length)

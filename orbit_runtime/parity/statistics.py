@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-ABSOLUTE_LIMITS = {"BF16": 0.01, "INT4": 0.02}
+ABSOLUTE_LIMITS = {"BF16": 0.01, "FP8": 0.02, "INT4": 0.02, "NVFP4": 0.02, "MXFP4": 0.02}
 """Largest mean |d| that a precision may show, whatever its floor: above it something is structurally different."""
 SMALLEST_LIMIT = 1e-4
 """A floor can be exactly 0; differences below this carry no information about the policy in any precision."""

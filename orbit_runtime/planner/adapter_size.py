@@ -27,7 +27,9 @@ class AdapterSize:
     dense: int
     experts: int
     rotation_elements: int
-    """OFT: elements of every adapted layer's R, which an engine multiplies by; 0 for LoRA."""
+    """OFT: elements of the R of every distinct input, which an engine multiplies by; 0 for LoRA."""
+    written_parameters: int
+    """As published: OFT writes what layers share once for each of them."""
     num_layers: int
     """Linears that get one, all experts of a layer together counted once."""
 
@@ -61,15 +63,17 @@ def adapter_size(model: Architecture, job: Job) -> AdapterSize:
     experts = [w for w in weights if w.role == "routed_expert"]
     if job.adapter == "LoRA":
         count = sum(job.rank * sum(w.shape) for w in dense)
-        return AdapterSize(count, sum(_lora_experts(w, model, job) for w in experts), 0, len(weights))
+        with_experts = sum(_lora_experts(w, model, job) for w in experts)
+        return AdapterSize(count, with_experts, 0, count + with_experts, len(weights))
     each = (job.rank - 1) / 2
-    dense_inputs = _inputs(dense)
-    expert_inputs = [(w, _copies(w, model, job)) for w in _inputs(experts)]
-    turned = sum(w.shape[-1] for w in dense) + sum(w.shape[-1] * _copies(w, model, job) for w in experts)
+    dense_width = sum(w.shape[-1] for w in _inputs(dense))
+    expert_width = sum(w.shape[-1] * _copies(w, model, job) for w in _inputs(experts))
+    written = sum(w.shape[-1] for w in dense) + sum(w.shape[-1] * _copies(w, model, job) for w in experts)
     return AdapterSize(
-        int(sum(w.shape[-1] for w in dense_inputs) * each),
-        int(sum(w.shape[-1] * copies for w, copies in expert_inputs) * each),
-        turned * job.rank,
+        int(dense_width * each),
+        int(expert_width * each),
+        (dense_width + expert_width) * job.rank,
+        int(written * each),
         len(weights),
     )
 

@@ -38,6 +38,8 @@ ADAPTER_SLOTS = 2
 """Policy versions in the engine while a new one is published: the newest, and the one that runs still use."""
 MASTER_BYTES, MOMENT_BYTES, GRADIENT_BYTES = 4, 8, 4
 """Per adapter parameter with the torch trainer: fp32 master, Adam's two moments, fp32 gradient."""
+ROTATION_GRAPH_BYTES = 12
+"""Per element of OFT's R while a pass runs: Q and its second and third powers in fp32, for the five-term series."""
 MEGATRON_WEIGHT_BYTES, MEGATRON_GRADIENT_BYTES, MEGATRON_OPTIMIZER_BYTES = 2, 2, 12
 """Per adapter parameter with Megatron: BF16 weight and gradient, fp32 master and moments, these over all GPUs."""
 CHECKPOINT_BYTES = 12

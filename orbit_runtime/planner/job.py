@@ -53,6 +53,7 @@ class Job:
     targets: tuple[str, ...]
     experts: ExpertLayout
     max_sequence: int
+    max_new: int
     running: int
     """Completions sampled at the same time, at most."""
     micro_batch_tokens: int
@@ -92,6 +93,7 @@ def build_job(run: OrbitRun, machine: Machine, *, may_choose: bool = True) -> Jo
         targets=tuple(adapter.targets),
         experts=adapter.expert_layout,
         max_sequence=spec.model.max_sequence_length,
+        max_new=spec.rollout.sampling.max_new_tokens,
         running=min(spec.rollout.max_running_requests, samples),
         micro_batch_tokens=training.micro_batch_tokens,
         is_micro_batch_fixed=not may_choose or "micro_batch_tokens" in training.model_fields_set,

@@ -14,6 +14,7 @@ from typing import Literal
 
 from orbit_runtime.model_info.weights import ModelFacts, Role, StoredWeight
 from orbit_runtime.planner import assumptions as known
+from orbit_runtime.planner.activations import live_elements, saved_elements
 from orbit_runtime.planner.adapter_size import AdapterSize
 from orbit_runtime.planner.job import Job, Machine
 from orbit_runtime.planner.layout import Layout
@@ -182,11 +183,8 @@ def _slots(setting: Setting) -> int:
     if setting.job.in_process:
         one = size.total * setting.compute_bytes
         if setting.job.adapter == "OFT":
-            # R itself, and the fp32 parameters it came from, kept to be read back.
-            one = (
-                size.rotation_elements * setting.compute_bytes
-                + size.rotation_elements * 2 * (setting.job.rank - 1) // setting.job.rank
-            )
+            # R, and the fp32 parameters of every layer, kept to be read back.
+            one = size.rotation_elements * setting.compute_bytes + size.written_parameters * known.MASTER_BYTES
         return one * known.ADAPTER_SLOTS
     elements = size.rotation_elements if setting.job.adapter == "OFT" else size.dense + _local_experts(setting)
     return elements * 2 * known.ADAPTER_SLOTS
@@ -210,7 +208,7 @@ def _engine_work(setting: Setting) -> Parts:
     engine = "Torch" if setting.job.in_process else "SGLang"
     prompt = setting.job.max_sequence * setting.job.running
     tokens = min(known.PREFILL_TOKENS[engine], prompt)
-    layer = _layer_elements(setting) * tokens * setting.compute_bytes
+    layer = live_elements(setting.model.architecture) * tokens * setting.compute_bytes
     streams = setting.model.architecture.hidden_size * setting.model.architecture.streams
     return {
         "engine workspace": math.ceil(layer / setting.layout.tensor) + tokens * streams * setting.compute_bytes,
@@ -226,13 +224,15 @@ def _training(setting: Setting) -> Parts:
     tokens, width = min(setting.micro_batch_tokens, job.step_tokens), setting.compute_bytes
     share = layout.tensor * layout.context
     inputs = tokens * model.hidden_size * model.streams * width * model.num_layers
-    live = tokens * _layer_elements(setting) * width
+    live = tokens * live_elements(model) * width
     parts: Parts = {}
     if job.trainer == "Torch":
         # No recomputation: every layer's tensors wait for the backward.
-        parts["activations"] = math.ceil(inputs + live * model.num_layers)
+        parts["activations"] = math.ceil(tokens * saved_elements(model, job) * width)
         parts["gradients"] = setting.adapter.total * known.GRADIENT_BYTES
         parts["adapter, rounded"] = setting.adapter.total * width
+        if job.adapter == "OFT":
+            parts["adapter, rounded"] = setting.adapter.rotation_elements * (width + known.ROTATION_GRAPH_BYTES)
     else:
         parts["activations"] = math.ceil(inputs / share)
         parts["layer recomputed"] = math.ceil(live / share)
@@ -242,19 +242,6 @@ def _training(setting: Setting) -> Parts:
     rows = min(tokens, max(1, known.LOGIT_ELEMENTS // model.vocab_size))
     parts["logits"] = math.ceil(rows * model.vocab_size * 4 * known.LOGIT_COPIES / layout.tensor)
     return parts
-
-
-def _layer_elements(setting: Setting) -> float:
-    """Numbers per token that the widest layer's linears read and write, of the experts those that a token takes."""
-    model = setting.model.architecture
-    per_layer: dict[int, float] = {}
-    for weight in model.weights:
-        if weight.layer is None or not weight.is_linear:
-            continue
-        times = model.experts_per_token if weight.role == "routed_expert" else 1
-        out, into = weight.shape
-        per_layer[weight.layer] = per_layer.get(weight.layer, 0.0) + times * (out + into)
-    return max(per_layer.values(), default=0.0)
 
 
 def _dequantisation(setting: Setting) -> int:

@@ -22,17 +22,17 @@ from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.adapters.inject import inject
 from orbit_runtime.errors import ManifestError, ModelError, OrbitError, UnsupportedError
 from orbit_runtime.model_info.headers import TensorInfo, read_folder
-from orbit_runtime.model_info.quantization import QuantFormat, parse_quantization
+from orbit_runtime.model_info.quantization import QuantFormat, from_legacy_modelopt, parse_quantization
 from orbit_runtime.model_info.settings import load_settings
 from orbit_runtime.policy.attention import IMPLEMENTATION, Kernel
 from orbit_runtime.policy.direct import build_direct
 from orbit_runtime.policy.model import Policy
 from orbit_runtime.policy.modules import FrozenEmbedding, fuse_norms
-from orbit_runtime.quant.formats import FORMATS
+from orbit_runtime.quant.formats import FORMATS, Codec, Weight
 from orbit_runtime.quant.linear import FrozenLinear
 
-IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
-"""Tensors that old checkpoints carry and the model computes itself."""
+IGNORED_SUFFIXES = ("rotary_emb.inv_freq", ".input_scale", ".input_global_scale", ".k_scale", ".v_scale")
+"""Tensors of no use here: what the model computes itself, and static scales of activations and caches (weight-only)."""
 LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "output_multiplier_scale")
 
 
@@ -60,7 +60,8 @@ def load_policy(
     """
     device = torch.device(device)
     raw = _read_config(folder)
-    quant = parse_quantization(raw, where=str(folder / "config.json"))
+    reader = _Reader(folder, device)
+    quant = parse_quantization(raw, where=str(folder / "config.json"), tensors=reader.headers())
     if precision not in ("Auto", quant.name):
         raise ManifestError(
             f"the manifest says {precision}, the checkpoint is {quant.name}",
@@ -68,7 +69,6 @@ def load_policy(
             fix=f"set it to {quant.name} or Auto",
         )
     model = _build_structure(folder)
-    reader = _Reader(folder, device)
     _fill_linears(model, reader, quant)
     _fill_embedding(model, reader, compute_dtype)
     _fill_rest(model, reader, compute_dtype)
@@ -97,6 +97,9 @@ def _read_config(folder: Path) -> dict[str, Any]:
     for key in LOGIT_TRANSFORMS:
         if config.get(key) not in (None, 1, 1.0):
             raise UnsupportedError(f"{key} = {config[key]} is not supported", where=str(path))
+    legacy = folder / "hf_quant_config.json"
+    if not config.get("quantization_config") and legacy.is_file():
+        return config | {"quantization_config": from_legacy_modelopt(load_settings(legacy))}
     return config
 
 
@@ -135,6 +138,12 @@ class _Reader:
         self._device = device
         self._open: tuple[Path, Any] | None = None
 
+    def headers(self) -> dict[str, TensorInfo]:
+        return {name: info for name, (_, info) in self._tensors.items()}
+
+    def file_of(self, name: str) -> Path:
+        return self._tensors[name][0] if name in self._tensors else self.folder
+
     def has(self, name: str) -> bool:
         return name in self._tensors
 
@@ -165,14 +174,14 @@ def _fill_linears(model: nn.Module, reader: _Reader, quant: QuantFormat) -> None
             continue
         where = str(reader.folder)
         source = tied if name == "lm_head" and tied else name
-        packed = source == name and quant.is_quantized(name)
-        codec = FORMATS[quant.name if packed else "BF16"]
-        if packed and not reader.has(codec.tensor_names(name)[0]):
+        layout = _layout(quant, name, reader) if source == name else "BF16"
+        codec = FORMATS[layout]
+        if layout != "BF16" and not reader.has(codec.tensor_names(name)[0]):
             raise ModelError(
-                f"{name} should be {quant.name}, but the checkpoint has no {codec.tensor_names(name)[0]}", where=where
+                f"{name} should be {codec.precision}, but the checkpoint has no {codec.tensor_names(name)[0]}",
+                where=where,
             )
-        tensors = {key: reader.read(key) for key in codec.tensor_names(source)}
-        weight = codec.from_checkpoint(tensors, source)
+        weight = _read_weight(reader, codec, source)
         if tuple(weight.shape) != (module.out_features, module.in_features):
             raise ModelError(
                 f"{source} is {list(weight.shape)}, config.json says [{module.out_features}, {module.in_features}]",
@@ -182,6 +191,26 @@ def _fill_linears(model: nn.Module, reader: _Reader, quant: QuantFormat) -> None
         bias = reader.read(f"{name}.bias") if module.bias is not None else None
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, FrozenLinear(weight, bias))
+
+
+def _layout(quant: QuantFormat, name: str, reader: _Reader) -> str:
+    """The layout of the module's tensors: what the config says, where the file bears it out."""
+    layout = quant.layout_of(name)
+    if quant.by_tensor and not reader.has(FORMATS[layout].tensor_names(name)[-1]):
+        return "BF16"
+    return layout
+
+
+def _read_weight(reader: _Reader, codec: Codec, source: str) -> Weight:
+    """The module's packed weight; what is wrong with a tensor is said with its file."""
+    names = codec.tensor_names(source)
+    tensors = {name: reader.read(name) for name in names}
+    try:
+        weight: Weight = codec.from_checkpoint(tensors, source)
+    except ModelError as error:
+        where = f"{reader.file_of(error.where)}: {error.where}" if error.where in names else error.where
+        raise ModelError(error.message, where=where, fix=error.fix) from None
+    return weight
 
 
 def _fill_embedding(model: nn.Module, reader: _Reader, compute_dtype: torch.dtype) -> None:

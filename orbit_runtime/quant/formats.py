@@ -1,24 +1,37 @@
-"""The one table of on-disk formats: name → codec functions. A new format is a file beside `int4.py` and a row here."""
+"""The one table of on-disk layouts: name → codec functions. A new format is a file beside `int4.py` and a row here.
+
+Belongs here: the table. Does not belong here: which module of a checkpoint has which layout (`model_info`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from orbit_runtime.quant import bf16, int4
+from orbit_runtime.quant import awq, bf16, fp8, fp8_block, gptq, int4, int4_asymmetric, mxfp4, nvfp4
 from orbit_runtime.quant.bf16 import BF16Weight
+from orbit_runtime.quant.fp8 import FP8Weight
+from orbit_runtime.quant.fp8_block import FP8BlockWeight
 from orbit_runtime.quant.int4 import INT4Weight
+from orbit_runtime.quant.int4_asymmetric import INT4AsymmetricWeight
+from orbit_runtime.quant.mxfp4 import MXFP4Weight
+from orbit_runtime.quant.nvfp4 import NVFP4Weight
 
-Weight = BF16Weight | INT4Weight
+Weight = BF16Weight | INT4Weight | INT4AsymmetricWeight | FP8Weight | FP8BlockWeight | NVFP4Weight | MXFP4Weight
 
 
 @dataclass(frozen=True, slots=True)
 class Codec:
-    """The functions of one format; each is documented where it is defined."""
+    """The functions of one layout; each is documented where it is defined."""
 
+    precision: str
+    """The manifest's word for it: `BF16`, `INT4`, `FP8`, `NVFP4` or `MXFP4`."""
     weight_type: type
     tensor_names: Callable[[str], tuple[str, ...]]
     from_checkpoint: Callable[[Mapping[str, Tensor], str], Any]
@@ -30,12 +43,19 @@ class Codec:
     """`(*views of any run of rows, dtype)` → dense `[rows, K]`."""
     dequantize: Callable[..., Tensor]
     num_bytes: Callable[[Any], int]
+    tiles: Callable[[Any], dict[str, tuple[int, int] | None]]
+    """Rows and columns that one element of each packed tensor covers; None: the whole weight. For cutting."""
+    quantize: Callable[..., Any] | None
+    """`(w, …)` → a weight; None where Orbit only reads the layout. A group size where the format leaves it open."""
+    to_checkpoint: Callable[[Any], dict[str, Tensor]] | None
+    """What a file holds for a weight, relative to its module; None where Orbit only reads the layout."""
     stack: Callable[[Sequence[Any]], Any] | None
     """Weights over the same columns → one weight, rows under rows; None from it, or in its place: not possible."""
 
 
-FORMATS: dict[str, Codec] = {
-    name: Codec(
+def _codec(precision: str, module: Any, weight_type: type) -> Codec:
+    return Codec(
+        precision=precision,
         weight_type=weight_type,
         tensor_names=module.tensor_names,
         from_checkpoint=module.from_checkpoint,
@@ -45,12 +65,61 @@ FORMATS: dict[str, Codec] = {
         dense_rows=module.dense_rows,
         dequantize=module.dequantize,
         num_bytes=module.num_bytes,
+        tiles=getattr(module, "tiles", None) or _TILES[module],
+        quantize=module.quantize,
+        to_checkpoint=getattr(module, "to_checkpoint", None) or _TO_CHECKPOINT[module],
         stack=getattr(module, "stack", None),
     )
-    for name, module, weight_type in (("BF16", bf16, BF16Weight), ("INT4", int4, INT4Weight))
+
+
+def _named(codec: Codec, module: ModuleType, layout: str, **changes: Any) -> Codec:
+    """The same format under another vendor's tensor names."""
+    return replace(
+        codec,
+        tensor_names=partial(module.tensor_names, layout=layout),
+        from_checkpoint=partial(module.from_checkpoint, layout=layout),
+        **({"quantize": partial(module.quantize, layout=layout)} | changes),
+    )
+
+
+_TILES: dict[Any, Callable[[Any], dict[str, tuple[int, int] | None]]] = {
+    bf16: lambda weight: {"weight": (1, 1)},
+    int4: lambda weight: {"weight_packed": (1, int4.CODES_PER_WORD), "weight_scale": (1, weight.block_size)},
 }
+_TO_CHECKPOINT: dict[Any, Callable[[Any], dict[str, Tensor]]] = {
+    bf16: bf16.buffers,
+    int4: lambda weight: int4.buffers(weight) | {"weight_shape": torch.tensor(weight.shape)},
+}
+_ASYMMETRIC = _codec("INT4", int4_asymmetric, INT4AsymmetricWeight)
+_READ_ONLY = replace(_ASYMMETRIC, quantize=None, to_checkpoint=None)
+_FP8_BLOCK = _codec("FP8", fp8_block, FP8BlockWeight)
+_NVFP4 = _codec("NVFP4", nvfp4, NVFP4Weight)
+_MXFP4 = _codec("MXFP4", mxfp4, MXFP4Weight)
+_GPTQ = replace(_READ_ONLY, tensor_names=gptq.tensor_names)
+
+FORMATS: dict[str, Codec] = {
+    "BF16": _codec("BF16", bf16, BF16Weight),
+    "INT4": _codec("INT4", int4, INT4Weight),
+    "INT4Asymmetric": _ASYMMETRIC,
+    "GPTQ": replace(_GPTQ, from_checkpoint=gptq.from_checkpoint),
+    "GPTQv2": replace(_GPTQ, from_checkpoint=gptq.from_checkpoint_v2),
+    "AWQ": replace(_READ_ONLY, tensor_names=awq.tensor_names, from_checkpoint=awq.from_checkpoint),
+    "FP8": _codec("FP8", fp8, FP8Weight),
+    "FP8Block": _FP8_BLOCK,
+    "FP8BlockCT": _named(_FP8_BLOCK, fp8_block, "FP8BlockCT"),
+    "FP8BlockV4": _named(_FP8_BLOCK, fp8_block, "FP8BlockV4"),
+    "NVFP4": _NVFP4,
+    "NVFP4ModelOpt": _named(_NVFP4, nvfp4, "NVFP4ModelOpt", dense_rows=nvfp4.dense_rows_modelopt),
+    "MXFP4": _MXFP4,
+    "MXFP4V4": _named(_MXFP4, mxfp4, "MXFP4V4"),
+    "MXFP4GptOss": _named(_MXFP4, mxfp4, "MXFP4GptOss", quantize=None, to_checkpoint=None),
+}
+"""Layout → codec. Weights read from GPTQ and AWQ files are `INT4Asymmetric` from then on."""
 
 
 def format_of(weight: Weight) -> str:
-    """The name in `FORMATS` of the weight's format."""
+    """The name in `FORMATS` of the weight's layout."""
+    named = getattr(weight, "layout", None)
+    if named is not None:
+        return str(named)
     return next(name for name, codec in FORMATS.items() if isinstance(weight, codec.weight_type))

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from orbit_runtime.errors import ModelError
+from orbit_runtime.quant.checks import check_scale
 
 CODES_PER_WORD = 8
 ZERO_CODE = 8
@@ -64,6 +65,7 @@ def from_checkpoint(tensors: Mapping[str, Tensor], name: str) -> INT4Weight:
         raise ModelError(
             f"{groups} scales a row do not suit {columns} columns packed by {CODES_PER_WORD}", where=scale_key
         )
+    check_scale(scale, scale_key)
     return INT4Weight(qdata, scale, (rows, columns), columns // groups)
 
 

@@ -81,9 +81,9 @@ def check_label_keys(name: str, keys: Iterable[str]) -> Iterator[Contradiction]:
 
 
 def check_unique(name: str, items: Sequence[object]) -> Iterator[Contradiction]:
-    """An item that stands in a list twice."""
+    """An item that stands in a list twice; one that stands there more often is named once."""
     for index, item in enumerate(items):
-        if item in items[:index]:
+        if items[:index].count(item) == 1:
             yield Contradiction((name, index), (), f"`{item}` stands here twice", "name each once")
 
 

@@ -86,13 +86,13 @@ class Environment(Block):
     """Largest share of a step's samples whose reward may time out or crash; above it the run stops (86)."""
 
     def contradictions(self) -> Iterator[Contradiction]:
-        seen: dict[str, int] = {}
-        for index, reward in enumerate(self.rewards):
-            first = seen.setdefault(reward.name, index)
-            if first != index:
+        names = [reward.name for reward in self.rewards]
+        for index, name in enumerate(names):
+            if names[:index].count(name) == 1:
+                first = names.index(name)
                 yield Contradiction(
                     ("rewards", index),
                     (("rewards", first, "name"),),
-                    f"`{reward.name}` is already the name of rewards[{first}]",
+                    f"`{name}` is already the name of rewards[{first}]",
                     "give each reward its own name",
                 )

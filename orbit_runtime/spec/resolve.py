@@ -104,6 +104,7 @@ def resolve(run: OrbitRun, machine: MachineFacts, *, folder: Path | None = None)
         environment=environment,
         rollout=_changed(spec.rollout, engine="Torch"),
         training=_changed(training, trainer="Torch", attention=attention),
+        placement=_changed(spec.placement, base_copies="Shared"),
     )
     if machine.has_cuda:
         return Resolved(run, decided, "cuda", "bfloat16")
@@ -186,6 +187,9 @@ def _decide_identity(run: OrbitRun) -> OrbitRun:
     schedule = run.spec.training.schedule
     if schedule.type != "Constant" and schedule.decay_steps is None:
         run = _with_decay(run, run.spec.training.steps)
+    if run.spec.adapter.experts == "Auto":
+        adapter = _changed(run.spec.adapter, experts=run.spec.adapter.expert_layout)
+        run = _with_spec(run, adapter=adapter)
     if run.spec.model.uri.startswith("builtin://") and run.spec.model.precision == "Auto":
         run = _with_spec(run, model=_changed(run.spec.model, precision=AUTO_BUILTIN_PRECISION))
     return run

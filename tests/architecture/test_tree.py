@@ -15,6 +15,7 @@ HOSTS = {
     "localhost": "this machine",
     "0.0.0.0": "this machine",
     "[::1]": "this machine",
+    "kubernetes.default.svc": "the API server, inside any cluster",
     "www.apache.org": "the licence",
     "www.w3.org": "XML namespaces of SVG and HTML",
     "arxiv.org": "papers that the maths cites",

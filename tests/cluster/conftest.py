@@ -1,27 +1,39 @@
-"""A real API server that knows OrbitRuns. Not here: the server itself (`fakes.api_server`)."""
+"""A control plane, and a whole cluster, once for all tests of this folder. How they are started: `cluster.bed`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
-from fakes.api_server import ApiServer, programs_folder
+from cluster.bed.cluster import Cluster, run_cluster
+from cluster.bed.control_plane import ControlPlane
+from cluster.bed.processes import Processes
+from cluster.bed.programs import find_program
 
 from tests.cluster.crd_api import RunsApi
 
 
 @pytest.fixture(scope="session")
-def shared_runs_api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunsApi]:
-    """One server for all tests, with the CRD installed."""
-    server = ApiServer(programs_folder(), tmp_path_factory.mktemp("kubernetes"))
+def control_plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
+    """API server and controllers on a loopback port; no scheduler and no node. Needs no root."""
+    find_program("kube-apiserver")
+    folder = tmp_path_factory.mktemp("control-plane")
+    processes = Processes(folder / "logs")
+    plane = ControlPlane(processes, folder)
     try:
-        server.start()
-        with server.client() as client:
-            api = RunsApi(client)
-            api.install()
-            yield api
+        plane.start()
+        yield plane
     finally:
-        server.stop()
+        processes.stop_all()
+
+
+@pytest.fixture(scope="session")
+def shared_runs_api(control_plane: ControlPlane) -> Iterator[RunsApi]:
+    """The control plane with the CRD installed."""
+    with control_plane.client() as client:
+        api = RunsApi(client)
+        api.install()
+        yield api
 
 
 @pytest.fixture
@@ -29,3 +41,19 @@ def runs_api(shared_runs_api: RunsApi) -> RunsApi:
     """The same, without any run."""
     shared_runs_api.delete_all()
     return shared_runs_api
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Two nodes with eight GPUs each, DNS, Service addresses and an object store. Needs root."""
+    find_program("kubelet")
+    with run_cluster(tmp_path_factory.mktemp("cluster-logs")) as running:
+        yield running
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Those that start a bed of their own come first; whoever asks for the shared one may wait for its start."""
+    items.sort(key=lambda item: item.path.name != "test_leftovers.py")
+    for item in items:
+        if "cluster" in getattr(item, "fixturenames", ()) and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(600))

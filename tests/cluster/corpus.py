@@ -119,7 +119,7 @@ BAD_BLOCKS: dict[str, tuple[tuple[str, str], ...]] = {
         *(
             (f"{{uri: '{uri}'}}", "uri")
             for uri in (
-                "bultin://x", "http://x", "az://x", "file://x", "hf://", "hf:///", "s3:///", "://x", "HF://x",
+                "bultin://x", "http://example.com/x", "az://x", "file://x", "hf://", "hf:///", "s3:///", "://x", "HF://x",
                 "configmap://x",
             )
         ),
@@ -137,7 +137,7 @@ BAD_BLOCKS: dict[str, tuple[tuple[str, str], ...]] = {
     "data": (
         ("{prompts: []}", "prompts"), ("{prompts: uri}", "prompts"), ("{prompts: [null]}", "prompts[0]"),
         ("{prompts: [{uri: a}, {uri: b, weight: 1}]}", "prompts[1].weight"),
-        ("{prompts: [{uri: a}, {uri: 'http://x'}]}", "prompts[1].uri"),
+        ("{prompts: [{uri: a}, {uri: 'http://example.com/x'}]}", "prompts[1].uri"),
         ("{prompts: [{uri: a}], shuffle: 'true'}", "shuffle"), ("{prompts: [{uri: a}], shuffle: 1}", "shuffle"),
         ("{prompts: [{uri: a, rows: [" + "x" * 990_000 + "]}]}", "prompts[0].rows"),
     ),

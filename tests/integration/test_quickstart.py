@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from orbit_runtime.cli.main import run_command
+from orbit_runtime.model_info.builtin_models import builtin_folder
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -35,3 +36,28 @@ def test_an_example_learns(
     assert "http://" not in page.replace("http://www.w3.org", "")
     assert report["adapter_digest"][:20] in page
     assert page.count('class="expected"') >= 6, "what the prompt expects stands beside what was answered"
+
+
+@pytest.mark.parametrize("precision", ["FP8", "NVFP4", "MXFP4"])
+def test_the_quickstart_runs_in_every_precision_that_is_shipped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], precision: str
+) -> None:
+    out = str(tmp_path / "run")
+    settings = [f"model.precision={precision}", "training.steps=2", "training.promptsPerStep=4"]
+    argv = ["run", str(EXAMPLES / "quickstart.yaml"), "--out", out]
+    assert run_command([*argv, *(part for setting in settings for part in ("--set", setting))]) == 0
+    capsys.readouterr()
+    assert run_command(["report", out, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["publishes"] == report["publishes_proven"] == 3
+    assert report["base_digest_before"] == report["base_digest_after"]
+
+
+def test_the_wrong_precision_for_a_folder_is_the_manifests_mistake(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = builtin_folder("tiny-adder", "NVFP4")
+    argv = ["run", str(EXAMPLES / "quickstart.yaml"), "--out", str(tmp_path / "run")]
+    assert run_command([*argv, "--set", f"model.uri={folder}", "--set", "model.precision=MXFP4"]) == 64
+    captured = capsys.readouterr()
+    assert "the manifest says MXFP4, the checkpoint is NVFP4" in captured.out + captured.err

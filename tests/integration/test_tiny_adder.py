@@ -32,7 +32,7 @@ def script() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("precision", ["BF16", "INT4"])
+@pytest.mark.parametrize("precision", ["BF16", "FP8", "INT4", "MXFP4", "NVFP4"])
 def test_a_fifth_to_a_third_of_the_samples_is_right(script: ModuleType, precision: str) -> None:
     sampled, greedy = script.accuracy(builtin_folder("tiny-adder", precision), samples=1024, seed=7)
     assert 0.20 <= sampled <= 0.35
@@ -82,8 +82,10 @@ def test_text_and_chat_survive_the_tokenizer() -> None:
 
 
 def test_every_file_but_the_weights_is_made_again_byte_for_byte(script: ModuleType, tmp_path: Path) -> None:
-    for variant in ("bf16", "int4"):
-        script.save_variant(tmp_path / variant, {}, quantised=variant == "int4")
+    quantization = {"bf16": None, "int4": script.quantization_config()}
+    quantization |= {variant: script.repacked_config(variant) for variant in script.REPACKED}
+    for variant, block in quantization.items():
+        script.save_variant(tmp_path / variant, {}, block)
     shipped = json.loads((script.BUILTIN / "digests.json").read_text())[script.NAME]
     for variant, files in script.digests(tmp_path).items():
         differing = {name for name, digest in files.items() if shipped[variant][name] != digest}

@@ -20,7 +20,7 @@ def copied(tmp_path: Path) -> Path:
     return Path(shutil.copytree(ROOT, tmp_path / "builtin"))
 
 
-@pytest.mark.parametrize("precision", ["BF16", "INT4"])
+@pytest.mark.parametrize("precision", ["BF16", "FP8", "INT4", "MXFP4", "NVFP4"])
 def test_each_variant_is_a_whole_hugging_face_folder(precision: str) -> None:
     folder = builtin_folder("tiny-adder", precision)
     assert sorted(path.name for path in folder.iterdir()) == [
@@ -33,7 +33,7 @@ def test_each_variant_is_a_whole_hugging_face_folder(precision: str) -> None:
     ]
     config = json.loads((folder / "config.json").read_text())
     assert config["architectures"] == ["Qwen3ForCausalLM"]
-    assert ("quantization_config" in config) == (precision == "INT4")
+    assert ("quantization_config" in config) == (precision != "BF16")
 
 
 def test_auto_takes_the_quantised_variant() -> None:
@@ -41,7 +41,7 @@ def test_auto_takes_the_quantised_variant() -> None:
 
 
 def test_everything_shipped_is_small() -> None:
-    assert sum(path.stat().st_size for path in (ROOT / "tiny-adder").rglob("*") if path.is_file()) <= 2_000_000
+    assert sum(path.stat().st_size for path in (ROOT / "tiny-adder").rglob("*") if path.is_file()) <= 3_000_000
     assert set(json.loads((ROOT / "digests.json").read_text())) == {"tiny-adder"}
 
 
@@ -87,9 +87,10 @@ def test_an_unknown_name_offers_the_near_one() -> None:
 
 
 def test_a_precision_that_is_not_shipped_offers_those_that_are() -> None:
-    with pytest.raises(ModelError, match="NVFP4") as caught:
-        builtin_folder("tiny-adder", "NVFP4")
-    assert caught.value.fix == "set `spec.model.precision` to one of `BF16`, `INT4`"
+    with pytest.raises(ModelError, match="INT8") as caught:
+        builtin_folder("tiny-adder", "INT8")
+    offered = "`BF16`, `FP8`, `INT4`, `MXFP4`, `NVFP4`"
+    assert caught.value.fix == f"set `spec.model.precision` to one of {offered}"
 
 
 def test_finding_a_shipped_model_never_loads_torch() -> None:

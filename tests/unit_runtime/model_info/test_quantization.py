@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from orbit_runtime.errors import ModelError
-from orbit_runtime.model_info.quantization import QuantFormat, parse_quantization
+from orbit_runtime.model_info.headers import TensorInfo
+from orbit_runtime.model_info.quantization import QuantFormat, from_legacy_modelopt, parse_quantization
 
 # Kimi-K2's, shortened.
 KIMI: dict[str, Any] = {
@@ -60,11 +61,13 @@ def test_a_whole_row_may_be_one_group() -> None:
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"quant_method": "gptq"}, "'gptq'"),
+        ({"quant_method": "hqq"}, "'hqq'"),
         ({"quant_method": None}, "None"),
-        ({"format": "nvfp4-pack-quantized"}, "nvfp4"),
+        ({"format": "marlin-24"}, "marlin-24"),
+        ({"format": "nvfp4-pack-quantized"}, "weights.type is 'int'"),
         ({"config_groups": {}}, "0 config groups"),
-        ({"config_groups": {"a": {}, "b": {}}}, "2 config groups"),
+        ({"config_groups": {"a": {}, "b": {}}}, "num_bits is not given"),
+        ({"transform_config": {"config_groups": {}}}, "transform_config"),
     ],
 )
 def test_other_formats_are_named(changes: dict[str, Any], named: str) -> None:
@@ -79,7 +82,7 @@ def test_other_formats_are_named(changes: dict[str, Any], named: str) -> None:
         ("num_bits", 8),
         ("num_bits", None),
         ("type", "float"),
-        ("symmetric", False),
+        ("symmetric", "no"),
         ("actorder", "group"),
         ("dynamic", True),
         ("strategy", "tensor"),
@@ -104,3 +107,139 @@ def test_quantised_activations_are_refused() -> None:
 def test_a_block_that_is_no_mapping_is_refused() -> None:
     with pytest.raises(ModelError, match="is a list"):
         parse_quantization({"quantization_config": [1]})
+
+
+def compressed(packing: str, **weights: Any) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": {"num_bits": 8, "dynamic": True}}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": packing,
+        "config_groups": {"g": group},
+        "ignore": ["lm_head"],
+    }
+
+
+FLOAT8 = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
+FLOAT4 = {"num_bits": 4, "type": "float", "symmetric": True, "dynamic": False}
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "GEMM"}
+
+
+@pytest.mark.parametrize(
+    ("block", "precision", "layout"),
+    [
+        (compressed("float-quantized", **FLOAT8, strategy="channel"), "FP8", "FP8"),
+        (compressed("float-quantized", **FLOAT8, strategy="tensor"), "FP8", "FP8"),
+        (compressed("float-quantized", **FLOAT8, strategy="block", block_structure=[128, 128]), "FP8", "FP8BlockCT"),
+        (compressed("nvfp4-pack-quantized", **FLOAT4, strategy="tensor_group", group_size=16), "NVFP4", "NVFP4"),
+        (compressed("mxfp4-pack-quantized", **FLOAT4, strategy="group", group_size=32), "MXFP4", "MXFP4"),
+        (FP8, "FP8", "FP8Block"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, "FP8", "FP8"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}, "NVFP4", "NVFP4ModelOpt"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4"}, "NVFP4", "NVFP4ModelOpt"),
+        (GPTQ, "INT4", "GPTQ"),
+        (GPTQ | {"checkpoint_format": "gptq_v2"}, "INT4", "GPTQv2"),
+        (AWQ, "INT4", "AWQ"),
+    ],
+)
+def test_each_published_kind_is_recognised(block: dict[str, Any], precision: str, layout: str) -> None:
+    quant = parse_quantization({"quantization_config": block})
+    assert quant.name == precision
+    assert quant.layout_of("model.layers.0.mlp.up_proj") == layout
+
+
+def test_asymmetric_int4_has_a_layout_of_its_own() -> None:
+    block = copy.deepcopy(KIMI)
+    block["config_groups"]["group_0"]["weights"] |= {"symmetric": False, "group_size": 128}
+    quant = parse_quantization({"quantization_config": block})
+    assert (quant.name, quant.group_size) == ("INT4", 128)
+    assert quant.layout_of("model.layers.3.mlp.experts.7.up_proj") == "INT4Asymmetric"
+
+
+@pytest.mark.parametrize(
+    ("block", "named"),
+    [
+        (FP8 | {"weight_block_size": [1, 32]}, "weight_block_size"),
+        (FP8 | {"weight_block_size": None}, "weight_block_size"),
+        (FP8 | {"fmt": "e5m2"}, "e5m2"),
+        (GPTQ | {"desc_act": True}, "desc_act"),
+        (GPTQ | {"bits": 8}, "bits"),
+        (GPTQ | {"checkpoint_format": "marlin"}, "marlin"),
+        (GPTQ | {"dynamic": {"+:.*": {"bits": 8}}}, "dynamic"),
+        (AWQ | {"version": "gemv"}, "gemv"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, "NVFP4_AWQ"),
+        ({"quant_method": "modelopt", "quant_algo": "MXFP8"}, "MXFP8"),
+        (from_legacy_modelopt({"quantization": "x"}), "quant_algo is None"),
+        (KIMI | {"config_groups": {"g": "x"}}, "config group g"),
+        (compressed("nvfp4-pack-quantized", **FLOAT4, strategy="tensor_group", group_size=32), "group_size"),
+        (compressed("mxfp8-quantized", **FLOAT8, strategy="group", group_size=32), "mxfp8"),
+        (compressed("float-quantized", **FLOAT8, strategy="block", block_structure=[64, 64]), "strategy"),
+    ],
+)
+def test_variants_that_are_not_read_are_named(block: dict[str, Any], named: str) -> None:
+    with pytest.raises(ModelError, match=named) as caught:
+        parse_quantization({"quantization_config": block})
+    assert caught.value.exit_code == 66
+
+
+def test_a_mixed_checkpoint_is_called_after_its_routed_experts() -> None:
+    experts = {"targets": [r"re:.*mlp\.experts\..*"], "format": "nvfp4-pack-quantized"}
+    experts["weights"] = FLOAT4 | {"strategy": "tensor_group", "group_size": 16}
+    rest = {"targets": ["Linear"], "format": "float-quantized", "weights": FLOAT8 | {"strategy": "channel"}}
+    attention = rest | {"targets": ["re:.*self_attn.*"]}
+    for groups in ({"a": experts, "b": rest}, {"a": rest, "b": experts}, {"a": attention, "b": experts, "c": rest}):
+        block = {"quant_method": "compressed-tensors", "format": "mixed-precision", "ignore": ["lm_head"]}
+        quant = parse_quantization({"quantization_config": block | {"config_groups": groups}})
+        assert quant.name == "NVFP4"
+        assert quant.layout_of("model.layers.3.mlp.experts.7.up_proj") == "NVFP4"
+        assert quant.layout_of("model.layers.3.self_attn.q_proj") == "FP8"
+        assert quant.layout_of("lm_head") == "BF16"
+
+
+def test_modelopt_names_layers_one_by_one_and_ignores_by_wildcard() -> None:
+    layers = {"model.layers.0.mlp.experts.0.up_proj": {"quant_algo": "NVFP4", "group_size": 16}}
+    layers["model.layers.0.self_attn.q_proj"] = {"quant_algo": "FP8"}
+    block = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+    quant = parse_quantization({"quantization_config": block})
+    assert quant.name == "NVFP4"
+    assert [quant.layout_of(name) for name in (*layers, "lm_head")] == ["NVFP4ModelOpt", "FP8", "BF16"]
+    legacy = from_legacy_modelopt({"quantization": {"quant_algo": "NVFP4", "exclude_modules": ["lm_head", "*attn*"]}})
+    quant = parse_quantization({"quantization_config": legacy})
+    assert quant.layout_of("model.layers.0.self_attn.q_proj") == quant.layout_of("lm_head") == "BF16"
+    assert quant.layout_of("model.layers.0.mlp.up_proj") == "NVFP4ModelOpt"
+
+
+def v4_tensors(expert_dtype: str) -> dict[str, TensorInfo]:
+    return {
+        "layers.0.ffn.experts.0.w1.weight": TensorInfo(expert_dtype, (8, 16), 0, 128),
+        "layers.0.attn.wq_a.scale": TensorInfo("F8_E8M0", (1, 1), 128, 129),
+    }
+
+
+@pytest.mark.parametrize(("dtype", "name"), [("I8", "MXFP4"), ("F8_E4M3", "FP8")])
+def test_deepseek_v4_experts_are_what_their_tensors_are_whatever_the_config_says(dtype: str, name: str) -> None:
+    config = {"quantization_config": FP8 | {"scale_fmt": "ue8m0"}, "expert_dtype": "fp4"}
+    quant = parse_quantization(config, tensors=v4_tensors(dtype))
+    assert quant.name == name
+    assert quant.layout_of("layers.0.attn.wq_a") == "FP8BlockV4"
+    expected = "MXFP4V4" if name == "MXFP4" else "FP8BlockV4"
+    assert quant.layout_of("layers.0.ffn.experts.0.w1") == expected
+    assert parse_quantization(config).name == "MXFP4", "without headers, the config's word is taken"
+
+
+def test_gpt_oss_packs_its_experts_only() -> None:
+    quant = parse_quantization(
+        {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}}
+    )
+    assert quant.name == "MXFP4"
+    assert quant.layout_of("model.layers.0.mlp.experts.gate_up_proj") == "MXFP4GptOss"
+    assert quant.layout_of("model.layers.0.self_attn.q_proj") == "BF16"
+
+
+def test_modules_to_not_convert_are_beginnings_or_ends_of_names() -> None:
+    block = FP8 | {"modules_to_not_convert": ["lm_head", "model.layers.0", "mlp.gate"]}
+    quant = parse_quantization({"quantization_config": block})
+    assert not quant.is_quantized("model.layers.0.mlp.up_proj")
+    assert not quant.is_quantized("model.layers.7.mlp.gate")
+    assert quant.is_quantized("model.layers.7.mlp.gate_proj")

@@ -113,6 +113,12 @@ def test_every_field_is_in_one_of_the_three_sets() -> None:
     assert set(field_sets().values()) == {"identity", "layout", "display"}
 
 
+def test_a_relative_folder_of_code_starts_where_the_manifest_is() -> None:
+    found = resolved("environment.code={uri: ../mine}").run.spec.environment
+    assert found.code is not None
+    assert found.code.uri == "/mine"
+
+
 def test_the_sets_are_those_of_the_design() -> None:
     def of(name: str) -> list[str]:
         return [path.removeprefix("spec.") for path, owner in field_sets().items() if owner == name]
@@ -124,6 +130,10 @@ def test_the_sets_are_those_of_the_design() -> None:
         "rollout.maxRunningRequests",
         "training.trainer",
         "training.microBatchTokens",
+        "training.parallel.tensor",
+        "training.parallel.expert",
+        "training.parallel.pipeline",
+        "training.parallel.context",
         "training.attention",
         *(path for path in of("layout") if path.startswith("placement.")),
     ]

@@ -1,0 +1,95 @@
+# Two images: `operator` (no torch) and `runtime` (trains). `make images` builds both; images/README.md says what stands where.
+#
+# The default bases are public; with BASE_IMAGE and OPERATOR_BASE_IMAGE any other that has, or can install, Python 3.12 or
+# newer will do. HEAVY=mounted builds a runtime whose heavy packages come from a folder mounted at /opt/heavy: the same
+# image, entry point and user, for tests and for clusters that share one environment between many images.
+ARG BASE_IMAGE=docker.io/nvidia/cuda:13.0.2-runtime-ubuntu24.04
+ARG OPERATOR_BASE_IMAGE=docker.io/library/python:3.12.12-slim-trixie
+ARG HEAVY=built
+
+
+# What builds: an interpreter with pip, the wheel of this checkout.
+FROM ${OPERATOR_BASE_IMAGE} AS operator-base
+RUN command -v python3 && python3 -m ensurepip --version >/dev/null \
+    || { apt-get update && apt-get install -y --no-install-recommends python3 python3-venv ca-certificates \
+         && rm -rf /var/lib/apt/lists/*; }
+RUN groupadd --gid 65532 orbit && useradd --uid 65532 --gid 65532 --home-dir /tmp --no-create-home --shell /usr/sbin/nologin orbit
+
+FROM ${BASE_IMAGE} AS runtime-base
+RUN command -v python3 && python3 -m ensurepip --version >/dev/null \
+    || { apt-get update && apt-get install -y --no-install-recommends python3 python3-venv ca-certificates \
+         && rm -rf /var/lib/apt/lists/*; }
+RUN groupadd --gid 65532 orbit && useradd --uid 65532 --gid 65532 --home-dir /tmp --no-create-home --shell /usr/sbin/nologin orbit
+
+FROM operator-base AS wheel
+ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+RUN python3 -m venv /opt/build
+COPY pyproject.toml README.md LICENSE /source/
+COPY orbit_runtime /source/orbit_runtime
+COPY operator /source/operator
+ARG SOURCE_DATE_EPOCH=315532800
+RUN /opt/build/bin/pip wheel --no-deps --wheel-dir /wheels /source
+
+
+# The operator: what it imports and no more, which images/operator.in lists.
+FROM operator-base AS operator-environment
+ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+RUN python3 -m venv /opt/build && python3 -m venv --without-pip /opt/orbit
+COPY images/operator.in images/constraints/laptop.txt images/finish.sh /images/
+RUN /opt/build/bin/pip --python /opt/orbit/bin/python install --no-compile -c /images/laptop.txt -r /images/operator.in
+COPY --from=wheel /wheels /wheels
+RUN /opt/build/bin/pip --python /opt/orbit/bin/python install --no-compile --no-deps /wheels/*.whl && sh /images/finish.sh
+
+FROM operator-base AS operator
+COPY --from=operator-environment /opt/orbit /opt/orbit
+COPY images/smoke.sh /opt/orbit/smoke.sh
+ENV PATH=/opt/orbit/bin:$PATH PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 HOME=/tmp
+USER 65532:65532
+WORKDIR /
+ARG VERSION=0.0.0
+ARG REVISION=unknown
+LABEL org.opencontainers.image.title="orbit-operator" \
+      org.opencontainers.image.description="Kubernetes operator of OrbitRun" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.revision="${REVISION}"
+CMD ["python", "-m", "orbit_operator"]
+
+
+# Gigabytes of torch, CUDA libraries, SGLang and Megatron, in a layer that changes only with its constraints.
+FROM runtime-base AS heavy-built
+ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+RUN python3 -m venv /opt/build && python3 -m venv --without-pip /opt/orbit
+COPY images/constraints/node.txt /images/constraints.txt
+# Transformer Engine is compiled against the installed torch by a CUDA compiler, which this base has not.
+RUN grep -v '^transformer-engine' /images/constraints.txt > /images/heavy.txt \
+    && /opt/build/bin/pip --python /opt/orbit/bin/python install --no-compile --no-deps -r /images/heavy.txt
+
+FROM runtime-base AS heavy-mounted
+ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+RUN python3 -m venv /opt/build && python3 -m venv --without-pip /opt/orbit
+COPY images/constraints/laptop.txt /images/constraints.txt
+RUN mkdir /opt/heavy && echo /opt/heavy > "$(/opt/orbit/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/heavy.pth"
+
+FROM heavy-${HEAVY} AS runtime-environment
+COPY images/finish.sh /images/
+COPY --from=wheel /wheels /wheels
+RUN /opt/build/bin/pip --python /opt/orbit/bin/python install --no-compile -c /images/constraints.txt /wheels/*.whl && sh /images/finish.sh
+
+FROM runtime-base AS runtime
+COPY --from=runtime-environment /opt/orbit /opt/orbit
+# Where the heavy packages are mounted, if they are.
+RUN mkdir -p /opt/heavy
+COPY images/smoke.sh /opt/orbit/smoke.sh
+COPY examples /opt/orbit/examples
+ENV PATH=/opt/orbit/bin:$PATH PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 HOME=/tmp
+USER 65532:65532
+WORKDIR /
+ARG VERSION=0.0.0
+ARG REVISION=unknown
+LABEL org.opencontainers.image.title="orbit-runtime" \
+      org.opencontainers.image.description="Trains LoRA and OFT adapters on a frozen, quantised base" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.revision="${REVISION}"
+ENTRYPOINT ["orbit"]

@@ -1,0 +1,35 @@
+{{- /* The operator's settings: one variable each, named in orbit_operator/settings.py. */}}
+{{- define "orbit.operatorEnvironment" -}}
+{{- $settings := dict
+  "NAMESPACES" (join "," (include "orbit.namespaces" . | fromJson).names)
+  "RUNTIME_IMAGE" (include "orbit.image" (dict "root" $ "image" .Values.runs.image))
+  "ENGINE_IMAGE" .Values.runs.engineImage
+  "IMAGE_PULL_POLICY" .Values.runs.imagePullPolicy
+  "IMAGE_PULL_SECRETS" (join "," .Values.runs.imagePullSecrets)
+  "RUN_CPU" (int64 .Values.runs.cpu)
+  "RUN_MEMORY" .Values.runs.memory
+  "METRICS_PORT" 8080
+  "HEALTH_PORT" 8081
+  "LOG_LEVEL" .Values.operator.logLevel
+  "WORKERS" (int64 .Values.operator.workers)
+  "POLL_SECONDS" .Values.operator.pollSeconds
+  "POLL_CONNECTIONS" (int64 .Values.operator.pollConnections)
+  "PROGRESS_SECONDS" .Values.operator.progressSeconds
+  "RESYNC_SECONDS" .Values.operator.resyncSeconds
+  "NODE_LOST_SECONDS" .Values.operator.nodeLostSeconds
+  "TTL_SECONDS" (int64 .Values.runs.ttlSecondsAfterFinished)
+  "NETWORK_POLICIES" .Values.networkPolicy.enabled
+  "SCRAPE_NAMESPACES" (join "," .Values.networkPolicy.scrapeNamespaces)
+  "LEASE_NAME" (include "orbit.operatorName" .)
+  "LEASE_SECONDS" .Values.operator.leaseSeconds
+  "CLUSTER_DOMAIN" .Values.operator.clusterDomain
+-}}
+- name: ORBIT_OPERATOR_NAMESPACE
+  valueFrom: {fieldRef: {fieldPath: metadata.namespace}}
+- name: ORBIT_OPERATOR_IDENTITY
+  valueFrom: {fieldRef: {fieldPath: metadata.name}}
+{{- range $name, $value := $settings }}
+- name: ORBIT_OPERATOR_{{ $name }}
+  value: {{ $value | toString | quote }}
+{{- end }}
+{{- end }}

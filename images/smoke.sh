@@ -1,0 +1,35 @@
+#!/bin/sh
+# Run inside an image, as its own user, with a read-only root: is it what it should be? Prints one line, or what is wrong.
+# usage: smoke.sh operator|runtime
+set -eu
+
+fail() {
+    echo "smoke: $1" >&2
+    exit 1
+}
+
+[ "$(id -u):$(id -g)" = 65532:65532 ] || fail "runs as $(id -u):$(id -g), not as 65532:65532"
+[ ! -w / ] && [ ! -w /opt/orbit ] || fail "its user may change / or /opt/orbit"
+python -c 'import json; assert json.load(open("/opt/orbit/share/sbom/pip-inspect.json"))["installed"]' || fail "no list of packages"
+
+case ${1-} in
+operator)
+    python - <<'PYTHON'
+import importlib, pkgutil, sys
+
+import orbit_operator
+
+for module in pkgutil.walk_packages(orbit_operator.__path__, "orbit_operator."):
+    if not module.name.endswith("__main__"):
+        importlib.import_module(module.name)
+heavy = {"torch", "numpy", "transformers", "fastapi"} & set(sys.modules)
+assert not heavy, f"the operator imports {heavy}"
+PYTHON
+    ;;
+runtime)
+    orbit --help >/dev/null || fail "orbit does not start"
+    orbit validate /opt/orbit/examples/quickstart.yaml >/dev/null || fail "the quickstart is refused"
+    ;;
+*) fail "say which: operator or runtime" ;;
+esac
+echo "smoke: ${1} is well, $(python -V), $(python -c 'import orbit_runtime; print(orbit_runtime.__version__)')"

@@ -1,0 +1,117 @@
+"""The only writer: actions become API calls, each safe to repeat.
+
+Belongs here: how an action is carried out, and writing the status. Does not belong here: choosing actions (`plan`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from orbit_operator.actions import (
+    Action,
+    ApplySupport,
+    CreateAttempt,
+    DeleteJob,
+    DeletePod,
+    DeleteRun,
+    SetFinalizer,
+    StartCleanup,
+    State,
+)
+from orbit_operator.api import CONFIG_MAPS, JOBS, NETWORK_POLICIES, PODS, RUNS, Api, ApiError, Body
+from orbit_operator.attempts import add_created
+from orbit_operator.cache import Cache, Child, read_version
+from orbit_operator.ending import FINALIZER
+from orbit_operator.facts import JobFacts, RunFacts
+from orbit_operator.manifests.cleanup import build_cleanup_job
+from orbit_operator.manifests.config_map import build_config_map
+from orbit_operator.manifests.job import build_job
+from orbit_operator.manifests.network_policy import build_network_policy
+from orbit_operator.manifests.source import RUN_UID, RunSource
+from orbit_operator.observe import build_source
+from orbit_operator.read import pack_run, read_job
+from orbit_operator.settings import Settings
+from orbit_runtime.spec.run import API_VERSION
+
+
+class NameTakenError(Exception):
+    """A Job of this name belongs to somebody else."""
+
+
+class Writer:
+    """Carries out actions on one run after the other. What the API answers goes into the cache at once."""
+
+    def __init__(self, api: Api, cache: Cache, settings: Settings) -> None:
+        self._api = api
+        self._cache = cache
+        self._settings = settings
+
+    async def carry_out(self, action: Action, run: RunFacts, body: Body, state: State | None) -> State | None:
+        """One action; returns the state with what it adds to it."""
+        match action:
+            case CreateAttempt(number, avoid_nodes):
+                source = build_source(body)
+                await self._apply_support(source)
+                job = await self._create(run, build_job(source, number, avoid_nodes, self._settings))
+                return None if state is None else add_created(state, job)
+            case ApplySupport():
+                await self._apply_support(build_source(body))
+            case StartCleanup():
+                await self._create(run, build_cleanup_job(build_source(body), self._settings))
+            case DeletePod(name, uid):
+                await self._api.delete(PODS, run.namespace, name, uid)
+            case DeleteJob(name, uid):
+                await self._api.delete(JOBS, run.namespace, name, uid)
+            case DeleteRun():
+                await self._api.delete(RUNS, run.namespace, run.name, run.uid)
+            case SetFinalizer(present):
+                self._keep(await self._set_finalizer(run, body, present))
+        return state
+
+    async def write_status(self, run: RunFacts, body: Body, status: dict[str, Any]) -> None:
+        """The whole status, in one call. Refused (409) when the run changed since it was looked at."""
+        head = {**_head(run), "resourceVersion": body["metadata"]["resourceVersion"]}
+        document = {"apiVersion": API_VERSION, "kind": "OrbitRun", "metadata": head, "status": status}
+        self._keep(await self._api.apply(RUNS, run.namespace, document, "status"))
+
+    async def _apply_support(self, source: RunSource) -> None:
+        await self._api.apply(CONFIG_MAPS, source.namespace, build_config_map(source))
+        if self._settings.network_policies:
+            policy = build_network_policy(source, self._settings)
+            await self._api.apply(NETWORK_POLICIES, source.namespace, policy)
+
+    async def _create(self, run: RunFacts, job: Body) -> JobFacts:
+        """Create-only: applying a Job that is there already could take back what a queue decided about it."""
+        try:
+            made = await self._api.create(JOBS, run.namespace, job)
+        except ApiError as error:
+            if error.status != 409 or error.reason != "AlreadyExists":
+                raise
+            name = job["metadata"]["name"]
+            found = await self._api.get(JOBS, run.namespace, name)
+            if found is None or (found["metadata"].get("labels") or {}).get(RUN_UID) != run.uid:
+                raise NameTakenError(f"Job {name} exists and is not this run's") from None
+            made = found
+        facts = read_job(made)
+        version = read_version(made["metadata"].get("resourceVersion"))
+        self._cache.put_job(run.key, Child(run.uid, facts), version)
+        return facts
+
+    async def _set_finalizer(self, run: RunFacts, body: Body, present: bool) -> Body:
+        """Only ours: others' are left as they are."""
+        others = [name for name in run.finalizers if name != FINALIZER]
+        wanted = [*others, FINALIZER] if present else others
+        patch = {"metadata": {"resourceVersion": body["metadata"]["resourceVersion"], "finalizers": wanted}}
+        made = await self._api.merge(RUNS, run.namespace, run.name, patch)
+        body["metadata"]["resourceVersion"] = made["metadata"]["resourceVersion"]
+        return made
+
+    def _keep(self, body: Body) -> None:
+        raw = pack_run(body)
+        key = (body["metadata"]["namespace"], body["metadata"]["name"])
+        self._cache.runs.put(key, raw.uid, raw, read_version(raw.version))
+
+
+def _head(run: RunFacts) -> dict[str, str]:
+    """With the uid, so that a status never makes a run that is gone exist again."""
+    return {"namespace": run.namespace, "name": run.name, "uid": run.uid}

@@ -1,0 +1,128 @@
+"""What watching has brought so far, as facts: a thousand runs must fit beside the framework in 128 MiB.
+
+Belongs here: facts by run, kept in order of their versions. Does not belong here: watching (`handlers`), or checking
+that watching keeps up (`resync`).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from orbit_operator.facts import JobFacts, PodFacts
+
+Key = tuple[str, str]
+"""Namespace and name of a run."""
+REMEMBERED = 4096
+"""Deleted objects that a late answer must not bring back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cached[T]:
+    """One object with the version that it was seen in."""
+
+    value: T
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class RawRun:
+    """An OrbitRun in as few bytes as it takes: `body` is JSON, without managed fields."""
+
+    uid: str
+    body: bytes
+    version: str
+
+
+@dataclass(frozen=True, slots=True)
+class Child[T]:
+    """A Job or pod and the uid of its run."""
+
+    run_uid: str
+    facts: T
+
+
+class Shelf[T]:
+    """All objects of one kind: by uid, and by the run they belong to."""
+
+    def __init__(self) -> None:
+        self._by_uid: dict[str, tuple[Key, Cached[T]]] = {}
+        self._by_run: dict[Key, dict[str, None]] = {}
+        self._gone: OrderedDict[str, None] = OrderedDict()
+
+    def put(self, key: Key, uid: str, value: T, version: int) -> None:
+        """Takes over what is newer; what was deleted stays deleted."""
+        if uid in self._gone:
+            return
+        known = self._by_uid.get(uid)
+        if known is not None and known[1].version > version:
+            return
+        self._by_uid[uid] = (key, Cached(value, version))
+        self._by_run.setdefault(key, {})[uid] = None
+
+    def drop(self, uid: str) -> Key | None:
+        """Forgets an object; returns whose it was."""
+        self._gone[uid] = None
+        while len(self._gone) > REMEMBERED:
+            self._gone.popitem(last=False)
+        known = self._by_uid.pop(uid, None)
+        if known is None:
+            return None
+        key = known[0]
+        uids = self._by_run[key]
+        del uids[uid]
+        if not uids:
+            del self._by_run[key]
+        return key
+
+    def of(self, key: Key) -> tuple[T, ...]:
+        return tuple(self._by_uid[uid][1].value for uid in self._by_run.get(key, ()))
+
+    def version(self, uid: str) -> int | None:
+        known = self._by_uid.get(uid)
+        return None if known is None else known[1].version
+
+    def uids(self) -> dict[str, Key]:
+        return {uid: key for uid, (key, _) in self._by_uid.items()}
+
+    def keys_now(self) -> list[Key]:
+        """Runs that have such objects, as of now."""
+        return list(self._by_run)
+
+    def __len__(self) -> int:
+        return len(self._by_uid)
+
+
+class Cache:
+    """Runs, Jobs and pods."""
+
+    def __init__(self) -> None:
+        self.runs: Shelf[RawRun] = Shelf()
+        self.jobs: Shelf[Child[JobFacts]] = Shelf()
+        self.pods: Shelf[Child[PodFacts]] = Shelf()
+        self._with_children: set[str] = set()
+
+    def put_job(self, key: Key, job: Child[JobFacts], version: int) -> None:
+        self._with_children.add(job.run_uid)
+        self.jobs.put(key, job.facts.uid, job, version)
+
+    def put_pod(self, key: Key, pod: Child[PodFacts], version: int) -> None:
+        self._with_children.add(pod.run_uid)
+        self.pods.put(key, pod.facts.uid, pod, version)
+
+    def had_children(self, run_uid: str) -> bool:
+        """Whether any Job or pod of this run was ever seen, also one that is gone."""
+        return run_uid in self._with_children
+
+    def forget_run(self, run_uid: str) -> None:
+        self._with_children.discard(run_uid)
+
+    def run(self, key: Key) -> RawRun | None:
+        """The newest run of that name: one that is deleted may still be seen beside its successor."""
+        found = self.runs.of(key)
+        return max(found, key=lambda run: read_version(run.version), default=None)
+
+
+def read_version(text: object) -> int:
+    """Versions of one kind are numbers that grow; anything else is taken as it comes."""
+    return int(text) if isinstance(text, str) and text.isdecimal() else 0

@@ -1,0 +1,105 @@
+"""What is an attempt that is under way doing, and what happened since the status was written?
+
+Belongs here: the reason and the words of a live attempt; events out of two points in time.
+Does not belong here: deciding what follows (`plan`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from orbit_operator.actions import Action, ApplySupport, RunEvent, State
+from orbit_operator.facts import Attempt, Observed, PodFacts, RunFacts
+from orbit_operator.manifests.source import config_map_name
+from orbit_operator.policies.failure import find_waiting
+
+_ENDING_EVENTS = {"Preempted": "RunPreempted", "GPUFault": "GPUFaultDetected", "Stalled": "RunStalled"}
+
+POD_PENDING = ("PodPending", "the Job's pod is being made")
+
+
+def describe(run: RunFacts, observed: Observed, base: State, pod: PodFacts | None) -> tuple[State, tuple[Action, ...]]:
+    """The state of the newest attempt, and what can be done about what it waits for."""
+    attempt = base.attempts[-1]
+    job = next((job for job in observed.jobs if job.attempt == attempt.number), None)
+    if job is not None and job.is_suspended and (pod is None or not pod.is_deleting):
+        return _queued(run, observed, base, job.name), ()
+    if pod is None:
+        return _unmade(observed, base), ()
+    if pod.is_deleting:
+        return replace(base, phase="Restarting", reason="PodTerminating", message=f"pod {pod.name} is ending"), ()
+    if pod.unschedulable:
+        return replace(base, phase="Pending", reason="Unschedulable", message=pod.unschedulable, owner="cluster"), ()
+    waiting = find_waiting(pod)
+    if waiting is not None:
+        reason, owner, message = waiting
+        again: tuple[Action, ...] = (ApplySupport(),) if reason == "ConfigurationMissing" else ()
+        return replace(base, phase="Starting", reason=reason, message=message, owner=owner), again
+    state = _at_work(observed, base, attempt, pod)
+    ours = state.reason == "VolumeMissing" and config_map_name(run.name) in state.message
+    return state, (ApplySupport(),) if ours else ()
+
+
+def events_since(observed: Observed, attempts: Sequence[Attempt]) -> tuple[RunEvent, ...]:
+    """What the attempts went through that the status does not know yet."""
+    known = {attempt.number: attempt for attempt in observed.stored.attempts}
+    found = []
+    for attempt in attempts:
+        before = known.get(attempt.number, Attempt(attempt.number))
+        if attempt.running is not None and before.running is None and attempt.number > 1:
+            found.append(
+                RunEvent("RunResumedFromCheckpoint", f"attempt {attempt.number} trains from step {attempt.step}")
+            )
+        if attempt.checkpoint_step is not None and before.checkpoint_step is None:
+            found.append(RunEvent("CheckpointCommitted", f"attempt {attempt.number} has its first durable checkpoint"))
+        if attempt.is_over and not before.is_over:
+            found += _ending(attempt)
+    return tuple(found)
+
+
+def _ending(attempt: Attempt) -> list[RunEvent]:
+    verdict = attempt.verdict
+    assert verdict is not None
+    if verdict.result == "Succeeded":
+        return []
+    if verdict.result == "Stopped":
+        return [RunEvent("RunCheckpointed", f"attempt {attempt.number} stopped on request after step {attempt.step}")]
+    who = "" if verdict.owner == "none" else f"{verdict.owner} must act: "
+    text = f"attempt {attempt.number}: {who}{verdict.reason}: {verdict.message}".removesuffix(": ")
+    return [RunEvent(_ENDING_EVENTS.get(verdict.reason, "RunInterrupted"), text, is_warning=True)]
+
+
+def _queued(run: RunFacts, observed: Observed, base: State, job: str) -> State:
+    if run.lifecycle.queue_name:
+        queue = observed.queue
+        message = queue.message if queue is not None else f"waiting in queue {run.lifecycle.queue_name}"
+        return replace(base, phase="Queued", reason="QueuedByKueue", message=message, owner="cluster")
+    message = f"Job {job} is suspended, and not by the run's manifest"
+    return replace(base, phase="Queued", reason="JobSuspended", message=message, owner="user")
+
+
+def _at_work(observed: Observed, base: State, attempt: Attempt, pod: PodFacts) -> State:
+    progress = observed.progress
+    if progress is not None and progress.pod_uid != pod.uid:
+        progress = None
+    where = f"attempt {attempt.number} on node {pod.node}" if pod.node else f"attempt {attempt.number}"
+    if progress is not None and not progress.is_live:
+        return replace(base, phase="Running", reason="Stalled", message=progress.message, owner="cluster")
+    if attempt.running is not None:
+        return replace(base, phase="Running", reason="Running", message=where)
+    if pod.started is not None:
+        reason = "EngineWarmup" if progress is not None and progress.phase == "Preflight" else "ModelLoading"
+        return replace(base, phase="Starting", reason=reason, message=where)
+    if observed.warning:
+        return replace(base, phase="Starting", reason="VolumeMissing", message=observed.warning, owner="user")
+    return replace(base, phase="Starting", reason="ContainerCreating", message=where)
+
+
+def _unmade(observed: Observed, base: State) -> State:
+    """The Job has no pod yet; after a while, whoever refuses it has said why."""
+    if "exceeded quota" in observed.warning:
+        return replace(base, phase="Pending", reason="QuotaExceeded", message=observed.warning, owner="cluster")
+    if observed.warning:
+        return replace(base, phase="Pending", reason="PodRefused", message=observed.warning, owner="cluster")
+    return replace(base, phase="Pending", reason=POD_PENDING[0], message=POD_PENDING[1])

@@ -1,0 +1,270 @@
+"""What the operator knows of a run: the nouns that observing produces and planning reads.
+
+Belongs here: frozen data, and questions that one object can answer about itself.
+Does not belong here: reading the cluster (`observe`), or deciding anything (`plan`, `policies`).
+Times are seconds since the epoch, as the cluster's clocks wrote them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Budget = Literal["free", "infra", "user"]
+Owner = Literal["none", "user", "cluster", "hardware", "orbit"]
+Result = Literal["Succeeded", "Stopped", "Failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """How an attempt ended, on whose account, and who must act."""
+
+    result: Result
+    reason: str
+    """CamelCase, one of a closed set (`policies.failure`)."""
+    budget: Budget = "free"
+    owner: Owner = "none"
+    message: str = ""
+    exit_code: int | None = None
+    avoid_node: bool = False
+    """The next attempt must not land on the same node."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One Job's life. `verdict` is None while it lasts, and never changes afterwards."""
+
+    number: int
+    job_uid: str = ""
+    """Empty until the Job was seen."""
+    pod_uid: str = ""
+    pod: str = ""
+    node: str = ""
+    created: float | None = None
+    scheduled: float | None = None
+    """Since when its GPUs are taken."""
+    started: float | None = None
+    """Since when its container runs."""
+    answered: float | None = None
+    """When it first said how it is."""
+    running: float | None = None
+    """Since when it trains: model loaded, engines warm."""
+    ended: float | None = None
+    step: int = 0
+    checkpoint_step: int | None = None
+    checkpoint_at: float | None = None
+    """When its newest durable checkpoint was first seen."""
+    earlier_seconds: float = 0.0
+    """Seconds that former pods of this Job held the GPUs (a queue took them away and gave them back)."""
+    verdict: Verdict | None = None
+
+    @property
+    def is_over(self) -> bool:
+        return self.verdict is not None
+
+
+@dataclass(frozen=True, slots=True)
+class ContainerEnd:
+    """The terminated state of the run's container."""
+
+    exit_code: int
+    reason: str = ""
+    """The kubelet's word, such as `OOMKilled`."""
+    message: str = ""
+    """The termination message."""
+    finished: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PodFacts:
+    """One pod of a run."""
+
+    name: str
+    uid: str
+    attempt: int
+    job_uid: str = ""
+    phase: str = "Pending"
+    node: str = ""
+    ip: str = ""
+    created: float = 0.0
+    deletion_due: float | None = None
+    """Set once it is being deleted: when its grace period is over."""
+    scheduled: float | None = None
+    unschedulable: str = ""
+    """The scheduler's message while it finds no node."""
+    started: float | None = None
+    end: ContainerEnd | None = None
+    waiting_reason: str = ""
+    """Why a container does not start, such as `ImagePullBackOff`."""
+    waiting_message: str = ""
+    is_ready: bool = False
+    disruption: str = ""
+    """Reason of the `DisruptionTarget` condition, such as `PreemptionByScheduler`."""
+    reason: str = ""
+    """The kubelet's or a controller's word for the whole pod, such as `Evicted`."""
+    message: str = ""
+
+    @property
+    def is_terminal(self) -> bool:
+        return self.phase in ("Succeeded", "Failed")
+
+    @property
+    def is_deleting(self) -> bool:
+        return self.deletion_due is not None
+
+
+@dataclass(frozen=True, slots=True)
+class JobFacts:
+    """One child Job."""
+
+    name: str
+    uid: str
+    attempt: int
+    created: float = 0.0
+    finished: Literal["Complete", "Failed"] | None = None
+    finished_at: float | None = None
+    failure: str = ""
+    """Reason of its `Failed` condition."""
+    exit_code: int | None = None
+    """What its `Failed` condition says of the container's end: it stays when the pod is gone."""
+    is_suspended: bool = False
+    is_deleting: bool = False
+    had_pod: bool = False
+    """Its controller has counted a pod, which may be gone by now."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeFacts:
+    """One node, or its absence."""
+
+    name: str
+    exists: bool = True
+    is_ready: bool = True
+    not_ready_since: float | None = None
+    problems: tuple[str, ...] = ()
+    """Reasons of conditions that speak of broken GPUs, as a node's health agent wrote them."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueueFacts:
+    """What Kueue says of the current Job's Workload."""
+
+    reason: str
+    message: str = ""
+    is_admitted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What the pod said of itself at `at`; everything else may be missing."""
+
+    at: float
+    pod_uid: str
+    phase: str = ""
+    step: int = 0
+    total: int | None = None
+    reward: float | None = None
+    parity: float | None = None
+    parity_limit: float | None = None
+    policy_version: int | None = None
+    adapter_digest: str | None = None
+    checkpoint: str | None = None
+    checkpoint_step: int | None = None
+    tokens_per_second: float | None = None
+    eta_seconds: float | None = None
+    execution: int | None = None
+    is_live: bool = True
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """A `metav1.Condition`. `since` is its last transition."""
+
+    type: str
+    status: Literal["True", "False", "Unknown"]
+    reason: str
+    message: str = ""
+    since: float = 0.0
+    generation: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What the run's `status` already says.
+
+    It is read for what nothing else can tell: attempts whose Job or pod is gone, that a run has ended, since when a
+    condition holds. A run whose status was lost is still right as far as its Jobs can tell.
+    """
+
+    attempts: tuple[Attempt, ...] = ()
+    conditions: Mapping[str, Condition] = field(default_factory=dict)
+    retired: Mapping[str, float] = field(default_factory=dict)
+    """Sums over attempts that are no longer listed."""
+    finished_at: float | None = None
+    written_at: float | None = None
+    raw: Mapping[str, Any] = field(default_factory=dict)
+
+    def holds(self, kind: str) -> bool:
+        condition = self.conditions.get(kind)
+        return condition is not None and condition.status == "True"
+
+
+@dataclass(frozen=True, slots=True)
+class Lifecycle:
+    """`spec.lifecycle`, as planning reads it."""
+
+    suspend: bool = False
+    queue_name: str | None = None
+    managed_by: str | None = None
+    ttl_seconds: int | None = None
+    active_deadline_seconds: int | None = None
+    startup_deadline_seconds: int | None = None
+    max_user_retries: int = 0
+    max_infra_restarts: int = 10
+
+
+@dataclass(frozen=True, slots=True)
+class RunFacts:
+    """One OrbitRun."""
+
+    namespace: str
+    name: str
+    uid: str
+    generation: int = 1
+    created: float = 0.0
+    deleting_since: float | None = None
+    finalizers: tuple[str, ...] = ()
+    annotations: Mapping[str, str] = field(default_factory=dict)
+    lifecycle: Lifecycle = field(default_factory=Lifecycle)
+    gpus: int = 8
+    total_steps: int | None = None
+    checkpoint_every: int = 1
+    deletes_artifacts: bool = False
+    invalid: str = ""
+    """What this operator cannot read in the manifest; empty when it can read it all."""
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.namespace, self.name
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """Everything about a run but its manifest, at one moment."""
+
+    stored: Stored = field(default_factory=Stored)
+    jobs: tuple[JobFacts, ...] = ()
+    pods: tuple[PodFacts, ...] = ()
+    nodes: Mapping[str, NodeFacts] = field(default_factory=dict)
+    progress: Progress | None = None
+    queue: QueueFacts | None = None
+    warning: str = ""
+    """Why the pod is not made or its container not created, in the words of a warning event."""
+    is_new: bool = False
+    """No Job and no pod of this run was ever seen by this process, whose first lists were complete."""
+    former_pods: int = 0
+    """Live pods of an earlier run of the same name, which is being deleted."""
+    cleanup: Literal["", "Running", "Complete", "Failed"] = ""
+    """State of the Job that deletes the artifacts."""

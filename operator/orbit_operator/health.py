@@ -1,0 +1,74 @@
+"""The operator's ports: `/healthz` and `/readyz`, and `/metrics`.
+
+Belongs here: HTTP, and what counts as alive. Does not belong here: finding out (`resync`, `lease`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from aiohttp import web
+
+from orbit_operator.metrics import Metrics
+
+STALLED_SECONDS = 180.0
+LONGEST_PASS_SECONDS = 300.0
+
+
+@dataclass
+class Health:
+    """What the operator knows of itself. `stalled_since` is set while watching is behind the API server."""
+
+    clock: Callable[[], float] = time.monotonic
+    stalled_since: float | None = None
+    is_leader: bool = False
+    is_synced: bool = False
+    crd_problem: str = ""
+    passes: dict[int, float] = field(default_factory=dict)
+    """When each worker began the pass that it is in."""
+
+    def find_stall(self) -> str:
+        """Why the process should be started anew; empty while it is well. A server that is away is no reason."""
+        now = self.clock()
+        if self.stalled_since is not None and now - self.stalled_since > STALLED_SECONDS:
+            return f"watching is behind the API server for {now - self.stalled_since:.0f} s"
+        stuck = [now - begun for begun in self.passes.values() if now - begun > LONGEST_PASS_SECONDS]
+        return f"a pass takes {max(stuck):.0f} s" if stuck else ""
+
+    def find_unready(self) -> str:
+        if not self.is_leader:
+            return "another operator holds the Lease"
+        return "the first lists are not in yet" if not self.is_synced else ""
+
+
+async def start_servers(health: Health, metrics: Metrics, health_port: int, metrics_port: int) -> list[web.AppRunner]:
+    """Both ports, on all addresses; port 0 takes any free one."""
+
+    async def healthz(_request: web.Request) -> web.Response:
+        return _answer(health.find_stall())
+
+    async def readyz(_request: web.Request) -> web.Response:
+        return _answer(health.find_unready(), health.crd_problem)
+
+    async def render(_request: web.Request) -> web.Response:
+        return web.Response(body=metrics.render(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+
+    runners = []
+    for port, routes in (
+        (health_port, [web.get("/healthz", healthz), web.get("/readyz", readyz)]),
+        (metrics_port, [web.get("/metrics", render)]),
+    ):
+        app = web.Application()
+        app.add_routes(routes)
+        runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
+        await web.TCPSite(runner, port=port).start()
+        runners.append(runner)
+    return runners
+
+
+def _answer(problem: str, note: str = "") -> web.Response:
+    body = {"ok": not problem, "reason": problem or None, "note": note or None}
+    return web.json_response(body, status=503 if problem else 200)

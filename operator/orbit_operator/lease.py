@@ -1,0 +1,152 @@
+"""One operator acts: whoever holds the Lease, and only as long as it certainly does.
+
+Belongs here: taking, renewing, giving back. Does not belong here: what the holder does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from orbit_operator.api import LEASES, Api, ApiError, Body
+from orbit_operator.timestamps import format_micro_time
+
+_log = logging.getLogger("orbit.operator")
+RENEWALS = 3.0
+"""Renewed so often within its duration."""
+CERTAIN = 2 / 3
+"""Without a renewal, acting stops after this part of the duration: a clock slower than ours must not matter."""
+
+
+class LeaseLostError(Exception):
+    """Another operator may be acting by now."""
+
+
+class Lease:
+    """The holder's side. `monotonic` measures how long a renewal still counts; `clock` is what is written."""
+
+    def __init__(
+        self,
+        api: Api,
+        *,
+        namespace: str,
+        name: str,
+        holder: str,
+        seconds: float,
+        clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._api = api
+        self._namespace = namespace
+        self._name = name
+        self._holder = holder
+        self._seconds = seconds
+        self._clock = clock
+        self._monotonic = monotonic
+        self._renewed: float | None = None
+        self._seen: tuple[str, float] | None = None
+        """Another holder's version, and when we first saw it: its clock need not be ours."""
+
+    @property
+    def is_held(self) -> bool:
+        return self._renewed is not None and self._monotonic() - self._renewed < CERTAIN * self._seconds
+
+    def check(self) -> None:
+        """Raises LeaseLostError where this operator must not write."""
+        if not self.is_held:
+            raise LeaseLostError(f"Lease {self._namespace}/{self._name} is not held")
+
+    async def acquire(self, stopping: asyncio.Event) -> bool:
+        """Waits until it is ours; False when we are to stop instead."""
+        while not stopping.is_set():
+            try:
+                if await self.try_once():
+                    return True
+            except ApiError as error:
+                _log.warning("Lease %s/%s: %s", self._namespace, self._name, error)
+            await _sleep(stopping, self._seconds / RENEWALS)
+        return False
+
+    async def keep(self, stopping: asyncio.Event) -> None:
+        """Renews until stopped.
+
+        Raises:
+            LeaseLostError: it is another's, or could not be renewed in time.
+        """
+        while not stopping.is_set():
+            await _sleep(stopping, self._seconds / RENEWALS)
+            try:
+                if not stopping.is_set() and not await self.try_once():
+                    raise LeaseLostError(f"Lease {self._namespace}/{self._name} was taken over")
+            except ApiError as error:
+                _log.warning("Lease %s/%s was not renewed: %s", self._namespace, self._name, error)
+                self.check()
+
+    async def release(self) -> None:
+        """Gives it back, so that the next operator need not wait."""
+        if not self.is_held:
+            return
+        self._renewed = None
+        try:
+            found = await self._api.get(LEASES, self._namespace, self._name)
+            if found is not None and spec_of(found).get("holderIdentity") == self._holder:
+                await self._put(found, "")
+        except ApiError as error:
+            _log.info("Lease %s/%s was not given back: %s", self._namespace, self._name, error)
+
+    async def try_once(self) -> bool:
+        """Takes or renews it, if that is possible now."""
+        asked = self._monotonic()
+        found = await self._api.get(LEASES, self._namespace, self._name)
+        try:
+            if found is None:
+                await self._put(None)
+            elif spec_of(found).get("holderIdentity") in (self._holder, "", None) or self._has_expired(found):
+                await self._put(found)
+            else:
+                self._renewed = None
+                return False
+        except ApiError as error:
+            if error.status in (404, 409):
+                return self.is_held
+            raise
+        self._renewed = asked
+        return True
+
+    def _has_expired(self, found: Body) -> bool:
+        """It did not change for its whole duration while we watched."""
+        version = found["metadata"]["resourceVersion"]
+        if self._seen is None or self._seen[0] != version:
+            self._seen = (version, self._monotonic())
+        return self._monotonic() - self._seen[1] >= float(spec_of(found).get("leaseDurationSeconds") or self._seconds)
+
+    async def _put(self, found: Body | None, holder: str | None = None) -> None:
+        """Writes it whole, on top of the version that was read."""
+        now = format_micro_time(self._clock())
+        spec: dict[str, Any] = dict(spec_of(found)) if found is not None else {}
+        holder = self._holder if holder is None else holder
+        if spec.get("holderIdentity") != holder:
+            spec |= {"acquireTime": now, "leaseTransitions": int(spec.get("leaseTransitions") or 0) + 1}
+        spec |= {"holderIdentity": holder, "leaseDurationSeconds": max(1, round(self._seconds)), "renewTime": now}
+        head = {"name": self._name, "namespace": self._namespace}
+        body: Body = {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": head, "spec": spec}
+        if found is None:
+            await self._api.create(LEASES, self._namespace, body)
+        else:
+            head["resourceVersion"] = found["metadata"]["resourceVersion"]
+            await self._api.replace(LEASES, self._namespace, body)
+
+
+def spec_of(lease: Body) -> dict[str, Any]:
+    """Empty in a Lease that was made for us and never taken."""
+    return lease.get("spec") or {}
+
+
+async def _sleep(stopping: asyncio.Event, seconds: float) -> None:
+    try:
+        await asyncio.wait_for(stopping.wait(), seconds)
+    except TimeoutError:
+        return

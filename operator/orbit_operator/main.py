@@ -1,0 +1,246 @@
+"""The process: settings, Lease, ports, watching, workers, and an end within 25 seconds.
+
+Belongs here: starting the parts and stopping them. Does not belong here: what they do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import fields
+
+import kopf
+import orjson
+
+from orbit_operator.api import Api, ApiError, open_api, wait_for_api
+from orbit_operator.apply import NameTakenError, Writer
+from orbit_operator.cache import Cache, Key
+from orbit_operator.crd_check import find_crd_problem, wait_for_crd
+from orbit_operator.events import Recorder
+from orbit_operator.handlers import build_kopf_settings, build_registry
+from orbit_operator.health import Health, start_servers
+from orbit_operator.lease import Lease, LeaseLostError
+from orbit_operator.manifests.source import METRICS_PORT
+from orbit_operator.metrics import Metrics
+from orbit_operator.observe import Observer
+from orbit_operator.plan import Limits
+from orbit_operator.poll import Poller
+from orbit_operator.reconcile import Parts, reconcile
+from orbit_operator.resync import Resync
+from orbit_operator.settings import PREFIX, Settings, load_settings
+from orbit_operator.work_queue import WorkQueue
+from orbit_runtime.errors import OrbitError
+
+FIRST_CHECK_SECONDS, CHECK_SECONDS = 1.0, 60.0
+"""How often what we believe is compared with the API server."""
+EXIT_LEASE_LOST = 75
+_log = logging.getLogger("orbit.operator")
+
+
+class Operator:
+    """Everything that lives as long as the process."""
+
+    def __init__(self, settings: Settings, api: Api) -> None:
+        self.settings = settings
+        self.metrics = Metrics()
+        self.health = Health()
+        self.cache = Cache()
+        self.queue: WorkQueue[Key] = WorkQueue()
+        self.api = api
+        self.lease = Lease(
+            api,
+            namespace=settings.namespace,
+            name=settings.lease_name,
+            holder=settings.holder,
+            seconds=settings.lease_seconds,
+        )
+        observer = Observer(api, self.cache)
+        self.parts = Parts(
+            observer,
+            Writer(api, self.cache, settings),
+            Recorder(api, settings.holder),
+            self.metrics,
+            Limits(settings.node_lost_seconds, settings.ttl_seconds),
+            settings.progress_seconds,
+        )
+        self.poller = Poller(
+            self.cache, observer.progress, self.queue.add, self.metrics,
+            connections=settings.poll_connections, port_of=self.port_of,
+        )  # fmt: skip
+        self.resync = Resync(api, self.cache, self.health, settings.namespaces or (None,), self.queue.add)
+
+    def changed(self, key: Key) -> None:
+        self.health.is_synced = True
+        self.metrics.mark_event()
+        self.queue.add(key)
+
+    def port_of(self, key: Key) -> int | None:
+        run = self.cache.run(key)
+        port = 0 if run is None else (orjson.loads(run.body)["spec"].get("observability") or {}).get("metricsPort", 0)
+        return None if port < 0 else port or METRICS_PORT
+
+    async def work(self, number: int) -> None:
+        """One worker: for ever, one run after the other."""
+        while True:
+            key = await self.queue.get()
+            self.metrics.queue.set(len(self.queue))
+            began = time.monotonic()
+            self.health.passes[number] = began
+            try:
+                wake = await reconcile(key, self.parts)
+            except ApiError as error:
+                # 409 and 404 are the ordinary answer to having looked at something that has changed since.
+                level = logging.DEBUG if error.status in (404, 409) else logging.WARNING
+                self._retry(key, error, level, error.retry_after or 0.0)
+            except NameTakenError as error:
+                self._retry(key, error, logging.WARNING)
+            except LeaseLostError:
+                self.queue.failed(key)
+            except Exception as error:
+                _log.exception("a pass over %s/%s failed", *key)
+                self._retry(key, error, logging.DEBUG)
+            else:
+                self.queue.done(key)
+                if wake is not None:
+                    self.queue.add_after(key, min(wake, self.settings.resync_seconds))
+            finally:
+                self.health.passes.pop(number, None)
+                self.metrics.reconcile.observe(time.monotonic() - began)
+
+    def _retry(self, key: Key, error: Exception, level: int, at_least: float = 0.0) -> None:
+        self.metrics.errors.inc()
+        delay = self.queue.failed(key, at_least)
+        _log.log(level, "%s/%s: %s; again in %.1f s", *key, error, delay)
+
+    async def check_cache(self) -> None:
+        """Compares what we believe with the API server, for ever; and the CRD with what we know of it."""
+        pause = FIRST_CHECK_SECONDS
+        while True:
+            self.health.crd_problem = await find_crd_problem(self.api)
+            self.metrics.crd.set(1.0 if self.health.crd_problem else 0.0)
+            if self.health.crd_problem:
+                _log.error("%s", self.health.crd_problem)
+            await asyncio.sleep(pause)
+            pause = CHECK_SECONDS
+            try:
+                await self.resync.check()
+                self.metrics.mark_event()
+                self.health.is_synced = True
+            except ApiError as error:
+                _log.warning("the check of what is believed did not come through: %s", error)
+            self.metrics.current.set(0.0 if self.health.stalled_since is not None else 1.0)
+
+    async def look_again(self) -> None:
+        """Every run that has not ended is looked at again now and then, spread over the time between."""
+        while True:
+            await asyncio.sleep(self.settings.resync_seconds)
+            for index, key in enumerate(self.cache.runs.keys_now()):
+                self.queue.add_after(key, index * self.settings.resync_seconds / (2 * max(1, len(self.cache.runs))))
+
+    async def keep_lease(self, stopping: asyncio.Event) -> None:
+        """Ends when stopped, or when the Lease is lost."""
+        try:
+            await self.lease.keep(stopping)
+        finally:
+            self.health.is_leader = False
+            self.metrics.leader.set(0.0)
+
+    async def watch(self, stopping: asyncio.Event) -> None:
+        flag = asyncio.Event()
+        namespaces = self.settings.namespaces
+        operating = asyncio.create_task(
+            kopf.operator(
+                registry=build_registry(self.cache, self.changed),
+                settings=build_kopf_settings(self.settings),
+                clusterwide=not namespaces,
+                namespaces=namespaces,
+                standalone=True,
+                stop_flag=flag,
+            )
+        )
+        stop = asyncio.create_task(stopping.wait())
+        await asyncio.wait({operating, stop}, return_when=asyncio.FIRST_COMPLETED)
+        flag.set()
+        stop.cancel()
+        await operating
+
+
+async def run(settings: Settings, connect: Callable[..., Awaitable[Api]] = open_api) -> int:
+    """Until a signal, or until the Lease is lost. Returns the exit code."""
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopping.set)
+    api = await connect()
+    operator = Operator(settings, api)
+    api.observe = operator.metrics.count_request
+    servers = await start_servers(operator.health, operator.metrics, settings.health_port, settings.metrics_port)
+    try:
+        await wait_for_api(api, stopping)
+        await wait_for_crd(api, stopping)
+        if not await operator.lease.acquire(stopping):
+            return 0
+        api.may_write = operator.lease.check
+        operator.health.is_leader = True
+        operator.metrics.leader.set(1.0)
+        _log.info("Lease %s/%s is held by %s", settings.namespace, settings.lease_name, settings.holder)
+        return await _operate(operator, stopping)
+    finally:
+        for server in servers:
+            await server.cleanup()
+        await api.close()
+
+
+async def _operate(operator: Operator, stopping: asyncio.Event) -> int:
+    settings = operator.settings
+    helpers = [asyncio.create_task(operator.work(number)) for number in range(settings.workers)]
+    helpers += [
+        asyncio.create_task(task)
+        for task in (operator.poller.run(settings.poll_seconds), operator.check_cache(), operator.look_again())
+    ]
+    mains = [asyncio.create_task(operator.keep_lease(stopping)), asyncio.create_task(operator.watch(stopping))]
+    code = 0
+    try:
+        done, _ = await asyncio.wait([*helpers, *mains], return_when=asyncio.FIRST_COMPLETED)
+        stopping.set()
+        for task in done:
+            error = task.exception()
+            if isinstance(error, LeaseLostError):
+                _log.error("%s: another operator acts now", error)
+                code = EXIT_LEASE_LOST
+            elif error is not None:
+                _log.error("the operator cannot go on: %s: %s", type(error).__name__, error)
+                code = 70
+        for task in helpers:
+            task.cancel()
+        await asyncio.wait([*helpers, *mains], timeout=20)
+    finally:
+        with contextlib.suppress(Exception):
+            await asyncio.wait_for(operator.lease.release(), 3)
+    return code
+
+
+def main() -> None:
+    """`python -m orbit_operator`."""
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        print("orbit_operator: acts on OrbitRun objects. Settings are environment variables:\n")
+        for field in fields(Settings):
+            print(f"  {PREFIX}{field.name.upper()} ({field.default!r})")
+        return
+    try:
+        settings = load_settings(os.environ)
+    except OrbitError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    logging.basicConfig(
+        level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr
+    )
+    for noisy in ("kopf.objects", "kopf.activities", "aiohttp.access"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    sys.exit(asyncio.run(run(settings)))

@@ -1,0 +1,52 @@
+"""The Job that deletes a run's artifacts from the store, when the run is deleted and asked for it."""
+
+from __future__ import annotations
+
+from orbit_operator.manifests.pod import build_container, container_security, pod_security
+from orbit_operator.manifests.source import Object, RunSource, cleanup_name, labels, metadata
+from orbit_operator.settings import Settings
+
+COMPONENT = "cleanup"
+DEADLINE_SECONDS = 540
+"""Within the time for which the deletion of the run waits."""
+
+
+def build_cleanup_job(source: RunSource, settings: Settings) -> Object:
+    """It has the run's own rights to the store, and no others."""
+    storage = source.manifest.spec.storage
+    run = build_container(source, 0, [], settings)
+    container = {
+        "name": COMPONENT,
+        "image": run["image"],
+        "imagePullPolicy": run["imagePullPolicy"],
+        "command": ["python", "-m", "orbit_runtime.storage.delete"],
+        "args": [f"{storage.uri.rstrip('/')}/{source.name}"],
+        "env": [{"name": "HOME", "value": "/tmp"}],
+        "envFrom": run["envFrom"],
+        "resources": {name: {"cpu": "500m", "memory": "512Mi"} for name in ("requests", "limits")},
+        "securityContext": container_security(),
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}],
+    }
+    pod: Object = {
+        "restartPolicy": "OnFailure",
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "securityContext": pod_security(),
+        "containers": [container],
+        "volumes": [{"name": "tmp", "emptyDir": {}}],
+    }
+    if storage.service_account_name:
+        pod["serviceAccountName"] = storage.service_account_name
+    if settings.image_pull_secrets:
+        pod["imagePullSecrets"] = [{"name": name} for name in settings.image_pull_secrets]
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": metadata(source, cleanup_name(source.name), component=COMPONENT),
+        "spec": {
+            "backoffLimit": 3,
+            "activeDeadlineSeconds": DEADLINE_SECONDS,
+            "template": {"metadata": {"labels": labels(source, component=COMPONENT)}, "spec": pod},
+        },
+    }

@@ -1,0 +1,31 @@
+"""The ConfigMap that holds the run's manifest, as its pods read it."""
+
+from __future__ import annotations
+
+import orjson
+
+from orbit_operator.manifests.mounts import localise
+from orbit_operator.manifests.source import Object, RunSource, config_map_name, metadata
+from orbit_runtime.spec.run import API_VERSION
+
+MANIFEST_FILE = "run.yaml"
+
+
+def build_config_map(source: RunSource) -> Object:
+    """Equal for every attempt of a run: what may change on a living object (`lifecycle`) is the operator's alone."""
+    spec = {name: value for name, value in localise(source.spec).items() if name != "lifecycle"}
+    if source.metrics_port is not None:
+        spec["observability"] = {**spec.get("observability", {}), "metricsPort": source.metrics_port}
+    manifest = {
+        "apiVersion": API_VERSION,
+        "kind": "OrbitRun",
+        "metadata": {"name": source.name, "namespace": source.namespace},
+        "spec": spec,
+    }
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": metadata(source, config_map_name(source.name), component="manifest"),
+        # JSON is YAML.
+        "data": {MANIFEST_FILE: orjson.dumps(manifest, option=orjson.OPT_INDENT_2 | orjson.OPT_SORT_KEYS).decode()},
+    }

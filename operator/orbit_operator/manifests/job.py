@@ -1,0 +1,39 @@
+"""The Job of an attempt: exactly one pod, never a second try, and an end only when that pod has ended."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from orbit_operator.manifests.pod import RUN_CONTAINER, build_pod_template
+from orbit_operator.manifests.source import Object, RunSource, job_name, metadata
+from orbit_operator.settings import Settings
+
+QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
+
+FAILURE_RULES: list[Object] = [
+    {"action": "FailJob", "onExitCodes": {"containerName": RUN_CONTAINER, "operator": "NotIn", "values": [0]}},
+    {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+]
+"""Every failure ends the Job, as it would without them; with them its condition keeps the exit code for good."""
+
+
+def build_job(source: RunSource, attempt: int, avoid_nodes: Sequence[str], settings: Settings) -> Object:
+    """Made once and never changed: a queue's word on `suspend` stays the queue's."""
+    head = metadata(source, job_name(source.name, attempt), attempt)
+    queue = source.manifest.spec.lifecycle.queue_name
+    if queue is not None:
+        head["labels"][QUEUE_LABEL] = queue
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": head,
+        "spec": {
+            "backoffLimit": 0,
+            "completions": 1,
+            "parallelism": 1,
+            "podReplacementPolicy": "Failed",
+            "podFailurePolicy": {"rules": FAILURE_RULES},
+            "suspend": queue is not None,
+            "template": build_pod_template(source, attempt, avoid_nodes, settings),
+        },
+    }

@@ -1,0 +1,50 @@
+"""Claims and ConfigMaps that a manifest names in its URIs: where the pod finds them.
+
+Belongs here: `pvc://` and `configmap://` as volumes and as paths. Does not belong here: other volumes (`pod`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from orbit_operator.manifests.source import Object
+
+_URI = re.compile(r"^(pvc|configmap)://([^/]+)(/.*)?$")
+_FOLDERS = {"pvc": "/mnt/claims", "configmap": "/mnt/configmaps"}
+
+
+def localise(value: Any) -> Any:
+    """The value with every such URI replaced by the path at which the pod has it."""
+    if isinstance(value, Mapping):
+        return {name: localise(child) for name, child in value.items()}
+    if isinstance(value, list):
+        return [localise(child) for child in value]
+    match = _URI.match(value) if isinstance(value, str) else None
+    return value if match is None else f"file://{_FOLDERS[match[1]]}/{match[2]}{match[3] or ''}"
+
+
+def build_mounts(spec: Mapping[str, Any]) -> tuple[list[Object], list[Object]]:
+    """Volumes and their mounts, read-only, in the order in which the manifest names them."""
+    found = dict.fromkeys(_sources(spec))
+    volumes, mounts = [], []
+    for kind, name in found:
+        # A volume's name is shorter than an object's may be.
+        volume = f"{kind}-{hashlib.sha256(name.encode()).hexdigest()[:10]}"
+        source = {"persistentVolumeClaim": {"claimName": name, "readOnly": True}}
+        volumes.append({"name": volume, **(source if kind == "pvc" else {"configMap": {"name": name}})})
+        mounts.append({"name": volume, "mountPath": f"{_FOLDERS[kind]}/{name}", "readOnly": True})
+    return volumes, mounts
+
+
+def _sources(value: Any) -> Iterator[tuple[str, str]]:
+    if isinstance(value, Mapping):
+        for child in value.values():
+            yield from _sources(child)
+    elif isinstance(value, list):
+        for child in value:
+            yield from _sources(child)
+    elif isinstance(value, str) and (match := _URI.match(value)):
+        yield match[1], match[2]

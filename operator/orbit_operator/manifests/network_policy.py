@@ -1,0 +1,46 @@
+"""The NetworkPolicy of a run: only questions about its state come in; only names, HTTPS and what is declared go out."""
+
+from __future__ import annotations
+
+from orbit_operator.manifests.source import RUN_UID, Object, RunSource, metadata
+from orbit_operator.settings import Settings
+from orbit_runtime.spec.placement import Egress
+
+NAMESPACE_NAME = "kubernetes.io/metadata.name"
+DNS_PORTS = ({"protocol": "UDP", "port": 53}, {"protocol": "TCP", "port": 53})
+
+
+def build_network_policy(source: RunSource, settings: Settings) -> Object:
+    """Selects the pods of this run alone."""
+    ingress = []
+    if source.metrics_port is not None:
+        callers = sorted({settings.namespace, *settings.scrape_namespaces})
+        ingress = [
+            {
+                "from": [_namespaces(callers)],
+                "ports": [{"protocol": "TCP", "port": source.metrics_port}],
+            }
+        ]
+    egress: list[Object] = [{"ports": list(DNS_PORTS)}, {"ports": [{"protocol": "TCP", "port": 443}]}]
+    egress += [_egress(each) for each in source.manifest.spec.placement.egress]
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": metadata(source, source.name, component="network"),
+        "spec": {
+            "podSelector": {"matchLabels": {RUN_UID: source.uid}},
+            "policyTypes": ["Ingress", "Egress"],
+            "ingress": ingress,
+            "egress": egress,
+        },
+    }
+
+
+def _egress(each: Egress) -> Object:
+    to = {"ipBlock": {"cidr": each.cidr}} if each.cidr is not None else _namespaces([each.namespace or ""])
+    ports = [{"protocol": "TCP", "port": port} for port in each.ports]
+    return {"to": [to], **({"ports": ports} if ports else {})}
+
+
+def _namespaces(names: list[str]) -> Object:
+    return {"namespaceSelector": {"matchExpressions": [{"key": NAMESPACE_NAME, "operator": "In", "values": names}]}}

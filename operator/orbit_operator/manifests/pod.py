@@ -1,0 +1,194 @@
+"""The pod of an attempt: what it asks for, what it may do, what it mounts.
+
+Belongs here: the pod template, for both layouts. Does not belong here: the Job around it (`job`).
+It meets the *restricted* pod security standard, has no service-account token, and its root file system is read-only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from orbit_operator.manifests.config_map import MANIFEST_FILE
+from orbit_operator.manifests.mounts import build_mounts
+from orbit_operator.manifests.quantities import halve
+from orbit_operator.manifests.source import Object, RunSource, config_map_name, job_name, labels
+from orbit_operator.settings import Settings
+from orbit_runtime.spec.placement import Placement, Toleration
+
+RUN_CONTAINER, ENGINE_CONTAINER = "run", "engine"
+GPU = "nvidia.com/gpu"
+USER_ID = 65532
+MANIFEST_FOLDER, CACHE_FOLDER, WORK_FOLDER = "/etc/orbit", "/var/cache/orbit", "/var/lib/orbit"
+ENGINE_PORT = 9401
+AVOIDANCE_WEIGHT = 100
+"""The most there is: any other node goes before one that failed, and a cluster of one node can still go on."""
+
+
+def build_pod_template(source: RunSource, attempt: int, avoid_nodes: Sequence[str], settings: Settings) -> Object:
+    """Template of the attempt's Job."""
+    spec, placement = source.manifest.spec, source.manifest.spec.placement
+    extra_volumes, extra_mounts = build_mounts(source.spec)
+    run = build_container(source, attempt, extra_mounts, settings)
+    pod: Object = {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": spec.lifecycle.termination_grace_period_seconds,
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "securityContext": pod_security(),
+        "containers": [run],
+        "volumes": [*_volumes(source), *extra_volumes],
+        "tolerations": _tolerations(placement, settings),
+    }
+    if placement.layout == "Split":
+        pod["initContainers"] = [_engine(run, settings)]
+    if spec.storage.service_account_name:
+        pod["serviceAccountName"] = spec.storage.service_account_name
+    if settings.image_pull_secrets:
+        pod["imagePullSecrets"] = [{"name": name} for name in settings.image_pull_secrets]
+    if placement.node_selector:
+        pod["nodeSelector"] = dict(placement.node_selector)
+    affinity = _affinity(placement, avoid_nodes)
+    if affinity:
+        pod["affinity"] = {"nodeAffinity": affinity}
+    return {"metadata": {"labels": labels(source, attempt)}, "spec": pod}
+
+
+def build_container(source: RunSource, attempt: int, extra_mounts: list[Object], settings: Settings) -> Object:
+    """The container that runs `orbit run`. In a `Split` pod it has half of everything."""
+    placement = source.manifest.spec.placement
+    split = placement.layout == "Split"
+    secrets = [source.manifest.spec.storage.credentials_secret_name, *placement.env_from_secrets]
+    container: Object = {
+        "name": RUN_CONTAINER,
+        "image": placement.image or settings.runtime_image,
+        "imagePullPolicy": settings.image_pull_policy,
+        "command": ["orbit"],
+        "args": ["run", f"{MANIFEST_FOLDER}/{MANIFEST_FILE}"],
+        "workingDir": WORK_FOLDER,
+        "env": [
+            {"name": "ORBIT_ATTEMPT", "value": job_name(source.name, attempt)},
+            {"name": "ORBIT_BIND_ADDRESS", "value": "0.0.0.0"},
+            {"name": "ORBIT_CACHE", "value": CACHE_FOLDER},
+            {"name": "HOME", "value": "/tmp"},
+            *([{"name": "ORBIT_ENGINE_URL", "value": f"http://127.0.0.1:{ENGINE_PORT}"}] if split else []),
+        ],
+        "envFrom": [{"secretRef": {"name": name}} for name in dict.fromkeys(filter(None, secrets))],
+        "resources": _resources(placement, settings, halved=split),
+        "securityContext": container_security(),
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        "volumeMounts": [
+            {"name": "manifest", "mountPath": MANIFEST_FOLDER, "readOnly": True},
+            {"name": "work", "mountPath": WORK_FOLDER},
+            {"name": "tmp", "mountPath": "/tmp"},
+            {"name": "shm", "mountPath": "/dev/shm"},
+            {"name": "cache", "mountPath": CACHE_FOLDER},
+            *extra_mounts,
+        ],
+    }
+    if source.metrics_port is not None:
+        # Ready means that the run can be asked, not that the model is loaded: queues time out on readiness.
+        probe = {"httpGet": {"path": "/healthz", "port": "metrics"}, "periodSeconds": 10, "timeoutSeconds": 5}
+        container["ports"] = [{"name": "metrics", "containerPort": source.metrics_port, "protocol": "TCP"}]
+        container["readinessProbe"] = {**probe, "failureThreshold": 3}
+    return container
+
+
+def pod_security() -> Object:
+    return {
+        "runAsNonRoot": True,
+        "runAsUser": USER_ID,
+        "runAsGroup": USER_ID,
+        "fsGroup": USER_ID,
+        "fsGroupChangePolicy": "OnRootMismatch",
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+
+
+def container_security() -> Object:
+    return {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+
+
+def _engine(run: Object, settings: Settings) -> Object:
+    """The engine as a native sidecar: it starts before the run's container and ends after it."""
+    return {
+        **{name: run[name] for name in ("imagePullPolicy", "workingDir", "envFrom", "resources", "volumeMounts",
+                                        "securityContext", "terminationMessagePolicy", "command")},
+        "name": ENGINE_CONTAINER,
+        "image": settings.engine_image or run["image"],
+        "args": ["inference", f"{MANIFEST_FOLDER}/{MANIFEST_FILE}", "--port", str(ENGINE_PORT)],
+        "env": [each for each in run["env"] if each["name"] in ("ORBIT_CACHE", "HOME")],
+        "restartPolicy": "Always",
+        "startupProbe": {
+            "tcpSocket": {"port": ENGINE_PORT}, "periodSeconds": 5, "failureThreshold": 720,
+        },
+    }  # fmt: skip
+
+
+def _resources(placement: Placement, settings: Settings, *, halved: bool) -> Object:
+    """Requests equal limits: nothing on the node can take them away, and the CPU manager may pin cores."""
+    asked = placement.resources
+    cpu = asked.cpu if asked.cpu is not None else settings.run_cpu
+    memory = asked.memory if asked.memory is not None else settings.run_memory
+    amounts: dict[str, str] = {}
+    if cpu:
+        amounts["cpu"] = f"{cpu * 500}m" if halved else str(cpu)
+    if memory:
+        amounts["memory"] = halve(memory) if halved else memory
+    if asked.ephemeral_storage is not None:
+        amounts["ephemeral-storage"] = halve(asked.ephemeral_storage) if halved else asked.ephemeral_storage
+    if placement.gpus:
+        amounts[GPU] = str(placement.gpus // 2 if halved else placement.gpus)
+    return {"requests": dict(amounts), "limits": dict(amounts)} if amounts else {}
+
+
+def _volumes(source: RunSource) -> list[Object]:
+    placement = source.manifest.spec.placement
+    cache = placement.model_cache
+    if cache.claim_name is not None:
+        kept: Object = {"persistentVolumeClaim": {"claimName": cache.claim_name}}
+    else:
+        kept = {"emptyDir": {} if cache.size_limit is None else {"sizeLimit": cache.size_limit}}
+    return [
+        {"name": "manifest", "configMap": {"name": config_map_name(source.name)}},
+        {"name": "work", "emptyDir": {}},
+        {"name": "tmp", "emptyDir": {}},
+        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": placement.resources.shared_memory}},
+        {"name": "cache", **kept},
+    ]
+
+
+def _tolerations(placement: Placement, settings: Settings) -> list[Object]:
+    seconds = int(settings.node_lost_seconds)
+    away = [
+        {"key": f"node.kubernetes.io/{key}", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": seconds}
+        for key in ("not-ready", "unreachable")
+    ]
+    own = [{"key": GPU, "operator": "Exists", "effect": "NoSchedule"}] if placement.gpus else []
+    return [*own, *away, *(_toleration(each) for each in placement.tolerations)]
+
+
+def _toleration(each: Toleration) -> Object:
+    fields = {
+        "key": each.key, "operator": each.operator, "value": each.value, "effect": each.effect,
+        "tolerationSeconds": each.toleration_seconds,
+    }  # fmt: skip
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _affinity(placement: Placement, avoid_nodes: Sequence[str]) -> Object:
+    affinity: Object = {}
+    if placement.gpu_product is not None:
+        product = {"key": "nvidia.com/gpu.product", "operator": "In", "values": [placement.gpu_product]}
+        affinity["requiredDuringSchedulingIgnoredDuringExecution"] = {
+            "nodeSelectorTerms": [{"matchExpressions": [product]}]
+        }
+    if avoid_nodes:
+        others = {"key": "kubernetes.io/hostname", "operator": "NotIn", "values": list(avoid_nodes)}
+        affinity["preferredDuringSchedulingIgnoredDuringExecution"] = [
+            {"weight": AVOIDANCE_WEIGHT, "preference": {"matchExpressions": [others]}}
+        ]
+    return affinity

@@ -1,0 +1,82 @@
+"""What every object of a run is made from, and what they all have in common.
+
+Belongs here: names, labels, the owner. Does not belong here: any one kind of object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from orbit_runtime.spec import OrbitRun
+from orbit_runtime.spec.run import API_VERSION
+
+GROUP = "orbitrl.dev"
+RUN_NAME, RUN_UID, ATTEMPT = f"{GROUP}/run-name", f"{GROUP}/run-uid", f"{GROUP}/attempt"
+METRICS_PORT = 9400
+"""Port of a run's pod where the manifest leaves it open."""
+
+Object = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class RunSource:
+    """One run as the API server has it. `spec` is the raw block, defaults filled in; `manifest` the same, typed."""
+
+    namespace: str
+    name: str
+    uid: str
+    spec: Mapping[str, Any]
+    manifest: OrbitRun
+
+    @property
+    def metrics_port(self) -> int | None:
+        """`None` where the run shows nothing of itself."""
+        port = self.manifest.spec.observability.metrics_port
+        return None if port < 0 else port or METRICS_PORT
+
+
+def job_name(run: str, attempt: int) -> str:
+    return f"{run}-a{attempt}"
+
+
+def config_map_name(run: str) -> str:
+    return f"{run}-manifest"
+
+
+def cleanup_name(run: str) -> str:
+    return f"{run}-cleanup"
+
+
+def labels(source: RunSource, attempt: int | None = None, component: str = "trainer") -> dict[str, str]:
+    """The labels of a child; those of an attempt's Job and pod carry its number."""
+    common = {
+        "app.kubernetes.io/name": "orbit-run",
+        "app.kubernetes.io/instance": source.name,
+        "app.kubernetes.io/component": component,
+        "app.kubernetes.io/part-of": "orbit",
+        "app.kubernetes.io/managed-by": "orbit-operator",
+        RUN_NAME: source.name,
+        RUN_UID: source.uid,
+    }
+    return common if attempt is None else {**common, ATTEMPT: str(attempt)}
+
+
+def metadata(source: RunSource, name: str, attempt: int | None = None, component: str = "trainer") -> Object:
+    """Metadata of a child that goes away with its run."""
+    return {
+        "name": name,
+        "namespace": source.namespace,
+        "labels": labels(source, attempt, component),
+        "ownerReferences": [
+            {
+                "apiVersion": API_VERSION,
+                "kind": "OrbitRun",
+                "name": source.name,
+                "uid": source.uid,
+                "controller": True,
+                "blockOwnerDeletion": True,
+            }
+        ],
+    }

@@ -1,0 +1,149 @@
+"""The operator's own metrics, and what a scrape says of every run.
+
+Belongs here: names, labels, counting. Does not belong here: serving them (`health`), or what a run's pod measures.
+A run's series are made at each scrape from its newest status: those of a run that is gone vanish with it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from orbit_operator.timestamps import read_time
+
+OPERATOR, RUN = "orbit_operator_", "orbit_run_"
+TRUTHS = ("True", "False", "Unknown")
+SPENT = (("user", "userRetries"), ("infra", "infraRestarts"), ("free", "freeRestarts"))
+USES = ("useful", "lost", "waiting")
+PASS_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
+
+Labels = Sequence[str]
+Sample = tuple[str, Labels, float]
+"""Series, values of its labels after namespace and run, value."""
+
+RUN_SERIES: dict[str, tuple[Labels, str]] = {
+    "info": (("model", "precision", "adapter", "queue", "node"), "1 for each run."),
+    "phase": (("phase", "reason", "owner"), "1 for the present one; owner must act."),
+    "status_condition": (("condition", "status"), "1 for the present status of a condition, 0 for the others."),
+    "attempt": ((), "Number of the newest attempt."),
+    "attempts_total": (("class",), "Attempts that ended without success, by budget."),
+    "last_end_timestamp_seconds": (("class", "reason", "owner"), "When the newest ended attempt ended."),
+    "finished_timestamp_seconds": ((), "When the run ended for good."),
+    "gpu_seconds_total": (("kind",), "GPUs times seconds, by what became of them."),
+    "gpus": ((), "GPUs that the run holds now."),
+    "last_checkpoint_timestamp_seconds": ((), "When the newest durable checkpoint was first seen."),
+}
+"""What is said of every run: labels besides namespace and run, and what it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunLine:
+    """All samples of one run."""
+
+    samples: tuple[Sample, ...]
+
+
+class Metrics:
+    """One registry; `runs` is filled by reconciling and read at each scrape."""
+
+    def __init__(self) -> None:
+        registry = self.registry = CollectorRegistry()
+        self.runs: dict[tuple[str, str], RunLine] = {}
+        disable_created_metrics()  # type: ignore[no-untyped-call]
+        self.info = Gauge(OPERATOR + "info", "1; its version.", ["version"], registry=registry)
+        self.info.labels(_version()).set(1)
+        self.reconcile = Histogram(
+            OPERATOR + "reconcile_seconds", "Time of one pass over one run.", buckets=PASS_SECONDS, registry=registry
+        )
+        self.errors = Counter(OPERATOR + "reconcile_errors", "Passes that failed and are retried.", registry=registry)
+        self.requests = Counter(
+            OPERATOR + "api_requests", "Calls of the API server.", ["verb", "resource", "code"], registry=registry
+        )
+        self.polls = Counter(OPERATOR + "polls", "Questions to pods.", ["outcome"], registry=registry)
+        self.queue = Gauge(OPERATOR + "queue_depth", "Runs that wait for a worker.", registry=registry)
+        self.event = Gauge(
+            OPERATOR + "last_event_timestamp_seconds", "When the cluster was last heard of.", registry=registry
+        )
+        self.leader = Gauge(OPERATOR + "lease_held", "1 while this operator holds the Lease.", registry=registry)
+        self.current = Gauge(OPERATOR + "watch_current", "0 while watching lags behind.", registry=registry)
+        self.crd = Gauge(OPERATOR + "crd_outdated", "1 where the served CRD lacks fields.", registry=registry)
+        registry.register(_Runs(self.runs))
+
+    def count_request(self, verb: str, resource: str, status: int, _seconds: float) -> None:
+        self.requests.labels(verb, resource, str(status)).inc()
+
+    def mark_event(self) -> None:
+        self.event.set(time.time())
+
+    def render(self) -> bytes:
+        return bytes(generate_latest(self.registry))
+
+
+def build_line(spec: Mapping[str, Any], status: Mapping[str, Any], gpus: int) -> RunLine:
+    """A run's samples out of its spec and its newest status. `gpus` are what its pod asks for."""
+    return RunLine(tuple(_samples(spec, status, gpus)))
+
+
+def _samples(spec: Mapping[str, Any], status: Mapping[str, Any], gpus: int) -> Iterator[Sample]:
+    def word(block: str, name: str) -> str:
+        return str((spec.get(block) or {}).get(name) or "")
+
+    attempts = status.get("attempts") or []
+    node = str(status.get("node") or "")
+    names = (word("model", "uri"), word("model", "precision"), word("adapter", "type"), word("lifecycle", "queueName"))
+    yield "info", (*names, node), 1.0
+    where = [str(status.get(name) or "") for name in ("phase", "reason", "whoActs")]
+    yield "phase", tuple(where), 1.0
+    for condition in status.get("conditions") or ():
+        for truth in TRUTHS:
+            yield "status_condition", (condition["type"], truth), float(condition["status"] == truth)
+    none: Labels = ()
+    yield "attempt", none, float(status.get("attempt") or 0)
+    for name, field in SPENT:
+        yield "attempts_total", (name,), float(status.get(field) or 0)
+    for use in USES:
+        yield "gpu_seconds_total", (use,), float((status.get("gpuSeconds") or {}).get(use) or 0)
+    holds = bool(attempts) and "ending" not in attempts[-1] and "scheduleTime" in attempts[-1]
+    yield "gpus", none, float(gpus if holds else 0)
+    ended = [attempt["ending"] for attempt in attempts if "ending" in attempt]
+    if ended:
+        last = ended[-1]
+        what = (str(last.get("budget", "")).lower(), str(last.get("reason", "")), str(last.get("whoActs", "")))
+        yield from _moment("last_end_timestamp_seconds", what, last.get("time"))
+    yield from _moment("finished_timestamp_seconds", none, status.get("completionTime"))
+    yield from _moment("last_checkpoint_timestamp_seconds", none, (status.get("checkpoint") or {}).get("time"))
+
+
+def _moment(series: str, labels: Labels, text: object) -> Iterator[Sample]:
+    seconds = read_time(text)
+    if seconds is not None:
+        yield series, labels, seconds
+
+
+def _version() -> str:
+    try:
+        return metadata.version("orbit-rl")
+    except metadata.PackageNotFoundError:
+        return "unknown"
+
+
+class _Runs(Collector):
+    def __init__(self, runs: Mapping[tuple[str, str], RunLine]) -> None:
+        self._runs = runs
+
+    def collect(self) -> Iterator[Metric]:
+        families = {
+            name: GaugeMetricFamily(RUN + name, text, labels=("namespace", "run", *labels))
+            for name, (labels, text) in RUN_SERIES.items()
+        }
+        for key, line in list(self._runs.items()):
+            for name, labels, value in line.samples:
+                families[name].add_metric((*key, *labels), value)
+        yield from families.values()

@@ -1,0 +1,208 @@
+"""From the API's objects to facts: the only reader.
+
+Belongs here: which field of which object says what, and gathering all of a run. Does not belong here: deciding.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import orjson
+from pydantic import ValidationError
+
+from orbit_operator.api import EVENTS, JOBS, NODES, PODS, RUNS, WORKLOADS, Api, ApiError, Body
+from orbit_operator.cache import Cache, Child, Key
+from orbit_operator.facts import JobFacts, NodeFacts, Observed, PodFacts, Progress, QueueFacts, RunFacts
+from orbit_operator.manifests.source import RUN_NAME, RunSource, cleanup_name
+from orbit_operator.read import lifecycle_of, pack_run, read_job, read_node, read_pod, run_uid_of
+from orbit_operator.stored import read_stored
+from orbit_operator.timestamps import read_time
+from orbit_runtime.spec import OrbitRun
+from orbit_runtime.spec.placement import Placement
+from orbit_runtime.spec.run import API_VERSION
+
+NODE_SECONDS = 5.0
+"""A node is not asked for more often than this."""
+PATIENCE_SECONDS = 10.0
+"""A pod that is not made, or a container that is not created, after so long has a reason that events tell."""
+
+
+class Observer:
+    """Puts together everything about a run. `progress` is filled by polling."""
+
+    def __init__(self, api: Api, cache: Cache) -> None:
+        self._api = api
+        self._cache = cache
+        self.progress: dict[Key, Progress] = {}
+        self._nodes: dict[str, tuple[float, NodeFacts | None]] = {}
+        self._invalid: dict[tuple[str, int], str] = {}
+
+    async def look(self, key: Key, now: float, *, fresh: bool = False) -> tuple[RunFacts, Body, Observed] | None:
+        """The run, its object, and all that belongs to it; `None` where there is no such run.
+
+        Args:
+            fresh: read from the API server itself instead of what watching has brought.
+        """
+        if fresh:
+            body = await self._api.get(RUNS, *key)
+            raw = None if body is None else pack_run(body)
+            selector = {"labelSelector": f"{RUN_NAME}={key[1]}"}
+            jobs: Iterable[Child[JobFacts]] = [
+                Child(run_uid_of(item), read_job(item)) async for item in self._api.list(JOBS, key[0], selector)
+            ]
+            pods: Iterable[Child[PodFacts]] = [
+                Child(run_uid_of(item), read_pod(item)) async for item in self._api.list(PODS, key[0], selector)
+            ]
+            there = {each.facts.uid for each in pods}
+            ended = (each for each in self._cache.pods.of(key) if each.facts.is_terminal)
+            pods = [*pods, *(each for each in ended if each.facts.uid not in there)]
+        else:
+            raw, jobs, pods = self._cache.run(key), self._cache.jobs.of(key), self._cache.pods.of(key)
+        if raw is None:
+            return None
+        body = orjson.loads(raw.body)
+        run = self._run(body)
+        return run, body, await self._gather(run, body, jobs, pods, now)
+
+    def forget(self, key: Key, uid: str) -> None:
+        """The run is gone."""
+        self.progress.pop(key, None)
+        for each in [each for each in self._invalid if each[0] == uid]:
+            del self._invalid[each]
+
+    async def _gather(
+        self, run: RunFacts, body: Body, jobs: Iterable[Child[JobFacts]], pods: Iterable[Child[PodFacts]], now: float
+    ) -> Observed:
+        own_pods = tuple(each.facts for each in pods if each.run_uid == run.uid and each.facts.attempt > 0)
+        own_jobs = [each.facts for each in jobs if each.run_uid == run.uid]
+        cleanup = next((job for job in own_jobs if job.name == cleanup_name(run.name)), None)
+        attempts = tuple(job for job in own_jobs if job.attempt > 0)
+        observed = Observed(
+            stored=read_stored(body.get("status") or {}),
+            jobs=attempts,
+            pods=own_pods,
+            nodes=await self._troubled_nodes(own_pods),
+            progress=self.progress.get(run.key),
+            is_new=not self._cache.had_children(run.uid),
+            former_pods=sum(each.run_uid != run.uid and not each.facts.is_terminal for each in pods),
+            cleanup="" if cleanup is None else cleanup.finished or "Running",
+        )
+        live = [job for job in attempts if job.finished is None]
+        if live and live[-1].is_suspended and run.lifecycle.queue_name:
+            observed = replace(observed, queue=await self._queue(run.namespace, live[-1]))
+        return replace(observed, warning=await self._warning(run.namespace, live, own_pods, now))
+
+    async def _troubled_nodes(self, pods: Iterable[PodFacts]) -> dict[str, NodeFacts]:
+        """Nodes of pods that are not simply well, or that have just failed."""
+        names = {pod.node for pod in pods if pod.node and (pod.is_deleting or not pod.is_ready) and pod.started}
+        found = {}
+        for name in sorted(names):
+            asked, node = self._nodes.get(name, (-NODE_SECONDS, None))
+            if time.monotonic() - asked >= NODE_SECONDS:
+                node = await self._ask_node(name)
+                self._nodes[name] = (time.monotonic(), node)
+            if node is not None:
+                found[name] = node
+        return found
+
+    async def _ask_node(self, name: str) -> NodeFacts | None:
+        """`None` where nodes may not be read: other signs then have to do."""
+        try:
+            body = await self._api.get(NODES, None, name)
+        except ApiError as error:
+            if error.status == 403:
+                return None
+            raise
+        return NodeFacts(name, exists=False, is_ready=False) if body is None else read_node(body)
+
+    async def _queue(self, namespace: str, job: JobFacts) -> QueueFacts | None:
+        """Kueue's newest word on a Job that it holds; `None` without Kueue, or without the right to read it."""
+        selector = f"kueue.x-k8s.io/job-uid={job.uid}"
+        with contextlib.suppress(ApiError):
+            async for item in self._api.list(WORKLOADS, namespace, {"labelSelector": selector}):
+                return read_queue(item)
+        return None
+
+    async def _warning(self, namespace: str, jobs: list[JobFacts], pods: tuple[PodFacts, ...], now: float) -> str:
+        """Why a pod is not made, or a container not created, in the words of whoever could not."""
+        job = jobs[-1] if jobs else None
+        if job is None or job.is_suspended:
+            return ""
+        pod = next((pod for pod in pods if pod.attempt == job.attempt), None)
+        if pod is None and now - job.created >= PATIENCE_SECONDS:
+            return await self._newest_warning(namespace, job.uid)
+        creating = pod is not None and pod.node and not pod.started and not pod.is_terminal
+        if pod is not None and creating and now - (pod.scheduled or now) >= PATIENCE_SECONDS:
+            return await self._newest_warning(namespace, pod.uid)
+        return ""
+
+    async def _newest_warning(self, namespace: str, uid: str) -> str:
+        selector = f"involvedObject.uid={uid},type=Warning"
+        newest = ("", "")
+        with contextlib.suppress(ApiError):
+            async for item in self._api.list(EVENTS, namespace, {"fieldSelector": selector}):
+                when = str(item.get("lastTimestamp") or item.get("eventTime") or "")
+                newest = max(newest, (when, f"{item.get('reason')}: {item.get('message')}"[:900]))
+        return newest[1]
+
+    def _run(self, body: Body) -> RunFacts:
+        metadata, spec = body["metadata"], body.get("spec") or {}
+        identity = (metadata["uid"], int(metadata.get("generation") or 0))
+        if identity not in self._invalid:
+            self._invalid[identity] = find_problem(body)
+        placement = spec.get("placement") or {}
+        return RunFacts(
+            namespace=metadata["namespace"],
+            name=metadata["name"],
+            uid=metadata["uid"],
+            generation=identity[1],
+            created=read_time(metadata.get("creationTimestamp")) or 0.0,
+            deleting_since=read_time(metadata.get("deletionTimestamp")),
+            finalizers=tuple(metadata.get("finalizers") or ()),
+            annotations=metadata.get("annotations") or {},
+            lifecycle=lifecycle_of(spec),
+            gpus=int(placement.get("gpus", Placement().gpus)),
+            total_steps=(spec.get("training") or {}).get("steps"),
+            checkpoint_every=int((spec.get("checkpoint") or {}).get("everySteps") or 1),
+            deletes_artifacts=(spec.get("storage") or {}).get("deletionPolicy") == "Delete",
+            invalid=self._invalid[identity],
+        )
+
+
+def read_queue(workload: Mapping[str, Any]) -> QueueFacts:
+    """The condition of a Workload that says most: why it was evicted, or why it waits."""
+    conditions = {each["type"]: each for each in (workload.get("status") or {}).get("conditions") or ()}
+    admitted = conditions.get("Admitted", {}).get("status") == "True"
+    for kind in ("Evicted", "QuotaReserved", "Admitted"):
+        found = conditions.get(kind)
+        if found and found.get("status") == ("True" if kind == "Evicted" else "False"):
+            return QueueFacts(str(found.get("reason") or kind), str(found.get("message") or "")[:900], admitted)
+    return QueueFacts("QueuedByKueue", "waiting for the queue", admitted)
+
+
+def find_problem(body: Body) -> str:
+    """What this operator cannot read in a manifest that the API server let pass; empty when it can read it all."""
+    try:
+        build_source(body)
+    except ValidationError as error:
+        found = error.errors(include_url=False)[0]
+        place = ".".join(str(part) for part in found["loc"])
+        return f"{place}: {found['msg']}; the operator and the CRD may be of different versions"[:900]
+    return ""
+
+
+def build_source(body: Body) -> RunSource:
+    """What the objects of a run are made from."""
+    metadata, spec = body["metadata"], body.get("spec") or {}
+    document = {
+        "apiVersion": API_VERSION,
+        "kind": "OrbitRun",
+        "metadata": {"name": metadata["name"], "namespace": metadata["namespace"]},
+        "spec": spec,
+    }
+    manifest = OrbitRun.model_validate(document, by_name=False)
+    return RunSource(metadata["namespace"], metadata["name"], metadata["uid"], spec, manifest)

@@ -1,0 +1,174 @@
+"""What should happen to a run now? Pure: (run, observed, now) → actions, status, events, and when to look again.
+
+Belongs here: the order of the questions. Does not belong here: each question's own rule (`policies`), the words of the
+status (`status`), or doing anything (`apply`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from orbit_operator.actions import CreateAttempt, DeleteJob, Plan, RunEvent, State
+from orbit_operator.attempts import fold_attempts, newest_pod, retire
+from orbit_operator.describe import POD_PENDING, describe, events_since
+from orbit_operator.ending import find_end, finish, idle_jobs, keep_finalizer, plan_deletion, stop
+from orbit_operator.facts import Attempt, Observed, PodFacts, RunFacts
+from orbit_operator.policies.accounting import account_all
+from orbit_operator.policies.deadlines import active_deadline, startup_deadline
+from orbit_operator.policies.failure import STARTUP_DEADLINE
+from orbit_operator.policies.restart import decide_restart, num_spent
+from orbit_operator.policies.suspend import is_stranded, live_pods, node_wake
+
+MANAGER = "orbitrl.dev/orbit-operator"
+RECONCILE = "orbitrl.dev/reconcile"
+FORMER_RUN_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the operator's settings decide for every run."""
+
+    node_lost_seconds: float = 300.0
+    ttl_seconds: int = -1
+
+
+def plan(run: RunFacts, observed: Observed, now: float, limits: Limits, verdict: tuple[str, str, str]) -> Plan:
+    """The one decision.
+
+    Args:
+        verdict: what the planner said of the manifest: status, reason and message of `PlanAccepted`.
+    """
+    if not is_ours(run):
+        return Plan()
+    if run.deleting_since is not None:
+        return plan_deletion(run, observed, now, limits.node_lost_seconds)
+    attempts = fold_attempts(observed, now, limits.node_lost_seconds, run.lifecycle)
+    listed, retired = retire(attempts, dict(observed.stored.retired), run.gpus, now)
+    spent = num_spent(listed, retired)
+    base = State(
+        "Pending", "Pending", attempts=listed, retired=tuple(sorted(retired.items())), spent=spent,
+        seconds=account_all(listed, retired, run.gpus, now), plan=verdict,
+    )  # fmt: skip
+    chosen = _choose(run, observed, now, limits, base)
+    surplus = [DeleteJob(job.name, job.uid) for job in observed.jobs
+               if job.attempt <= retired.get("through", 0) and not job.is_deleting]  # fmt: skip
+    keep = () if observed.stored.finished_at is not None else keep_finalizer(run)
+    actions = (*keep, *chosen.actions, *surplus)
+    return replace(chosen, actions=actions, events=(*events_since(observed, listed), *chosen.events))
+
+
+def needs_fresh_look(chosen: Plan, observed: Observed) -> bool:
+    """An attempt is only made from facts read from the API server itself: what watching brings may lag.
+
+    A run that is new to everybody needs none: no child of it can be on its way.
+    """
+    makes = any(isinstance(action, CreateAttempt) for action in chosen.actions)
+    return makes and not (observed.is_new and not observed.stored.attempts)
+
+
+def is_ours(run: RunFacts) -> bool:
+    """Neither paused by annotation nor given to another controller."""
+    if run.annotations.get(RECONCILE) == "disabled":
+        return False
+    return run.lifecycle.managed_by in (None, "", MANAGER)
+
+
+def _choose(run: RunFacts, observed: Observed, now: float, limits: Limits, base: State) -> Plan:
+    live = live_pods(observed, now, limits.node_lost_seconds)
+    ended = find_end(run, observed, now, base)
+    if ended is not None and (not live or observed.stored.finished_at is not None):
+        return finish(run, observed, now, limits.ttl_seconds, ended)
+    if ended is not None:
+        return Plan(
+            (*stop(live), *idle_jobs(observed)),
+            replace(ended, outcome=None, phase="Stopping"),
+            wake_at=node_wake(observed, limits.node_lost_seconds),
+        )
+    if run.lifecycle.suspend:
+        return _suspend(observed, live, base, limits)
+    current = base.attempts[-1] if base.attempts else None
+    if current is not None and not current.is_over:
+        return _watch(run, observed, now, limits, base)
+    if live:
+        message = f"waiting for pod {live[0].name} of an earlier attempt to end"
+        return Plan(
+            stop(live), replace(base, phase="Restarting", reason="PodTerminating", message=message, owner="none")
+        )
+    return _start(run, observed, now, base)
+
+
+def _suspend(observed: Observed, live: Sequence[PodFacts], base: State, limits: Limits) -> Plan:
+    """A pod is deleted, so that it checkpoints; a Job that has no pod yet is deleted itself."""
+    if live:
+        state = replace(base, phase="Suspending", reason="Suspending", message="the pod checkpoints and ends")
+        return Plan(stop(live), state, wake_at=node_wake(observed, limits.node_lost_seconds))
+    current = base.attempts[-1] if base.attempts else None
+    if current is not None and not current.is_over:
+        return Plan(idle_jobs(observed), replace(base, phase="Suspending", reason="Suspending", message="the Job ends"))
+    state = replace(
+        base, phase="Suspended", reason="Suspended", message="suspended; set lifecycle.suspend to false to continue"
+    )
+    fresh = not observed.stored.holds("Suspended")
+    return Plan((), state, (RunEvent("RunSuspended", "no pod is left; the last checkpoint stands"),) if fresh else ())
+
+
+def _watch(run: RunFacts, observed: Observed, now: float, limits: Limits, base: State) -> Plan:
+    """An attempt is under way: is it well, and until when may it stay as it is?"""
+    attempt = base.attempts[-1]
+    pods = [pod for pod in observed.pods if pod.attempt == attempt.number and not pod.is_terminal]
+    stranded = [pod for pod in pods if is_stranded(pod, observed.nodes, now, limits.node_lost_seconds)]
+    older = [pod for pod in observed.pods if pod.attempt < attempt.number and not pod.is_terminal]
+    startup = startup_deadline(attempt, run.lifecycle)
+    late = pods if startup is not None and now >= startup else []
+    limit = run.lifecycle.active_deadline_seconds
+    due = active_deadline(base.attempts, dict(base.retired), limit, now)
+    pod = newest_pod(pods)
+    state, actions = describe(run, observed, base, pod)
+    if stranded:
+        message = f"node {stranded[0].node} is not ready; the run continues elsewhere"
+        state = replace(state, phase="Restarting", reason="NodeLost", message=message, owner="cluster")
+    elif late:
+        message = f"{state.reason}: {state.message}" if state.message else state.reason
+        state = replace(state, phase="Restarting", reason=STARTUP_DEADLINE, message=message, owner=state.owner)
+    wakes = [
+        when
+        for when in (startup if not late else None, due, node_wake(observed, limits.node_lost_seconds))
+        if when is not None
+    ]
+    return Plan((*stop([*stranded, *late, *older]), *actions), state, wake_at=min(wakes, default=None))
+
+
+def _start(run: RunFacts, observed: Observed, now: float, base: State) -> Plan:
+    """No attempt is under way and none of its pods is left: start the next one, as soon as that is allowed."""
+    numbers = [*(attempt.number for attempt in base.attempts), *(job.attempt for job in observed.jobs),
+               *(pod.attempt for pod in observed.pods), int(dict(base.retired).get("through", 0))]  # fmt: skip
+    number = max(numbers, default=0) + 1
+    if observed.former_pods:
+        message = f"{observed.former_pods} pod(s) of a deleted run of the same name still end"
+        return Plan((), replace(base, reason="FormerRunEnding", message=message), wake_at=now + FORMER_RUN_SECONDS)
+    following = decide_restart(base.attempts, base.spent, run.lifecycle, run.uid)
+    if now < following.not_before:
+        last = base.attempts[-1].verdict
+        assert last is not None
+        message = f"attempt {number} follows: {last.message or last.reason}"
+        state = replace(
+            base,
+            phase="Restarting",
+            reason=last.reason,
+            message=message,
+            owner=last.owner,
+            next_at=following.not_before,
+        )
+        return Plan((), state, wake_at=following.not_before)
+    event = RunEvent("RunAttemptCreated", f"attempt {number}" + _because(base.attempts))
+    state = replace(base, phase="Pending", reason=POD_PENDING[0], message=POD_PENDING[1])
+    return Plan((CreateAttempt(number, following.avoid_nodes),), state, (event,))
+
+
+def _because(attempts: Sequence[Attempt]) -> str:
+    if not attempts or attempts[-1].verdict is None:
+        return ""
+    last = attempts[-1]
+    resumed = f", resumes from step {last.checkpoint_step}" if last.checkpoint_step else ""
+    return f" after {last.verdict.reason if last.verdict else ''}{resumed}"

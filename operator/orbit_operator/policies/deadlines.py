@@ -1,0 +1,48 @@
+"""How long may a run compute, and how long may an attempt take to start?
+
+Belongs here: time that counts, and whether a limit is reached. Does not belong here: ending anything (`plan`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from orbit_operator.facts import Attempt, Lifecycle
+
+STARTING_PHASES = frozenset({"", "Starting", "Preflight"})
+
+
+def active_seconds(attempts: Sequence[Attempt], retired: Mapping[str, float], now: float) -> float:
+    """GPU time so far, over all attempts: from a pod's placement on a node to its end."""
+    return retired.get("seconds", 0.0) + sum(held_seconds(attempt, now) for attempt in attempts)
+
+
+def held_seconds(attempt: Attempt, now: float) -> float:
+    """How long an attempt holds or held its GPUs."""
+    if attempt.scheduled is None:
+        return attempt.earlier_seconds
+    end = attempt.ended if attempt.ended is not None else now
+    return attempt.earlier_seconds + max(0.0, end - attempt.scheduled)
+
+
+def active_deadline(
+    attempts: Sequence[Attempt], retired: Mapping[str, float], limit: int | None, now: float
+) -> float | None:
+    """When the run's time is used up if the present attempt goes on; `None` without a limit or while nothing runs."""
+    if limit is None:
+        return None
+    left = limit - active_seconds(attempts, retired, now)
+    holds = any(attempt.scheduled is not None and attempt.ended is None for attempt in attempts)
+    return now + left if holds or left <= 0 else None
+
+
+def startup_deadline(attempt: Attempt, lifecycle: Lifecycle) -> float | None:
+    """When this attempt must have begun to train; `None` without a limit, or once it has.
+
+    A container that runs and never answered is left alone: a closed network must not end a healthy run.
+    """
+    if lifecycle.startup_deadline_seconds is None or attempt.scheduled is None or attempt.running is not None:
+        return None
+    if attempt.started is not None and attempt.answered is None:
+        return None
+    return attempt.scheduled + lifecycle.startup_deadline_seconds

@@ -1,0 +1,220 @@
+"""How did this attempt end, on whose account, and who must act?
+
+Belongs here: exit codes, termination messages, pod and Job conditions, each turned into a `Verdict`.
+Does not belong here: whether to try again (`restart`).
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from orbit_operator.facts import Budget, ContainerEnd, JobFacts, NodeFacts, Owner, PodFacts, Verdict
+from orbit_runtime.errors import EXIT_DONE, EXIT_STOPPED
+
+STARTUP_DEADLINE = "StartupDeadlineExceeded"
+OUT_OF_MEMORY = 79
+
+EXIT_CODES: dict[int, tuple[str, Budget, Owner]] = {
+    64: ("ValidationFailed", "user", "user"),
+    65: ("DataUnusable", "user", "user"),
+    66: ("ModelUnusable", "user", "user"),
+    70: ("InternalError", "user", "orbit"),
+    73: ("OutputUnavailable", "infra", "user"),
+    74: ("ObjectStoreUnavailable", "infra", "cluster"),
+    77: ("CredentialsInvalid", "user", "user"),
+    78: ("Unsupported", "user", "user"),
+    OUT_OF_MEMORY: ("OutOfMemory", "infra", "user"),
+    80: ("GPUFault", "infra", "hardware"),
+    81: ("CollectiveFailed", "infra", "hardware"),
+    82: ("EngineDied", "infra", "cluster"),
+    83: ("Stalled", "infra", "cluster"),
+    84: ("GateFailed", "user", "user"),
+    85: ("RewardNonFinite", "user", "user"),
+    86: ("RewardsFailing", "user", "user"),
+    # Not Orbit's: what a shell, a kernel or an interpreter says.
+    126: ("CommandNotFound", "user", "user"),
+    127: ("CommandNotFound", "user", "user"),
+    128: ("CommandNotFound", "user", "user"),
+    134: ("Crashed", "infra", "hardware"),
+    135: ("Crashed", "infra", "hardware"),
+    137: ("Killed", "infra", "cluster"),
+    139: ("Crashed", "infra", "hardware"),
+    143: ("Interrupted", "infra", "cluster"),
+}
+"""Exit code: reason, budget of a first occurrence, who must act. Every other code is a bug (`InternalError`)."""
+
+FIRST_INFRA_THEN_USER = frozenset({"OutOfMemory", "GPUFault", "CollectiveFailed", "Crashed"})
+"""The machine may be at fault, or the program: a repetition without any progress in between is the program's."""
+
+AVOID_NODE = frozenset({"GPUFault", "CollectiveFailed", "Crashed", "NodeLost", "PodRejected", STARTUP_DEADLINE})
+"""Reasons that speak against the node."""
+
+WAITING: dict[str, tuple[str, Owner]] = {
+    "ImagePullBackOff": ("ImagePullFailed", "user"),
+    "ErrImagePull": ("ImagePullFailed", "user"),
+    "InvalidImageName": ("ImagePullFailed", "user"),
+    "ErrImageNeverPull": ("ImagePullFailed", "user"),
+    "RegistryUnavailable": ("ImagePullFailed", "cluster"),
+    "CreateContainerConfigError": ("ConfigurationMissing", "user"),
+    "CreateContainerError": ("ContainerNotCreated", "cluster"),
+    "RunContainerError": ("ContainerNotCreated", "user"),
+    "CrashLoopBackOff": ("EngineDied", "cluster"),
+}
+"""The kubelet's word for a container that does not start: our reason, who must act."""
+
+_DISRUPTIONS: dict[str, tuple[str, Owner]] = {
+    "PreemptionByScheduler": ("Preempted", "none"),
+    "EvictionByEvictionAPI": ("Preempted", "none"),
+    "TerminationByKubelet": ("Evicted", "cluster"),
+    "DeletionByTaintManager": ("NodeLost", "cluster"),
+    "DeletionByPodGC": ("NodeLost", "cluster"),
+}
+_REJECTIONS = (
+    "UnexpectedAdmissionError",
+    "NodeAffinity",
+    "NodeShutdown",
+    "Terminated",
+    "Shutdown",
+    "OutOf",
+    "Topology",
+)
+_MESSAGE_LIMIT = 1024
+
+
+def judge_job(job: JobFacts | None, pod: PodFacts | None, node: NodeFacts | None) -> Verdict:
+    """The verdict over an attempt that is over.
+
+    Args:
+        job: None where the Job was deleted before it ended.
+        pod: its newest pod, None where that is gone.
+        node: the node of that pod, None where it was not looked at.
+    """
+    if pod is not None and pod.end is not None:
+        return _with_node(_judge_exit(pod.end, pod), node)
+    known_by_job = job is not None and job.exit_code is not None
+    if pod is not None and (pod.is_terminal or pod.disruption) and not known_by_job:
+        return _with_node(_judge_pod(pod), node)
+    if job is not None and job.finished == "Complete":
+        return Verdict("Succeeded", "Succeeded", exit_code=EXIT_DONE)
+    if job is None and pod is None:
+        return Verdict("Stopped", "JobWithdrawn", "free", message="the Job was deleted before it had a pod")
+    if job is None:
+        return Verdict("Failed", "JobDeleted", "infra", "cluster", "the Job of this attempt was deleted while it ran")
+    if job.exit_code is not None:
+        gone = PodFacts("", "", job.attempt, is_ready=False)
+        return _with_node(_judge_exit(ContainerEnd(job.exit_code), gone), node)
+    return Verdict("Failed", "PodGone", "infra", "cluster", f"the pod is gone without a trace ({job.failure})")
+
+
+def judge_lost(pod: PodFacts) -> Verdict:
+    """The verdict over an attempt whose pod stands on a node that nobody can reach."""
+    where = f"node {pod.node} is not ready"
+    return Verdict("Failed", "NodeLost", "infra", "cluster", f"{where}; its pod is fenced off", avoid_node=True)
+
+
+def judge_startup(verdict: Verdict, reason: str, message: str) -> Verdict:
+    """The verdict over an attempt that never trained within its start-up deadline, and that we ended for it.
+
+    Args:
+        verdict: what the ending looks like by itself; a failure that explains itself stays what it is.
+        reason: what it waited for, as the status said last.
+    """
+    if verdict.reason not in ("Checkpointed", "Killed", "Interrupted", "PodGone", "JobWithdrawn", "JobDeleted"):
+        return verdict
+    owner: Owner = next((owner for name, owner in WAITING.values() if name == reason), "cluster")
+    budget: Budget = "user" if owner == "user" else "infra"
+    text = _cut(f"{reason}: {message}" if message else reason)
+    return Verdict("Failed", STARTUP_DEADLINE, budget, owner, text, verdict.exit_code, avoid_node=True)
+
+
+def find_waiting(pod: PodFacts) -> tuple[str, Owner, str] | None:
+    """Why a pod does not start: reason, who must act, message. None while nothing is wrong with it."""
+    if pod.waiting_reason in WAITING:
+        reason, owner = WAITING[pod.waiting_reason]
+        return reason, owner, _cut(pod.waiting_message or pod.waiting_reason)
+    return None
+
+
+def read_termination(message: str) -> dict[str, Any]:
+    """The termination message as an object; `{"message": …}` where it is only text."""
+    try:
+        facts = json.loads(message)
+    except ValueError:
+        facts = None
+    return facts if isinstance(facts, dict) else _read_log(message)
+
+
+def _read_log(text: str) -> dict[str, Any]:
+    """The last words of a log, which is what the kubelet gives where no message was left."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    for index in reversed(range(len(lines))):
+        if lines[index].startswith("error: "):
+            fix = next((line for line in lines[index + 1 :] if line.startswith("fix: ")), "")
+            return {"message": lines[index].removeprefix("error: "), "fix": fix.removeprefix("fix: ")}
+    return {"message": lines[-1]} if lines else {}
+
+
+def _judge_exit(end: ContainerEnd, pod: PodFacts) -> Verdict:
+    said = read_termination(end.message)
+    message = _cut(_sentence(said))
+    if end.exit_code == EXIT_DONE:
+        return Verdict("Succeeded", "Succeeded", exit_code=EXIT_DONE, message=message)
+    if end.exit_code == EXIT_STOPPED:
+        return Verdict("Stopped", "Checkpointed", "free", exit_code=EXIT_STOPPED, message=message)
+    if end.reason == "OOMKilled":
+        reason, budget, owner = EXIT_CODES[OUT_OF_MEMORY]
+        text = message or "the container used more memory than its limit"
+        return Verdict("Failed", reason, budget, owner, text, end.exit_code)
+    if end.exit_code in (137, 143):
+        return _judge_killed(end, pod, message)
+    reason, budget, owner = EXIT_CODES.get(end.exit_code, ("InternalError", "user", "orbit"))
+    text = message or f"the container ended with exit code {end.exit_code} and no message"
+    return Verdict("Failed", reason, budget, owner, text, end.exit_code, reason in AVOID_NODE)
+
+
+def _judge_killed(end: ContainerEnd, pod: PodFacts, message: str) -> Verdict:
+    """Nobody asked the process; the pod knows who ended it."""
+    if pod.disruption or pod.reason:
+        verdict = _judge_pod(pod)
+        return Verdict("Failed", verdict.reason, "infra", verdict.owner, message or verdict.message, end.exit_code,
+                       verdict.avoid_node)  # fmt: skip
+    reason, budget, owner = EXIT_CODES[end.exit_code]
+    how = "killed before it could checkpoint" if pod.is_deleting else "killed, and nothing says by whom"
+    return Verdict("Failed", reason, budget, owner, message or how, end.exit_code)
+
+
+def _judge_pod(pod: PodFacts) -> Verdict:
+    """A pod that ended without its container saying how."""
+    text = _cut(pod.message or pod.reason or pod.disruption)
+    if pod.disruption in _DISRUPTIONS:
+        reason, owner = _DISRUPTIONS[pod.disruption]
+    elif pod.reason == "Evicted":
+        reason, owner = "Evicted", "cluster"
+    elif pod.reason.startswith(_REJECTIONS):
+        reason, owner = "PodRejected", "cluster"
+    elif pod.phase == "Succeeded":
+        return Verdict("Succeeded", "Succeeded", exit_code=EXIT_DONE)
+    else:
+        reason, owner = "PodGone", "cluster"
+    return Verdict("Failed", reason, "infra", owner, text, avoid_node=reason in AVOID_NODE)
+
+
+def _with_node(verdict: Verdict, node: NodeFacts | None) -> Verdict:
+    """A node that reports broken GPUs explains a crash of the program on it."""
+    suspicious = verdict.reason in ("Crashed", "CollectiveFailed", "EngineDied", "Stalled", "Killed")
+    if node is None or not node.problems or not suspicious:
+        return verdict
+    message = f"{verdict.message} (node {node.name}: {', '.join(node.problems)})"
+    return Verdict("Failed", "GPUFault", "infra", "hardware", _cut(message), verdict.exit_code, avoid_node=True)
+
+
+def _sentence(said: dict[str, Any]) -> str:
+    where, message, fix = (str(said.get(name) or "") for name in ("where", "message", "fix"))
+    head = f"{where}: {message}" if where and message else message
+    return f"{head}; {fix}" if fix else head
+
+
+def _cut(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= _MESSAGE_LIMIT else text[: _MESSAGE_LIMIT - 1] + "…"

@@ -1,0 +1,111 @@
+"""May the run be tried again, when, and where not?
+
+Belongs here: the two budgets, back-off, the nodes to avoid. Does not belong here: what an ending means (`failure`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from orbit_operator.facts import Attempt, Budget, Lifecycle, Verdict
+from orbit_operator.policies.failure import FIRST_INFRA_THEN_USER
+
+FIRST_DELAY = 10.0
+LONGEST_DELAY = 600.0
+JITTER = 0.2
+FREE_WITHOUT_PROGRESS = 10
+"""So many endings on request in a row are free although nothing was trained in between; then the cluster pays."""
+AVOIDED_NODES = 4
+"""The newest failures' nodes; older ones may be tried again, or a small cluster runs out of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """What the attempts so far cost."""
+
+    user: int = 0
+    infra: int = 0
+    free: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Next:
+    """What follows from the attempts so far: another one not before `not_before`, or the end for `refused`."""
+
+    not_before: float
+    avoid_nodes: tuple[str, ...] = ()
+    refused: str = ""
+    """`RetriesExhausted`, `InfraRestartsExhausted`, or empty."""
+
+
+def charge(attempts: Sequence[Attempt], number: int, verdict: Verdict) -> Budget:
+    """The budget that an ending is taken from, given what came before it. Pure in the attempts before `number`."""
+    before = [attempt for attempt in attempts if attempt.number < number and attempt.verdict is not None]
+    this = next((attempt for attempt in attempts if attempt.number == number), None)
+    if verdict.budget == "infra" and verdict.reason in FIRST_INFRA_THEN_USER and before:
+        last = before[-1]
+        assert last.verdict is not None
+        if last.verdict.reason == verdict.reason and not _progressed(last, this):
+            return "user"
+    if verdict.result == "Stopped":
+        streak = 0
+        for earlier, later in zip(reversed(before), [this, *reversed(before[1:])], strict=False):
+            assert earlier.verdict is not None
+            if earlier.verdict.result != "Stopped" or _progressed(earlier, later):
+                break
+            streak += 1
+        if streak >= FREE_WITHOUT_PROGRESS:
+            return "infra"
+    return verdict.budget
+
+
+def num_spent(attempts: Sequence[Attempt], retired: Mapping[str, float]) -> Spent:
+    """Sums over attempts that are over, those that are no longer listed included."""
+    budgets = [
+        attempt.verdict.budget for attempt in attempts if attempt.verdict and attempt.verdict.result != "Succeeded"
+    ]
+    return Spent(
+        user=budgets.count("user") + int(retired.get("user", 0)),
+        infra=budgets.count("infra") + int(retired.get("infra", 0)),
+        free=budgets.count("free") + int(retired.get("free", 0)),
+    )
+
+
+def decide_restart(attempts: Sequence[Attempt], spent: Spent, lifecycle: Lifecycle, uid: str) -> Next:
+    """What follows when no attempt is under way. `attempts` are all over, in order."""
+    if not attempts:
+        return Next(0.0)
+    last = attempts[-1]
+    assert last.verdict is not None
+    if spent.user > lifecycle.max_user_retries:
+        return Next(0.0, refused="RetriesExhausted")
+    if spent.infra > lifecycle.max_infra_restarts:
+        return Next(0.0, refused="InfraRestartsExhausted")
+    avoid = [attempt.node for attempt in attempts if attempt.verdict and attempt.verdict.avoid_node and attempt.node]
+    newest = tuple(dict.fromkeys(reversed(avoid)))[:AVOIDED_NODES]
+    return Next((last.ended or 0.0) + back_off(attempts, uid), tuple(sorted(newest)))
+
+
+def back_off(attempts: Sequence[Attempt], uid: str) -> float:
+    """Seconds to wait: doubling with each failure in a row that trained nothing new; the jitter is the run's own."""
+    failures = 0
+    for earlier, later in zip([None, *attempts], attempts, strict=False):
+        assert later.verdict is not None
+        if later.verdict.budget == "free":
+            continue
+        failures = 1 if earlier is not None and _progressed(earlier, later) else failures + 1
+    last = attempts[-1].verdict
+    if failures == 0 or (last is not None and last.budget == "free"):
+        return 0.0
+    delay = min(LONGEST_DELAY, FIRST_DELAY * 2.0 ** (failures - 1))
+    draw = int.from_bytes(hashlib.sha256(f"{uid}/{len(attempts)}/{attempts[-1].number}".encode()).digest()[:4]) / 2**32
+    return float(delay * (1 - JITTER + 2 * JITTER * draw))
+
+
+def _progressed(earlier: Attempt, later: Attempt | None) -> bool:
+    """The later attempt left a checkpoint beyond the earlier one's."""
+    if later is None or later.checkpoint_step is None:
+        return False
+    return later.checkpoint_step > (earlier.checkpoint_step or 0)

@@ -1,0 +1,16 @@
+"""When does a finished run go away?
+
+Belongs here: that one moment. Does not belong here: what becomes of its artifacts (a TTL never deletes them).
+"""
+
+from __future__ import annotations
+
+from orbit_operator.facts import Lifecycle
+
+
+def expiry(finished_at: float | None, lifecycle: Lifecycle, default: int) -> float | None:
+    """When a run that ended at `finished_at` is deleted; `None` for never. A default below 0 means never."""
+    if finished_at is None:
+        return None
+    seconds = lifecycle.ttl_seconds if lifecycle.ttl_seconds is not None else default
+    return None if seconds < 0 else finished_at + seconds

@@ -1,0 +1,160 @@
+"""Asking the pods: `GET /status` of every live attempt, few at a time, and never for long.
+
+Belongs here: HTTP to pods, and reading an answer that may be anything. Does not belong here: what follows from it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import aiohttp
+import orjson
+
+from orbit_operator.cache import Cache, Key
+from orbit_operator.facts import PodFacts, Progress
+from orbit_operator.metrics import Metrics
+
+ANSWER_SECONDS = 3.0
+LARGEST_ANSWER = 64 * 1024
+LARGEST_COUNT = 2**53
+POLLS_PER_SECOND = 20.0
+"""All pods together; with many, each is asked less often."""
+
+
+class Poller:
+    """Asks in rounds. What was heard stands in `progress`; `changed` is told whose it is."""
+
+    def __init__(
+        self,
+        cache: Cache,
+        progress: dict[Key, Progress],
+        changed: Callable[[Key], None],
+        metrics: Metrics,
+        *,
+        connections: int,
+        port_of: Callable[[Key], int | None],
+    ) -> None:
+        self._cache = cache
+        self._progress = progress
+        self._changed = changed
+        self._metrics = metrics
+        self._places = asyncio.Semaphore(connections)
+        self._port_of = port_of
+        self._session: aiohttp.ClientSession | None = None
+
+    async def run(self, seconds: float) -> None:
+        """For ever. A round is never faster than the limit on questions per second allows."""
+        limit = aiohttp.ClientTimeout(total=ANSWER_SECONDS)
+        async with aiohttp.ClientSession(
+            timeout=limit, trust_env=False, cookie_jar=aiohttp.DummyCookieJar()
+        ) as session:
+            self._session = session
+            while True:
+                began = time.monotonic()
+                asked = await self.round()
+                least = max(seconds, asked / POLLS_PER_SECOND)
+                await asyncio.sleep(max(0.0, began + least - time.monotonic()))
+
+    async def round(self) -> int:
+        """Every live pod once; returns how many."""
+        targets = list(self._targets())
+        await asyncio.gather(*(self._ask(*target) for target in targets))
+        return len(targets)
+
+    def _targets(self) -> list[tuple[Key, PodFacts, int]]:
+        found = []
+        for key in self._cache.pods.keys_now():
+            run = self._cache.run(key)
+            for child in self._cache.pods.of(key):
+                pod = child.facts
+                if run is None or child.run_uid != run.uid or not pod.ip or not pod.started or pod.is_terminal:
+                    continue
+                port = self._port_of(key)
+                if port is not None:
+                    found.append((key, pod, port))
+        return found
+
+    async def _ask(self, key: Key, pod: PodFacts, port: int) -> None:
+        host = f"[{pod.ip}]" if ":" in pod.ip else pod.ip
+        async with self._places:
+            answer, outcome = await self._fetch(f"http://{host}:{port}/status")
+        heard = read_progress(answer, key[1], pod.uid, time.time())
+        self._metrics.polls.labels("refused" if outcome == "answered" and heard is None else outcome).inc()
+        if heard is None:
+            return
+        known = self._progress.get(key)
+        if known is not None and known.pod_uid == pod.uid and known.step > heard.step:
+            return  # A pod never unlearns; what says so is not taken over.
+        self._progress[key] = heard
+        self._changed(key)
+
+    async def _fetch(self, url: str) -> tuple[Any, str]:
+        assert self._session is not None
+        try:
+            async with self._session.get(url, allow_redirects=False) as response:
+                if response.status != 200:
+                    return None, "refused"
+                data = b""
+                async for chunk in response.content.iter_chunked(16 * 1024):
+                    data += chunk
+                    if len(data) > LARGEST_ANSWER:
+                        return None, "flooded"
+            return orjson.loads(data), "answered"
+        except TimeoutError:
+            return None, "timeout"
+        except (aiohttp.ClientError, OSError):
+            return None, "unreachable"
+        except orjson.JSONDecodeError:
+            return None, "refused"
+
+
+def read_progress(answer: Any, run: str, pod_uid: str, now: float) -> Progress | None:
+    """What an answer says, as far as it can be true; `None` where it is not this run's."""
+    if not isinstance(answer, Mapping) or answer.get("run") != run:
+        return None
+    return Progress(
+        at=now,
+        pod_uid=pod_uid,
+        phase=_text(answer, "phase", 32) or "",
+        step=_count(answer, "step") or 0,
+        total=_count(answer, "total"),
+        reward=_number(answer, "reward"),
+        parity=_number(answer, "parity"),
+        parity_limit=_number(answer, "parity_limit"),
+        policy_version=_count(answer, "policy_version"),
+        adapter_digest=_text(answer, "adapter_digest", 128),
+        checkpoint=_text(answer, "last_checkpoint", 1024),
+        checkpoint_step=_count(answer, "last_checkpoint_step"),
+        tokens_per_second=_number(answer, "tokens_per_second"),
+        eta_seconds=_number(answer, "eta_seconds", least=0.0),
+        execution=_count(answer, "execution"),
+        is_live=answer.get("live") is not False,
+        message=_text(answer, "reason", 512) or "",
+    )
+
+
+def _count(answer: Mapping[str, Any], name: str) -> int | None:
+    value = answer.get(name)
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    return value if whole and 0 <= value <= LARGEST_COUNT else None  # type: ignore[operator]
+
+
+def _number(answer: Mapping[str, Any], name: str, least: float = -1e300) -> float | None:
+    value = answer.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    with contextlib.suppress(OverflowError):
+        number = float(value)
+        if math.isfinite(number) and least <= number <= 1e300:
+            return number
+    return None
+
+
+def _text(answer: Mapping[str, Any], name: str, longest: int) -> str | None:
+    value = answer.get(name)
+    return value[:longest] if isinstance(value, str) else None

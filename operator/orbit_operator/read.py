@@ -1,0 +1,159 @@
+"""One API object, one noun: which field says what. Pure.
+
+Belongs here: reading a single OrbitRun, Job, pod or node. Does not belong here: fetching or gathering (`observe`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+
+from orbit_operator.cache import RawRun
+from orbit_operator.facts import ContainerEnd, JobFacts, Lifecycle, NodeFacts, PodFacts
+from orbit_operator.manifests.pod import RUN_CONTAINER
+from orbit_operator.manifests.source import ATTEMPT, RUN_NAME, RUN_UID
+from orbit_operator.timestamps import read_time
+from orbit_runtime.spec import lifecycle as spec_lifecycle
+
+GPU_CONDITIONS = ("GPU", "XID", "NVLink", "NVML", "InfiniBand")
+"""A node condition whose type holds one of these and that is True speaks of broken hardware."""
+_BY_POLICY, _EXIT_CODE = "PodFailurePolicy", re.compile(r"failed with exit code (\d+)")
+_TEXT = 900
+
+Object = Mapping[str, Any]
+
+
+def pack_run(body: Object) -> RawRun:
+    """What is kept of an OrbitRun: everything but who manages which field."""
+    metadata = {name: value for name, value in body["metadata"].items() if name != "managedFields"}
+    kept = {"metadata": metadata, "spec": body.get("spec") or {}, "status": body.get("status") or {}}
+    return RawRun(metadata["uid"], orjson.dumps(kept), str(metadata.get("resourceVersion") or ""))
+
+
+def run_name_of(child: Object) -> str:
+    return str(_labels(child).get(RUN_NAME) or "")
+
+
+def run_uid_of(child: Object) -> str:
+    return str(_labels(child).get(RUN_UID) or "")
+
+
+def lifecycle_of(spec: Object) -> Lifecycle:
+    """The block as the API server has it; a field that its CRD does not know stands at its default."""
+    raw = spec.get("lifecycle") or {}
+    known = {field.alias or name for name, field in spec_lifecycle.Lifecycle.model_fields.items()}
+    read = spec_lifecycle.Lifecycle.model_validate({name: value for name, value in raw.items() if name in known})
+    return Lifecycle(
+        suspend=read.suspend,
+        queue_name=read.queue_name,
+        managed_by=read.managed_by,
+        ttl_seconds=read.ttl_seconds_after_finished,
+        active_deadline_seconds=read.active_deadline_seconds,
+        startup_deadline_seconds=read.startup_deadline_seconds,
+        max_user_retries=read.max_user_retries,
+        max_infra_restarts=read.max_infra_restarts,
+    )
+
+
+def read_job(body: Object) -> JobFacts:
+    metadata, status = body["metadata"], body.get("status") or {}
+    ended = {each["type"]: each for each in status.get("conditions") or () if each.get("status") == "True"}
+    finished = "Complete" if "Complete" in ended else "Failed" if "Failed" in ended else None
+    last = ended.get(finished or "", {})
+    return JobFacts(
+        name=metadata["name"],
+        uid=metadata["uid"],
+        attempt=_attempt(body),
+        created=read_time(metadata.get("creationTimestamp")) or 0.0,
+        finished=finished,  # type: ignore[arg-type]  # one of the two words, or None
+        finished_at=read_time(last.get("lastTransitionTime")),
+        failure=str(last.get("reason") or "") if finished == "Failed" else "",
+        exit_code=_exit_code(last),
+        is_suspended=bool((body.get("spec") or {}).get("suspend")),
+        is_deleting="deletionTimestamp" in metadata,
+        had_pod=any(status.get(name) for name in ("active", "terminating", "failed", "succeeded")),
+    )
+
+
+def read_pod(body: Object) -> PodFacts:
+    metadata, spec, status = body["metadata"], body.get("spec") or {}, body.get("status") or {}
+    conditions = {each["type"]: each for each in status.get("conditions") or ()}
+    scheduled, disruption = conditions.get("PodScheduled", {}), conditions.get("DisruptionTarget", {})
+    containers = [*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())]
+    run: Object = next((each for each in containers if each.get("name") == RUN_CONTAINER), {})
+    state = run.get("state") or {}
+    begun = state.get("running") or state.get("terminated") or {}
+    waiting = next((each for each in map(_waiting, containers) if each.get("reason") not in _NORMAL), {})
+    unplaced = scheduled.get("status") == "False" and scheduled.get("reason") != "SchedulingGated"
+    owners = metadata.get("ownerReferences") or ()
+    return PodFacts(
+        name=metadata["name"],
+        uid=metadata["uid"],
+        attempt=_attempt(body),
+        job_uid=next((str(owner["uid"]) for owner in owners if owner.get("kind") == "Job"), ""),
+        phase=str(status.get("phase") or "Pending"),
+        node=str(spec.get("nodeName") or ""),
+        ip=str(status.get("podIP") or ""),
+        created=read_time(metadata.get("creationTimestamp")) or 0.0,
+        deletion_due=read_time(metadata.get("deletionTimestamp")),
+        scheduled=read_time(scheduled.get("lastTransitionTime")) if scheduled.get("status") == "True" else None,
+        unschedulable=str(scheduled.get("message") or "")[:_TEXT] if unplaced else "",
+        started=read_time(begun.get("startedAt")),
+        end=_end(state.get("terminated")),
+        waiting_reason=str(waiting.get("reason") or ""),
+        waiting_message=str(waiting.get("message") or "")[:_TEXT],
+        is_ready=conditions.get("Ready", {}).get("status") == "True",
+        disruption=str(disruption.get("reason") or "") if disruption.get("status") == "True" else "",
+        reason=str(status.get("reason") or ""),
+        message=str(status.get("message") or disruption.get("message") or "")[:_TEXT],
+    )
+
+
+def read_node(body: Object) -> NodeFacts:
+    conditions = {each["type"]: each for each in (body.get("status") or {}).get("conditions") or ()}
+    ready = conditions.get("Ready", {})
+    broken = [
+        f"{kind}: {each.get('reason') or each.get('message') or 'True'}"[:_TEXT]
+        for kind, each in conditions.items()
+        if each.get("status") == "True" and any(word in kind for word in GPU_CONDITIONS) and "Healthy" not in kind
+    ]
+    is_ready = ready.get("status") == "True"
+    since = None if is_ready else read_time(ready.get("lastTransitionTime"))
+    return NodeFacts(body["metadata"]["name"], True, is_ready, since, tuple(sorted(broken)))
+
+
+_NORMAL = ("", None, "ContainerCreating", "PodInitializing")
+
+
+def _exit_code(condition: Object) -> int | None:
+    """The Job's failure policy makes its controller write the exit code down."""
+    found = _EXIT_CODE.search(str(condition.get("message") or "")) if condition.get("reason") == _BY_POLICY else None
+    return None if found is None else int(found[1])
+
+
+def _waiting(container: Object) -> Object:
+    return (container.get("state") or {}).get("waiting") or {}
+
+
+def _end(terminated: Object | None) -> ContainerEnd | None:
+    if not terminated:
+        return None
+    return ContainerEnd(
+        int(terminated.get("exitCode") or 0),
+        str(terminated.get("reason") or ""),
+        str(terminated.get("message") or "")[:4096],
+        read_time(terminated.get("finishedAt")),
+    )
+
+
+def _labels(body: Object) -> Mapping[str, str]:
+    return body["metadata"].get("labels") or {}
+
+
+def _attempt(body: Object) -> int:
+    """0 for a child that is no attempt."""
+    text = _labels(body).get(ATTEMPT) or ""
+    return int(text) if text.isdecimal() else 0

@@ -1,0 +1,79 @@
+"""One pass over one run: observe → plan → apply → status.
+
+Belongs here: that order. Does not belong here: what any of the four does.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from orbit_operator.apply import Writer
+from orbit_operator.cache import Key
+from orbit_operator.events import Recorder
+from orbit_operator.facts import Stored
+from orbit_operator.metrics import Metrics, build_line
+from orbit_operator.observe import Observer
+from orbit_operator.plan import Limits, needs_fresh_look, plan
+from orbit_operator.plan_check import check_plan
+from orbit_operator.status import build_status, is_progress_only
+from orbit_operator.timestamps import read_time
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a pass works with."""
+
+    observer: Observer
+    writer: Writer
+    recorder: Recorder
+    metrics: Metrics
+    limits: Limits
+    progress_seconds: float
+    clock: Callable[[], float] = time.time
+
+
+async def reconcile(key: Key, parts: Parts) -> float | None:
+    """Returns the seconds after which time alone makes another pass worthwhile; `None` if it never does."""
+    now = parts.clock()
+    seen = await parts.observer.look(key, now)
+    if seen is None:
+        parts.metrics.runs.pop(key, None)
+        return None
+    run, body, observed = seen
+    chosen = plan(run, observed, now, parts.limits, check_plan())
+    if needs_fresh_look(chosen, observed):
+        seen = await parts.observer.look(key, now, fresh=True)
+        if seen is None:
+            return None
+        run, body, observed = seen
+        chosen = plan(run, observed, now, parts.limits, check_plan())
+    state = chosen.state
+    for action in chosen.actions:
+        state = await parts.writer.carry_out(action, run, body, state)
+    for event in chosen.events:
+        await parts.recorder.post(run, event)
+    wake = None if chosen.wake_at is None else max(0.0, chosen.wake_at - now)
+    if state is not None:
+        status = build_status(run, observed, state, now)
+        parts.metrics.runs[key] = build_line(body.get("spec") or {}, status, run.gpus)
+        due = write_due(observed.stored, status, now, parts.progress_seconds)
+        if due == 0.0:
+            await parts.writer.write_status(run, body, status)
+        elif due is not None:
+            wake = due if wake is None else min(wake, due)
+    return wake
+
+
+def write_due(stored: Stored, status: dict[str, object], now: float, patience: float) -> float | None:
+    """In how many seconds this status is to be written: 0 for at once, `None` when it is what stands there."""
+    if stored.raw == status:
+        return None
+    if not is_progress_only(stored.raw, status):
+        return 0.0
+    written = read_time(stored.raw.get("lastReportTime"))
+    if written is None or status.get("lastReportTime") == stored.raw.get("lastReportTime"):
+        # Nothing was reported since; GPU time that passes by itself is not worth a write.
+        return 0.0 if written is None and "lastReportTime" in status else None
+    return max(0.0, written + patience - now)

@@ -1,0 +1,81 @@
+"""Is what we believe still so? Every object's version is compared with the API server's, now and then.
+
+Belongs here: dropping what is gone although nobody said so, and noticing that watching has stopped bringing news.
+Does not belong here: watching (`handlers`), or deciding to restart (`health`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from orbit_operator.api import JOBS, PODS, RUNS, Api, Kind
+from orbit_operator.cache import Cache, Key, Shelf, read_version
+from orbit_operator.health import Health
+from orbit_operator.manifests.source import RUN_UID
+
+CHILDREN = f"{RUN_UID},app.kubernetes.io/managed-by=orbit-operator"
+_log = logging.getLogger("orbit.operator")
+
+
+class Resync:
+    """One check at a time. A difference counts when two checks in a row find it: news may be under way."""
+
+    def __init__(
+        self,
+        api: Api,
+        cache: Cache,
+        health: Health,
+        namespaces: Iterable[str | None],
+        changed: Callable[[Key], None],
+    ) -> None:
+        self._api = api
+        self._health = health
+        self._namespaces = tuple(namespaces)
+        self._changed = changed
+        self._shelves: tuple[tuple[Kind, Shelf[Any], dict[str, str]], ...] = (
+            (RUNS, cache.runs, {}),
+            (JOBS, cache.jobs, {"labelSelector": CHILDREN}),
+            (PODS, cache.pods, {"labelSelector": CHILDREN}),
+        )
+        self._behind: dict[str, int] = {}
+        self._missing: set[str] = set()
+
+    async def check(self) -> None:
+        """Raises ApiError where the API server does not answer: then nothing is known, and nothing concluded."""
+        behind: dict[str, int] = {}
+        missing: set[str] = set()
+        for kind, shelf, query in self._shelves:
+            before = shelf.uids()
+            there = await self._versions(kind, query)
+            behind |= {uid: version for uid, version in there.items() if (shelf.version(uid) or 0) < version}
+            missing |= before.keys() - there.keys()
+        self._drop(self._missing & missing)
+        self._missing = missing
+        # Still without a version that it should have had one check ago.
+        stale = [uid for uid, version in self._behind.items() if uid in behind and self._version(uid) < version]
+        self._behind = behind
+        if not stale:
+            self._health.stalled_since = None
+        elif self._health.stalled_since is None:
+            self._health.stalled_since = self._health.clock()
+            _log.warning("watching is behind the API server on %d objects", len(stale))
+
+    async def _versions(self, kind: Kind, query: dict[str, str]) -> dict[str, int]:
+        found = {}
+        for namespace in self._namespaces:
+            async for item in self._api.list(kind, namespace, {**query, "resourceVersion": "0"}, metadata_only=True):
+                head = item["metadata"]
+                found[head["uid"]] = read_version(head.get("resourceVersion"))
+        return found
+
+    def _version(self, uid: str) -> int:
+        return max((shelf.version(uid) or 0 for _, shelf, _ in self._shelves), default=0)
+
+    def _drop(self, uids: set[str]) -> None:
+        for uid in uids:
+            for _, shelf, _ in self._shelves:
+                key = shelf.drop(uid)
+                if key is not None:
+                    self._changed(key)

@@ -1,0 +1,129 @@
+"""Everything about the operator that whoever installs it can choose, as environment variables.
+
+Belongs here: the table, its defaults and its check. Does not belong here: anything about a single run (its manifest).
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from orbit_runtime.errors import UsageError
+
+PREFIX = "ORBIT_OPERATOR_"
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """One field is one variable: `metrics_port` is `ORBIT_OPERATOR_METRICS_PORT`. Lists are separated by commas."""
+
+    namespaces: tuple[str, ...] = ()
+    """Namespaces that are watched; empty means all of them, which needs cluster-wide rights."""
+    namespace: str = "default"
+    """Namespace that the operator itself runs in: its Lease stands there."""
+    identity: str = ""
+    """Holder name in the Lease: the pod's name; the host's name unless given."""
+    runtime_image: str = "orbit-runtime:latest"
+    """Image of a run whose manifest names none."""
+    engine_image: str = ""
+    """Image of the engine's container in a `Split` run; the runtime's image unless given."""
+    image_pull_policy: str = "IfNotPresent"
+    """Pull policy of the containers of a run."""
+    image_pull_secrets: tuple[str, ...] = ()
+    """Names of pull secrets in the run's namespace."""
+    run_cpu: int = 0
+    """Cores of a run whose manifest says nothing; 0 asks for none in particular."""
+    run_memory: str = ""
+    """Memory of a run whose manifest says nothing, such as `1Ti`; empty asks for none in particular."""
+    metrics_port: int = 8080
+    """Port of the operator's own `/metrics`; 0 takes any free one."""
+    health_port: int = 8081
+    """Port of `/healthz` and `/readyz`; 0 takes any free one."""
+    log_level: str = "Info"
+    """`Debug`, `Info`, `Warning` or `Error`."""
+    workers: int = 4
+    """How many runs are worked on at the same time."""
+    poll_seconds: float = 15.0
+    """How often the pod of a live run is asked for its `/status`."""
+    poll_connections: int = 16
+    """How many pods are asked at the same time."""
+    progress_seconds: float = 30.0
+    """Progress alone is written to `status` no more often than this."""
+    resync_seconds: float = 300.0
+    """Every run that has not ended is looked at again after this long, events or not."""
+    node_lost_seconds: float = 300.0
+    """A node that is not Ready for this long has lost its pods: the next attempt starts elsewhere."""
+    ttl_seconds: int = -1
+    """Finished runs whose manifest says nothing are deleted after this long; -1 keeps them."""
+    network_policies: bool = True
+    """Whether every run gets a NetworkPolicy that denies by default."""
+    scrape_namespaces: tuple[str, ...] = ()
+    """Namespaces that may read `/metrics` of a run, besides the operator's own."""
+    lease_name: str = "orbit-operator"
+    """Name of the Lease; operators with the same one never act at the same time."""
+    lease_seconds: float = 15.0
+    """How long a Lease holds without being renewed."""
+    cluster_domain: str = "cluster.local"
+    """DNS domain of the cluster."""
+
+    @property
+    def holder(self) -> str:
+        return self.identity or socket.gethostname()
+
+    @property
+    def is_cluster_wide(self) -> bool:
+        return not self.namespaces
+
+
+def load_settings(environ: Mapping[str, str]) -> Settings:
+    """Reads the environment.
+
+    Raises:
+        UsageError: a variable has an impossible value, or is none of the operator's.
+    """
+    known = {PREFIX + field.name.upper(): field for field in fields(Settings)}
+    # Kubernetes itself sets ORBIT_OPERATOR_SERVICE_HOST and the like where a Service is called orbit-operator.
+    for name in environ:
+        if (
+            name.startswith(PREFIX)
+            and name not in known
+            and not name.startswith((PREFIX + "SERVICE_", PREFIX + "PORT"))
+        ):
+            raise UsageError("there is no such setting", where=name, fix=f"one of {', '.join(sorted(known))}")
+    given = {
+        field.name: _read(name, environ[name], field.default) for name, field in known.items() if environ.get(name)
+    }
+    settings = Settings(**given)
+    _check(settings)
+    return settings
+
+
+def _read(name: str, text: str, default: Any) -> Any:
+    text = text.strip()
+    try:
+        if isinstance(default, bool):
+            return {"true": True, "false": False}[text.lower()]
+        if isinstance(default, tuple):
+            return tuple(part.strip() for part in text.split(",") if part.strip())
+        return type(default)(text)
+    except (KeyError, ValueError):
+        kind = {bool: "true or false", int: "a whole number", float: "a number"}[type(default)]
+        raise UsageError(f"`{text}` is not {kind}", where=name, fix="correct it in the Deployment") from None
+
+
+def _check(settings: Settings) -> None:
+    at_least = {
+        "workers": 1, "poll_connections": 1, "poll_seconds": 0.1, "progress_seconds": 0.0, "resync_seconds": 1.0,
+        "node_lost_seconds": 1.0, "lease_seconds": 1.0, "ttl_seconds": -1, "metrics_port": 0, "health_port": 0,
+    }  # fmt: skip
+    for name, bound in at_least.items():
+        if not getattr(settings, name) >= bound:
+            raise UsageError(
+                f"must be at least {bound}", where=PREFIX + name.upper(), fix="correct it in the Deployment"
+            )
+    if settings.log_level not in ("Debug", "Info", "Warning", "Error"):
+        raise UsageError(
+            f"`{settings.log_level}` is no log level", where=PREFIX + "LOG_LEVEL", fix="Debug, Info, Warning or Error"
+        )

@@ -1,0 +1,90 @@
+"""Which runs must be looked at: every key once, never two workers on one, failures later and later.
+
+Belongs here: order, delays, back-off. Does not belong here: looking (`reconcile`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import OrderedDict
+from collections.abc import Callable
+
+FIRST_RETRY = 0.5
+LONGEST_RETRY = 30.0
+
+
+class WorkQueue[K]:
+    """For one event loop. A key that is added while it is worked on is worked on once more afterwards.
+
+    Args:
+        draw: a number in [0, 1) for the jitter.
+    """
+
+    def __init__(self, draw: Callable[[], float] = random.random) -> None:
+        self._draw = draw
+        self._ready: OrderedDict[K, None] = OrderedDict()
+        self._working: set[K] = set()
+        self._again: set[K] = set()
+        self._timers: dict[K, asyncio.TimerHandle] = {}
+        self._failures: dict[K, int] = {}
+        self._filled = asyncio.Event()
+
+    def add(self, key: K) -> None:
+        if key in self._working:
+            self._again.add(key)
+        elif key not in self._ready:
+            self._ready[key] = None
+            self._filled.set()
+
+    def add_after(self, key: K, seconds: float) -> None:
+        """One timer for each key: the earlier wins."""
+        loop = asyncio.get_running_loop()
+        due = loop.time() + max(0.0, seconds)
+        timer = self._timers.get(key)
+        if timer is not None:
+            if timer.when() <= due:
+                return
+            timer.cancel()
+        self._timers[key] = loop.call_at(due, self._ring, key)
+
+    async def get(self) -> K:
+        while not self._ready:
+            self._filled.clear()
+            await self._filled.wait()
+        key, _ = self._ready.popitem(last=False)
+        self._working.add(key)
+        return key
+
+    def done(self, key: K) -> None:
+        """The key was worked on, well."""
+        self._failures.pop(key, None)
+        self._release(key)
+
+    def failed(self, key: K, at_least: float = 0.0) -> float:
+        """The key is tried again after a while that doubles; returns the while."""
+        count = self._failures[key] = self._failures.get(key, 0) + 1
+        delay = max(at_least, min(LONGEST_RETRY, FIRST_RETRY * 2.0 ** (count - 1)) * (0.5 + self._draw()))
+        self._release(key)
+        self.add_after(key, delay)
+        return delay
+
+    def forget(self, key: K) -> None:
+        """There is nothing left to do for this key."""
+        self._failures.pop(key, None)
+        timer = self._timers.pop(key, None)
+        if timer is not None:
+            timer.cancel()
+
+    def __len__(self) -> int:
+        return len(self._ready)
+
+    def _release(self, key: K) -> None:
+        self._working.discard(key)
+        if key in self._again:
+            self._again.discard(key)
+            self.add(key)
+
+    def _ring(self, key: K) -> None:
+        self._timers.pop(key, None)
+        self.add(key)

@@ -1,0 +1,76 @@
+"""Numbers per token that a pass keeps: for a backward without recomputation, and alive within one layer.
+
+Belongs here: counting elements. Does not belong here: bytes, layouts (`parts`).
+
+Without recomputation a layer of the torch trainer keeps, per token: the input of both norms; what goes into each
+adapted product; queries, keys, values and the result of attention as its kernel got them; queries and keys before their
+norm; gate, up and the activated gate. A test compares the sum with what autograd saves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+
+from orbit_runtime.model_info.weights import Architecture, Weight
+from orbit_runtime.planner.job import Job
+
+QUERY_SOURCES = ("o_proj", "o_a_proj", "o_b_proj")
+KEYS_AND_VALUES = ("k_proj", "v_proj", "kv_proj", "kv_b_proj")
+GATED = ("gate_proj", "up_proj", "gate_up_proj")
+
+
+def saved_elements(model: Architecture, job: Job) -> float:
+    """Of all layers and the head, without recomputation."""
+    prompt = job.max_sequence - job.max_new
+    # A prompt's keys are gathered once for itself and once for its answer; masks are as large as the products.
+    gathered = (job.max_sequence + prompt) / job.max_sequence
+    mask = (job.max_new * job.max_sequence + prompt * prompt) / job.max_sequence
+    total = model.hidden_size * (1 + job.max_new / job.max_sequence)
+    for layer in _layers(model):
+        total += 2 * model.hidden_size * model.streams + mask
+        total += sum(_saved(weights, model, job, gathered) for weights in _by_experts(layer))
+    return total
+
+
+def live_elements(model: Architecture) -> float:
+    """What the linears of the widest layer read and write, of routed experts those that a token takes."""
+    return max(
+        (sum(_times(w, model) * sum(w.shape) for w in layer if w.is_linear) for layer in _layers(model)), default=0.0
+    )
+
+
+def _saved(weights: list[Weight], model: Architecture, job: Job, gathered: float) -> float:
+    linears = [w for w in weights if w.is_linear]
+    total = float(sum({w.input: w.shape[-1] for w in linears}.values()))
+    is_normed = any(w.name.endswith(("q_norm.weight", "k_norm.weight")) for w in weights)
+    for weight in linears:
+        out, into = weight.shape
+        if weight.target in QUERY_SOURCES[:1]:
+            total += into * (3 if is_normed else 2)
+        if weight.target in KEYS_AND_VALUES:
+            total += out * gathered + (out if is_normed and weight.target == "k_proj" else 0)
+        if weight.target in GATED:
+            # The activation keeps the gate twice: as it came and activated.
+            total += out * (1 if weight.target == "up_proj" else 2)
+        if job.adapter == "LoRA" and weight.target in job.targets:
+            total += job.rank
+    return total * (_times(weights[0], model) if weights else 1)
+
+
+def _times(weight: Weight, model: Architecture) -> int:
+    return model.experts_per_token if weight.role == "routed_expert" else 1
+
+
+def _layers(model: Architecture) -> Iterator[list[Weight]]:
+    numbered = (w for w in model.weights if w.layer is not None)
+    by_layer: dict[int | None, list[Weight]] = {}
+    for weight in numbered:
+        by_layer.setdefault(weight.layer, []).append(weight)
+    return iter(by_layer.values())
+
+
+def _by_experts(layer: Iterable[Weight]) -> Iterator[list[Weight]]:
+    """Routed experts apart from the rest."""
+    ordered = sorted(layer, key=lambda w: w.role == "routed_expert")
+    return (list(group) for _, group in groupby(ordered, key=lambda w: w.role == "routed_expert"))

@@ -1,0 +1,64 @@
+"""What every codec asks of checkpoint tensors before it trusts them: present, of the right kind, with usable scales.
+
+Belongs here: the questions and their one wording. Does not belong here: what any one format expects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from orbit_runtime.errors import ModelError
+
+DAMAGED = "the file is damaged or mislabelled: download the model again"
+
+
+def take(tensors: Mapping[str, Tensor], names: Sequence[str]) -> list[Tensor]:
+    """The tensors of these names, in order."""
+    for name in names:
+        if name not in tensors:
+            raise ModelError("the tensor is missing from the checkpoint", where=name, fix=DAMAGED)
+    return [tensors[name] for name in names]
+
+
+def check_matrix(tensor: Tensor, dtypes: Sequence[torch.dtype], shape: Sequence[int] | None, where: str) -> None:
+    """A matrix of one of `dtypes`, and of `shape` where that is known."""
+    fits = tensor.dtype in dtypes and tensor.ndim == 2 and 0 not in tensor.shape
+    if fits and (shape is None or list(tensor.shape) == list(shape)):
+        return
+    kinds = " or ".join(_name(dtype) for dtype in dtypes)
+    wanted = "a matrix" if shape is None else str(list(shape))
+    raise ModelError(
+        f"expected {kinds} {wanted}, found {_name(tensor.dtype)} {list(tensor.shape)}", where=where, fix=DAMAGED
+    )
+
+
+def check_groups(columns: int, group: int, where: str) -> None:
+    if columns % group:
+        raise ModelError(
+            f"{columns} columns are not a multiple of the group of {group}", where=where, fix="use another checkpoint"
+        )
+
+
+def check_scale(scale: Tensor, where: str) -> None:
+    """Every scale must be a finite number other than 0: any other makes a group vanish or spreads NaN.
+
+    Negative scales are unusual and sound: some quantisers choose the sign that uses the code -8.
+    """
+    values = scale.float()
+    bad = ~((values != 0) & values.isfinite())
+    if not bool(bad.any()):
+        return
+    position = [int(index) for index in bad.nonzero()[0]]
+    raise ModelError(
+        f"the scale at {position} is {values[tuple(position)].item()}; scales must be finite and not 0 "
+        f"({int(bad.sum())} are not)",
+        where=where,
+        fix=DAMAGED,
+    )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,54 @@
+"""A rectangle of a packed weight, cut where groups end, for tensor and expert parallelism: no value is computed.
+
+Belongs here: cutting, and the error where a cut would go through a group.
+Does not belong here: who holds which rectangle.
+"""
+
+from __future__ import annotations
+
+from math import lcm
+
+from orbit_runtime.errors import UnsupportedError
+from orbit_runtime.quant.formats import FORMATS, Weight, format_of
+
+
+def cut_multiples(weight: Weight) -> tuple[int, int]:
+    """Rows and columns that every cut must be a multiple of."""
+    covered = [tile for tile in FORMATS[format_of(weight)].tiles(weight).values() if tile is not None]
+    return lcm(*(rows for rows, _ in covered)), lcm(*(columns for _, columns in covered))
+
+
+def slice_weight(weight: Weight, rows: slice, columns: slice = slice(None)) -> Weight:
+    """The rectangle as a weight of its own. Rows share memory; columns are copied where they are fewer than all.
+
+    Raises `UnsupportedError` for a cut inside a group; the last group may be partial where the weight ends in it.
+    """
+    codec = FORMATS[format_of(weight)]
+    starts_stops = []
+    for axis, wanted, size, multiple in zip(
+        ("rows", "columns"), (rows, columns), weight.shape, cut_multiples(weight), strict=True
+    ):
+        start, stop, step = wanted.indices(size)
+        assert step == 1
+        for cut in (start, stop):
+            if cut % multiple and cut != size:
+                raise UnsupportedError(
+                    f"{axis} {start} to {stop} of {size} cut through a group of {multiple}",
+                    fix=f"choose a parallel size that divides the {axis} at multiples of {multiple}",
+                )
+        starts_stops.append((start, stop))
+    (first_row, last_row), (first_column, last_column) = starts_stops
+    parts = {}
+    tiles = codec.tiles(weight)
+    for name, tensor in codec.buffers(weight).items():
+        tile = tiles[name]
+        if tile is None:
+            parts[name] = tensor
+            continue
+        tall, wide = tile
+        part = tensor[first_row // tall : -(-last_row // tall)]
+        if part.ndim > 1:
+            part = part[:, first_column // wide : -(-last_column // wide)]
+        parts[name] = part.contiguous()
+    sliced: Weight = codec.from_buffers(parts)
+    return sliced

@@ -1,0 +1,56 @@
+"""`python -m orbit_runtime.storage.delete URI`: a run folder goes away, whole.
+
+Belongs here: checking that it is one, and deleting it. Does not belong here: when that is wanted (the operator).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from orbit_runtime.errors import EXIT_DONE, InternalError, OrbitError, OutputError, UsageError
+from orbit_runtime.storage.opening import open_store
+from orbit_runtime.storage.store import Store
+
+MARKS = ("run.json", "executions/")
+"""Every run folder has one of these from its first second on."""
+
+
+def delete_run(store: Store) -> int:
+    """Deletes every object of a run folder, those that say what it is last; returns how many there were.
+
+    Raises:
+        OutputError: there is something, and it is no run folder.
+    """
+    keys = store.list()
+    marks = [key for key in keys if key.startswith(MARKS)]
+    if keys and not marks:
+        raise OutputError(
+            "this is no run folder: it has neither run.json nor executions/",
+            where=store.uri,
+            fix="nothing was deleted; check spec.storage.uri",
+        )
+    # Cut short and started again, it must still recognise what is left.
+    store.delete([key for key in keys if not key.startswith(MARKS)])
+    store.delete(marks)
+    return len(keys)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Returns the exit code."""
+    try:
+        if len(arguments) != 1:
+            raise UsageError("exactly one URI is wanted", fix="python -m orbit_runtime.storage.delete URI")
+        count = delete_run(open_store(arguments[0]))
+    except OrbitError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except Exception as error:
+        print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
+        return InternalError.exit_code
+    print(f"{count} objects deleted in {arguments[0]}")
+    return EXIT_DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,119 @@
+"""The chart rendered by a real Helm, in the combinations of values that all tests of this folder share.
+
+Belongs here: combinations, rendering, and finding an object in the result. Does not belong here: judgements.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from typing import Any
+
+from chart.programs import CHART, find_program, run, run_well
+from ruamel.yaml import YAML
+
+Object = dict[str, Any]
+
+RELEASE, NAMESPACE = "orbit", "orbit-system"
+MONITORING = {"enabled": True}
+ALL_MONITORING: Object = {
+    "additionalLabels": {"release": "prometheus"},
+    "serviceMonitor": MONITORING,
+    "podMonitor": MONITORING,
+    "rules": {"enabled": True, "labels": {"team": "rl"}, "runbookURLPrefix": "docs/operations.md#"},
+    "dashboards": {"enabled": True, "namespace": "grafana"},
+}
+
+COMBINATIONS: dict[str, Object] = {
+    "defaults": {},
+    "two-namespaces": {"watchNamespaces": ["team-a", "team-b"], "runs": {"protectFromEviction": True}},
+    "whole-cluster": {"clusterScope": True, "monitoring": ALL_MONITORING},
+    "everything": {
+        "watchNamespaces": ["team-a"],
+        "image": {"repository": "images.example.com/orbit-operator", "digest": "sha256:" + "0" * 64},
+        "imagePullSecrets": [{"name": "pull"}],
+        "runs": {
+            "image": {"repository": "images.example.com/orbit-runtime", "tag": "1.2.3"},
+            "engineImage": "images.example.com/orbit-engine:1.2.3",
+            "imagePullSecrets": ["pull"],
+            "cpu": 16,
+            "memory": "1Ti",
+            "ttlSecondsAfterFinished": 86400,
+            "protectFromEviction": True,
+        },
+        "operator": {"logLevel": "Debug", "pollSeconds": 0.5 + 1, "resyncSeconds": 1000000},
+        "nodeSelector": {"role": "infra"},
+        "tolerations": [{"key": "infra", "operator": "Exists"}],
+        "affinity": {"nodeAffinity": {}},
+        "podAnnotations": {"example.com/note": "1"},
+        "podLabels": {"example.com/team": "rl"},
+        "serviceAccount": {"annotations": {"example.com/role": "x"}},
+        "networkPolicy": {"scrapeNamespaces": ["monitoring"], "apiServerCIDRs": ["10.0.0.1/32"]},
+        "monitoring": ALL_MONITORING,
+    },
+    "as-little-as-possible": {
+        "fullnameOverride": "small",
+        "serviceAccount": {"create": False, "name": "given"},
+        "rbac": {"create": False, "aggregate": False},
+        "crds": {"install": False},
+        "networkPolicy": {"enabled": False},
+        "podDisruptionBudget": {"enabled": False},
+        "priorityClassName": "",
+        "tests": {"enabled": False},
+    },
+    "no-cluster-wide-object": {"crds": {"install": False}, "rbac": {"nodes": False, "aggregate": False}},
+    "as-a-subchart": {"global": {"anything": "goes"}},
+}
+
+
+def render_text(helm: str, values: Object, kube_version: str = "1.34.1") -> str:
+    """What `helm template` prints, test hooks included."""
+    done = _template(helm, json.dumps(values), kube_version)
+    assert done[0] == 0, done[2]
+    return done[1]
+
+
+def render(helm: str, values: Object, kube_version: str = "1.34.1") -> list[Object]:
+    """All objects of a rendering."""
+    return [each for each in YAML(typ="safe").load_all(render_text(helm, values, kube_version)) if each is not None]
+
+
+def refusal(helm: str, values: Object, *, with_monitoring_api: bool = True) -> str:
+    """What Helm says to values that it must not take."""
+    code, out, error = _template(helm, json.dumps(values), "1.34.1", with_monitoring_api)
+    assert code != 0, f"accepted: {values}\n{out[:500]}"
+    return error
+
+
+@cache
+def _template(helm: str, values: str, kube_version: str, with_monitoring_api: bool = True) -> tuple[int, str, str]:
+    apis = ["--api-versions", "monitoring.coreos.com/v1"] if with_monitoring_api else []
+    command = [find_program(helm), "template", RELEASE, CHART, "--namespace", NAMESPACE, "--kube-version", kube_version]
+    done = run(*command, *apis, "--values", "-", stdin=values)
+    return done.returncode, done.stdout, done.stderr
+
+
+def lint(helm: str, values: Object) -> str:
+    """`helm lint --strict`, which must find nothing."""
+    return run_well(
+        find_program(helm),
+        "lint",
+        "--strict",
+        CHART,
+        "--namespace",
+        NAMESPACE,
+        "--values",
+        "-",
+        stdin=json.dumps(values),
+    )
+
+
+def pick(objects: list[Object], kind: str, name: str = "") -> Object:
+    """The one object of a kind, and of a name where there are several."""
+    found = [each for each in objects if each["kind"] == kind and name in ("", each["metadata"]["name"])]
+    assert len(found) == 1, [each["metadata"]["name"] for each in objects if each["kind"] == kind]
+    return found[0]
+
+
+def of_kind(objects: list[Object], *kinds: str) -> list[Object]:
+    return [each for each in objects if each["kind"] in kinds]

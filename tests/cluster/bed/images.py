@@ -1,0 +1,134 @@
+"""Images of the bed, built here because none can be counted on to be pulled; each is kept by the digest of its recipe.
+
+Belongs here: the pause image and the local base. Does not belong here: the product's Dockerfile.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import sys
+import tempfile
+from functools import cache
+from pathlib import Path
+
+from cluster.bed.node import PAUSE_IMAGE
+from cluster.bed.processes import run
+from cluster.bed.programs import find_program
+
+ROOT = Path(__file__).parents[3]
+PAUSE_SOURCE = """
+#include <signal.h>
+#include <stdlib.h>
+#include <sys/wait.h>
+#include <unistd.h>
+static void end(int number) { exit(0); }
+static void reap(int number) { while (waitpid(-1, NULL, WNOHANG) > 0) {} }
+int main(void) {
+    signal(SIGINT, end); signal(SIGTERM, end); signal(SIGCHLD, reap);
+    for (;;) pause();
+}
+"""
+
+
+def images_folder() -> Path:
+    """Archives of earlier runs."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = Path(cache, "orbit-rl", "images")
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def build_pause_image() -> Path:
+    """The process that holds a pod's namespaces: ten lines of C."""
+    archive = images_folder() / f"pause-{hashlib.sha256(PAUSE_SOURCE.encode()).hexdigest()[:12]}.tar"
+    if not archive.exists():
+        with tempfile.TemporaryDirectory(dir=images_folder()) as name:
+            folder = Path(name)
+            (folder / "pause.c").write_text(PAUSE_SOURCE)
+            run("gcc", "-Os", "-static", "-o", folder / "pause", folder / "pause.c")
+            (folder / "Containerfile").write_text('FROM scratch\nADD pause /pause\nUSER 65535\nENTRYPOINT ["/pause"]\n')
+            build_image(folder, PAUSE_IMAGE)
+            save_image(PAUSE_IMAGE, archive)
+    return archive
+
+
+def build_image(context: Path, name: str, *options: str) -> None:
+    """Builds a folder with its Containerfile, or the file that the options name."""
+    buildah("bud", "--isolation", "chroot", "--layers", "--tag", name, *options, str(context))
+
+
+def save_image(name: str, archive: Path) -> None:
+    """Whole or not at all."""
+    staging = archive.with_suffix(".part")
+    staging.unlink(missing_ok=True)
+    buildah("push", name, f"docker-archive:{staging}:{name}")
+    staging.rename(archive)
+
+
+def buildah(*words: str) -> str:
+    """Its storage is kept in the cache folder; what runs while it builds is in a chroot, not in a container."""
+    storage = images_folder() / "buildah"
+    roots = ["--root", storage, "--runroot", "/run/orbit-buildah", "--storage-driver", "overlay"]
+    return run(find_program("buildah"), *roots, *words, seconds=1200)
+
+
+BASE_IMAGE = "localhost/orbit-test-base:1"
+LEFT_OUT = ("test", "idlelib", "tkinter", "turtledemo", "lib2to3", "site-packages", "__pycache__")
+
+
+def build_base_image() -> None:
+    """This machine's own Debian and interpreter, so that packages of its environments can be mounted into images.
+
+    It knows the certificates that this machine trusts, through which a build may reach the package index.
+    """
+    if buildah("images", "--quiet", "--filter", f"reference={BASE_IMAGE}").strip():
+        return
+    release = dict(line.split("=", 1) for line in Path("/etc/os-release").read_text().splitlines() if "=" in line)
+    with tempfile.TemporaryDirectory(dir=images_folder()) as name:
+        root = Path(name, "root")
+        run(find_program("debootstrap"), "--variant=minbase", "--include=ca-certificates",
+            release["VERSION_CODENAME"].strip('"'), root, seconds=600)  # fmt: skip
+        _add_python(root)
+        certificates = Path("/etc/ssl/certs/ca-certificates.crt")
+        shutil.copy(certificates, root / certificates.relative_to("/"))
+        shutil.rmtree(root / "var/cache/apt")
+        run("tar", "--create", "--numeric-owner", "--file", Path(name, "root.tar"), "--directory", root, ".")
+        shutil.rmtree(root)
+        lines = ["FROM scratch", "ADD root.tar /", f"ENV SSL_CERT_FILE={certificates} PIP_CERT={certificates}"]
+        Path(name, "Containerfile").write_text("\n".join(lines) + "\n")
+        build_image(Path(name), BASE_IMAGE)
+
+
+def _add_python(root: Path) -> None:
+    """The interpreter of these tests under /usr/local, with the libraries of this machine that it needs."""
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    library = Path(sys.base_prefix, "lib", version)
+    target = root / "usr/local/lib" / version
+    shutil.copytree(library, target, ignore=shutil.ignore_patterns(*LEFT_OUT, "config-*"), symlinks=True)
+    (target / "site-packages").mkdir()
+    program = Path(sys.base_prefix, "bin", version).resolve()
+    shutil.copy(program, root / "usr/local/bin" / version)
+    for link in ("python3", "python"):
+        (root / "usr/local/bin" / link).symlink_to(version)
+    needed = run("ldd", program, *(library / "lib-dynload").glob("*.so"))
+    for line in sorted({line.strip() for line in needed.splitlines() if "=> /" in line}):
+        path = Path(line.split("=> ")[1].split(" (")[0])
+        if not list(root.glob(f"usr/lib/*/{path.name}")) + list(root.glob(f"lib/*/{path.name}")):
+            shutil.copy(path, root / "usr/local/lib" / path.name)
+    run("chroot", root, "ldconfig")
+
+
+@cache
+def build_product_image(target: str) -> tuple[str, Path]:
+    """`operator` or `runtime` of the product's Dockerfile on the local base; its name and its archive."""
+    build_base_image()
+    name = f"localhost/orbit-{target}:test"
+    build_image(
+        ROOT, name, "--target", target, "--build-arg", f"BASE_IMAGE={BASE_IMAGE}", "--build-arg",
+        f"OPERATOR_BASE_IMAGE={BASE_IMAGE}", "--build-arg", "HEAVY=mounted", "--build-arg", "VERSION=0.1.0",
+    )  # fmt: skip
+    archive = images_folder() / f"orbit-{target}.tar"
+    save_image(name, archive)
+    return name, archive

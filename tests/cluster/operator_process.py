@@ -1,0 +1,65 @@
+"""Operators as processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from cluster.by_hand import ROOT, Team
+
+FAST = {
+    "ORBIT_OPERATOR_IDENTITY": "the-operator",
+    "ORBIT_OPERATOR_HEALTH_PORT": "0",
+    "ORBIT_OPERATOR_METRICS_PORT": "0",
+    "ORBIT_OPERATOR_POLL_SECONDS": "60",
+}
+
+
+class Operator:
+    """One process. Its output goes to a file, which `text` reads."""
+
+    def __init__(self, team: Team, log: Path, **environment: str) -> None:
+        self.log = log
+        program = ["-m", "orbit_operator"]
+        if any(name.startswith("ORBIT_TEST_") for name in environment):
+            program = [str(Path(__file__).parent / "crashing_operator.py")]
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("ORBIT_")}
+        mine = {
+            "KUBECONFIG": team.server.kubeconfig,
+            "PYTHONPATH": f"{ROOT / 'operator'}{os.pathsep}{ROOT}",
+            "ORBIT_OPERATOR_NAMESPACES": team.namespace,
+            "ORBIT_OPERATOR_NAMESPACE": team.namespace,
+            **FAST,
+        }
+        with log.open("ab") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, *program], env={**inherited, **mine, **environment}, stdout=output, stderr=output
+            )
+
+    @property
+    def text(self) -> str:
+        return self.log.read_text(encoding="utf-8", errors="replace")
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def stop(self) -> int:
+        """SIGTERM; returns the exit code."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(25)
+
+
+@contextmanager
+def run_operator(team: Team, log: Path, **environment: str) -> Iterator[Operator]:
+    operator = Operator(team, log, **environment)
+    try:
+        yield operator
+    finally:
+        if operator.process.poll() is None:
+            operator.kill()

@@ -1,0 +1,40 @@
+"""The bed itself: what a test may count on."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+from cluster.bed.cluster import Cluster, wait_for
+from cluster.bed.control_plane import SERVICE_ADDRESS
+from cluster.bed.services import store_environment
+
+pytestmark = pytest.mark.cluster
+
+
+def test_two_nodes_are_ready_with_eight_gpus_each(cluster: Cluster) -> None:
+    nodes = cluster.get("nodes")["items"]
+    assert [node["metadata"]["name"] for node in nodes] == ["b200-0", "b200-1"]
+    assert [node["status"]["allocatable"]["nvidia.com/gpu"] for node in nodes] == ["8", "8"]
+    assert {node["metadata"]["labels"]["nvidia.com/gpu.product"] for node in nodes} == {"NVIDIA-B200"}
+
+
+def test_the_api_server_answers_at_its_service_address(cluster: Cluster) -> None:
+    url = f"https://{SERVICE_ADDRESS}/version"
+    with cluster.plane.client() as client:
+        assert wait_for(lambda: client.get(url).status_code == 200, "kube-proxy has its rules")
+
+
+def test_the_object_store_answers(cluster: Cluster) -> None:
+    answer = httpx.get(store_environment()["AWS_ENDPOINT_URL"], trust_env=False)
+    assert answer.status_code == 403, "it knows that nobody signed this"
+
+
+def test_a_frozen_kubelet_makes_its_node_not_ready_and_its_return_ready_again(cluster: Cluster) -> None:
+    lost = cluster.nodes[1]
+    lost.freeze()
+    try:
+        wait_for(lambda: not cluster.is_ready(lost), "the node is NotReady", 60)
+        assert cluster.is_ready(cluster.nodes[0])
+    finally:
+        lost.thaw()
+    wait_for(lambda: cluster.is_ready(lost), "the node is Ready again", 60)

@@ -1,0 +1,178 @@
+"""The planner's bytes against what trainer and engine really allocate, part by part, on tiny models on the CPU.
+
+The measuring side looks at tensors' storages: those that the parts hold, those that autograd saves, and those that
+appear while a pass runs. It knows nothing of the planner's formulas.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from orbit_runtime.adapters.config import AdapterConfig
+from orbit_runtime.adapters.layer import TRAINER_SLOT
+from orbit_runtime.data.chat import ChatTokenizer
+from orbit_runtime.model_info.builtin_models import builtin_folder
+from orbit_runtime.model_info.checkpoint import folder_facts
+from orbit_runtime.planner import Machine, Plan, plan
+from orbit_runtime.planner import assumptions as known
+from orbit_runtime.policy import Policy, load_policy
+from orbit_runtime.policy.logprobs import CHUNK_ELEMENTS
+from orbit_runtime.policy.packed import Branch
+from orbit_runtime.quant.linear import DENSE_BYTES_LIMIT
+from orbit_runtime.rollout import TorchEngine
+from orbit_runtime.rollout.cache import KVCache
+from orbit_runtime.rollout.torch_engine import PREFILL_TOKENS
+from orbit_runtime.spec import OrbitRun
+from orbit_runtime.training import TorchTrainer
+from orbit_runtime.types import Request, Sample, Sampling
+from tests.integration.test_torch_trainer import SETTINGS
+from tests.integration.tiny_models import TARGETS, make_checkpoint
+
+PROMPT, NEW, RUNNING = 12, 20, 8
+"""Every sequence is as long as the manifest allows, so that the plan's upper bounds are what happens."""
+CASES = [("int4", "LoRA"), ("int4", "OFT"), ("bf16", "LoRA"), ("llama", "LoRA"), ("qwen3", "OFT")]
+
+
+@dataclass(frozen=True)
+class Case:
+    made: Plan
+    policy: Policy
+    trainer: TorchTrainer
+    tokenizer: ChatTokenizer
+
+
+def manifest_for(adapter: str) -> OrbitRun:
+    settings = {"lora": {"rank": 8, "alpha": 16.0}} if adapter == "LoRA" else {"oft": {"blockSize": 16}}
+    return OrbitRun.model_validate({
+        "apiVersion": "orbitrl.dev/v1alpha1", "kind": "OrbitRun", "metadata": {"name": "measured"},
+        "spec": {
+            "model": {"uri": "model", "maxSequenceLength": PROMPT + NEW},
+            "adapter": {"type": adapter, **settings},
+            "algorithm": {"groupSize": 4},
+            "data": {"prompts": [{"uri": "prompts.jsonl"}]},
+            "environment": {"rewards": [{"name": "r", "type": "ExactMatch"}]},
+            "rollout": {"maxRunningRequests": RUNNING, "sampling": {"maxNewTokens": NEW}},
+            "training": {"steps": 1, "promptsPerStep": 4, "microBatchTokens": 256},
+        },
+    })  # fmt: skip
+
+
+@pytest.fixture(params=CASES, ids=lambda case: f"{case[0]}-{case[1]}", scope="module")
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    kind, adapter = request.param
+    if kind in ("int4", "bf16"):
+        folder = builtin_folder("tiny-adder", kind.upper())
+    else:
+        folder = make_checkpoint(tmp_path_factory.mktemp(kind), kind)
+    made = plan(manifest_for(adapter), folder_facts(folder), Machine(None, 0, 2**34))
+    config = AdapterConfig(type=adapter, targets=TARGETS, rank=8, alpha=16.0, block_size=16)
+    policy = load_policy(folder, config)
+    return Case(made, policy, TorchTrainer(policy, replace(SETTINGS, micro_batch_tokens=256)), ChatTokenizer(folder))
+
+
+def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Each storage once, whole."""
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())
+
+
+def samples() -> list[Sample]:
+    """Eight sequences that share nothing: 256 tokens of a micro-batch."""
+    length = PROMPT + NEW
+    made = []
+    for index in range(RUNNING):
+        tokens = tuple(2 + (7 * index + 3 * at) % 100 for at in range(length))
+        mask = (0,) * PROMPT + (1,) * NEW
+        made.append(Sample(tokens, mask, (-1.0,) * length, 0.5 - index % 2, index, PROMPT))
+    return made
+
+
+def within(measured: int, planned: int, share: float = 0.05) -> None:
+    assert planned == pytest.approx(measured, rel=share), f"planned {planned}, measured {measured}"
+
+
+def test_the_packed_base(case: Case) -> None:
+    # Tables of rotary angles are computed, not loaded, and no part of the plan.
+    angles = {id(buffer) for name, buffer in case.policy.model.named_buffers() if "inv_freq" in name}
+    base = [t for t in case.policy._base_tensors().values() if id(t) not in angles]
+    within(storage_bytes(base), case.made.phases["train"]["base"])
+
+
+def test_the_adapter_its_gradients_and_the_optimizer(case: Case) -> None:
+    masters = list(case.policy.injected.masters.parameters.values())
+    seen: dict[str, int] = {}
+    optimizer = case.trainer._optimizer
+    optimizer.register_step_pre_hook(
+        lambda *_: seen.update(gradients=storage_bytes(m.grad for m in masters if m.grad is not None))
+    )
+    case.trainer.update(samples())
+    moments = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
+    train = case.made.phases["train"]
+    within(storage_bytes(masters), train["adapter"])
+    within(storage_bytes(moments), train["optimizer"])
+    within(seen["gradients"], train["gradients"])
+    assert case.made.adapter.total == case.trainer.trainable_parameters
+
+
+def test_the_adapter_as_a_pass_applies_it(case: Case) -> None:
+    masters = {master.untyped_storage().data_ptr() for master in case.policy.injected.masters.parameters.values()}
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        applied = case.policy.injected.masters.applied(torch.float32)
+    kept += [tensor for slot in applied.values() for tensor in slot.tensors().values()]
+    own = [tensor for tensor in kept if tensor.untyped_storage().data_ptr() not in masters]
+    within(storage_bytes(own), case.made.phases["train"]["adapter, rounded"])
+
+
+def test_the_engines_slots(case: Case) -> None:
+    engine = TorchEngine(case.policy, case.tokenizer, max_running_requests=RUNNING)
+    for version in range(known.ADAPTER_SLOTS):
+        engine.load_adapter(f"policy-v{version}", case.trainer.publishable(version))
+    slots = [slot for layer in case.policy.injected.layers.values() for slot in layer.slots.values()]
+    tensors = [tensor for slot in slots for tensor in slot.tensors().values()]
+    tensors += [slot.parameters for slot in slots if getattr(slot, "parameters", None) is not None]
+    within(storage_bytes(tensors), case.made.phases["publish"]["adapter slots"])
+    engine.close()
+
+
+def test_the_kv_cache(case: Case) -> None:
+    engine = TorchEngine(case.policy, case.tokenizer, max_running_requests=RUNNING)
+    prompts = [tuple(2 + (5 * n + at) % 100 for at in range(PROMPT)) for n in range(RUNNING)]
+    requests = [Request(n, n, prompt, Sampling(1.0, 1.0, NEW), None) for n, prompt in enumerate(prompts)]
+    running = engine.generate(requests)
+    next(running)
+    (cache,) = [each for each in gc.get_objects() if type(each) is KVCache]
+    assert cache._block is not None
+    within(cache._block.nbytes, case.made.phases["rollout"]["KV cache"])
+    running.close()
+    engine.close()
+
+
+def test_what_a_backward_waits_for(case: Case) -> None:
+    saved: list[torch.Tensor] = []
+    policy = case.policy
+    batch = policy.pack([Branch(i, s.token_ids_T[:PROMPT], s.token_ids_T[PROMPT:]) for i, s in enumerate(samples())])
+    known_storages = {t.untyped_storage().data_ptr() for t in policy._base_tensors().values()}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in known_storages:
+            saved.append(tensor)
+        return tensor
+
+    with policy.injected.selection.use(TRAINER_SLOT):
+        applied = [t for slot in policy.injected.selection.trainer.values() for t in slot.tensors().values()]
+        known_storages |= {t.untyped_storage().data_ptr() for t in applied}
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            policy.logprobs(batch)
+    within(storage_bytes(saved), case.made.phases["train"]["activations"])
+
+
+def test_the_constants_of_our_own_loops_are_the_planners() -> None:
+    assert known.DENSE_BYTES == DENSE_BYTES_LIMIT
+    assert known.LOGIT_ELEMENTS == CHUNK_ELEMENTS
+    assert known.PREFILL_TOKENS["Torch"] == PREFILL_TOKENS

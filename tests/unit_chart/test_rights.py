@@ -1,0 +1,104 @@
+"""The Roles hold exactly the verbs that the operator's code uses: none is missing, none too many."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from ruamel.yaml import YAML
+
+ROOT = Path(__file__).parents[2]
+OPERATOR = ROOT / "operator/orbit_operator"
+
+VERBS = {
+    "get": {"get"},
+    "list": {"list"},
+    "create": {"create"},
+    # Applying an object that is not there creates it, and the API server asks for both rights.
+    "apply": {"create", "patch"},
+    "merge": {"patch"},
+    "replace": {"update"},
+    "delete": {"delete"},
+}
+WATCHED = {"orbitruns", "jobs", "pods"}
+"""What kopf lists and watches (`orbit_operator.handlers`)."""
+
+VERB = "(?:get|list|watch|create|patch|update|delete)"
+
+Rights = set[tuple[str, str]]
+
+
+@cache
+def plurals() -> dict[str, str]:
+    """Names of the kinds in `orbit_operator.api`, and their plurals."""
+    tree = ast.parse((OPERATOR / "api.py").read_text())
+    return {
+        node.targets[0].id: ast.literal_eval(node.value.args[1])
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and isinstance(node.targets[0], ast.Name)
+        if isinstance(node.value.func, ast.Name) and node.value.func.id == "Kind"
+    }
+
+
+def calls() -> Iterator[tuple[str, str, list[ast.expr]]]:
+    """Method, name of the kind, all arguments: of every call of the API server whose kind is written out."""
+    for file in sorted(OPERATOR.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args):
+                continue
+            kind = node.args[0]
+            if node.func.attr in VERBS and isinstance(kind, ast.Name) and kind.id in plurals():
+                yield node.func.attr, kind.id, node.args
+
+
+def used() -> Rights:
+    found = {(plural, verb) for plural in WATCHED for verb in ("list", "watch")}
+    for method, kind, arguments in calls():
+        resource, verbs = plurals()[kind], VERBS[method]
+        last = arguments[-1]
+        if isinstance(last, ast.Constant) and last.value == "status":
+            resource, verbs = f"{resource}/status", {"patch"}
+        found |= {(resource, verb) for verb in verbs}
+    return found
+
+
+def granted() -> Rights:
+    """The rules of templates/_rules.tpl, everything switched on."""
+    lines = (ROOT / "charts/orbit/templates/_rules.tpl").read_text().splitlines()
+    text = "\n".join(line for line in lines if not line.startswith("{{") and "resourceNames" not in line)
+    rules: list[dict[str, Any]] = YAML(typ="safe").load(text)
+    return {(resource, verb) for rule in rules for resource in rule["resources"] for verb in rule["verbs"]}
+
+
+def test_the_rights_are_the_ones_that_are_used() -> None:
+    # `orbitruns/finalizers` is asked for by the API server itself, for owner references. A Lease is only created where
+    # the chart did not make it, which it always does.
+    needed = (used() | {("orbitruns/finalizers", "update")}) - {("leases", "create")}
+    assert granted() - needed == set(), "more than is used"
+    assert needed - granted() == set(), "less than is used"
+
+
+def test_the_reading_of_the_code_finds_calls_of_every_kind_that_is_written() -> None:
+    kinds = {(method, plurals()[kind]) for method, kind, _ in calls()}
+    assert {("create", "jobs"), ("apply", "configmaps"), ("replace", "leases"), ("delete", "pods")} <= kinds
+    assert not any("secrets" in plural for plural in plurals().values())
+
+
+def test_the_security_guide_lists_the_same_rights() -> None:
+    table = [
+        line.split("|")[1:3]
+        for line in (ROOT / "docs/guides/cluster/security.md").read_text().splitlines()
+        if re.match(rf"\| .* \| {VERB}(, {VERB})* \| ", line)
+    ]
+    names = {"its own Lease": ["leases"], "nodes": ["nodes"], "`workloads` (Kueue)": ["workloads"]}
+    listed = {
+        (resource.strip("` "), verb)
+        for left, right in table
+        for resource in names.get(left.strip(), left.strip().split(", "))
+        for verb in right.strip().split(", ")
+    }
+    assert listed == granted()

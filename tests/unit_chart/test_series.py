@@ -1,0 +1,81 @@
+"""Every series that an alert or a panel asks for is exported, with the labels that it is asked by."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from orbit_operator.metrics import RUN_SERIES, Metrics, build_line
+from orbit_runtime.observability.metrics import METRICS, RunMetrics, build_row
+
+CHART = Path(__file__).parents[2] / "charts/orbit/files"
+FILES = [CHART / "alerts.yaml", *sorted((CHART / "dashboards").glob("*.json"))]
+TARGET_LABELS = {"namespace", "run", "attempt", "job", "pod"}
+"""What Prometheus adds, and what a run's series carry whoever exports them."""
+
+SERIES = re.compile(r"\b(orbit_(?:run|operator)_[a-z0-9_]+)(?:\{([^}]*)\})?")
+STATUS = {
+    "phase": "Running",
+    "conditions": [{"type": "Progressing", "status": "True"}],
+    "attempts": [
+        {"ending": {"budget": "Infra", "reason": "NodeLost", "whoActs": "Cluster", "time": "2026-01-01T00:00:00Z"}}
+    ],
+    "completionTime": "2026-01-01T00:00:00Z",
+    "checkpoint": {"time": "2026-01-01T00:00:00Z"},
+}
+
+
+def exported() -> dict[str, set[str]]:
+    """Series → its labels, as a run and an operator really print them."""
+    run = RunMetrics(run="r", namespace="n", attempt=1)
+    run.observe(build_row(**{metric.name: "x" if metric.display == "s" else 1 for metric in METRICS}))
+    run.set_target(1)
+    run.set_progress(1.0)
+    operator = Metrics()
+    operator.runs["n", "r"] = build_line({}, STATUS, 8)
+    found: dict[str, set[str]] = {}
+    for line in (run.render() + operator.render()).decode().splitlines():
+        sample = re.match(r"^(orbit_[a-z0-9_]+)(?:\{(.*)\})? ", line)
+        if sample:
+            found.setdefault(sample[1], set()).update(re.findall(r'(\w+)="', sample[2] or ""))
+    return found
+
+
+def asked(text: str) -> Iterator[tuple[str, set[str]]]:
+    for name, matchers in SERIES.findall(text):
+        yield name, set(re.findall(r"(\w+)\s*(?:=~|=|!=|!~)", matchers))
+
+
+def queries(file: Path) -> str:
+    if file.suffix == ".yaml":
+        return "\n".join(line for line in file.read_text().splitlines() if not line.lstrip().startswith("description"))
+    dashboard = json.loads(file.read_text())
+    made = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())]
+    return "\n".join(
+        made + [each["query"]["query"] for each in dashboard["templating"]["list"] if each["type"] == "query"]
+    )
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_every_series_that_is_asked_for_is_exported(file: Path) -> None:
+    known = exported()
+    found = list(asked(queries(file)))
+    assert len(found) > 15
+    for name, labels in found:
+        assert name in known, name
+        assert labels <= known[name] | TARGET_LABELS, (name, labels)
+
+
+def test_every_series_of_a_run_that_the_operator_exports_is_shown_or_alerts() -> None:
+    used = {name for file in FILES for name, _ in asked(queries(file))}
+    # What the run's row shows already, or a table in Grafana joins.
+    assert {f"orbit_run_{name}" for name in RUN_SERIES} - used == set()
+
+
+def test_numbers_of_a_step_are_on_a_dashboard() -> None:
+    used = {name.removesuffix("_total") for file in FILES for name, _ in asked(queries(file))}
+    assert {metric.prometheus for metric in METRICS if metric.prometheus is not None} - used == set()

@@ -1,0 +1,163 @@
+"""What a run becomes in the cluster, against golden files.
+
+`ORBIT_TEST_WRITE_GOLDEN=1` writes them anew; read the difference before it is committed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orbit_operator.manifests.cleanup import build_cleanup_job
+from orbit_operator.manifests.config_map import build_config_map
+from orbit_operator.manifests.job import build_job
+from orbit_operator.manifests.mounts import build_mounts, localise
+from orbit_operator.manifests.network_policy import build_network_policy
+from orbit_operator.manifests.quantities import halve, read_quantity
+from orbit_operator.manifests.source import Object, RunSource
+from orbit_operator.settings import Settings
+from orbit_runtime.spec import OrbitRun
+
+GOLDEN = Path(__file__).parent / "golden"
+SETTINGS = Settings(namespace="orbit-system", scrape_namespaces=("monitoring",), runtime_image="orbit-runtime:1")
+
+SMALL: dict[str, Any] = {
+    "model": {"uri": "builtin://tiny-adder"},
+    "data": {"prompts": [{"uri": "builtin://two-digit-addition"}]},
+    "environment": {"rewards": [{"name": "correct", "type": "ExactMatch"}]},
+    "training": {"steps": 10},
+    "storage": {"uri": "s3://runs/team", "credentialsSecretName": "store"},
+}
+LARGE: dict[str, Any] = {
+    **SMALL,
+    "model": {"uri": "pvc://models/large"},
+    "environment": {
+        "code": {"uri": "configmap://my-rewards"},
+        "rewards": [{"name": "mine", "entrypoint": "rewards:score"}],
+    },
+    "storage": {"uri": "s3://runs/team", "serviceAccountName": "orbit-runs"},
+    "placement": {
+        "layout": "Split",
+        "gpuProduct": "NVIDIA-B200",
+        "image": "my-runtime:2",
+        "resources": {"cpu": 65, "memory": "1Ti", "ephemeralStorage": "200Gi"},
+        "modelCache": {"claimName": "model-cache"},
+        "envFromSecrets": ["hub-token"],
+        "egress": [{"cidr": "10.0.0.0/8", "ports": [9000]}, {"namespace": "proxy"}],
+        "nodeSelector": {"pool": "gpu"},
+        "tolerations": [{"key": "dedicated", "value": "rl", "effect": "NoSchedule"}],
+    },
+    "lifecycle": {"queueName": "team-queue", "terminationGracePeriodSeconds": 600},
+}
+
+
+def source(spec: dict[str, Any], name: str = "adder") -> RunSource:
+    manifest = OrbitRun.model_validate(
+        {"apiVersion": "orbitrl.dev/v1alpha1", "kind": "OrbitRun", "metadata": {"name": name}, "spec": spec}
+    )
+    return RunSource("team", name, "0f8b-uid", spec, manifest)
+
+
+def objects(spec: dict[str, Any], avoid: tuple[str, ...] = ()) -> list[Object]:
+    run = source(spec)
+    return [
+        build_config_map(run),
+        build_network_policy(run, SETTINGS),
+        build_job(run, 3, avoid, SETTINGS),
+        build_cleanup_job(run, SETTINGS),
+    ]
+
+
+@pytest.mark.parametrize(("name", "spec", "avoid"), [("small", SMALL, ()), ("large", LARGE, ("n1", "n2"))])
+def test_the_objects_of_a_run_are_these(name: str, spec: dict[str, Any], avoid: tuple[str, ...]) -> None:
+    text = json.dumps(objects(spec, avoid), indent=1, sort_keys=True) + "\n"
+    path = GOLDEN / f"{name}.json"
+    if os.environ.get("ORBIT_TEST_WRITE_GOLDEN"):
+        path.write_text(text, encoding="utf-8")
+    assert text == path.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("spec", [SMALL, LARGE])
+def test_every_pod_is_restricted(spec: dict[str, Any]) -> None:
+    for workload in (built for built in objects(spec) if built["kind"] == "Job"):
+        pod = workload["spec"]["template"]["spec"]
+        assert pod["automountServiceAccountToken"] is False
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert not {"hostNetwork", "hostPID", "hostIPC"} & set(pod)
+        assert all(
+            set(volume) - {"name"} <= {"configMap", "emptyDir", "persistentVolumeClaim"} for volume in pod["volumes"]
+        )
+        for container in [*pod["containers"], *pod.get("initContainers", [])]:
+            security = container["securityContext"]
+            assert security["allowPrivilegeEscalation"] is False
+            assert security["readOnlyRootFilesystem"] is True
+            assert security["capabilities"] == {"drop": ["ALL"]}
+            assert container["resources"].get("requests") == container["resources"].get("limits")
+
+
+def test_the_attempt_is_one_pod_and_one_try() -> None:
+    job = build_job(source(SMALL), 12, (), SETTINGS)
+    assert job["metadata"]["name"] == "adder-a12"
+    wanted = {"backoffLimit": 0, "completions": 1, "parallelism": 1, "podReplacementPolicy": "Failed", "suspend": False}
+    assert {name: job["spec"][name] for name in wanted} == wanted
+    environment = {each["name"]: each["value"] for each in job["spec"]["template"]["spec"]["containers"][0]["env"]}
+    assert environment["ORBIT_ATTEMPT"] == "adder-a12"
+    assert job["spec"]["template"]["metadata"]["labels"]["orbitrl.dev/attempt"] == "12"
+
+
+def test_a_queued_job_is_held_until_its_queue_lets_it_go() -> None:
+    job = build_job(source(LARGE), 1, (), SETTINGS)
+    assert job["spec"]["suspend"] is True
+    assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team-queue"
+
+
+def test_a_split_pod_shares_everything_by_halves() -> None:
+    pod = build_job(source(LARGE), 1, (), SETTINGS)["spec"]["template"]["spec"]
+    (engine,), (run,) = pod["initContainers"], pod["containers"]
+    assert engine["restartPolicy"] == "Always"
+    for container in (engine, run):
+        limits = container["resources"]["limits"]
+        assert (limits["nvidia.com/gpu"], limits["cpu"], limits["memory"]) == ("4", "32500m", "512Gi")
+
+
+def test_the_longest_name_fits_every_object() -> None:
+    run = source(SMALL, "a" * 52)
+    for built in (build_config_map(run), build_job(run, 9999, (), SETTINGS), build_cleanup_job(run, SETTINGS)):
+        assert len(built["metadata"]["name"]) <= 63
+
+
+def test_the_runs_own_manifest_is_the_same_for_every_attempt_and_can_be_loaded() -> None:
+    suspended = {**LARGE, "lifecycle": {"suspend": True}}
+    text = build_config_map(source(LARGE))["data"]["run.yaml"]
+    assert text == build_config_map(source(suspended))["data"]["run.yaml"]
+    loaded = OrbitRun.model_validate(json.loads(text), by_name=False)
+    assert loaded.spec.model.uri == "file:///mnt/claims/models/large"
+    assert loaded.spec.observability.metrics_port == 9400
+
+
+def test_a_run_that_shows_nothing_opens_nothing() -> None:
+    silent = {**SMALL, "observability": {"metricsPort": -1}}
+    assert build_network_policy(source(silent), SETTINGS)["spec"]["ingress"] == []
+    container = build_job(source(silent), 1, (), SETTINGS)["spec"]["template"]["spec"]["containers"][0]
+    assert not {"ports", "readinessProbe"} & set(container)
+
+
+def test_claims_and_config_maps_become_paths_and_read_only_mounts() -> None:
+    spec = {"model": {"uri": "pvc://m/a/b"}, "data": {"prompts": [{"uri": "pvc://m/p.jsonl"}, {"uri": "s3://b/p"}]}}
+    assert localise(spec)["data"]["prompts"] == [{"uri": "file:///mnt/claims/m/p.jsonl"}, {"uri": "s3://b/p"}]
+    volumes, mounts = build_mounts(spec)
+    assert [volume["persistentVolumeClaim"]["claimName"] for volume in volumes] == ["m"]
+    assert [(mount["mountPath"], mount["readOnly"]) for mount in mounts] == [("/mnt/claims/m", True)]
+
+
+@pytest.mark.parametrize(
+    ("whole", "half"), [("1Gi", "512Mi"), ("1Ti", "512Gi"), ("3G", "1500M"), ("2", "1"), ("1000", "500")]
+)
+def test_halving_a_quantity(whole: str, half: str) -> None:
+    assert halve(whole) == half
+    assert read_quantity(half) * 2 == read_quantity(whole)

@@ -1,0 +1,313 @@
+"""What follows from what is seen: the order of the questions, case by case."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from unit_operator.cluster_model import UNKNOWN_PLAN, Cluster, build_cluster
+
+from orbit_operator.actions import (
+    ApplySupport,
+    CreateAttempt,
+    DeleteJob,
+    DeletePod,
+    DeleteRun,
+    Plan,
+    SetFinalizer,
+    StartCleanup,
+)
+from orbit_operator.attempts import add_created
+from orbit_operator.ending import CLEANUP_SECONDS, FINALIZER
+from orbit_operator.facts import NodeFacts, Observed, Progress, QueueFacts
+from orbit_operator.plan import Limits, plan
+
+
+def work(cluster: Cluster, progress: Progress | None = None) -> Plan:
+    """One whole pass; returns what was planned."""
+    observed = cluster.observe(progress)
+    chosen = cluster.think(observed)
+    for action in chosen.actions:
+        job = cluster.carry_out(action)
+        if job is not None and chosen.state is not None:
+            chosen = replace(chosen, state=add_created(chosen.state, job))
+    cluster.write_status(observed, chosen)
+    return chosen
+
+
+def running(**lifecycle: Any) -> Cluster:
+    """A run whose first pod runs on n0."""
+    cluster = build_cluster(**lifecycle)
+    work(cluster)
+    cluster.make_pod()
+    cluster.schedule("n0")
+    cluster.start()
+    work(cluster, Progress(cluster.now, "pod-2", "Running", 1, checkpoint_step=1))
+    return cluster
+
+
+def condition(cluster: Cluster, kind: str) -> tuple[str, str]:
+    (found,) = [each for each in cluster.status["conditions"] if each["type"] == kind]
+    return found["status"], found["reason"]
+
+
+def test_a_new_run_gets_its_first_attempt_in_the_first_pass() -> None:
+    chosen = work(build_cluster())
+    assert chosen.actions == (CreateAttempt(1),)
+    assert [event.reason for event in chosen.events] == ["RunAttemptCreated"]
+
+
+def test_a_running_run_needs_nothing() -> None:
+    cluster = running()
+    chosen = work(cluster)
+    assert (chosen.actions, chosen.events) == ((), ())
+    assert (cluster.status["phase"], cluster.status["whoActs"]) == ("Running", "None")
+    assert condition(cluster, "Progressing") == ("True", "Running")
+    assert condition(cluster, "Succeeded")[0] == "Unknown"
+
+
+def test_a_success_is_final_whatever_happens_to_its_jobs() -> None:
+    cluster = running()
+    cluster.exit(0)
+    cluster.conclude_jobs()
+    assert [event.reason for event in work(cluster).events] == ["RunSucceeded"]
+    cluster.jobs.clear()
+    cluster.pods.clear()
+    again = work(cluster)
+    assert (again.actions, again.events) == ((), ())
+    assert (cluster.status["phase"], condition(cluster, "Complete")) == ("Succeeded", ("True", "Succeeded"))
+
+
+def test_a_users_mistake_ends_the_run_and_says_whose_it_is() -> None:
+    cluster = running()
+    cluster.exit(77)
+    cluster.conclude_jobs()
+    work(cluster)
+    assert (cluster.status["phase"], cluster.status["reason"], cluster.status["whoActs"]) == (
+        "Failed",
+        "CredentialsInvalid",
+        "User",
+    )
+    assert condition(cluster, "Failed") == ("True", "CredentialsInvalid")
+
+
+def test_a_lost_node_is_waited_for_and_then_left() -> None:
+    cluster = running()
+    cluster.lose_node("n0")
+    assert work(cluster).wake_at == cluster.now + 60.0
+    cluster.wait(60.0)
+    chosen = work(cluster)
+    assert chosen.actions == (DeletePod("pod-2", "pod-2"),)
+    assert cluster.status["reason"] == "NodeLost"
+    after = work(cluster)
+    assert after.wake_at is not None
+    assert cluster.status["attempts"][0]["ending"]["reason"] == "NodeLost"
+    cluster.wait(after.wake_at - cluster.now)
+    assert work(cluster).actions == (CreateAttempt(2, ("n0",)),)
+
+
+def test_a_pod_that_is_stuck_ending_on_a_healthy_node_is_waited_for() -> None:
+    cluster = running()
+    cluster.delete_pod("pod-2")
+    cluster.wait(100_000.0)
+    assert work(cluster).actions == ()
+    assert cluster.status["reason"] == "PodTerminating"
+
+
+def test_suspension_deletes_the_pod_and_resuming_starts_the_next_attempt() -> None:
+    cluster = running()
+    cluster.suspend(True)
+    assert work(cluster).actions == (DeletePod("pod-2", "pod-2"),)
+    assert cluster.status["phase"] == "Suspending"
+    cluster.end_deleted(75)
+    cluster.conclude_jobs()
+    assert "RunSuspended" in [event.reason for event in work(cluster).events]
+    assert condition(cluster, "Suspended") == ("True", "Suspended")
+    assert work(cluster).events == ()
+    cluster.suspend(False)
+    assert work(cluster).actions == (CreateAttempt(2),)
+    assert condition(cluster, "Suspended") == ("False", "Resumed")
+    assert (cluster.status["freeRestarts"], cluster.status["infraRestarts"]) == (1, 0)
+
+
+def test_a_run_that_is_created_suspended_makes_nothing() -> None:
+    cluster = build_cluster(suspend=True)
+    assert work(cluster).actions == ()
+    assert cluster.status["phase"] == "Suspended"
+
+
+def test_a_held_job_is_withdrawn_when_the_run_is_suspended() -> None:
+    cluster = build_cluster(queue_name="team-queue")
+    work(cluster)
+    work(cluster)
+    assert (cluster.status["phase"], cluster.status["reason"]) == ("Queued", "QueuedByKueue")
+    cluster.suspend(True)
+    assert work(cluster).actions == (DeleteJob("adder-a1", "job-1"),)
+    work(cluster)
+    assert cluster.status["phase"] == "Suspended"
+    assert cluster.status["attempts"][0]["ending"]["budget"] == "Free"
+
+
+def test_what_the_queue_says_stands_in_the_condition() -> None:
+    cluster = build_cluster(queue_name="team-queue")
+    work(cluster)
+    observed = replace(cluster.observe(), queue=QueueFacts("QuotaExceeded", "8 GPUs are more than the queue has left"))
+    cluster.write_status(observed, cluster.think(observed))
+    assert condition(cluster, "Admitted") == ("False", "QuotaExceeded")
+    assert "8 GPUs" in cluster.status["message"]
+
+
+def test_a_configuration_that_is_missing_is_made_again() -> None:
+    cluster = running()
+    cluster.pods["pod-2"] = replace(
+        cluster.pods["pod-2"], started=None, phase="Pending", waiting_reason="CreateContainerConfigError"
+    )
+    cluster.status = {}
+    assert work(cluster).actions == (ApplySupport(),)
+    assert (cluster.status["reason"], cluster.status["whoActs"]) == ("ConfigurationMissing", "User")
+
+
+def test_a_start_that_takes_too_long_is_ended_and_tried_elsewhere() -> None:
+    cluster = build_cluster(startup_deadline_seconds=40)
+    work(cluster)
+    cluster.make_pod()
+    cluster.schedule("n0")
+    assert work(cluster).wake_at == cluster.now + 40.0
+    cluster.wait(40.0)
+    assert work(cluster).actions == (DeletePod("pod-2", "pod-2"),)
+    cluster.end_deleted(143)
+    cluster.conclude_jobs()
+    work(cluster)
+    assert cluster.status["attempts"][0]["ending"]["reason"] == "StartupDeadlineExceeded"
+
+
+def test_the_active_deadline_ends_the_run_over_all_attempts() -> None:
+    cluster = running(active_deadline_seconds=100)
+    cluster.wait(100.0)
+    chosen = work(cluster)
+    assert chosen.actions == (DeletePod("pod-2", "pod-2"),)
+    assert cluster.status["phase"] == "Stopping"
+    cluster.end_deleted(75)
+    cluster.conclude_jobs()
+    work(cluster)
+    assert (cluster.status["phase"], cluster.status["reason"]) == ("Failed", "DeadlineExceeded")
+
+
+def test_a_run_that_is_over_goes_away_after_its_time_to_live_and_keeps_its_artifacts() -> None:
+    cluster = running(ttl_seconds=60)
+    cluster.run = replace(cluster.run, deletes_artifacts=True, finalizers=(FINALIZER,))
+    cluster.exit(0)
+    cluster.conclude_jobs()
+    assert work(cluster).wake_at == cluster.now + 60.0
+    cluster.wait(60.0)
+    assert work(cluster).actions == (SetFinalizer(False), DeleteRun())
+
+
+def test_what_this_operator_cannot_read_never_starts_and_never_ends_what_runs() -> None:
+    cluster = build_cluster()
+    cluster.run = replace(cluster.run, invalid="spec.future: unknown field")
+    assert work(cluster).actions == ()
+    assert (cluster.status["phase"], cluster.status["reason"]) == ("Failed", "ValidationFailed")
+    live = running()
+    live.run = replace(live.run, invalid="spec.future: unknown field")
+    assert work(live).actions == ()
+    assert live.status["phase"] == "Running"
+
+
+def test_a_plan_that_does_not_fit_makes_no_pod() -> None:
+    cluster = build_cluster()
+    refused = ("False", "AdapterTooLarge", "rank 512 does not fit")
+    chosen = plan(cluster.run, cluster.observe(), cluster.now, cluster.limits, refused)
+    assert chosen.actions == ()
+    assert chosen.state is not None
+    assert (chosen.state.reason, chosen.state.owner, chosen.state.outcome) == ("AdapterTooLarge", "user", False)
+
+
+@pytest.mark.parametrize(
+    ("annotations", "managed_by", "ours"),
+    [
+        ({}, None, True),
+        ({}, "orbitrl.dev/orbit-operator", True),
+        ({}, "kueue.x-k8s.io/multikueue", False),
+        ({"orbitrl.dev/reconcile": "disabled"}, None, False),
+    ],
+)
+def test_a_run_of_another_controller_is_left_alone(
+    annotations: dict[str, str], managed_by: str | None, ours: bool
+) -> None:
+    cluster = build_cluster(managed_by=managed_by)
+    cluster.run = replace(cluster.run, annotations=annotations)
+    assert (cluster.think(cluster.observe()) != Plan()) is ours
+
+
+def test_pods_of_a_deleted_run_of_the_same_name_go_first() -> None:
+    cluster = build_cluster()
+    chosen = cluster.think(replace(cluster.observe(), former_pods=1))
+    assert chosen.actions == ()
+    assert chosen.wake_at is not None
+
+
+def test_deletion_cleans_up_once_nothing_writes_any_more_and_never_for_long() -> None:
+    cluster = running()
+    cluster.run = replace(cluster.run, deletes_artifacts=True, finalizers=(FINALIZER,), deleting_since=cluster.now)
+    assert work(cluster).actions == (DeletePod("pod-2", "pod-2"),)
+    cluster.end_deleted(75)
+    assert work(cluster).actions == (StartCleanup(),)
+    assert work(cluster).actions == ()
+    cluster.cleanup = "Complete"
+    assert work(cluster).actions == (SetFinalizer(False),)
+    cluster.cleanup = "Failed"
+    cluster.wait(CLEANUP_SECONDS)
+    timed_out = cluster.think(cluster.observe())
+    assert timed_out.actions == ()  # the finalizer is gone already
+    cluster.run = replace(cluster.run, finalizers=(FINALIZER,))
+    timed_out = cluster.think(cluster.observe())
+    assert timed_out.actions == (SetFinalizer(False),)
+    assert [event.reason for event in timed_out.events] == ["ArtifactCleanupTimedOut"]
+
+
+def test_deletion_without_a_policy_is_the_collectors_business() -> None:
+    cluster = running()
+    cluster.run = replace(cluster.run, deleting_since=cluster.now)
+    assert work(cluster) == Plan()
+
+
+def test_old_attempts_leave_the_list_and_their_jobs_go() -> None:
+    cluster = build_cluster(max_infra_restarts=100)
+    for _ in range(80):
+        work(cluster)
+        cluster.make_pod()
+        cluster.schedule("n1")
+        cluster.start()
+        cluster.exit(82)
+        cluster.conclude_jobs()
+        cluster.wait(700.0)
+    assert len(cluster.status["attempts"]) <= 10
+    over = [attempt["number"] for attempt in cluster.status["attempts"] if "ending" in attempt]
+    assert cluster.status["infraRestarts"] == over[-1] > 20
+    assert cluster.status["retired"]["through"] == cluster.status["attempts"][0]["number"] - 1
+    assert len(cluster.jobs) <= 10
+
+
+def test_a_status_that_was_lost_is_found_again_in_the_jobs() -> None:
+    cluster = running()
+    cluster.exit(0)
+    cluster.conclude_jobs()
+    work(cluster)
+    cluster.status = {}
+    work(cluster)
+    assert cluster.status["phase"] == "Succeeded"
+
+
+def test_a_broken_gpu_on_the_node_shows_in_the_condition() -> None:
+    cluster = running()
+    cluster.nodes["n0"] = NodeFacts("n0", problems=("XID 79",))
+    work(cluster)
+    assert condition(cluster, "GPUHealthy") == ("False", "GPUFault")
+
+
+def test_limits_have_the_documented_defaults() -> None:
+    assert Limits() == Limits(node_lost_seconds=300.0, ttl_seconds=-1)
+    assert Observed().stored.attempts == ()
+    assert UNKNOWN_PLAN[0] == "Unknown"

@@ -1,0 +1,151 @@
+"""Pods that hang, lie and flood, as real HTTP servers on the loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+pytest.importorskip("kopf", reason="the operator's packages are not installed (extra `operator`)")
+from aiohttp import ClientSession, ClientTimeout, web
+
+from orbit_operator import poll
+from orbit_operator.cache import Cache, Child, Key, RawRun
+from orbit_operator.facts import PodFacts, Progress
+from orbit_operator.metrics import Metrics
+from orbit_operator.poll import LARGEST_ANSWER, Poller, read_progress
+
+KEY: Key = ("team", "adder")
+GOOD: dict[str, Any] = {
+    "run": "adder",
+    "phase": "Running",
+    "step": 3,
+    "total": 60,
+    "reward": 0.5,
+    "parity": 1e-6,
+    "parity_limit": 1e-4,
+    "policy_version": 3,
+    "adapter_digest": "sha256:ab",
+    "last_checkpoint": "checkpoints/step-000003",
+    "last_checkpoint_step": 3,
+    "tokens_per_second": 100.5,
+    "eta_seconds": 12.5,
+    "execution": 2,
+    "live": True,
+}
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def ask(handler: Handler, known: Progress | None = None) -> tuple[dict[Key, Progress], str, float]:
+    """One question to one pod: what is known then, the outcome that was counted, and how long it took."""
+
+    async def work() -> tuple[dict[Key, Progress], str, float]:
+        app = web.Application()
+        app.router.add_get("/status", handler)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        port = runner.addresses[0][1]
+        cache, metrics = Cache(), Metrics()
+        cache.runs.put(KEY, "r", RawRun("r", b"{}", "1"), 1)
+        pod = PodFacts("adder-a1-x", "p", 1, ip="127.0.0.1", started=1.0, phase="Running")
+        cache.pods.put(KEY, "p", Child("r", pod), 1)
+        progress = {} if known is None else {KEY: known}
+        poller = Poller(cache, progress, lambda _: None, metrics, connections=2, port_of=lambda _: port)
+        began = time.monotonic()
+        async with ClientSession(timeout=ClientTimeout(total=0.5)) as session:
+            poller._session = session
+            await poller.round()
+        took = time.monotonic() - began
+        await runner.cleanup()
+        outcomes = [s.labels["outcome"] for m in metrics.polls.collect() for s in m.samples if s.value]
+        return progress, outcomes[-1], took
+
+    return asyncio.run(work())
+
+
+def test_an_answer_is_taken_over_whole() -> None:
+    async def handler(_: web.Request) -> web.StreamResponse:
+        return web.json_response(GOOD)
+
+    progress, outcome, _ = ask(handler)
+    heard = progress[KEY]
+    assert outcome == "answered"
+    assert (heard.step, heard.total, heard.reward, heard.checkpoint_step) == (3, 60, 0.5, 3)
+    assert (heard.pod_uid, heard.phase, heard.execution) == ("p", "Running", 2)
+
+
+def test_a_pod_that_hangs_costs_one_time_limit() -> None:
+    async def handler(_: web.Request) -> web.StreamResponse:
+        await asyncio.sleep(3)
+        return web.json_response(GOOD)
+
+    progress, outcome, took = ask(handler)
+    assert (progress, outcome) == ({}, "timeout")
+    assert took < 1.5
+
+
+def test_a_pod_that_floods_is_cut_off() -> None:
+    async def handler(request: web.Request) -> web.StreamResponse:
+        answer = web.StreamResponse()
+        await answer.prepare(request)
+        for _ in range(64):
+            await answer.write(b" " * LARGEST_ANSWER)
+        return answer
+
+    assert ask(handler)[:2] == ({}, "flooded")
+
+
+@pytest.mark.parametrize("body", ["<html>", "[1, 2]", "null", '{"run": "another"}', '{"step": 3}'])
+def test_what_is_no_status_of_this_run_is_refused(body: str) -> None:
+    async def handler(_: web.Request) -> web.StreamResponse:
+        return web.Response(text=body)
+
+    assert ask(handler)[:2] == ({}, "refused")
+
+
+def test_a_redirect_is_not_followed() -> None:
+    async def handler(_: web.Request) -> web.StreamResponse:
+        return web.Response(status=302, headers={"Location": "http://127.0.0.1:1/"})
+
+    assert ask(handler)[:2] == ({}, "refused")
+
+
+def test_a_pod_never_unlearns() -> None:
+    async def handler(_: web.Request) -> web.StreamResponse:
+        return web.json_response({**GOOD, "step": 2})
+
+    known = Progress(1.0, "p", "Running", 5)
+    assert ask(handler, known)[0] == {KEY: known}
+    assert ask(handler, Progress(1.0, "former", "Running", 5))[0][KEY].step == 2
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "expected"),
+    [
+        ("step", -1, 0),
+        ("step", "7", 0),
+        ("step", True, 0),
+        ("step", 10**30, 0),
+        ("reward", "NaN", None),
+        ("reward", float("nan"), None),
+        ("reward", float("inf"), None),
+        ("reward", 10**400, None),
+        ("reward", [1], None),
+        ("eta_seconds", -5, None),
+        ("adapter_digest", "x" * 999, "x" * 128),
+        ("phase", {"a": 1}, ""),
+    ],
+)
+def test_a_value_that_cannot_be_true_is_left_out(field: str, value: Any, expected: Any) -> None:
+    heard = read_progress({**GOOD, field: value}, "adder", "p", 1.0)
+    assert heard is not None
+    assert getattr(heard, field) == expected
+
+
+def test_the_limits_are_what_is_documented() -> None:
+    assert (poll.ANSWER_SECONDS, poll.LARGEST_ANSWER) == (3.0, 65536)

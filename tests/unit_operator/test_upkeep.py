@@ -1,0 +1,222 @@
+"""What the operator knows of itself: its cache, its health, its metrics, when it writes, and the CRD it finds."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import pytest
+
+pytest.importorskip("kopf", reason="the operator's packages are not installed (extra `operator`)")
+
+from orbit_operator.api import JOBS, PODS, RUNS, Kind
+from orbit_operator.cache import Cache, Child, RawRun, Shelf
+from orbit_operator.crd_check import find_served, missing_fields
+from orbit_operator.facts import JobFacts, Stored
+from orbit_operator.handlers import build_kopf_settings, drop_pod, put_child, put_run
+from orbit_operator.health import LONGEST_PASS_SECONDS, STALLED_SECONDS, Health
+from orbit_operator.metrics import Metrics, build_line
+from orbit_operator.reconcile import write_due
+from orbit_operator.resync import Resync
+from orbit_operator.settings import Settings
+from orbit_operator.timestamps import format_time
+from orbit_runtime.spec.crd import build_schema
+
+KEY = ("team", "adder")
+
+
+def test_the_cache_keeps_what_is_newer_and_what_is_deleted_stays_deleted() -> None:
+    shelf: Shelf[str] = Shelf()
+    shelf.put(KEY, "a", "new", 7)
+    shelf.put(KEY, "a", "old", 6)
+    shelf.put(KEY, "b", "other", 1)
+    assert shelf.of(KEY) == ("new", "other")
+    assert shelf.drop("a") == KEY
+    shelf.put(KEY, "a", "late", 9)
+    assert shelf.of(KEY) == ("other",)
+    assert shelf.drop("a") is None
+    shelf.drop("b")
+    assert (shelf.keys_now(), len(shelf)) == ([], 0)
+
+
+def test_of_two_runs_of_one_name_the_newer_counts() -> None:
+    cache = Cache()
+    cache.runs.put(KEY, "old", RawRun("old", b"", "5"), 5)
+    cache.runs.put(KEY, "new", RawRun("new", b"", "9"), 9)
+    run = cache.run(KEY)
+    assert run is not None
+    assert run.uid == "new"
+
+
+def test_how_a_pod_ended_outlives_the_pod() -> None:
+    cache = Cache()
+    labels = {"orbitrl.dev/run-name": "adder", "orbitrl.dev/run-uid": "r", "orbitrl.dev/attempt": "1"}
+    body: dict[str, Any] = {
+        "metadata": {"name": "p", "namespace": "team", "uid": "u", "labels": labels, "resourceVersion": "3"},
+        "status": {"phase": "Running"},
+    }
+    put_child(cache, "pods", body)
+    drop_pod(cache, {**body, "status": {"phase": "Failed"}})
+    assert [each.facts.phase for each in cache.pods.of(KEY)] == ["Failed"]
+    body["metadata"] = {**body["metadata"], "uid": "v"}
+    put_child(cache, "pods", body)
+    drop_pod(cache, body)
+    assert [each.facts.uid for each in cache.pods.of(KEY)] == ["u"]
+    put_run(cache, {"metadata": {"name": "adder", "namespace": "team", "uid": "r", "resourceVersion": "4"}})
+    assert cache.run(KEY) is not None
+
+
+class Listed:
+    """An API that only lists: uid and version, by kind. Hand-written; the real one is in the cluster tests."""
+
+    def __init__(self, **kinds: Mapping[str, int]) -> None:
+        self.kinds = kinds
+
+    async def list(
+        self, kind: Kind, namespace: str | None, query: Mapping[str, str], *, metadata_only: bool = False
+    ) -> AsyncIterator[dict[str, Any]]:
+        assert metadata_only
+        assert query["resourceVersion"] == "0"
+        for uid, version in self.kinds.get(kind.plural, {}).items():
+            yield {"metadata": {"uid": uid, "resourceVersion": str(version)}}
+
+
+def check_twice(cache: Cache, first: Listed, second: Listed) -> tuple[Health, list[tuple[str, str]]]:
+    health, changed = Health(clock=lambda: 100.0), list[tuple[str, str]]()
+    resync = Resync(first, cache, health, (None,), changed.append)  # type: ignore[arg-type]
+    asyncio.run(resync.check())
+    resync._api = second  # type: ignore[assignment]
+    asyncio.run(resync.check())
+    return health, changed
+
+
+def filled() -> Cache:
+    cache = Cache()
+    cache.runs.put(KEY, "r", RawRun("r", b"", "5"), 5)
+    cache.jobs.put(KEY, "j", Child("r", JobFacts("adder-a1", "j", 1)), 6)
+    return cache
+
+
+def test_watching_that_keeps_up_is_well() -> None:
+    there = Listed(orbitruns={"r": 5}, jobs={"j": 6})
+    assert check_twice(filled(), there, there)[0].stalled_since is None
+    assert (RUNS.plural, JOBS.plural, PODS.plural) == ("orbitruns", "jobs", "pods")
+
+
+def test_news_that_two_checks_have_seen_and_watching_has_not_are_a_stall() -> None:
+    behind = Listed(orbitruns={"r": 9}, jobs={"j": 6})
+    assert check_twice(filled(), behind, behind)[0].stalled_since == 100.0
+    even = Listed(orbitruns={"r": 5}, jobs={"j": 6})
+    assert check_twice(filled(), even, behind)[0].stalled_since is None
+    assert check_twice(filled(), behind, even)[0].stalled_since is None
+
+
+def test_an_object_nobody_told_us_about_is_a_stall_as_well() -> None:
+    more = Listed(orbitruns={"r": 5, "s": 7}, jobs={"j": 6})
+    assert check_twice(filled(), more, more)[0].stalled_since == 100.0
+
+
+def test_what_two_checks_miss_is_gone() -> None:
+    cache, less = filled(), Listed(orbitruns={"r": 5})
+    _, changed = check_twice(cache, less, less)
+    assert (cache.jobs.of(KEY), changed) == ((), [KEY])
+    cache = filled()
+    check_twice(cache, less, Listed(orbitruns={"r": 5}, jobs={"j": 6}))
+    assert len(cache.jobs.of(KEY)) == 1
+
+
+def test_the_process_is_unwell_when_watching_stalls_or_a_pass_never_ends() -> None:
+    now = [1000.0]
+    health = Health(clock=lambda: now[0])
+    assert health.find_stall() == ""
+    health.stalled_since = 1000.0
+    assert health.find_stall() == ""
+    now[0] += STALLED_SECONDS + 1
+    assert "behind" in health.find_stall()
+    health.stalled_since = None
+    health.passes[1] = now[0]
+    now[0] += LONGEST_PASS_SECONDS + 1
+    assert "pass" in health.find_stall()
+    assert "Lease" in health.find_unready()
+
+
+STATUS: dict[str, Any] = {
+    "phase": "Running",
+    "reason": "Running",
+    "whoActs": "None",
+    "step": 3,
+    "lastReportTime": format_time(100),
+    "attempts": [{"number": 1, "step": 3, "scheduleTime": format_time(50)}],
+    "gpuSeconds": {"useful": 10, "lost": 0, "waiting": 1},
+    "conditions": [{"type": "Progressing", "status": "True"}],
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "now", "due"),
+    [
+        ({}, 110.0, None),
+        ({"phase": "Failed"}, 110.0, 0.0),
+        ({"attempts": [{"number": 1, "node": "n0"}]}, 110.0, 0.0),
+        ({"gpuSeconds": {"useful": 90}}, 110.0, None),
+        ({"step": 4, "lastReportTime": format_time(110)}, 110.0, 20.0),
+        ({"step": 4, "lastReportTime": format_time(110)}, 130.0, 0.0),
+    ],
+)
+def test_a_change_is_written_at_once_and_progress_now_and_then(
+    change: dict[str, Any], now: float, due: float | None
+) -> None:
+    assert write_due(Stored(raw=STATUS), {**STATUS, **change}, now, 30.0) == due
+
+
+def test_the_first_report_is_written_at_once() -> None:
+    before = {name: value for name, value in STATUS.items() if name not in ("lastReportTime", "step")}
+    assert write_due(Stored(raw=before), STATUS, 101.0, 30.0) == 0.0
+
+
+def test_a_scrape_tells_of_every_run_and_forgets_those_that_are_gone() -> None:
+    metrics = Metrics()
+    spec = {"model": {"uri": "hf://a/b", "precision": "INT4"}, "adapter": {"type": "LoRA"}}
+    ended = {"time": format_time(7), "budget": "Infra", "reason": "NodeLost", "whoActs": "Cluster"}
+    status = {**STATUS, "infraRestarts": 2, "attempts": [{"number": 1, "ending": ended}, *STATUS["attempts"]]}
+    metrics.runs[KEY] = build_line(spec, status, 8)
+    text = metrics.render().decode()
+    where = 'namespace="team"'
+    for line in (
+        f'orbit_run_info{{adapter="LoRA",model="hf://a/b",{where},node="",precision="INT4",queue="",run="adder"}} 1.0',
+        'orbit_run_phase{namespace="team",owner="None",phase="Running",reason="Running",run="adder"} 1.0',
+        'orbit_run_attempts_total{class="infra",namespace="team",run="adder"} 2.0',
+        'orbit_run_attempts_total{class="user",namespace="team",run="adder"} 0.0',
+        'orbit_run_gpus{namespace="team",run="adder"} 8.0',
+        f'end_timestamp_seconds{{class="infra",{where},owner="Cluster",reason="NodeLost",run="adder"}} 7.0',
+        'orbit_run_status_condition{condition="Progressing",namespace="team",run="adder",status="False"} 0.0',
+    ):
+        assert line in text, line
+    assert "orbit_run_finished_timestamp_seconds{" not in text
+    del metrics.runs[KEY]
+    assert 'run="adder"' not in metrics.render().decode()
+
+
+def test_a_crd_of_this_version_lacks_nothing_and_an_older_one_says_what() -> None:
+    own = build_schema()
+    document = {
+        "components": {"schemas": {"x": {"x-kubernetes-group-version-kind": [{"kind": "OrbitRun"}], **own}, "y": {}}}
+    }
+    served = find_served(document)
+    assert served is not None
+    assert missing_fields(own, served) == []
+    properties = own["properties"]
+    spec = {name: value for name, value in properties["spec"]["properties"].items() if name != "placement"}
+    older = {**own, "properties": {**properties, "spec": {**properties["spec"], "properties": spec}}}
+    assert missing_fields(own, older) == ["spec.placement"]
+    assert find_served({}) is None
+
+
+def test_kopf_neither_peers_nor_scans_nor_stores_anything() -> None:
+    chosen = build_kopf_settings(Settings())
+    assert chosen.peering.standalone
+    assert chosen.scanning.disabled
+    assert not chosen.posting.enabled
+    assert chosen.process.ultimate_exiting_timeout == 25
+    assert chosen.watching.client_timeout is not None

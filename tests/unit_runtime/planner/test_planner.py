@@ -1,0 +1,198 @@
+"""The planner's choices and refusals: layouts, micro-batches, copies, what to change, and what is supported."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from orbit_runtime.errors import ManifestError, UnsupportedError
+from orbit_runtime.model_info.cards import card_facts
+from orbit_runtime.model_info.gpus import find_gpu
+from orbit_runtime.planner import Machine, Plan, check_fits, plan
+from orbit_runtime.planner.job import Asked
+from orbit_runtime.planner.layout import possible_layouts
+from orbit_runtime.planner.support import FAMILY_NAMES, PINNED, Combination, all_combinations, find_support
+from orbit_runtime.spec import OrbitRun
+
+ROOT = Path(__file__).parents[3]
+GIB = 2**30
+B200, H100, RTX = find_gpu("B200"), find_gpu("H100"), find_gpu("RTX4090")
+
+
+def build(repository: str = "Qwen/Qwen3-4B", **blocks: dict) -> OrbitRun:
+    spec = {
+        "model": {"uri": f"hf://{repository}"},
+        "data": {"prompts": [{"uri": "p.jsonl"}]},
+        "environment": {"rewards": [{"name": "r", "type": "ExactMatch"}]},
+        "training": {"steps": 1},
+    }
+    for name, block in blocks.items():
+        spec[name] = {**spec.get(name, {}), **block}
+    return OrbitRun.model_validate(
+        {"apiVersion": "orbitrl.dev/v1alpha1", "kind": "OrbitRun", "metadata": {"name": "a"}, "spec": spec}
+    )
+
+
+def planned(machine: Machine, repository: str = "Qwen/Qwen3-4B", **blocks: dict) -> Plan:
+    return plan(build(repository, **blocks), card_facts(repository), machine)
+
+
+def test_one_device_runs_torch_and_several_run_megatron_and_sglang() -> None:
+    one, eight = planned(Machine(H100, 1)), planned(Machine(H100, 8))
+    assert (one.trainer, one.engine, one.base_copies) == ("Torch", "Torch", "Shared")
+    assert (eight.trainer, eight.engine, eight.base_copies) == ("Megatron", "SGLang", "Two")
+
+
+def test_a_model_that_fits_whole_is_replicated_and_not_divided() -> None:
+    assert planned(Machine(H100, 8)).layout.text() == "TP1 EP1 PP1 CP1 DP8"
+
+
+def test_a_larger_model_is_divided_as_little_as_it_must() -> None:
+    made = planned(Machine(H100, 8), "Qwen/Qwen3-235B-A22B-FP8", model={"maxSequenceLength": 8192})
+    assert made.fits
+    assert made.layout.expert == 8
+    assert 1 < made.layout.tensor <= 8
+
+
+def test_layouts_divide_heads_experts_and_gpus() -> None:
+    model = card_facts("moonshotai/Kimi-K2.6").architecture
+    found = list(possible_layouts(model, 8, Asked()))
+    assert found
+    for layout in found:
+        assert layout.num_gpus == 8
+        assert model.num_heads % layout.tensor == 0
+        assert model.num_experts % layout.expert == 0
+    assert {layout.tensor for layout in possible_layouts(model, 8, Asked(tensor=4))} == {4}
+    assert list(possible_layouts(model, 8, Asked(tensor=3))) == []
+
+
+def test_an_impossible_division_is_the_manifests_error() -> None:
+    with pytest.raises(ManifestError, match="cannot be divided like this") as wrong:
+        planned(Machine(H100, 8), training={"parallel": {"tensor": 7}})
+    assert wrong.value.where == "spec.training.parallel"
+
+
+def test_a_micro_batch_left_open_shrinks_until_it_fits_and_one_that_is_written_does_not() -> None:
+    small = {"model": {"maxSequenceLength": 1024}, "rollout": {"maxRunningRequests": 16}}
+    left_open = planned(Machine(RTX, 1), **small)
+    assert left_open.fits
+    assert left_open.micro_batch_tokens < 16384
+    assert any("tokens a micro-batch do not fit" in note for note in left_open.notes)
+    written = planned(Machine(RTX, 1), **small, training={"microBatchTokens": 16384})
+    assert not written.fits
+    assert written.problems[0].fix.startswith("write training.microBatchTokens: ")
+    kept = plan(build(**small), card_facts("Qwen/Qwen3-4B"), Machine(RTX, 1), may_choose=False)
+    assert kept.micro_batch_tokens == 16384
+
+
+def test_following_the_advice_makes_it_fit() -> None:
+    small = {"model": {"maxSequenceLength": 1024}, "rollout": {"maxRunningRequests": 16}}
+    refused = planned(Machine(RTX, 1), **small, training={"microBatchTokens": 16384})
+    (tokens,) = re.findall(r"microBatchTokens: (\d+)$", refused.problems[0].fix)
+    assert planned(Machine(RTX, 1), **small, training={"microBatchTokens": int(tokens)}).fits
+
+
+def test_sglang_lives_with_a_smaller_cache_and_the_torch_engine_does_not() -> None:
+    long = {"model": {"maxSequenceLength": 32768}, "training": {"microBatchTokens": 32768}}
+    eight = planned(Machine(H100, 8), **long)
+    assert eight.fits
+    assert any("the others wait" in note for note in eight.notes)
+    one = planned(Machine(H100, 1), **long)
+    assert not one.fits
+
+
+def test_the_cpu_is_judged_by_its_memory() -> None:
+    assert planned(Machine(None, 0, 256 * GIB), model={"maxSequenceLength": 512}).fits
+    small = planned(Machine(None, 0, 8 * GIB), model={"maxSequenceLength": 512})
+    assert not small.fits
+    with pytest.raises(UnsupportedError, match=r"this machine has 8\.0"):
+        check_fits(small)
+    assert planned(Machine(None, 0, None)).fits
+
+
+def test_host_memory_and_disk_that_the_manifest_limits_are_checked() -> None:
+    machine = Machine(H100, 8, host_bytes=8 * GIB, disk_bytes=GIB)
+    messages = [problem.message for problem in planned(machine).problems]
+    assert any("GiB of main memory, 8.0 are there" in message for message in messages)
+    assert any("GiB of disk, 1.0 are there" in message for message in messages)
+
+
+def test_halves_of_a_node_hold_one_side_each() -> None:
+    made = planned(Machine(H100, 8), placement={"layout": "Split"})
+    assert made.layout.num_gpus == 4
+    assert "optimizer" not in made.phases["rollout"]
+    assert "KV cache" not in made.phases["train"]
+
+
+def test_a_precision_that_the_checkpoint_has_not_is_refused() -> None:
+    with pytest.raises(ManifestError, match="is BF16, not INT4") as wrong:
+        planned(Machine(H100, 1), model={"precision": "INT4"})
+    assert (wrong.value.where, wrong.value.exit_code) == ("spec.model.precision", 64)
+
+
+@pytest.mark.parametrize(
+    ("adapter", "where", "says"),
+    [
+        ({"targets": ["q_proj", "w_proj"]}, "spec.adapter.targets[1]", "`w_proj` matches no linear layer"),
+        ({"lora": {"rank": 1024, "alpha": 1.0}, "targets": ["o_proj"]}, None, ""),
+        ({"type": "OFT", "oft": {"blockSize": 48}}, "spec.adapter.oft.blockSize", "blocks of 48 do not divide"),
+    ],
+)
+def test_an_adapter_that_suits_no_layer_is_refused(adapter: dict, where: str | None, says: str) -> None:
+    if where is None:
+        assert planned(Machine(H100, 1), adapter=adapter).adapter.num_layers == 36
+        return
+    with pytest.raises(ManifestError, match=re.escape(says)) as wrong:
+        planned(Machine(H100, 1), adapter=adapter)
+    assert wrong.value.where == where
+
+
+def test_more_memory_never_turns_a_yes_into_a_no() -> None:
+    for size in (24, 48, 79, 140, 178):
+        card = replace(H100, usable_bytes=size * GIB)  # type: ignore[type-var]
+        fits = planned(Machine(card, 8), "Qwen/Qwen3-30B-A3B-FP8").fits
+        if fits:
+            bigger = replace(card, usable_bytes=2 * size * GIB)
+            assert planned(Machine(bigger, 8), "Qwen/Qwen3-30B-A3B-FP8").fits
+
+
+def test_every_family_of_the_tables_has_a_place_in_the_support_table() -> None:
+    families = {card_facts(name).architecture.family for name in ("Qwen/Qwen3-4B", "openai/gpt-oss-120b")}
+    assert families <= set(FAMILY_NAMES)
+    assert all(find_support(each).state in ("works", "planned", "refused") for each in all_combinations())
+
+
+@pytest.mark.parametrize(
+    ("asked", "state", "says"),
+    [
+        (Combination("INT4", "qwen3", "LoRA", "None", "Torch", "Torch"), "works", ""),
+        (Combination("BF16", "llama", "OFT", "None", "Torch", "Torch"), "works", ""),
+        (Combination("MXFP4", "deepseek_v4", "LoRA", "SharedOuter", "SGLang", "Megatron", 8), "refused", "DeepSeek-V4"),
+        (Combination("MXFP4", "gpt_oss", "LoRA", "SharedOuter", "SGLang", "Megatron", 8), "refused", "MXFP4 experts"),
+        (Combination("INT4", "kimi_k2", "LoRA", "SharedOuter", "SGLang", "Megatron", 8), "planned", "Megatron"),
+        (Combination("BF16", "qwen3", "LoRA", "None", "Torch", "Torch", 8), "refused", "one process"),
+        (Combination("BF16", "qwen3", "LoRA", "None", "Torch", "Megatron", 8), "refused", "torch trainer's process"),
+    ],
+)
+def test_what_is_supported_and_why_not(asked: Combination, state: str, says: str) -> None:
+    found = find_support(asked)
+    assert found.state == state
+    assert says in " ".join(found.reasons)
+
+
+def test_a_refused_combination_does_not_fit_whatever_the_memory() -> None:
+    made = planned(
+        Machine(B200, 8), "deepseek-ai/DeepSeek-V4-Flash",
+        adapter={"targets": ["gate_proj"]}, training={"parallel": {"tensor": 8}},
+    )  # fmt: skip
+    assert not made.fits
+    assert "SGLang 0.5.23 cannot adapt DeepSeek-V4" in made.problems[0].message
+
+
+def test_the_versions_of_the_table_are_the_pinned_ones() -> None:
+    pins = (ROOT / "images" / "constraints" / "node.txt").read_text()
+    for name, version in PINNED.items():
+        assert re.search(rf"^{re.escape(name)}=={re.escape(version)}( |$)", pins, re.MULTILINE), name

@@ -1,0 +1,183 @@
+"""The two Grafana dashboards as tables: one row per panel.
+
+Belongs here: titles, queries, units. Does not belong here: Grafana's JSON (`grafana`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tools.chart.grafana import Dashboard, Panel, Variable, render_dashboard
+
+FLEET = Dashboard(
+    name="fleet",
+    uid="orbit-fleet",
+    title="Orbit: fleet",
+    variables=(Variable("namespace", "label_values(orbit_run_info, namespace)", is_multi=True),),
+    rows={
+        "Now": (
+            Panel("Runs that train", "stat", {"": 'count(orbit_run_phase{@, phase="Running"} == 1) or vector(0)'}),
+            Panel("GPUs held", "stat", {"": "sum(orbit_run_gpus{@}) or vector(0)"}),
+            Panel(
+                "Waiting or queued",
+                "stat",
+                {"": 'count(orbit_run_phase{@, phase=~"Pending|Starting|Queued|Restarting"} == 1) or vector(0)'},
+            ),
+            Panel(
+                "GPU time lost, 24 h",
+                "stat",
+                {
+                    "": 'sum(increase(orbit_run_gpu_seconds_total{@, kind="lost"}[24h]))'
+                    " / sum(increase(orbit_run_gpu_seconds_total{@}[24h]))"
+                },
+                unit="percentunit",
+            ),
+            Panel(
+                "Runs",
+                "table",
+                {
+                    "": "max by (namespace, run, phase, reason, owner) (orbit_run_phase{@} == 1)",
+                },
+                width=24,
+            ),
+        ),
+        "Over time": (
+            Panel("Runs by phase", "stack", {"{{phase}}": "sum by (phase) (orbit_run_phase{@})"}, width=12),
+            Panel(
+                "GPU time",
+                "stack",
+                {"{{kind}}": "sum by (kind) (rate(orbit_run_gpu_seconds_total{@}[$__rate_interval]))"},
+                unit="short",
+                width=12,
+                text="GPUs that trained usefully, whose work was lost, and that waited.",
+            ),
+            Panel(
+                "Attempts that ended, per hour",
+                "stack",
+                {"{{class}}": "sum by (class) (increase(orbit_run_attempts_total{@}[1h]))"},
+                text="On whose account: `free` on request, `infra` cluster or hardware, `user` the manifest.",
+            ),
+            Panel(
+                "Why they ended, 24 h",
+                "stack",
+                {
+                    "{{reason}}, {{owner}}": "count by (reason, owner)"
+                    " (time() - orbit_run_last_end_timestamp_seconds{@} < 86400)"
+                },
+                text="The newest end of each run, and who must act.",
+            ),
+            Panel("Step", "line", {"{{namespace}}/{{run}}": "max by (namespace, run) (orbit_run_step{@})"}, width=12),
+            Panel(
+                "Reward",
+                "line",
+                {"{{namespace}}/{{run}}": "max by (namespace, run) (orbit_run_reward_mean{@})"},
+                width=12,
+            ),
+            Panel(
+                "Tokens per second",
+                "line",
+                {"{{namespace}}/{{run}}": "max by (namespace, run) (orbit_run_tokens_per_second{@})"},
+                width=12,
+            ),
+        ),
+        "Operator": (
+            Panel(
+                "Reconcile, seconds",
+                "line",
+                {
+                    "p50": "histogram_quantile(0.5, sum by (le) (rate(orbit_operator_reconcile_seconds_bucket[5m])))",
+                    "p99": "histogram_quantile(0.99, sum by (le) (rate(orbit_operator_reconcile_seconds_bucket[5m])))",
+                },
+                unit="s",
+            ),
+            Panel("Queue", "line", {"runs": "max(orbit_operator_queue_depth)"}),
+            Panel("Failed passes", "line", {"per minute": "60 * sum(rate(orbit_operator_reconcile_errors_total[5m]))"}),
+            Panel(
+                "Since the last event",
+                "line",
+                {"{{pod}}": "time() - orbit_operator_last_event_timestamp_seconds"},
+                unit="s",
+            ),
+        ),
+    },
+)
+
+RUN = Dashboard(
+    name="run",
+    uid="orbit-run",
+    title="Orbit: one run",
+    variables=(
+        Variable("namespace", "label_values(orbit_run_info, namespace)"),
+        Variable("run", 'label_values(orbit_run_info{namespace="$namespace"}, run)'),
+    ),
+    rows={
+        "State": (
+            Panel("Phase", "state", {"{{phase}}, {{reason}}": "orbit_run_phase{@} == 1"}),
+            Panel("Step", "stat", {"step": "max(orbit_run_step{@})", "of": "max(orbit_run_step_target{@})"}),
+            Panel(
+                "Since the last step",
+                "stat",
+                {"": "time() - max(orbit_run_last_progress_timestamp_seconds{@})"},
+                unit="s",
+            ),
+            Panel(
+                "Since the last durable checkpoint",
+                "stat",
+                {"": "time() - max(orbit_run_last_checkpoint_timestamp_seconds{@})"},
+                unit="s",
+            ),
+            Panel("Attempt", "line", {"attempt": "max(orbit_run_attempt{@})"}),
+            Panel("Ends of attempts", "line", {"{{class}}": "orbit_run_attempts_total{@}"}),
+            Panel("GPU time", "line", {"{{kind}}": "orbit_run_gpu_seconds_total{@}"}, unit="s"),
+            Panel(
+                "Conditions that hold",
+                "state",
+                {"{{condition}}": 'orbit_run_status_condition{@, status="True"} == 1'},
+            ),
+        ),
+        "Learning": (
+            Panel(
+                "Reward",
+                "line",
+                {"mean": "orbit_run_reward_mean{@}", "standard deviation": "orbit_run_reward_std{@}"},
+            ),
+            Panel("KL from the base", "line", {"kl": "orbit_run_kl{@}"}, text="nats"),
+            Panel("Loss", "line", {"loss": "orbit_run_loss{@}"}),
+            Panel("Entropy", "line", {"entropy": "orbit_run_entropy{@}"}),
+            Panel("Gradient norm", "line", {"before clipping": "orbit_run_grad_norm{@}"}),
+            Panel("Clipped tokens", "line", {"share": "orbit_run_clip_fraction{@}"}, unit="percentunit"),
+            Panel("Learning rate", "line", {"rate": "orbit_run_learning_rate{@}"}, unit="sci"),
+            Panel(
+                "How rewards end",
+                "stack",
+                {"{{outcome}}": "sum by (outcome) (increase(orbit_run_reward_outcomes_total{@}[$__rate_interval]))"},
+            ),
+        ),
+        "Trust": (
+            Panel(
+                "Trainer against engine",
+                "line",
+                {"{{statistic}}": "orbit_run_parity{@}"},
+                text="|log-prob difference| in nats; `limit` is what `mean` is gated against.",
+                width=12,
+            ),
+            Panel("Policy version", "line", {"version": "orbit_run_policy_version{@}"}),
+            Panel("Staleness", "line", {"versions behind": "orbit_run_staleness_max{@}"}),
+        ),
+        "Speed": (
+            Panel("Tokens per second", "line", {"tokens/s": "orbit_run_tokens_per_second{@}"}),
+            Panel("Seconds of a step", "stack", {"{{stage}}": "orbit_run_stage_seconds{@}"}, unit="s"),
+            Panel("Seconds of a step, whole", "line", {"step": "orbit_run_step_seconds{@}"}, unit="s"),
+            Panel("Length of completions", "line", {"tokens": "orbit_run_response_tokens_mean{@}"}),
+            Panel("Completions cut off", "line", {"share": "orbit_run_truncated_fraction{@}"}, unit="percentunit"),
+            Panel("Tokens sampled", "line", {"per minute": "60 * rate(orbit_run_tokens_total{@}[$__rate_interval])"}),
+        ),
+    },
+)
+
+DASHBOARDS = (FLEET, RUN)
+
+
+def build_dashboard(dashboard: Dashboard) -> dict[str, Any]:
+    """Grafana's object."""
+    return render_dashboard(dashboard)
