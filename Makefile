@@ -12,7 +12,7 @@ export MKL_NUM_THREADS ?= 2
 PURE := errors types seeds spec storage workers model_info planner algorithms data environments observability
 PURE_PATHS = $(wildcard $(PURE:%=orbit_runtime/%.py) $(PURE:%=orbit_runtime/%))
 
-.PHONY: help install dev quickstart test test-store test-cluster check-chart images images-push check crds docs constraints bench release-check clean
+.PHONY: help install dev quickstart test test-store test-engines test-cluster check-chart images images-push check crds docs vendor-table constraints bench release-check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z -]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -31,6 +31,9 @@ test: dev ## every test that needs Python only
 
 test-store: dev ## storage and resume against a real S3 server (needs Go)
 	ORBIT_TEST_VERSITYGW="$$(tools/versitygw.sh)" && export ORBIT_TEST_VERSITYGW && $(BIN)/python -m pytest tests/store
+
+test-engines: dev ## the engine contract against a real SGLang server (Linux; makes an environment of 10 GB, once)
+	ORBIT_SGLANG_PYTHON="$$(tools/sglang_python.sh)" && export ORBIT_SGLANG_PYTHON && $(BIN)/python -m pytest tests/engines
 
 test-cluster: dev check-chart ## the operator on a real Kubernetes cluster of two nodes (needs root, Go and Debian; starts and removes it)
 	ORBIT_TEST_PROGRAMS="$$(tools/cluster_programs.sh)" && export ORBIT_TEST_PROGRAMS && $(BIN)/python -m pytest tests/cluster
@@ -60,6 +63,9 @@ generate = @set -e; for module in $(GENERATORS); do echo "python -m $$module $(1
 
 crds docs: dev ## regenerate crds/, docs/reference/ and the generated files of charts/ from the code
 	$(call generate,)
+
+vendor-table: dev ## other libraries on our formats' bytes: measures them (in .venv-vendors) and writes docs/reference/formats.md
+	tools/vendor_table.sh
 
 constraints: dev ## recompile images/constraints/ from pyproject.toml (needs the package index)
 	tools/compile_constraints.sh

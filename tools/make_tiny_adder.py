@@ -358,7 +358,8 @@ def accuracy(folder: Path, *, samples: int, seed: int) -> tuple[float, float]:
     """Shares of right answers, sampled at temperature 1 and greedy, of `folder` as transformers loads it."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    # In BF16, which is all that compressed-tensors decompresses 4-bit floats to.
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     generator = torch.Generator().manual_seed(seed)
     prompts, answers = build_tables()
@@ -370,7 +371,7 @@ def accuracy(folder: Path, *, samples: int, seed: int) -> tuple[float, float]:
     def answer(rows: torch.Tensor, *, greedy: bool) -> float:
         tokens = prompts[rows]
         for _ in range(MAX_NEW_TOKENS):
-            logits = model(input_ids=tokens, use_cache=False, logits_to_keep=1).logits[:, -1]
+            logits = model(input_ids=tokens, use_cache=False, logits_to_keep=1).logits[:, -1].float()
             draw = torch.multinomial(logits.softmax(-1), 1, generator=generator)
             tokens = torch.cat([tokens, logits.argmax(-1, keepdim=True) if greedy else draw], dim=1)
         target = right[rows]

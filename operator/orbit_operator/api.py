@@ -21,7 +21,8 @@ from kubernetes.aio.client.api_client import ApiClient
 from kubernetes.aio.client.configuration import Configuration
 
 MANAGER = "orbit-operator"
-REQUEST_SECONDS = 20.0
+REQUEST_SECONDS, LEASE_SECONDS = 20.0, 4.0
+"""A renewal that hangs must leave time for another one before the Lease no longer counts."""
 LARGEST_PAGE = 500
 CONNECTIONS = 16
 METADATA_ONLY = "application/json;as=PartialObjectMetadataList;v=v1;g=meta.k8s.io"
@@ -159,12 +160,13 @@ class Api:
         content: str = "application/json",
     ) -> Body:
         """One request. Raises ApiError for every answer but 2xx."""
+        seconds = LEASE_SECONDS if kind is LEASES else REQUEST_SECONDS
         began, status = time.monotonic(), 0
         headers = {"Accept": accept, "Content-Type": content}
         url = self._client.configuration.host + path + (f"?{urlencode(query)}" if query else "")
         try:
             await self._client.update_params_for_auth(headers, [], ["BearerToken"], path, verb, body)
-            limit = aiohttp.ClientTimeout(total=REQUEST_SECONDS, sock_connect=5.0)
+            limit = aiohttp.ClientTimeout(total=seconds, sock_connect=5.0)
             response = await self._client.rest_client.request(  # type: ignore[no-untyped-call]
                 verb, url, headers=headers, body=body, _request_timeout=limit
             )

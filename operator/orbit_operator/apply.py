@@ -45,6 +45,8 @@ class Writer:
         self._api = api
         self._cache = cache
         self._settings = settings
+        self.crd_lacks: tuple[str, ...] = ()
+        """Paths that the installed CRD does not know; set by whoever compares it with ours."""
 
     async def carry_out(self, action: Action, run: RunFacts, body: Body, state: State | None) -> State | None:
         """One action; returns the state with what it adds to it."""
@@ -107,9 +109,7 @@ class Writer:
         return made
 
     def _keep(self, body: Body) -> None:
-        raw = pack_run(body)
-        key = (body["metadata"]["namespace"], body["metadata"]["name"])
-        self._cache.runs.put(key, raw.uid, raw, read_version(raw.version))
+        self._cache.put_written((body["metadata"]["namespace"], body["metadata"]["name"]), pack_run(body))
 
 
 def _head(run: RunFacts) -> dict[str, str]:

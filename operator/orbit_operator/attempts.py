@@ -16,6 +16,8 @@ from orbit_operator.policies.failure import judge_job, judge_lost, judge_startup
 from orbit_operator.policies.restart import charge, num_spent
 from orbit_operator.policies.suspend import is_lost
 
+ENDED_PHASES = ("Done", "Stopped", "Failed")
+"""What a process says of itself as it ends. Since when it trained, or whether it did, cannot be told from that."""
 LISTED = 9
 """So many attempts, and one just being made, are listed and keep their Jobs; sums remember the older ones."""
 
@@ -118,7 +120,7 @@ def _take_progress(attempt: Attempt, progress: Progress | None) -> Attempt:
         return attempt
     running = attempt.running
     answered = attempt.answered if attempt.answered is not None else progress.at
-    if running is None and progress.phase not in STARTING_PHASES:
+    if running is None and progress.phase not in (*STARTING_PHASES, *ENDED_PHASES):
         running = progress.at
     attempt = replace(attempt, answered=answered, running=running, step=max(attempt.step, progress.step))
     if progress.checkpoint_step is not None and progress.checkpoint_step > (attempt.checkpoint_step or 0):
@@ -129,7 +131,7 @@ def _take_progress(attempt: Attempt, progress: Progress | None) -> Attempt:
 def _take_last_words(attempt: Attempt, pod: PodFacts) -> Attempt:
     """A pod that ended between two questions says in its termination message how far it came."""
     said = read_termination(pod.end.message) if pod.end is not None else {}
-    step, checkpoint = said.get("step"), said.get("checkpoint_step")
+    step, checkpoint = said.get("step"), said.get("last_checkpoint_step")
     if isinstance(step, int) and not isinstance(step, bool):
         attempt = replace(attempt, step=max(attempt.step, step))
     if isinstance(checkpoint, int) and not isinstance(checkpoint, bool) and checkpoint > (attempt.checkpoint_step or 0):

@@ -101,6 +101,17 @@ class Cache:
         self.jobs: Shelf[Child[JobFacts]] = Shelf()
         self.pods: Shelf[Child[PodFacts]] = Shelf()
         self._with_children: set[str] = set()
+        self._written: dict[str, int] = {}
+
+    def put_written(self, key: Key, run: RawRun) -> None:
+        """What the API server answered to a write of ours: a write on top of the version that was looked at."""
+        version = read_version(run.version)
+        self._written[run.uid] = max(version, self._written.get(run.uid, 0))
+        self.runs.put(key, run.uid, run, version)
+
+    def is_known(self, run_uid: str, version: int) -> bool:
+        """Nothing that we did not read or write ourselves stands in this version of a run."""
+        return version <= self._written.get(run_uid, 0)
 
     def put_job(self, key: Key, job: Child[JobFacts], version: int) -> None:
         self._with_children.add(job.run_uid)
@@ -116,6 +127,7 @@ class Cache:
 
     def forget_run(self, run_uid: str) -> None:
         self._with_children.discard(run_uid)
+        self._written.pop(run_uid, None)
 
     def run(self, key: Key) -> RawRun | None:
         """The newest run of that name: one that is deleted may still be seen beside its successor."""

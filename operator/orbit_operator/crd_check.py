@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from orbit_operator.api import Api, ApiError, Kind
@@ -32,20 +32,41 @@ async def wait_for_crd(api: Api, stopping: asyncio.Event) -> None:
             return
 
 
-async def find_crd_problem(api: Api) -> str:
-    """What the CRD lacks, in one line; empty when it lacks nothing, or when that cannot be found out."""
+async def find_crd_problem(api: Api) -> tuple[str, tuple[str, ...]] | None:
+    """What the CRD lacks, in one line and as paths; both empty when it lacks nothing, `None` when nobody answers."""
     try:
         document = await api.call("GET", OPENAPI, f"/openapi/v3/apis/{GROUP}/{VERSION}")
     except ApiError as error:
         if error.status == 404:
-            return f"the CRD orbitruns.{GROUP} is not installed; apply crds/ or set crds.install in the chart"
-        return ""
+            return f"the CRD orbitruns.{GROUP} is not installed; apply crds/ or set crds.install in the chart", ()
+        return None
     served = find_served(document)
-    missing = [] if served is None else missing_fields(build_schema(), served)
+    missing = () if served is None else tuple(missing_fields(build_schema(), served))
     if not missing:
-        return ""
+        return "", ()
     listed = ", ".join(missing[:5]) + (" …" if len(missing) > 5 else "")
-    return f"the installed CRD is older than the operator and lacks {listed}; apply crds/ of this version"
+    return f"the installed CRD is older than the operator and lacks {listed}; apply crds/ of this version", missing
+
+
+def drop_fields(status: Mapping[str, Any], missing: Iterable[str]) -> dict[str, Any]:
+    """A status without what the CRD lacks: the API server refuses to apply a field that it does not know."""
+    kept: Any = dict(status)
+    for path in missing:
+        head, *parts = path.split(".")
+        if head == "status" and parts:
+            kept = _without(kept, parts)
+    return dict(kept)
+
+
+def _without(value: Any, parts: Sequence[str]) -> Any:
+    name, rest = parts[0].removesuffix("[]"), parts[1:]
+    if not isinstance(value, Mapping) or name not in value:
+        return value
+    if not rest:
+        return {key: child for key, child in value.items() if key != name}
+    child = value[name]
+    inner = [_without(each, rest) for each in child] if parts[0].endswith("[]") else _without(child, rest)
+    return {**value, name: inner}
 
 
 def find_served(document: Mapping[str, Any]) -> Mapping[str, Any] | None:

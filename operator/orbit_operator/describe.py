@@ -26,7 +26,7 @@ def describe(run: RunFacts, observed: Observed, base: State, pod: PodFacts | Non
     if job is not None and job.is_suspended and (pod is None or not pod.is_deleting):
         return _queued(run, observed, base, job.name), ()
     if pod is None:
-        return _unmade(observed, base), ()
+        return _podless(observed, base), ()
     if pod.is_deleting:
         return replace(base, phase="Restarting", reason="PodTerminating", message=f"pod {pod.name} is ending"), ()
     if pod.unschedulable:
@@ -96,8 +96,12 @@ def _at_work(observed: Observed, base: State, attempt: Attempt, pod: PodFacts) -
     return replace(base, phase="Starting", reason="ContainerCreating", message=where)
 
 
-def _unmade(observed: Observed, base: State) -> State:
-    """The Job has no pod yet; after a while, whoever refuses it has said why."""
+def _podless(observed: Observed, base: State) -> State:
+    """The Job's pod has ended, or there is none yet; after a while, whoever refuses it has said why."""
+    ended = next((pod for pod in observed.pods if pod.attempt == base.attempts[-1].number), None)
+    if ended is not None:
+        message = f"pod {ended.name} has ended; its Job follows"
+        return replace(base, phase="Stopping", reason="PodTerminating", message=message)
     if "exceeded quota" in observed.warning:
         return replace(base, phase="Pending", reason="QuotaExceeded", message=observed.warning, owner="cluster")
     if observed.warning:

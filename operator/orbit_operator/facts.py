@@ -244,6 +244,8 @@ class RunFacts:
     deletes_artifacts: bool = False
     invalid: str = ""
     """What this operator cannot read in the manifest; empty when it can read it all."""
+    plan: tuple[str, str, str] = ("Unknown", "PlannerUnavailable", "")
+    """What the planner says of the manifest: status, reason and message of `PlanAccepted`."""
 
     @property
     def key(self) -> tuple[str, str]:

@@ -21,8 +21,15 @@ Body = Mapping[str, Any]
 RUN, JOB, POD = ("orbitrl.dev", "v1alpha1", "orbitruns"), ("batch", "v1", "jobs"), ("", "v1", "pods")
 
 
-def build_registry(cache: Cache, changed: Callable[[Key], None]) -> kopf.OperatorRegistry:
-    """All handlers. `changed` is told of every run that something happened to."""
+def build_registry(
+    cache: Cache, changed: Callable[[Key], None], updated: Callable[[Key, str, int], None]
+) -> kopf.OperatorRegistry:
+    """All handlers.
+
+    Args:
+        changed: told of every run that something happened to.
+        updated: told of every version of a run itself: its uid and the version.
+    """
     registry = kopf.OperatorRegistry()
 
     @kopf.on.login(registry=registry)
@@ -43,10 +50,13 @@ def build_registry(cache: Cache, changed: Callable[[Key], None]) -> kopf.Operato
 
     @kopf.on.event(*RUN, registry=registry)
     async def on_run(event: Body, body: Body, uid: str, **_: Any) -> None:
+        key = (body["metadata"]["namespace"], body["metadata"]["name"])
         if event["type"] == "DELETED":
             cache.runs.drop(uid)
             cache.forget_run(uid)
-        changed((body["metadata"]["namespace"], body["metadata"]["name"]))
+            changed(key)
+        else:
+            updated(key, uid, read_version(body["metadata"].get("resourceVersion")))
 
     @kopf.on.event(*JOB, registry=registry)
     async def on_job(event: Body, body: Body, uid: str, **_: Any) -> None:

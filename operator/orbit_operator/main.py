@@ -52,6 +52,8 @@ class Operator:
         self.health = Health()
         self.cache = Cache()
         self.queue: WorkQueue[Key] = WorkQueue()
+        self.unread: dict[Key, dict[str, int]] = {}
+        """Versions of runs that came while a pass over them was under way."""
         self.api = api
         self.lease = Lease(
             api,
@@ -79,6 +81,19 @@ class Operator:
         self.health.is_synced = True
         self.metrics.mark_event()
         self.queue.add(key)
+
+    def updated(self, key: Key, uid: str, version: int) -> None:
+        """Our own writes come back to us: they are no news. While a pass writes, nobody can tell yet."""
+        if self.queue.is_working(key):
+            self.unread.setdefault(key, {})[uid] = version
+        elif not self.cache.is_known(uid, version):
+            self.changed(key)
+
+    def read_again(self, key: Key) -> None:
+        """The pass is over: what came meanwhile and was not written by it is news."""
+        for uid, version in self.unread.pop(key, {}).items():
+            if not self.cache.is_known(uid, version):
+                self.changed(key)
 
     def port_of(self, key: Key) -> int | None:
         run = self.cache.run(key)
@@ -110,6 +125,7 @@ class Operator:
                 if wake is not None:
                     self.queue.add_after(key, min(wake, self.settings.resync_seconds))
             finally:
+                self.read_again(key)
                 self.health.passes.pop(number, None)
                 self.metrics.reconcile.observe(time.monotonic() - began)
 
@@ -122,10 +138,7 @@ class Operator:
         """Compares what we believe with the API server, for ever; and the CRD with what we know of it."""
         pause = FIRST_CHECK_SECONDS
         while True:
-            self.health.crd_problem = await find_crd_problem(self.api)
-            self.metrics.crd.set(1.0 if self.health.crd_problem else 0.0)
-            if self.health.crd_problem:
-                _log.error("%s", self.health.crd_problem)
+            await self.check_crd()
             await asyncio.sleep(pause)
             pause = CHECK_SECONDS
             try:
@@ -135,6 +148,15 @@ class Operator:
             except ApiError as error:
                 _log.warning("the check of what is believed did not come through: %s", error)
             self.metrics.current.set(0.0 if self.health.stalled_since is not None else 1.0)
+
+    async def check_crd(self) -> None:
+        found = await find_crd_problem(self.api)
+        if found is None:
+            return
+        self.health.crd_problem, self.parts.writer.crd_lacks = found
+        self.metrics.crd.set(1.0 if self.health.crd_problem else 0.0)
+        if self.health.crd_problem:
+            _log.error("%s", self.health.crd_problem)
 
     async def look_again(self) -> None:
         """Every run that has not ended is looked at again now and then, spread over the time between."""
@@ -156,7 +178,7 @@ class Operator:
         namespaces = self.settings.namespaces
         operating = asyncio.create_task(
             kopf.operator(
-                registry=build_registry(self.cache, self.changed),
+                registry=build_registry(self.cache, self.changed, self.updated),
                 settings=build_kopf_settings(self.settings),
                 clusterwide=not namespaces,
                 namespaces=namespaces,

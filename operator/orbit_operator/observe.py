@@ -7,17 +7,23 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import orjson
 from pydantic import ValidationError
 
 from orbit_operator.api import EVENTS, JOBS, NODES, PODS, RUNS, WORKLOADS, Api, ApiError, Body
+from orbit_operator.attempts import newest_pod
 from orbit_operator.cache import Cache, Child, Key
 from orbit_operator.facts import JobFacts, NodeFacts, Observed, PodFacts, Progress, QueueFacts, RunFacts
+from orbit_operator.manifests.config_map import LARGEST_MANIFEST, MANIFEST_FILE, build_config_map
 from orbit_operator.manifests.source import RUN_NAME, RunSource, cleanup_name
+from orbit_operator.plan_check import UNREAD, check_plan
+from orbit_operator.policies.failure import read_termination
+from orbit_operator.policies.patience import PATIENCE_SECONDS
+from orbit_operator.poll import read_progress
 from orbit_operator.read import lifecycle_of, pack_run, read_job, read_node, read_pod, run_uid_of
 from orbit_operator.stored import read_stored
 from orbit_operator.timestamps import read_time
@@ -27,8 +33,16 @@ from orbit_runtime.spec.run import API_VERSION
 
 NODE_SECONDS = 5.0
 """A node is not asked for more often than this."""
-PATIENCE_SECONDS = 10.0
-"""A pod that is not made, or a container that is not created, after so long has a reason that events tell."""
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """What a manifest alone tells."""
+
+    invalid: str = ""
+    """What this operator cannot read in it although the API server let it pass."""
+    plan: tuple[str, str, str] = UNREAD
+    """Status, reason and message of `PlanAccepted`."""
 
 
 class Observer:
@@ -39,7 +53,7 @@ class Observer:
         self._cache = cache
         self.progress: dict[Key, Progress] = {}
         self._nodes: dict[str, tuple[float, NodeFacts | None]] = {}
-        self._invalid: dict[tuple[str, int], str] = {}
+        self._judged: dict[Key, tuple[str, int, Judgement]] = {}
 
     async def look(self, key: Key, now: float, *, fresh: bool = False) -> tuple[RunFacts, Body, Observed] | None:
         """The run, its object, and all that belongs to it; `None` where there is no such run.
@@ -68,11 +82,10 @@ class Observer:
         run = self._run(body)
         return run, body, await self._gather(run, body, jobs, pods, now)
 
-    def forget(self, key: Key, uid: str) -> None:
+    def forget(self, key: Key) -> None:
         """The run is gone."""
         self.progress.pop(key, None)
-        for each in [each for each in self._invalid if each[0] == uid]:
-            del self._invalid[each]
+        self._judged.pop(key, None)
 
     async def _gather(
         self, run: RunFacts, body: Body, jobs: Iterable[Child[JobFacts]], pods: Iterable[Child[PodFacts]], now: float
@@ -86,7 +99,7 @@ class Observer:
             jobs=attempts,
             pods=own_pods,
             nodes=await self._troubled_nodes(own_pods),
-            progress=self.progress.get(run.key),
+            progress=newest_word(run.name, own_pods, self.progress.get(run.key)),
             is_new=not self._cache.had_children(run.uid),
             former_pods=sum(each.run_uid != run.uid and not each.facts.is_terminal for each in pods),
             cleanup="" if cleanup is None else cleanup.finished or "Running",
@@ -151,15 +164,13 @@ class Observer:
 
     def _run(self, body: Body) -> RunFacts:
         metadata, spec = body["metadata"], body.get("spec") or {}
-        identity = (metadata["uid"], int(metadata.get("generation") or 0))
-        if identity not in self._invalid:
-            self._invalid[identity] = find_problem(body)
+        generation, judged = int(metadata.get("generation") or 0), self._judge(body)
         placement = spec.get("placement") or {}
         return RunFacts(
             namespace=metadata["namespace"],
             name=metadata["name"],
             uid=metadata["uid"],
-            generation=identity[1],
+            generation=generation,
             created=read_time(metadata.get("creationTimestamp")) or 0.0,
             deleting_since=read_time(metadata.get("deletionTimestamp")),
             finalizers=tuple(metadata.get("finalizers") or ()),
@@ -169,8 +180,28 @@ class Observer:
             total_steps=(spec.get("training") or {}).get("steps"),
             checkpoint_every=int((spec.get("checkpoint") or {}).get("everySteps") or 1),
             deletes_artifacts=(spec.get("storage") or {}).get("deletionPolicy") == "Delete",
-            invalid=self._invalid[identity],
+            invalid=judged.invalid,
+            plan=judged.plan,
         )
+
+    def _judge(self, body: Body) -> Judgement:
+        """Once for each version of the manifest: it does not change by itself."""
+        metadata = body["metadata"]
+        key, uid = (metadata["namespace"], metadata["name"]), metadata["uid"]
+        generation = int(metadata.get("generation") or 0)
+        known = self._judged.get(key)
+        if known is None or known[:2] != (uid, generation):
+            known = self._judged[key] = (uid, generation, judge_manifest(body))
+        return known[2]
+
+
+def newest_word(run: str, pods: Sequence[PodFacts], heard: Progress | None) -> Progress | None:
+    """What the newest pod said as it ended goes before what was heard of it while it lived."""
+    pod = newest_pod(pods)
+    if pod is None or pod.end is None:
+        return heard
+    at = pod.end.finished if pod.end.finished is not None else pod.created
+    return read_progress(read_termination(pod.end.message), run, pod.uid, at) or heard
 
 
 def read_queue(workload: Mapping[str, Any]) -> QueueFacts:
@@ -184,15 +215,21 @@ def read_queue(workload: Mapping[str, Any]) -> QueueFacts:
     return QueueFacts("QueuedByKueue", "waiting for the queue", admitted)
 
 
-def find_problem(body: Body) -> str:
-    """What this operator cannot read in a manifest that the API server let pass; empty when it can read it all."""
+def judge_manifest(body: Body) -> Judgement:
+    """Reads it as the pod will, and asks the planner."""
     try:
-        build_source(body)
+        source = build_source(body)
     except ValidationError as error:
         found = error.errors(include_url=False)[0]
         place = ".".join(str(part) for part in found["loc"])
-        return f"{place}: {found['msg']}; the operator and the CRD may be of different versions"[:900]
-    return ""
+        return Judgement(f"{place}: {found['msg']}; the operator and the CRD may be of different versions"[:900])
+    size = len(build_config_map(source)["data"][MANIFEST_FILE].encode())
+    if size > LARGEST_MANIFEST:
+        return Judgement(
+            f"the manifest takes {size} bytes, and the ConfigMap that carries it to the pod holds {LARGEST_MANIFEST}; "
+            "put prompts and other data into files and name their URI (hf://, s3://, pvc://)"
+        )
+    return Judgement(plan=check_plan(source.manifest))
 
 
 def build_source(body: Body) -> RunSource:

@@ -17,6 +17,7 @@ from orbit_operator.facts import Attempt, Observed, PodFacts, RunFacts
 from orbit_operator.policies.accounting import account_all
 from orbit_operator.policies.deadlines import active_deadline, startup_deadline
 from orbit_operator.policies.failure import STARTUP_DEADLINE
+from orbit_operator.policies.patience import look_again
 from orbit_operator.policies.restart import decide_restart, num_spent
 from orbit_operator.policies.suspend import is_stranded, live_pods, node_wake
 
@@ -133,7 +134,12 @@ def _watch(run: RunFacts, observed: Observed, now: float, limits: Limits, base: 
         state = replace(state, phase="Restarting", reason=STARTUP_DEADLINE, message=message, owner=state.owner)
     wakes = [
         when
-        for when in (startup if not late else None, due, node_wake(observed, limits.node_lost_seconds))
+        for when in (
+            startup if not late else None,
+            due,
+            node_wake(observed, limits.node_lost_seconds),
+            look_again(next((job for job in observed.jobs if job.attempt == attempt.number), None), pod, now),
+        )
         if when is not None
     ]
     return Plan((*stop([*stranded, *late, *older]), *actions), state, wake_at=min(wakes, default=None))

@@ -1,8 +1,74 @@
-"""What the planner says of a manifest before any GPU is taken: the condition `PlanAccepted`."""
+"""What the planner says of a manifest before any GPU is taken: the condition `PlanAccepted`.
+
+Belongs here: the facts that need neither network nor a model's files, and the planner's answer in one line.
+Does not belong here: the arithmetic (`orbit_runtime.planner`), or what follows from a no (`ending`).
+"""
 
 from __future__ import annotations
 
+from orbit_runtime.errors import ManifestError, OrbitError
+from orbit_runtime.model_info.builtin_models import builtin_folder
+from orbit_runtime.model_info.cards import find_card_facts
+from orbit_runtime.model_info.checkpoint import folder_facts
+from orbit_runtime.model_info.gpus import find_gpu
+from orbit_runtime.model_info.weights import ModelFacts
+from orbit_runtime.planner import Machine, Plan, plan
+from orbit_runtime.spec import OrbitRun
 
-def check_plan() -> tuple[str, str, str]:
-    """Status, reason and message. Without facts about the model the pod plans first, and refuses with exit code 78."""
-    return "Unknown", "PlannerUnavailable", "the pod itself checks what fits before it trains"
+Verdict = tuple[str, str, str]
+"""Status, reason and message of `PlanAccepted`."""
+UNREAD: Verdict = ("Unknown", "PlannerUnavailable", "")
+BUILTIN = "builtin://"
+GIB = 2**30
+
+
+def check_plan(run: OrbitRun) -> Verdict:
+    """A no is final: no pod is made. Where too little is known the pod plans first, and refuses with exit code 78."""
+    placement = run.spec.placement
+    if placement.gpus == 0:
+        return _unknown("a run without GPUs is planned by its own pod")
+    if placement.gpu_product is None:
+        return _unknown("placement.gpuProduct names no GPU; the pod itself checks what fits before it trains")
+    card = find_gpu(placement.gpu_product)
+    if card is None:
+        return _unknown(f"{placement.gpu_product} is no GPU that the planner knows; the pod itself checks what fits")
+    try:
+        model = find_model(run)
+    except OrbitError as error:
+        return _unknown(_sentence(error.message, error.where, error.fix))
+    if model is None:
+        return _unknown(f"no facts about {run.spec.model.uri} are shipped; the pod itself checks what fits")
+    try:
+        made = plan(run, model, Machine(card, placement.gpus))
+    except ManifestError as error:
+        return "False", "ModelMismatch", _sentence(error.message, error.where, error.fix)
+    return _judge(made)
+
+
+def find_model(run: OrbitRun) -> ModelFacts | None:
+    """From what is shipped with the operator alone."""
+    uri = run.spec.model.uri
+    if uri.startswith(BUILTIN):
+        return folder_facts(builtin_folder(uri.removeprefix(BUILTIN), run.spec.model.precision))
+    return find_card_facts(uri)
+
+
+def _judge(made: Plan) -> Verdict:
+    if made.problems:
+        reason = "Unsupported" if made.support.state == "refused" else "DoesNotFit"
+        first = made.problems[0]
+        return "False", reason, _sentence(first.message, first.where, first.fix)
+    if made.support.state != "works":
+        return "Unknown", "SupportPlanned", _sentence("; ".join(made.support.reasons), "", made.support.fix)
+    used = made.total(made.binding) / GIB
+    text = f"{used:.1f} GiB of each {made.machine.split(' x ')[-1]} in phase {made.binding}"
+    return "True", "Fits", text if made.capacity is None else f"{text}, {made.capacity / GIB:.1f} are there"
+
+
+def _unknown(why: str) -> Verdict:
+    return "Unknown", "PlannerUnavailable", why
+
+
+def _sentence(message: str, where: str | None, fix: str | None) -> str:
+    head = f"{where}: {message}" if where else message
+    return (f"{head}; {fix}" if fix else head)[:1024]

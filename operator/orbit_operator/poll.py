@@ -10,6 +10,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import aiohttp
@@ -18,6 +19,7 @@ import orjson
 from orbit_operator.cache import Cache, Key
 from orbit_operator.facts import PodFacts, Progress
 from orbit_operator.metrics import Metrics
+from orbit_runtime.spec.status import LARGEST_NUMBER
 
 ANSWER_SECONDS = 3.0
 LARGEST_ANSWER = 64 * 1024
@@ -90,6 +92,8 @@ class Poller:
         known = self._progress.get(key)
         if known is not None and known.pod_uid == pod.uid and known.step > heard.step:
             return  # A pod never unlearns; what says so is not taken over.
+        if known is not None and replace(heard, at=known.at) == known:
+            return
         self._progress[key] = heard
         self._changed(key)
 
@@ -144,13 +148,13 @@ def _count(answer: Mapping[str, Any], name: str) -> int | None:
     return value if whole and 0 <= value <= LARGEST_COUNT else None  # type: ignore[operator]
 
 
-def _number(answer: Mapping[str, Any], name: str, least: float = -1e300) -> float | None:
+def _number(answer: Mapping[str, Any], name: str, least: float = -LARGEST_NUMBER) -> float | None:
     value = answer.get(name)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     with contextlib.suppress(OverflowError):
         number = float(value)
-        if math.isfinite(number) and least <= number <= 1e300:
+        if math.isfinite(number) and least <= number <= LARGEST_NUMBER:
             return number
     return None
 

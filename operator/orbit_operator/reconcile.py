@@ -9,14 +9,17 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from orbit_operator.apply import Writer
+from orbit_operator.actions import Plan, RunEvent, State
+from orbit_operator.api import ApiError, Body
+from orbit_operator.apply import NameTakenError, Writer
 from orbit_operator.cache import Key
+from orbit_operator.crd_check import drop_fields
 from orbit_operator.events import Recorder
-from orbit_operator.facts import Stored
+from orbit_operator.facts import RunFacts, Stored
 from orbit_operator.metrics import Metrics, build_line
 from orbit_operator.observe import Observer
 from orbit_operator.plan import Limits, needs_fresh_look, plan
-from orbit_operator.plan_check import check_plan
+from orbit_operator.refusal import tell_refusal
 from orbit_operator.status import build_status, is_progress_only
 from orbit_operator.timestamps import read_time
 
@@ -40,30 +43,50 @@ async def reconcile(key: Key, parts: Parts) -> float | None:
     seen = await parts.observer.look(key, now)
     if seen is None:
         parts.metrics.runs.pop(key, None)
+        parts.observer.forget(key)
         return None
     run, body, observed = seen
-    chosen = plan(run, observed, now, parts.limits, check_plan())
+    chosen = plan(run, observed, now, parts.limits, run.plan)
     if needs_fresh_look(chosen, observed):
         seen = await parts.observer.look(key, now, fresh=True)
         if seen is None:
             return None
         run, body, observed = seen
-        chosen = plan(run, observed, now, parts.limits, check_plan())
-    state = chosen.state
-    for action in chosen.actions:
-        state = await parts.writer.carry_out(action, run, body, state)
-    for event in chosen.events:
+        chosen = plan(run, observed, now, parts.limits, run.plan)
+    state, events, refused = await _act(chosen, run, body, observed.stored, parts)
+    for event in events:
         await parts.recorder.post(run, event)
     wake = None if chosen.wake_at is None else max(0.0, chosen.wake_at - now)
     if state is not None:
-        status = build_status(run, observed, state, now)
+        status = drop_fields(build_status(run, observed, state, now), parts.writer.crd_lacks)
         parts.metrics.runs[key] = build_line(body.get("spec") or {}, status, run.gpus)
         due = write_due(observed.stored, status, now, parts.progress_seconds)
         if due == 0.0:
             await parts.writer.write_status(run, body, status)
         elif due is not None:
             wake = due if wake is None else min(wake, due)
+    if refused is not None:
+        raise refused
     return wake
+
+
+async def _act(
+    chosen: Plan, run: RunFacts, body: Body, stored: Stored, parts: Parts
+) -> tuple[State | None, tuple[RunEvent, ...], Exception | None]:
+    """Carries out every action, or those before one that is refused: then the run says why nothing happens."""
+    state = chosen.state
+    for action in chosen.actions:
+        try:
+            state = await parts.writer.carry_out(action, run, body, state)
+        except (ApiError, NameTakenError) as error:
+            told = None if state is None else tell_refusal(action, error, state)
+            if told is None:
+                raise
+            events = tuple(event for event in chosen.events if event.reason != "RunAttemptCreated")
+            if (stored.raw.get("reason"), stored.raw.get("message")) != (told.reason, told.message):
+                events = (*events, RunEvent("FailedToCreateRunAttempt", told.message, is_warning=True))
+            return told, events, error
+    return state, chosen.events, None
 
 
 def write_due(stored: Stored, status: dict[str, object], now: float, patience: float) -> float | None:

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from functools import lru_cache
+
+REMEMBERED = 4096
+"""A status is written again and again with the same times in it, and formatting one costs more than all the rest."""
 
 
 def format_time(seconds: float) -> str:
     """Whole seconds, as `metav1.Time` has them."""
-    return datetime.fromtimestamp(int(seconds), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return _format(int(seconds))
 
 
 def format_micro_time(seconds: float) -> str:
     """Microseconds, as `metav1.MicroTime` has them."""
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+
+
+@lru_cache(REMEMBERED)
+def _format(seconds: int) -> str:
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def read_time(text: object) -> float | None:

@@ -48,6 +48,9 @@ class WorkQueue[K]:
             timer.cancel()
         self._timers[key] = loop.call_at(due, self._ring, key)
 
+    def is_working(self, key: K) -> bool:
+        return key in self._working
+
     async def get(self) -> K:
         while not self._ready:
             self._filled.clear()

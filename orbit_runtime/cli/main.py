@@ -87,7 +87,7 @@ def plan(
     overrides: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say what a run takes, part by part, and whether it fits; no GPU and no download needed."""
+    """Say what a run takes and whether it fits. Part by part; no GPU and no download needed."""
     from orbit_runtime.cli.plan import run_plan
 
     raise typer.Exit(run_plan(file, overrides or [], gpu=gpu, as_json=as_json))

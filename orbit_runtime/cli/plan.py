@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING
 
 from orbit_runtime.cli.machine import this_machine
 from orbit_runtime.cli.output import print_json
-from orbit_runtime.errors import EXIT_DONE, ModelError, OrbitError, UnsupportedError, UsageError
+from orbit_runtime.errors import EXIT_DONE, ModelError, OrbitError, UnsupportedError
 
 if TYPE_CHECKING:
     from orbit_runtime.model_info.weights import ModelFacts
     from orbit_runtime.planner import Machine
     from orbit_runtime.spec import OrbitRun
 
-_UNITS = {"": 1, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _STORES = ("s3", "gs", "az")
 
 
@@ -104,31 +103,8 @@ def find_facts(run: OrbitRun, folder: Path) -> ModelFacts:
 
 def find_machine(run: OrbitRun, gpu: str | None) -> Machine:
     """The machine that `--gpu` or `placement.gpuProduct` names, with the manifest's number of GPUs; else this one."""
-    from orbit_runtime.model_info.gpus import CARDS, find_gpu
-    from orbit_runtime.planner import Machine
+    from orbit_runtime.planner.asked import asked_machine
 
-    placement = run.spec.placement
-    name = gpu or placement.gpu_product
-    if name is None or (gpu is None and placement.gpus == 0):
+    if gpu is None and (run.spec.placement.gpus == 0 or run.spec.placement.gpu_product is None):
         return this_machine()
-    card = find_gpu(name)
-    if card is None:
-        raise UsageError(
-            f"`{name}` is no GPU that the planner knows",
-            where="--gpu" if gpu else "spec.placement.gpuProduct",
-            fix=f"name one of {', '.join(each.name for each in CARDS)}",
-        )
-    return Machine(
-        card,
-        max(1, placement.gpus),
-        host_bytes=parse_quantity(placement.resources.memory),
-        disk_bytes=parse_quantity(placement.model_cache.size_limit),
-    )
-
-
-def parse_quantity(text: str | None) -> int | None:
-    """Bytes as Kubernetes writes them: `1Ti` is 2**40."""
-    if text is None:
-        return None
-    digits = text.rstrip("KMGTki")
-    return int(digits) * _UNITS[text[len(digits) :]]
+    return asked_machine(run, gpu) or this_machine()

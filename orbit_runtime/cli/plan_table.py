@@ -79,19 +79,19 @@ def _cell(size: int | None, unit: int) -> str:
 
 
 def _bar(made: Plan, phase: Phase, *, colour: bool) -> Text:
-    """As wide as the device; what goes beyond it is marked."""
+    """`|` stands where the device ends; what goes beyond it is drawn behind."""
     totals = [made.total(each) for each in PHASES]
-    full = max(made.capacity or 0, *totals) if made.capacity and made.total(made.binding) > made.capacity else (
-        made.capacity or max(totals)
-    )  # fmt: skip
-    text, drawn, sofar = Text(f"{phase:8}|"), 0, 0.0
+    full = max(made.capacity or 0, *totals) if made.problems else made.capacity or max(totals)
+    cells: list[tuple[str, str]] = []
+    sofar = 0.0
     for _, starts, shade, letter in GROUPS:
         sofar += sum(size for part, size in made.phases[phase].items() if part.startswith(starts))
-        cells = round(sofar / full * BAR_WIDTH) - drawn
-        text.append(("█" if colour else letter) * cells, style=shade if colour else "")
-        drawn += cells
+        cells += [("█" if colour else letter, shade)] * (round(sofar / full * BAR_WIDTH) - len(cells))
     edge = round((made.capacity or full) / full * BAR_WIDTH)
-    text.append(" " * max(0, edge - drawn) + "|" if drawn <= edge else "")
+    cells += [(" ", "")] * (edge - len(cells))
+    text = Text(f"{phase:8}|")
+    for cell, shade in [*cells[:edge], ("|", ""), *cells[edge:]]:
+        text.append(cell, style=shade if colour else "")
     if made.capacity:
         over = made.total(phase) > made.capacity
         text.append(f" {made.total(phase) / made.capacity:.0%}", style="red" if over and colour else "")
@@ -109,18 +109,27 @@ def _tail(made: Plan) -> list[str]:
     minutes = made.download_seconds / 60
     took = f"{minutes:.0f} min" if minutes >= 2 else f"{made.download_seconds:.0f} s"
     per = "a replica" if made.layout.data > 1 else "in all"
+    plural = "" if made.kv_sequences == 1 else "s"
     lines = [
-        f"KV cache: {made.kv_tokens:,} tokens, {made.kv_sequences} completions of full length {per}",
+        f"KV cache: {made.kv_tokens:,} tokens, {made.kv_sequences} completion{plural} of full length {per}",
         f"main memory {_size(made.host_bytes)}, disk {_size(made.disk_bytes)}, "
         f"files {_size(made.download_bytes)}: {took} at 1 GB/s",
     ]
     if made.capacity:
-        left = made.capacity - made.total(made.binding)
-        lines.append(f"tightest: {made.binding}, {_size(left) + ' left' if left >= 0 else _size(-left) + ' too much'}")
+        fullest = max(PHASES, key=made.total)
+        line = f"fullest phase: {fullest}, {_room(made, fullest)}"
+        if made.binding != fullest:
+            line += f"; its KV cache can give way, so {made.binding} decides: {_room(made, made.binding)}"
+        lines.append(line)
     lines += [f"note: {note}" for note in made.notes]
     if made.fits:
         lines.append("fits" if made.support.state == "works" else "fits, but this version cannot run it yet")
     return lines
+
+
+def _room(made: Plan, phase: Phase) -> str:
+    left = (made.capacity or 0) - made.total(phase)
+    return f"{_size(left)} left" if left >= 0 else f"{_size(-left)} too much"
 
 
 def _size(count: int) -> str:

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from orbit_runtime.algorithms.kl_reward import kl_penalised_rewards
@@ -156,7 +157,9 @@ def build_parts(
     from orbit_runtime.algorithms.table import ALGORITHMS
 
     algorithm = ALGORITHMS[spec.algorithm.type]
-    trainer, engine = _build_sides(resolved, policy, tokenizer, algorithm, base_model=names.model)
+    trainer = _build_trainer(resolved, policy, algorithm, base_model=names.model)
+    show.stage("engine")
+    engine = _build_engine(resolved, policy, tokenizer, folder, closing)
     closing.callback(engine.close)
     sequences = _sequences(table, tokenizer)
     publisher = Publisher(store, execution, engine, trainer, _canary(sequences[0], tokenizer), _change_limit(policy))
@@ -274,15 +277,44 @@ def _build_policy(resolved: Resolved, folder: Path) -> Policy:
     )
 
 
-def _build_sides(
-    resolved: Resolved, policy: Policy, tokenizer: Tokenizer, algorithm: Algorithm, *, base_model: str
-) -> tuple[Trainer, Engine]:
-    from orbit_runtime.rollout.torch_engine import TorchEngine
+def _build_trainer(resolved: Resolved, policy: Policy, algorithm: Algorithm, *, base_model: str) -> Trainer:
     from orbit_runtime.training.torch_trainer import TorchTrainer
 
-    trainer = TorchTrainer(policy, _trainer_settings(resolved, base_model), algorithm.loss)
-    engine = TorchEngine(policy, tokenizer, max_running_requests=resolved.run.spec.rollout.max_running_requests)
-    return trainer, engine
+    return TorchTrainer(policy, _trainer_settings(resolved, base_model), algorithm.loss)
+
+
+def _build_engine(resolved: Resolved, policy: Policy, tokenizer: Tokenizer, folder: Path, closing: ExitStack) -> Engine:
+    spec = resolved.run.spec
+    running = spec.rollout.max_running_requests
+    if resolved.engine == "Torch":
+        from orbit_runtime.rollout.torch_engine import TorchEngine
+
+        return TorchEngine(policy, tokenizer, max_running_requests=running)
+    from orbit_runtime.policy.dequantized import write_dequantized
+    from orbit_runtime.rollout.sglang import SGLangEngine
+    from orbit_runtime.rollout.sglang_server import ServerSettings, SGLangServer, lora_targets
+
+    if spec.adapter.lora is None or spec.rollout.sampling.top_p != 1:
+        raise UnsupportedError(
+            "SGLang serves LoRA only, and tells log-probs before topP cuts the distribution",
+            where="spec.rollout.engine",
+            fix="use engine: Torch, or LoRA with topP: 1",
+        )
+    scratch = Path(closing.enter_context(TemporaryDirectory(prefix="orbit-sglang-")))
+    on_cpu = resolved.device == "cpu"
+    settings = ServerSettings(
+        model=write_dequantized(folder, scratch / "base") if on_cpu else folder,
+        device=resolved.device,
+        dtype=resolved.compute_dtype,
+        lora_rank=spec.adapter.lora.rank,
+        lora_targets=lora_targets(tuple(policy.injected.layers)),
+        max_running_requests=running,
+        max_sequence_length=spec.model.max_sequence_length,
+        seed=spec.data.seed,
+    )
+    server = SGLangServer(settings, log=scratch / "sglang.log")
+    closing.callback(server.stop)
+    return SGLangEngine(server, tokenizer, folder=scratch / "adapters", max_running_requests=running)
 
 
 def _trainer_settings(resolved: Resolved, base_model: str) -> TrainerSettings:

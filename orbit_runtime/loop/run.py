@@ -25,6 +25,7 @@ from orbit_runtime.loop.show import Show
 from orbit_runtime.loop.signals import StopFlag, stop_on_signals
 from orbit_runtime.loop.state import RunState
 from orbit_runtime.loop.sync import run_sync
+from orbit_runtime.observability.last_words import add_last_words
 from orbit_runtime.observability.metrics import RunMetrics
 from orbit_runtime.observability.progress import Progress, build_progress
 from orbit_runtime.observability.report import build_report
@@ -177,6 +178,7 @@ def _build_show(
     status.update(execution=number)
     metrics = RunMetrics(run=spec.name, namespace=namespace, attempt=number)
     show = Show(progress or build_progress(spec.name), status, metrics)
+    closing.callback(lambda: add_last_words({**status.snapshot(), "message": None, "reason": None}))
     port = spec.spec.observability.metrics_port
     if port >= 0:
         from orbit_runtime.observability.server import start_server
@@ -190,6 +192,8 @@ def _build_show(
 def _warn(parts: Parts, state: RunState, rewards: Mapping[str, Callable[..., Any]] | None) -> None:
     if parts.spec.algorithm.group_size == 1:
         state.warn("a group of one has no gradient: set algorithm.groupSize to 2 or more to learn")
+    if parts.resolved.engine == "SGLang" and parts.resolved.device == "cpu" and parts.precision != "BF16":
+        state.warn(f"on a CPU SGLang serves the {parts.precision} base dequantised to BF16 (the same values)")
     if rewards:
         state.warn("rewards were given from Python: this run can resume only with the same functions")
     for warning in state.warnings:

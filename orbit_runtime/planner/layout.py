@@ -53,4 +53,6 @@ def _choices(asked: int | None, num_gpus: int, *, most: int) -> list[int]:
 
 
 def _widest(num_experts: int, num_gpus: int) -> int:
-    return max(size for size in range(1, num_gpus + 1) if num_gpus % size == 0 and num_experts % size == 0)
+    """1 for a model without experts, which any number would divide."""
+    fitting = (size for size in range(1, num_gpus + 1) if num_gpus % size == 0 and num_experts % size == 0)
+    return max(fitting) if num_experts else 1

@@ -186,6 +186,9 @@ def _notes(choice: Choice, model: ModelFacts, job: Job, machine: Machine, suppor
     held = choice.sizes.phases["rollout"].get("KV cache", 0) // max(1, choice.sizes.kv_bytes_per_sequence)
     if held < choice.sizes.running:
         notes.append(f"the KV cache holds {held} of {choice.sizes.running} completions at full length; the others wait")
+    left_out = sum(stored.num_bytes for stored in model.weights if stored.weight.role == "mtp")
+    if left_out:
+        notes.append(f"the MTP layer, {left_out / GIB:.1f} GiB of the files, is not loaded: nothing speculates with it")
     if model.unknown:
         notes.append(f"{len(model.unknown)} tensors are not of this family and count as they are: {model.unknown[0]} …")
     return notes

@@ -15,13 +15,12 @@ State = Literal["works", "planned", "refused"]
 PINNED = {"sglang": "0.5.23", "megatron-core": "0.19.2", "torch": "2.14.1", "transformers": "5.19.0"}
 """Versions that the rows speak of; a test compares them with `images/constraints`."""
 
-TORCH_FORMATS = ("BF16", "INT4")
-"""What `quant` reads; a test compares it with its table."""
 TORCH_FAMILIES = ("qwen3", "llama")
 MOE_FAMILIES = ("qwen3_moe", "glm4_moe", "deepseek_v3", "kimi_k2", "deepseek_v4", "gpt_oss")
 FAMILY_NAMES = ("qwen3", "llama", *MOE_FAMILIES)
 EXPERT_LAYOUTS = ("SharedOuter", "Shared", "PerExpert", "None")
 FORMATS = ("BF16", "FP8", "INT4", "NVFP4", "MXFP4")
+"""What `quant` reads, and with it the torch trainer and engine; a test compares it with its table."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +79,6 @@ LIMITS: tuple[Limit, ...] = (
     Limit(
         "refused", "the torch engine runs in the torch trainer's process", "write rollout.engine: Auto",
         engine=("Torch",), trainer=("Megatron",),
-    ),
-    Limit(
-        "planned", "the torch trainer and engine read BF16 and INT4 so far", format=("FP8", "NVFP4", "MXFP4"),
-        trainer=("Torch",),
     ),
     Limit("planned", "the torch trainer knows dense families so far", family=MOE_FAMILIES, trainer=("Torch",)),
     Limit("planned", "this version of Orbit has no Megatron trainer yet", trainer=("Megatron",)),

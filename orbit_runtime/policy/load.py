@@ -59,8 +59,8 @@ def load_policy(
         UnsupportedError: the architecture does what Orbit does not.
     """
     device = torch.device(device)
-    raw = _read_config(folder)
-    reader = _Reader(folder, device)
+    raw = read_config(folder)
+    reader = CheckpointReader(folder, device)
     quant = parse_quantization(raw, where=str(folder / "config.json"), tensors=reader.headers())
     if precision not in ("Auto", quant.name):
         raise ManifestError(
@@ -84,7 +84,7 @@ def load_policy(
     return Policy(model, injected, device, compute_dtype, head.out_features, quant.name, kernel, direct)
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not folder.is_dir():
         raise ModelError("the model folder does not exist", where=str(folder), fix="correct spec.model.uri")
@@ -128,7 +128,7 @@ def _build_structure(folder: Path) -> nn.Module:
     return model
 
 
-class _Reader:
+class CheckpointReader:
     """Reads tensors of a folder by name, and knows which were never asked for."""
 
     def __init__(self, folder: Path, device: torch.device) -> None:
@@ -166,7 +166,7 @@ class _Reader:
             raise ModelError(f"tensors that belong to no layer of this model: {listed}", where=str(self.folder))
 
 
-def _fill_linears(model: nn.Module, reader: _Reader, quant: QuantFormat) -> None:
+def _fill_linears(model: nn.Module, reader: CheckpointReader, quant: QuantFormat) -> None:
     """Every `nn.Linear` becomes a `FrozenLinear` over the checkpoint's own tensors."""
     tied = _tied_head(model, reader)
     for name, module in list(model.named_modules()):
@@ -174,14 +174,14 @@ def _fill_linears(model: nn.Module, reader: _Reader, quant: QuantFormat) -> None
             continue
         where = str(reader.folder)
         source = tied if name == "lm_head" and tied else name
-        layout = _layout(quant, name, reader) if source == name else "BF16"
+        layout = layout_of(quant, name, reader) if source == name else "BF16"
         codec = FORMATS[layout]
         if layout != "BF16" and not reader.has(codec.tensor_names(name)[0]):
             raise ModelError(
                 f"{name} should be {codec.precision}, but the checkpoint has no {codec.tensor_names(name)[0]}",
                 where=where,
             )
-        weight = _read_weight(reader, codec, source)
+        weight = read_weight(reader, codec, source)
         if tuple(weight.shape) != (module.out_features, module.in_features):
             raise ModelError(
                 f"{source} is {list(weight.shape)}, config.json says [{module.out_features}, {module.in_features}]",
@@ -193,7 +193,7 @@ def _fill_linears(model: nn.Module, reader: _Reader, quant: QuantFormat) -> None
         setattr(model.get_submodule(parent), child, FrozenLinear(weight, bias))
 
 
-def _layout(quant: QuantFormat, name: str, reader: _Reader) -> str:
+def layout_of(quant: QuantFormat, name: str, reader: CheckpointReader) -> str:
     """The layout of the module's tensors: what the config says, where the file bears it out."""
     layout = quant.layout_of(name)
     if quant.by_tensor and not reader.has(FORMATS[layout].tensor_names(name)[-1]):
@@ -201,7 +201,7 @@ def _layout(quant: QuantFormat, name: str, reader: _Reader) -> str:
     return layout
 
 
-def _read_weight(reader: _Reader, codec: Codec, source: str) -> Weight:
+def read_weight(reader: CheckpointReader, codec: Codec, source: str) -> Weight:
     """The module's packed weight; what is wrong with a tensor is said with its file."""
     names = codec.tensor_names(source)
     tensors = {name: reader.read(name) for name in names}
@@ -213,7 +213,7 @@ def _read_weight(reader: _Reader, codec: Codec, source: str) -> Weight:
     return weight
 
 
-def _fill_embedding(model: nn.Module, reader: _Reader, compute_dtype: torch.dtype) -> None:
+def _fill_embedding(model: nn.Module, reader: CheckpointReader, compute_dtype: torch.dtype) -> None:
     """The plain embedding stays BF16 and is shared with a tied head; a subclass keeps its own arithmetic."""
     embedding = model.get_input_embeddings()
     if type(embedding) is not nn.Embedding:
@@ -227,7 +227,7 @@ def _fill_embedding(model: nn.Module, reader: _Reader, compute_dtype: torch.dtyp
     model.set_input_embeddings(FrozenEmbedding(weight.qdata, compute_dtype))
 
 
-def _tied_head(model: nn.Module, reader: _Reader) -> str | None:
+def _tied_head(model: nn.Module, reader: CheckpointReader) -> str | None:
     """Name of the embedding that doubles as the output head, or `None` where the head has a tensor of its own."""
     if reader.has("lm_head.weight") or not getattr(model.config, "tie_word_embeddings", False):
         return None
@@ -235,7 +235,7 @@ def _tied_head(model: nn.Module, reader: _Reader) -> str | None:
     return next(name for name, module in model.named_modules() if module is embedding)
 
 
-def _fill_rest(model: nn.Module, reader: _Reader, compute_dtype: torch.dtype) -> None:
+def _fill_rest(model: nn.Module, reader: CheckpointReader, compute_dtype: torch.dtype) -> None:
     """Norms and whatever else is a parameter: small, so kept in the compute dtype."""
     for name, parameter in list(model.named_parameters()):
         value = reader.read(name)

@@ -89,9 +89,14 @@ class Policy:
             selection.trace = before
 
     def base_digest(self) -> str:
-        """`sha256:…` over every frozen tensor's name, dtype, shape and bytes, adapters left out."""
+        """`sha256:…` over every frozen tensor's name, dtype, shape and bytes, adapters left out.
+
+        What was only widened to the compute dtype counts as BF16, so that the digest does not depend on the device.
+        """
         digest = hashlib.sha256()
-        for name, tensor in sorted(self._base_tensors().items()):
+        for name, widened in sorted(self._base_tensors().items()):
+            narrow = widened.bfloat16() if widened.dtype is torch.float32 else widened
+            tensor = narrow if torch.equal(narrow.to(widened.dtype), widened) else widened
             digest.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
             digest.update(tensor.detach().contiguous().cpu().view(torch.uint8).numpy().tobytes())
         return f"sha256:{digest.hexdigest()}"

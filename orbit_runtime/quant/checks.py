@@ -35,6 +35,14 @@ def check_matrix(tensor: Tensor, dtypes: Sequence[torch.dtype], shape: Sequence[
     )
 
 
+def read_shape(shape: Tensor, where: str) -> tuple[int, int]:
+    """Rows and columns, as files of packed weights write them down."""
+    if shape.numel() != 2 or shape.is_floating_point() or bool((shape <= 0).any()):
+        raise ModelError(f"expected rows and columns, found {shape.tolist()}", where=where, fix=DAMAGED)
+    rows, columns = shape.view(-1).tolist()
+    return int(rows), int(columns)
+
+
 def check_groups(columns: int, group: int, where: str) -> None:
     if columns % group:
         raise ModelError(

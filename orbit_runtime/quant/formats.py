@@ -44,7 +44,10 @@ class Codec:
     dequantize: Callable[..., Tensor]
     num_bytes: Callable[[Any], int]
     tiles: Callable[[Any], dict[str, tuple[int, int] | None]]
-    """Rows and columns that one element of each packed tensor covers; None: the whole weight. For cutting."""
+    """Rows and columns that one element of each packed tensor covers; 0 columns: all of them; None: the whole weight.
+
+    For cutting.
+    """
     quantize: Callable[..., Any] | None
     """`(w, …)` → a weight; None where Orbit only reads the layout. A group size where the format leaves it open."""
     to_checkpoint: Callable[[Any], dict[str, Tensor]] | None

@@ -104,8 +104,8 @@ def num_bytes(weight: FP8Weight) -> int:
 
 
 def tiles(weight: FP8Weight) -> dict[str, tuple[int, int] | None]:
-    """Rows and columns of the weight that one element of each packed tensor covers; None: the whole weight."""
-    return {"weight": (1, 1), "weight_scale": None if weight.per_tensor else (1, weight.shape[1])}
+    """Rows and columns of the weight that one element of each packed tensor covers; 0: all columns; None: all."""
+    return {"weight": (1, 1), "weight_scale": None if weight.per_tensor else (1, 0)}
 
 
 def to_checkpoint(weight: FP8Weight) -> dict[str, Tensor]:

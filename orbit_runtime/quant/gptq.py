@@ -2,8 +2,11 @@
 
 `qweight` int32 `[K/8, N]` holds column 8j+i of a row in bits 4i..4i+3; `qzeros` int32 `[K/g, N/8]` holds the zero point
 minus one (`checkpoint_format: gptq`) or the zero point itself (`gptq_v2`); `scales` F16 `[K/g, N]`. Codes are unsigned
-0..15. Version 1 adds the one modulo 16 here, as packers subtract it modulo 16; AutoGPTQ and GPTQModel themselves differ
-on 15 + 1, which no symmetric file contains.
+0..15. Oracle: GPTQModel's `dequantize_weight` with its scales in F32, rounded to BF16, bit for bit.
+
+Version 1: GPTQModel writes it by subtracting 0x11111111 from whole words, so a zero point of 0 borrows from its
+neighbour; adding the same number to the word gives all eight back. Adding one to each would not. No symmetric file
+holds a zero point of 0.
 
 Belongs here: reading that layout. Does not belong here: the arithmetic (`int4_asymmetric`), other widths, `desc_act`.
 """
@@ -17,8 +20,10 @@ from torch import Tensor
 
 from orbit_runtime.errors import ModelError
 from orbit_runtime.quant.checks import DAMAGED, check_groups, check_matrix, check_scale, take
-from orbit_runtime.quant.int4 import CODES_PER_WORD, ZERO_CODE, unpack
+from orbit_runtime.quant.int4 import CODES_PER_WORD, unpack
 from orbit_runtime.quant.int4_asymmetric import INT4AsymmetricWeight, pack_zero_points
+
+ONE_IN_EACH = 0x11111111
 
 
 def tensor_names(prefix: str) -> tuple[str, ...]:
@@ -47,10 +52,8 @@ def from_checkpoint(tensors: Mapping[str, Tensor], name: str, *, zero_offset: in
             where=names[3],
             fix="use a checkpoint made without activation order",
         )
-    zeros = ((unpack(qzeros) + ZERO_CODE + zero_offset) & 15) - ZERO_CODE
-    return INT4AsymmetricWeight(
-        qweight.t().contiguous(), scales.t().contiguous(), pack_zero_points(zeros.t().to(torch.int8))
-    )
+    zeros = unpack(qzeros + zero_offset * ONE_IN_EACH)
+    return INT4AsymmetricWeight(qweight.t().contiguous(), scales.t().contiguous(), pack_zero_points(zeros.t()))
 
 
 def from_checkpoint_v2(tensors: Mapping[str, Tensor], name: str) -> INT4AsymmetricWeight:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from orbit_runtime.errors import ModelError
-from orbit_runtime.quant.checks import check_scale
+from orbit_runtime.quant.checks import DAMAGED, check_groups, check_matrix, check_scale, read_shape, take
 
 CODES_PER_WORD = 8
 ZERO_CODE = 8
@@ -45,25 +45,19 @@ def tensor_names(prefix: str) -> tuple[str, ...]:
 
 def from_checkpoint(tensors: Mapping[str, Tensor], name: str) -> INT4Weight:
     """The weight of module `name` from its checkpoint tensors, as they are, after checking that they fit together."""
-    packed_key, scale_key, shape_key = tensor_names(name)
-    for key in (packed_key, scale_key, shape_key):
-        if key not in tensors:
-            raise ModelError("the tensor is missing from the checkpoint", where=key)
-    qdata, scale = tensors[packed_key], tensors[scale_key]
-    rows, columns = (int(size) for size in tensors[shape_key].tolist())
-    if qdata.dtype != torch.int32 or tuple(qdata.shape) != (rows, columns // CODES_PER_WORD):
-        raise ModelError(
-            f"expected int32 [{rows}, {columns // CODES_PER_WORD}] for a weight of shape [{rows}, {columns}], "
-            f"found {qdata.dtype} {list(qdata.shape)}",
-            where=packed_key,
-        )
-    if scale.dtype != torch.bfloat16 or scale.ndim != 2 or scale.shape[0] != rows:
-        found = f"{scale.dtype} {list(scale.shape)}"
-        raise ModelError(f"expected bfloat16 [{rows}, groups], found {found}", where=scale_key)
+    names = tensor_names(name)
+    packed_key, scale_key, shape_key = names
+    qdata, scale, shape = take(tensors, names)
+    rows, columns = read_shape(shape, shape_key)
+    check_groups(columns, CODES_PER_WORD, packed_key)
+    check_matrix(qdata, (torch.int32,), (rows, columns // CODES_PER_WORD), packed_key)
+    check_matrix(scale, (torch.bfloat16,), None, scale_key)
     groups = scale.shape[1]
-    if groups == 0 or columns % groups or (columns // groups) % CODES_PER_WORD:
+    if scale.shape[0] != rows or columns % groups or (columns // groups) % CODES_PER_WORD:
         raise ModelError(
-            f"{groups} scales a row do not suit {columns} columns packed by {CODES_PER_WORD}", where=scale_key
+            f"scales {list(scale.shape)} do not suit {rows} rows of {columns} columns packed by {CODES_PER_WORD}",
+            where=scale_key,
+            fix=DAMAGED,
         )
     check_scale(scale, scale_key)
     return INT4Weight(qdata, scale, (rows, columns), columns // groups)

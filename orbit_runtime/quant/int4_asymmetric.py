@@ -17,7 +17,7 @@ from torch import Tensor
 
 from orbit_runtime.errors import ModelError
 from orbit_runtime.quant import int4
-from orbit_runtime.quant.checks import DAMAGED, check_groups, check_matrix, check_scale, take
+from orbit_runtime.quant.checks import DAMAGED, check_groups, check_matrix, check_scale, read_shape, take
 
 CODES_PER_WORD = int4.CODES_PER_WORD
 SCALE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -54,9 +54,7 @@ def from_checkpoint(tensors: Mapping[str, Tensor], name: str) -> INT4AsymmetricW
     """The weight of module `name` from its checkpoint tensors, as they are, after checking that they fit together."""
     names = tensor_names(name)
     qdata, scale, zero_point, shape = take(tensors, names)
-    if shape.numel() != 2:
-        raise ModelError(f"expected two sizes, found {list(shape.shape)}", where=names[3], fix=DAMAGED)
-    rows, columns = (int(size) for size in shape.tolist())
+    rows, columns = read_shape(shape, names[3])
     check_groups(columns, CODES_PER_WORD, names[0])
     check_matrix(qdata, (torch.int32,), (rows, columns // CODES_PER_WORD), names[0])
     check_matrix(scale, SCALE_DTYPES, None, names[1])

@@ -2,7 +2,8 @@
 
 compressed-tensors (`weight_packed`, `weight_scale`, `weight_global_scale`) divides by its global, 448·6/amax. ModelOpt
 (`weight`, `weight_scale`, `weight_scale_2`) multiplies by its own, amax/(448·6). A reciprocal rounds, so neither file
-is read by the other's arithmetic: each has the oracle that wrote it, bit for bit.
+is read by the other's arithmetic. Oracles, bit for bit: compressed-tensors for its own files, torchao's `NVFP4Tensor`
+for ModelOpt's. ModelOpt itself gives the same bits but for the code -0, of which its table makes +0; E2M1 has a -0.
 
 Order of operations, both: `s = float32(e4m3) / global` or `float32(e4m3) * scale_2`, rounded to fp32; then
 `bf16(float32(code) * s)`: a product rounded to fp32, then to BF16. Wider dtypes widen that BF16 value.

@@ -15,7 +15,7 @@ from orbit_runtime.quant.formats import FORMATS, Weight, format_of
 def cut_multiples(weight: Weight) -> tuple[int, int]:
     """Rows and columns that every cut must be a multiple of."""
     covered = [tile for tile in FORMATS[format_of(weight)].tiles(weight).values() if tile is not None]
-    return lcm(*(rows for rows, _ in covered)), lcm(*(columns for _, columns in covered))
+    return lcm(*(rows for rows, _ in covered)), lcm(*(columns for _, columns in covered if columns))
 
 
 def slice_weight(weight: Weight, rows: slice, columns: slice = slice(None)) -> Weight:
@@ -47,7 +47,7 @@ def slice_weight(weight: Weight, rows: slice, columns: slice = slice(None)) -> W
             continue
         tall, wide = tile
         part = tensor[first_row // tall : -(-last_row // tall)]
-        if part.ndim > 1:
+        if part.ndim > 1 and wide:
             part = part[:, first_column // wide : -(-last_column // wide)]
         parts[name] = part.contiguous()
     sliced: Weight = codec.from_buffers(parts)

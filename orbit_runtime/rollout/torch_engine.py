@@ -25,6 +25,7 @@ from orbit_runtime.policy.packed import Branch, PackedPlan
 from orbit_runtime.rollout.cache import DecodePlan, KVCache
 from orbit_runtime.rollout.rows import Finished, Rows, Work, merge_segments
 from orbit_runtime.rollout.sampling import draw, uniforms
+from orbit_runtime.rollout.text import answer_text
 from orbit_runtime.types import AdapterFiles, Completion, FinishReason, Request, Sampling, Scored, Tokenizer
 
 BASE_VERSION = -1
@@ -265,7 +266,7 @@ class TorchEngine:
             logprobs_T=tuple(finished.logprobs_T),
             versions_T=(finished.version,) * len(tokens),
             finish_reason=finished.reason,
-            text=_answer_text(self._tokenizer, tokens, finished.request.sampling.stop),
+            text=answer_text(self._tokenizer, tokens, finished.request.sampling.stop),
         )
 
 
@@ -282,10 +283,3 @@ def _applied(trace: Sequence[Applied], name: str) -> str:
 def _selected(segments: list[tuple[str | None, int, int]]) -> str | list[tuple[str | None, int, int]] | None:
     """A single segment is the whole batch: the layers' fast path."""
     return segments[0][0] if len(segments) == 1 else segments
-
-
-def _answer_text(tokenizer: Tokenizer, tokens: tuple[int, ...], stops: tuple[str, ...]) -> str:
-    kept = tokens[:-1] if tokens and tokens[-1] in tokenizer.eos_ids else tokens
-    text = tokenizer.decode(kept)
-    cuts = [at for at in (text.find(stop) for stop in stops) if at >= 0]
-    return text[: min(cuts)] if cuts else text

@@ -102,7 +102,7 @@ def resolve(run: OrbitRun, machine: MachineFacts, *, folder: Path | None = None)
         model=_changed(decided.spec.model, uri=absolute_uri(spec.model.uri, base)),
         data=_changed(spec.data, prompts=prompts),
         environment=environment,
-        rollout=_changed(spec.rollout, engine="Torch"),
+        rollout=_changed(spec.rollout, engine="Torch" if spec.rollout.engine == "Auto" else spec.rollout.engine),
         training=_changed(training, trainer="Torch", attention=attention),
         placement=_changed(spec.placement, base_copies="Shared"),
     )

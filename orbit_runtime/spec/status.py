@@ -27,7 +27,9 @@ MAX_CONDITIONS = 32
 MAX_COUNT = 2**53
 
 Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
-Number = Annotated[float, Field(ge=-1e300, le=1e300)]
+LARGEST_NUMBER = 1e18
+"""The API server compares a whole number such as 1.0 as int64, in which a larger bound turns negative."""
+Number = Annotated[float, Field(ge=-LARGEST_NUMBER, le=LARGEST_NUMBER)]
 Time = Annotated[str, Field(max_length=64, json_schema_extra={"format": "date-time"})]
 Reason = Annotated[str, Field(max_length=128, pattern=r"^[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?$")]
 Message = Annotated[str, Field(max_length=4096)]
@@ -171,7 +173,7 @@ class RunStatus(Block):
     execution: Count | None = None
     """Number that the run folder is written under; older writers are refused."""
     last_report_time: Time | None = None
-    """When the pod last said how it is: all the above from `step` on is of then."""
+    """When the pod last said something new: all the above from `step` on is of then."""
     attempt: Count | None = None
     """Number of the newest attempt."""
     node: Name | None = None

@@ -7,8 +7,10 @@ from collections.abc import Iterator
 import pytest
 from cluster.bed.cluster import Cluster, run_cluster
 from cluster.bed.control_plane import ControlPlane
+from cluster.bed.images import build_product_image
 from cluster.bed.processes import Processes
 from cluster.bed.programs import find_program
+from cluster.shell import Shell
 
 from tests.cluster.crd_api import RunsApi
 
@@ -51,9 +53,23 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield running
 
 
+@pytest.fixture(scope="session")
+def release(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Shell:
+    """The operator, installed by Helm as the guide says: it watches `team-a`. The shell stands in the checkout."""
+    for target in ("operator", "runtime"):
+        cluster.import_image(build_product_image(target)[1])
+    shell = Shell(cluster, tmp_path_factory.mktemp("shell"))
+    shell.follow("install", "Where")
+    return shell
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Those that start a bed of their own come first; whoever asks for the shared one may wait for its start."""
-    items.sort(key=lambda item: item.path.name != "test_leftovers.py")
+    """Those that start a bed of their own come first, the end of the installation last.
+
+    Whoever asks for the shared bed may wait for its start.
+    """
+    order = {"test_leftovers.py": -1, "test_uninstall.py": 1}
+    items.sort(key=lambda item: order.get(item.path.name, 0))
     for item in items:
         if "cluster" in getattr(item, "fixturenames", ()) and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(600))

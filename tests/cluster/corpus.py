@@ -249,6 +249,16 @@ OTHERS = (
         ("metadata.generateName",),
         "the server makes a name first",
     ),
+    Case(
+        "a megabyte of prompts inline",
+        manifest(data="{prompts: [{uri: a, inline: '" + "12+34= " * 140_000 + "'}]}"),
+        ("spec.data.prompts[0].inline",),
+    ),
+    Case(
+        "a megabyte of prompts for a URI",
+        manifest(data="{prompts: [{uri: '" + "12+34= " * 140_000 + "'}]}"),
+        ("spec.data.prompts[0].uri",),
+    ),
     Case("another version", manifest().replace("v1alpha1", "v2"), ("apiVersion",), ANY, NO_TYPE),
     Case("another kind", manifest().replace("OrbitRun", "Orbitrun"), ("kind",), ANY, NO_TYPE),
     Case("a key twice", manifest(training="{steps: 5, steps: 6}"), ("spec.training.steps",), ("",), NO_YAML),

@@ -171,6 +171,14 @@ def test_every_field_of_the_status_is_stored(runs_api: RunsApi) -> None:
     assert runs_api.get("corpus")["status"] == status
 
 
+@pytest.mark.parametrize("reward", [1.0, 0.0, -3.0, 1e17])
+def test_a_number_may_be_whole(runs_api: RunsApi, reward: float) -> None:
+    assert runs_api.create(manifest()).code == 201
+    answer = runs_api.apply_status("corpus", {"reward": reward, "tokensPerSecond": 1000.0})
+    assert answer.code == 200, answer.message
+    assert runs_api.get("corpus")["status"]["reward"] == reward
+
+
 def test_a_status_cannot_be_written_with_the_object_nor_the_object_with_the_status(runs_api: RunsApi) -> None:
     assert runs_api.create(manifest(top="status: {phase: Running}\n")).code == 201
     assert "status" not in runs_api.get("corpus")
@@ -254,12 +262,12 @@ def test_an_older_crd_is_told_from_this_one(runs_api: RunsApi) -> None:
     older = build_crd()
     older["metadata"]["annotations"][SCHEMA_HASH] = "sha256:older"
     schema = older["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
-    del schema["properties"]["spec"]["properties"]["storage"]["properties"]["deletionPolicy"]
+    del schema["properties"]["spec"]["properties"]["storage"]["properties"]["serviceAccountName"]
     try:
         runs_api.install(older)
         served = runs_api.client.get(f"{CRDS}/orbitruns.orbitrl.dev").json()
         assert served["metadata"]["annotations"][SCHEMA_HASH] != schema_hash()
-        assert missing_fields(served) == ["spec.storage.deletionPolicy"]
+        assert missing_fields(served) == ["spec.storage.serviceAccountName"]
     finally:
         runs_api.install()
     assert missing_fields(runs_api.client.get(f"{CRDS}/orbitruns.orbitrl.dev").json()) == []

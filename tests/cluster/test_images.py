@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from cluster.bed.cluster import Cluster
-from cluster.bed.heavy import build_heavy_claim, heavy_mount, heavy_volume
 from cluster.bed.images import build_product_image
 from cluster.bed.services import store_environment
 from cluster.restricted_job import build_job, build_namespace, read_logs, wait_for_end
@@ -60,7 +59,7 @@ def test_a_run_trains_in_a_restricted_pod_with_eight_gpus_and_leaves_adapter_and
     cluster.apply(build_namespace("first"))
     secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "store", "namespace": "first"},
               "stringData": store_environment()}  # fmt: skip
-    cluster.apply(*build_heavy_claim("first"), secret)
+    cluster.apply(secret)
     gpus = {"nvidia.com/gpu": "8"}
     container = {
         "image": name,
@@ -69,9 +68,8 @@ def test_a_run_trains_in_a_restricted_pod_with_eight_gpus_and_leaves_adapter_and
         "envFrom": [{"secretRef": {"name": "store"}}],
         "env": [{"name": "ORBIT_CACHE", "value": "/var/tmp/cache"}],
         "resources": {"requests": gpus, "limits": gpus},
-        "volumeMounts": [heavy_mount()],
     }  # fmt: skip
-    cluster.apply(build_job("first", "quickstart", container, [heavy_volume()]))
+    cluster.apply(build_job("first", "quickstart", container))
     ended = wait_for_end(cluster, "first", "quickstart", 300)
     assert ended["exitCode"] == 0, read_logs(cluster, "first", "quickstart")
     folder = cluster.buckets / "first" / "quickstart"
@@ -88,9 +86,9 @@ def test_a_wrong_credential_ends_with_77_and_says_so(cluster: Cluster) -> None:
     wrong = {**store_environment(), "AWS_SECRET_ACCESS_KEY": "not-the-one"}
     container = {
         "image": name, "args": ["run", "/opt/orbit/examples/quickstart.yaml", "--out", "s3://denied/quickstart"],
-        "env": [{"name": key, "value": value} for key, value in wrong.items()], "volumeMounts": [heavy_mount()],
+        "env": [{"name": key, "value": value} for key, value in wrong.items()],
     }  # fmt: skip
-    cluster.apply(*build_heavy_claim("denied"), build_job("denied", "run", container, [heavy_volume()]))
+    cluster.apply(build_job("denied", "run", container))
     ended = wait_for_end(cluster, "denied", "run")
     assert ended["exitCode"] == 77, read_logs(cluster, "denied", "run")
     assert "fix:" in ended["message"], "the pod's status says what to do"

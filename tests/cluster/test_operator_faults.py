@@ -68,9 +68,6 @@ def test_a_run_has_its_job_within_a_second(team: Team) -> None:
     [
         (0, "Succeeded", "None", "Succeeded"),
         (64, "ValidationFailed", "User", "Failed"),
-        (77, "CredentialsInvalid", "User", "Failed"),
-        (78, "Unsupported", "User", "Failed"),
-        (84, "GateFailed", "User", "Failed"),
         (70, "InternalError", "Orbit", "Failed"),
     ],
 )
@@ -84,7 +81,7 @@ def test_an_ending_that_is_final(team: Team, code: int, reason: str, owner: str,
     assert len([job for job in team.jobs() if job.startswith(f"{name}-a")]) == 1
 
 
-@pytest.mark.parametrize("code", [73, 74, 79, 80, 81, 82, 83, 137, 139])
+@pytest.mark.parametrize("code", [74, 79, 139])
 def test_an_ending_that_the_infrastructure_pays_for(team: Team, code: int) -> None:
     name = f"infra-{code}"
     team.exits = {1: code, 2: 0}
@@ -94,6 +91,16 @@ def test_an_ending_that_the_infrastructure_pays_for(team: Team, code: int) -> No
     assert condition(status, "Interrupted")["status"] == "True"
     assert (status["infraRestarts"], status["userRetries"]) == (1, 0)
     assert status["attempts"][0]["ending"]["exitCode"] == code
+
+
+def test_a_manifest_that_no_config_map_can_hold_never_starts_and_says_so(team: Team) -> None:
+    """The API server takes up to 1.5 MB; what a reward's arguments hold is not for the schema to count."""
+    rewards = [{"name": "r", "type": "Math", "arguments": {"prompts": "12+34=ü\n" * 120_000}}]
+    team.start_run("huge", environment={"rewards": rewards})
+    status = team.wait_phase("huge", "Failed")
+    assert (status["reason"], status["whoActs"]) == ("ValidationFailed", "User")
+    assert "1048576" in status["message"]
+    assert "huge-a1" not in team.jobs()
 
 
 def test_after_its_back_off_a_run_goes_on_and_ends_well(team: Team) -> None:

@@ -77,5 +77,8 @@ def mxfp4(rows: int, columns: int, layout: str = "MXFP4") -> MXFP4Weight:
 def int4_asymmetric(rows: int, columns: int, group: int, dtype: torch.dtype) -> INT4AsymmetricWeight:
     codes = (random_bytes(rows, columns, seed=7).int() % 16 - 8).to(torch.int8)
     zero = (random_bytes(rows, columns // group, seed=8).int() % 16 - 8).to(torch.int8)
-    scale = positive_floats(rows, columns // group, seed=9).clamp(1e-7, 6e4).to(dtype)
+    scale = positive_floats(rows, columns // group, seed=9)
+    # F16 has no more exponents; the others keep their denormals and their largest numbers.
+    scale = scale.clamp(1e-7, 6e4).half() if dtype is torch.float16 else scale.clamp(2.0**-133, 3e38).to(dtype)
+    scale = scale * (1 - 2 * (torch.arange(scale.numel()).view_as(scale) % 3 == 0).to(dtype))
     return INT4AsymmetricWeight(int4.pack(codes), scale, pack_zero_points(zero))

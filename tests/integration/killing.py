@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 from orbit_runtime.observability.metrics import TIME_FIELDS
-from orbit_runtime.storage import Store
+from orbit_runtime.storage import Store, open_store
 from tests.integration.run_nursery import Nursery
 
 
@@ -42,12 +42,18 @@ def timeless_rows(store: Store) -> list[dict[str, Any]]:
 def kill_until_done(
     nursery: Nursery, manifest: dict[str, Any], out: str, *, kills: int, seed: int, longest: float
 ) -> list[float]:
-    """Starts the run, kills it after a random delay, `kills` times; then lets it finish. Returns the delays."""
+    """Starts the run, kills it at a random moment after it claimed the folder, `kills` times; then lets it finish.
+
+    Returns the delays. They count from the claim, so that a busy machine's slow starts do not eat them up.
+    """
     rng = random.Random(seed)
     delays: list[float] = []
+    store = open_store(out)
     while len(delays) < kills:
         pid = nursery.start(manifest, out)
-        delay = rng.uniform(0.05, longest)
+        while not store.exists(f"executions/{len(delays) + 1:06}.json"):
+            time.sleep(0.01)
+        delay = rng.uniform(0, longest)
         time.sleep(delay)
         os.kill(pid, signal.SIGKILL)
         code = nursery.wait()

@@ -142,6 +142,8 @@ def test_a_sharded_checkpoint_is_the_same_policy_as_one_file(tmp_path: Path) -> 
     sharded_folder = make_checkpoint(tmp_path / "many", "llama", max_shard_size="60KB")
     assert len(list(sharded_folder.glob("*.safetensors"))) > 2
     assert whole.base_digest() == load_policy(sharded_folder, LORA).base_digest()
+    narrow = load_policy(sharded_folder, LORA, compute_dtype=torch.bfloat16)
+    assert narrow.base_digest() == whole.base_digest(), "a run may go on where activations are BF16"
 
 
 def test_the_base_gets_no_gradient_and_keeps_its_digest(tmp_path: Path) -> None:

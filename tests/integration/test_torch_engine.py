@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +11,6 @@ import pytest
 import torch
 
 from orbit_runtime.adapters.config import AdapterConfig
-from orbit_runtime.adapters.state import export_adapter, files_digest
 from orbit_runtime.data.chat import ChatTokenizer
 from orbit_runtime.errors import DataError, GateError
 from orbit_runtime.model_info.builtin_models import builtin_folder
@@ -21,7 +19,8 @@ from orbit_runtime.policy.packed import Branch
 from orbit_runtime.rollout import TorchEngine
 from orbit_runtime.rollout.sampling import draw, uniforms
 from orbit_runtime.seeds import stream_key
-from orbit_runtime.types import AdapterFiles, Completion, Request, Sampling
+from orbit_runtime.types import Request, Sampling
+from tests.integration.engine_inputs import by_id, random_adapter, requests_for
 from tests.integration.tiny_models import ARCHITECTURES, TARGETS, load_reference, make_checkpoint, reference_logprobs
 
 LORA = AdapterConfig(type="LoRA", targets=TARGETS, rank=4, alpha=8.0)
@@ -31,37 +30,6 @@ LORA = AdapterConfig(type="LoRA", targets=TARGETS, rank=4, alpha=8.0)
 def adder() -> tuple[Policy, ChatTokenizer]:
     folder = builtin_folder("tiny-adder", "INT4")
     return load_policy(folder, LORA), ChatTokenizer(folder)
-
-
-def requests_for(
-    tokenizer: ChatTokenizer, prompts: Sequence[str], samples: int, *, sampling: Sampling, adapter: str | None = None
-) -> list[Request]:
-    made = []
-    for prompt in prompts:
-        ids = tuple(tokenizer.encode_chat([{"role": "user", "content": prompt}]))
-        for sample in range(samples):
-            key = stream_key(0, "sample", prompt, 0, sample, 0)
-            made.append(Request(len(made), key, ids, sampling, adapter))
-    return made
-
-
-def by_id(completions: Sequence[Completion]) -> dict[int, Completion]:
-    return {completion.request_id: completion for completion in completions}
-
-
-def random_adapter(policy: Policy, version: int, scale: float = 0.05) -> AdapterFiles:
-    """The policy's adapter with masters drawn anew; the masters are restored afterwards."""
-    masters = policy.injected.masters.parameters
-    before = {name: parameter.detach().clone() for name, parameter in masters.items()}
-    generator = torch.Generator().manual_seed(version)
-    with torch.no_grad():
-        for parameter in masters.values():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
-    files = export_adapter(policy.injected, policy.injected.config, "base")
-    with torch.no_grad():
-        for name, parameter in masters.items():
-            parameter.copy_(before[name])
-    return AdapterFiles(version, files, files_digest(files))
 
 
 def test_a_rows_tokens_do_not_depend_on_the_batch(adder: tuple[Policy, ChatTokenizer]) -> None:

@@ -11,6 +11,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from cluster.guide import find_inline, read_blocks
 from ruamel.yaml import YAML
 
 from orbit_operator.policies.failure import EXIT_CODES, WAITING
@@ -21,6 +22,10 @@ GUIDES = sorted((ROOT / "docs/guides/cluster").glob("*.md"))
 OPERATIONS = (ROOT / "docs/guides/cluster/operations.md").read_text()
 ROWS = {
     word for line in OPERATIONS.splitlines() if line.startswith("| ") for word in line.split("|")[1].strip().split(", ")
+}
+NOT_RUN = {
+    ("install", "make images-push REGISTRY=…"): "there is no registry; images are imported into the nodes",
+    ("operations", "kubectl logs --previous"): "a mention, not a whole command",
 }
 REASON = re.compile(r"[A-Z][A-Za-z]{3,}")
 
@@ -94,6 +99,36 @@ def test_every_condition_has_a_row() -> None:
     from orbit_operator.status import CONDITIONS
 
     assert set(CONDITIONS) - ROWS == set()
+
+
+def followed(*methods: str) -> set[tuple[object, ...]]:
+    """Constant arguments of calls such as `shell.follow("run", "Delete")` in the cluster's tests."""
+    calls: set[tuple[object, ...]] = set()
+    for file in (ROOT / "tests/cluster").glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in methods:
+                calls.add(tuple(each.value for each in node.args if isinstance(each, ast.Constant)))
+    return calls
+
+
+@pytest.mark.parametrize("guide", GUIDES, ids=lambda guide: guide.stem)
+def test_every_block_of_commands_is_run_on_the_cluster(guide: Path) -> None:
+    run = {(*call, 0)[:3] for call in followed("follow", "meanwhile")}
+    wanted = {(guide.stem, block.section, block.number) for block in read_blocks(guide.stem) if block.language == "sh"}
+    assert wanted - run == set()
+    assert len(wanted) > 1
+
+
+def test_every_command_in_running_text_is_run_on_the_cluster() -> None:
+    run = followed("say")
+    instructions = {
+        (guide.stem, command)
+        for guide in GUIDES
+        for command in find_inline(guide.stem)
+        if re.search(r" -|=|[A-Z]{2}| delete ", command) and (guide.stem, command) not in NOT_RUN
+    }
+    assert instructions - run == set()
+    assert len(instructions) > 5
 
 
 def test_links_between_guides_lead_somewhere() -> None:

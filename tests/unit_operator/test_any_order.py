@@ -207,6 +207,10 @@ class AnyOrder(RuleBasedStateMachine):
         second = self.cluster.think(again)
         self.cluster.write_status(again, second)
         assert self.cluster.status == once
+        # So our own write, when watching brings it back, is no reason for another pass.
+        assert set(second.actions) <= set(chosen.actions)
+        assert set(second.events) <= set(chosen.events)
+        assert second.wake_at == chosen.wake_at
         self.cluster.status = before
 
     @invariant()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -104,6 +105,30 @@ def test_a_container_out_of_memory_is_not_just_killed() -> None:
     verdict = judge_job(FAILED_JOB, pod(137, end_reason="OOMKilled"), None)
     assert (verdict.reason, verdict.budget) == ("OutOfMemory", "infra")
     assert "memory" in verdict.message
+
+
+def test_what_killed_a_container_comes_before_the_end_of_its_log() -> None:
+    """The kubelet gives the end of the log where the process left no message, which nobody who is killed does."""
+    log, own = "step 3 of 60\n", json.dumps({"message": "not enough", "fix": "more memory"})
+    full = "the node was low on resource: memory"
+    for fields, how in (
+        ({"end_reason": "OOMKilled"}, "the container used more memory than its limit"),
+        ({"reason": "Evicted", "message_of_pod": full}, full),
+        ({"deletion_due": 5.0}, "killed before it could checkpoint"),
+        ({}, "killed, and nothing says by whom"),
+    ):
+        facts: dict[str, Any] = {**fields}
+        message = facts.pop("message_of_pod", "")
+        ended = replace(pod(137, log, **facts), message=message)
+        assert judge_job(FAILED_JOB, ended, None).message == f"{how}; its last words: step 3 of 60"
+        silent = replace(pod(137, json.dumps({"step": 3}), **facts), message=message)
+        assert judge_job(FAILED_JOB, silent, None).message == how
+        told = replace(pod(137, own, **facts), message=message)
+        assert judge_job(FAILED_JOB, told, None).message == "not enough; more memory"
+        unknown = "The container could not be located when the pod was terminated"
+        gone = replace(pod(137, unknown, **{**facts, "end_reason": "ContainerStatusUnknown"}), message=message)
+        if facts.get("end_reason") != "OOMKilled":
+            assert judge_job(FAILED_JOB, gone, None).message == how
 
 
 def test_a_crash_on_a_node_with_a_broken_gpu_is_the_gpus() -> None:

@@ -17,10 +17,10 @@ from orbit_operator.manifests.config_map import build_config_map
 from orbit_operator.manifests.job import build_job
 from orbit_operator.manifests.mounts import build_mounts, localise
 from orbit_operator.manifests.network_policy import build_network_policy
-from orbit_operator.manifests.quantities import halve, read_quantity
 from orbit_operator.manifests.source import Object, RunSource
 from orbit_operator.settings import Settings
 from orbit_runtime.spec import OrbitRun
+from orbit_runtime.spec.quantities import halve, read_quantity
 
 GOLDEN = Path(__file__).parent / "golden"
 SETTINGS = Settings(namespace="orbit-system", scrape_namespaces=("monitoring",), runtime_image="orbit-runtime:1")

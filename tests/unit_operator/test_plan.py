@@ -22,6 +22,7 @@ from orbit_operator.attempts import add_created
 from orbit_operator.ending import CLEANUP_SECONDS, FINALIZER
 from orbit_operator.facts import NodeFacts, Observed, Progress, QueueFacts
 from orbit_operator.plan import Limits, plan
+from orbit_operator.policies.restart import FREE_WITHOUT_PROGRESS
 
 
 def work(cluster: Cluster, progress: Progress | None = None) -> Plan:
@@ -77,6 +78,34 @@ def test_a_success_is_final_whatever_happens_to_its_jobs() -> None:
     again = work(cluster)
     assert (again.actions, again.events) == ((), ())
     assert (cluster.status["phase"], condition(cluster, "Complete")) == ("Succeeded", ("True", "Succeeded"))
+
+
+def test_a_run_whose_pod_has_ended_does_not_wait_for_a_pod() -> None:
+    cluster = running()
+    cluster.exit(0)
+    work(cluster)
+    assert (cluster.status["phase"], cluster.status["reason"]) == ("Stopping", "PodTerminating")
+
+
+def test_a_run_that_ends_between_two_questions_is_known_to_its_last_step() -> None:
+    cluster = running()
+    cluster.exit(0)
+    cluster.conclude_jobs()
+    work(cluster, Progress(cluster.now, "pod-2", "Done", 6, reward=0.5, checkpoint_step=6))
+    assert (cluster.status["step"], cluster.status["reward"], cluster.status["checkpoint"]["step"]) == (6, 0.5, 6)
+    assert cluster.status["attempts"][0]["step"] == 6
+
+
+def test_a_pod_that_fails_as_it_starts_has_never_trained() -> None:
+    cluster = build_cluster()
+    work(cluster)
+    cluster.make_pod()
+    cluster.schedule("n0")
+    cluster.start()
+    cluster.exit(77)
+    cluster.conclude_jobs()
+    work(cluster, Progress(cluster.now, "pod-2", "Failed", 0))
+    assert "runTime" not in cluster.status["attempts"][0]
 
 
 def test_a_users_mistake_ends_the_run_and_says_whose_it_is() -> None:
@@ -173,8 +202,11 @@ def test_a_start_that_takes_too_long_is_ended_and_tried_elsewhere() -> None:
     work(cluster)
     cluster.make_pod()
     cluster.schedule("n0")
-    assert work(cluster).wake_at == cluster.now + 40.0
-    cluster.wait(40.0)
+    began = cluster.now
+    assert work(cluster).wake_at == began + 10.0  # What keeps the container is asked for.
+    cluster.wait(30.0)
+    assert work(cluster).wake_at == began + 40.0
+    cluster.wait(10.0)
     assert work(cluster).actions == (DeletePod("pod-2", "pod-2"),)
     cluster.end_deleted(143)
     cluster.conclude_jobs()
@@ -288,6 +320,23 @@ def test_old_attempts_leave_the_list_and_their_jobs_go() -> None:
     assert cluster.status["infraRestarts"] == over[-1] > 20
     assert cluster.status["retired"]["through"] == cluster.status["attempts"][0]["number"] - 1
     assert len(cluster.jobs) <= 10
+
+
+def test_a_pod_that_ends_as_if_it_were_asked_to_cannot_go_on_for_ever() -> None:
+    """Also with more attempts than the status lists."""
+    cluster = build_cluster(max_infra_restarts=3)
+    for _ in range(60):
+        work(cluster)
+        if cluster.status["phase"] == "Failed":
+            break
+        cluster.make_pod()
+        cluster.schedule("n1")
+        cluster.start()
+        cluster.exit(75)
+        cluster.conclude_jobs()
+        cluster.wait(700.0)
+    assert cluster.status["reason"] == "InfraRestartsExhausted"
+    assert (cluster.status["freeRestarts"], cluster.status["infraRestarts"]) == (FREE_WITHOUT_PROGRESS, 4)
 
 
 def test_a_status_that_was_lost_is_found_again_in_the_jobs() -> None:

@@ -7,7 +7,8 @@ from typing import Any
 import orjson
 import pytest
 
-from orbit_operator.facts import ContainerEnd
+from orbit_operator.facts import ContainerEnd, PodFacts, Progress
+from orbit_operator.observe import judge_manifest, newest_word
 from orbit_operator.read import lifecycle_of, pack_run, read_job, read_node, read_pod
 from orbit_operator.timestamps import format_micro_time, format_time, read_time
 
@@ -145,3 +146,33 @@ def test_a_lifecycle_of_another_version_is_read_as_far_as_it_is_known() -> None:
     read = lifecycle_of({"lifecycle": {"suspend": True, "fromTheFuture": 1}})
     assert (read.suspend, read.max_infra_restarts, read.max_user_retries) == (True, 10, 0)
     assert lifecycle_of({}).suspend is False
+
+
+def test_a_manifest_that_does_not_fit_a_config_map_is_told_before_it_is_tried() -> None:
+    def problem(size: int) -> str:
+        rewards = [{"name": "r", "type": "Math", "arguments": {"prompts": "ü" * size}}]
+        spec = {
+            "model": {"uri": "a"}, "data": {"prompts": [{"uri": "a"}]}, "training": {"steps": 5},
+            "environment": {"rewards": rewards},
+        }  # fmt: skip
+        return judge_manifest({"metadata": {"name": "adder", "namespace": "team", "uid": "u"}, "spec": spec}).invalid
+
+    assert problem(500_000) == ""
+    assert "the manifest takes 1200" in problem(600_000)
+    assert "name their URI" in problem(600_000)
+    assert problem(600_000).isprintable()
+
+
+def test_a_pods_last_words_go_before_what_was_heard_of_it() -> None:
+    heard = Progress(10.0, "p1", "Running", 3)
+    line = orjson.dumps({"run": "adder", "phase": "Done", "step": 6, "reward": 0.5, "last_checkpoint_step": 6}).decode()
+    ended = PodFacts(
+        "adder-a1-x", "p1", 1, phase="Succeeded", created=1.0, end=ContainerEnd(0, message=line, finished=12.0)
+    )
+    said = newest_word("adder", [ended], heard)
+    assert said is not None
+    assert (said.at, said.step, said.reward, said.checkpoint_step) == (12.0, 6, 0.5, 6)
+    assert newest_word("adder", [ended, PodFacts("adder-a2-x", "p2", 2, created=20.0)], heard) is heard
+    assert newest_word("another", [ended], heard) is heard
+    killed = PodFacts("adder-a1-x", "p1", 1, phase="Failed", end=ContainerEnd(137, message="last line of a log"))
+    assert newest_word("adder", [killed], heard) is heard

@@ -12,7 +12,7 @@ pytest.importorskip("kopf", reason="the operator's packages are not installed (e
 
 from orbit_operator.api import JOBS, PODS, RUNS, Kind
 from orbit_operator.cache import Cache, Child, RawRun, Shelf
-from orbit_operator.crd_check import find_served, missing_fields
+from orbit_operator.crd_check import drop_fields, find_served, missing_fields
 from orbit_operator.facts import JobFacts, Stored
 from orbit_operator.handlers import build_kopf_settings, drop_pod, put_child, put_run
 from orbit_operator.health import LONGEST_PASS_SECONDS, STALLED_SECONDS, Health
@@ -211,6 +211,18 @@ def test_a_crd_of_this_version_lacks_nothing_and_an_older_one_says_what() -> Non
     older = {**own, "properties": {**properties, "spec": {**properties["spec"], "properties": spec}}}
     assert missing_fields(own, older) == ["spec.placement"]
     assert find_served({}) is None
+
+
+def test_fields_that_the_crd_lacks_are_left_out_of_a_status() -> None:
+    ending = {"reason": "EngineDied", "whoActs": "Cluster"}
+    status = {"phase": "Failed", "whoActs": "Cluster", "attempts": [{"number": 1, "ending": ending}, {"number": 2}]}
+    lacks = ("spec.placement", "status.whoActs", "status.attempts[].ending.whoActs", "status.notThere", "status.a.b")
+    assert drop_fields(status, lacks) == {
+        "phase": "Failed",
+        "attempts": [{"number": 1, "ending": {"reason": "EngineDied"}}, {"number": 2}],
+    }
+    assert ending["whoActs"] == "Cluster", "what it was made from stays whole"
+    assert drop_fields(status, ()) == status
 
 
 def test_kopf_neither_peers_nor_scans_nor_stores_anything() -> None:

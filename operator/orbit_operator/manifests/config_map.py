@@ -9,6 +9,8 @@ from orbit_operator.manifests.source import Object, RunSource, config_map_name, 
 from orbit_runtime.spec.run import API_VERSION
 
 MANIFEST_FILE = "run.yaml"
+LARGEST_MANIFEST = 1 << 20
+"""Bytes that the API server lets a ConfigMap hold; `orbit run` reads no more either."""
 
 
 def build_config_map(source: RunSource) -> Object:

@@ -10,16 +10,18 @@ from collections.abc import Sequence
 
 from orbit_operator.manifests.config_map import MANIFEST_FILE
 from orbit_operator.manifests.mounts import build_mounts
-from orbit_operator.manifests.quantities import halve
 from orbit_operator.manifests.source import Object, RunSource, config_map_name, job_name, labels
 from orbit_operator.settings import Settings
 from orbit_runtime.spec.placement import Placement, Toleration
+from orbit_runtime.spec.quantities import halve
 
 RUN_CONTAINER, ENGINE_CONTAINER = "run", "engine"
 GPU = "nvidia.com/gpu"
 USER_ID = 65532
 MANIFEST_FOLDER, CACHE_FOLDER, WORK_FOLDER = "/etc/orbit", "/var/cache/orbit", "/var/lib/orbit"
 ENGINE_PORT = 9401
+TERMINATION_FILE = "/dev/termination-log"
+"""Where the kubelet looks for a container's last words."""
 AVOIDANCE_WEIGHT = 100
 """The most there is: any other node goes before one that failed, and a cluster of one node can still go on."""
 
@@ -69,6 +71,7 @@ def build_container(source: RunSource, attempt: int, extra_mounts: list[Object],
             {"name": "ORBIT_ATTEMPT", "value": job_name(source.name, attempt)},
             {"name": "ORBIT_BIND_ADDRESS", "value": "0.0.0.0"},
             {"name": "ORBIT_CACHE", "value": CACHE_FOLDER},
+            {"name": "ORBIT_TERMINATION_FILE", "value": TERMINATION_FILE},
             {"name": "HOME", "value": "/tmp"},
             *([{"name": "ORBIT_ENGINE_URL", "value": f"http://127.0.0.1:{ENGINE_PORT}"}] if split else []),
         ],

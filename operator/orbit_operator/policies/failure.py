@@ -164,24 +164,37 @@ def _judge_exit(end: ContainerEnd, pod: PodFacts) -> Verdict:
         return Verdict("Stopped", "Checkpointed", "free", exit_code=EXIT_STOPPED, message=message)
     if end.reason == "OOMKilled":
         reason, budget, owner = EXIT_CODES[OUT_OF_MEMORY]
-        text = message or "the container used more memory than its limit"
+        text = _tell_kill("the container used more memory than its limit", end)
         return Verdict("Failed", reason, budget, owner, text, end.exit_code)
     if end.exit_code in (137, 143):
-        return _judge_killed(end, pod, message)
+        return _judge_killed(end, pod)
     reason, budget, owner = EXIT_CODES.get(end.exit_code, ("InternalError", "user", "orbit"))
     text = message or f"the container ended with exit code {end.exit_code} and no message"
     return Verdict("Failed", reason, budget, owner, text, end.exit_code, reason in AVOID_NODE)
 
 
-def _judge_killed(end: ContainerEnd, pod: PodFacts, message: str) -> Verdict:
+def _judge_killed(end: ContainerEnd, pod: PodFacts) -> Verdict:
     """Nobody asked the process; the pod knows who ended it."""
     if pod.disruption or pod.reason:
         verdict = _judge_pod(pod)
-        return Verdict("Failed", verdict.reason, "infra", verdict.owner, message or verdict.message, end.exit_code,
-                       verdict.avoid_node)  # fmt: skip
+        return Verdict("Failed", verdict.reason, "infra", verdict.owner, _tell_kill(verdict.message, end),
+                       end.exit_code, verdict.avoid_node)  # fmt: skip
     reason, budget, owner = EXIT_CODES[end.exit_code]
     how = "killed before it could checkpoint" if pod.is_deleting else "killed, and nothing says by whom"
-    return Verdict("Failed", reason, budget, owner, message or how, end.exit_code)
+    return Verdict("Failed", reason, budget, owner, _tell_kill(how, end), end.exit_code)
+
+
+def _tell_kill(how: str, end: ContainerEnd) -> str:
+    """What killed it. A message that it left itself says more; the last line of its log only comes after."""
+    said = "" if end.reason == "ContainerStatusUnknown" else _sentence(read_termination(end.message))
+    if not said:
+        return _cut(how)
+    return _cut(said if _is_left(end.message) else f"{how}; its last words: {said}")
+
+
+def _is_left(message: str) -> bool:
+    """Left by the container, and not the end of its log, which the kubelet takes where nothing was left."""
+    return message.lstrip().startswith("{") and "message" in read_termination(message)
 
 
 def _judge_pod(pod: PodFacts) -> Verdict:

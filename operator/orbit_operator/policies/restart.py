@@ -15,8 +15,11 @@ from orbit_operator.policies.failure import FIRST_INFRA_THEN_USER
 FIRST_DELAY = 10.0
 LONGEST_DELAY = 600.0
 JITTER = 0.2
-FREE_WITHOUT_PROGRESS = 10
-"""So many endings on request in a row are free although nothing was trained in between; then the cluster pays."""
+FREE_WITHOUT_PROGRESS = 7
+"""So many endings on request in a row are free although nothing was trained in between; then the cluster pays.
+
+Fewer than attempts are listed (`attempts.LISTED`, less the one under way): what is not listed cannot be in a row.
+"""
 AVOIDED_NODES = 4
 """The newest failures' nodes; older ones may be tried again, or a small cluster runs out of them."""
 

@@ -5,11 +5,13 @@ Belongs here: one file per family, and the table. Does not belong here: formats 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from orbit_runtime.errors import ModelError
 from orbit_runtime.model_info.families import deepseek_v3, deepseek_v4, glm4_moe, gpt_oss, kimi, llama, qwen3, qwen3_moe
+from orbit_runtime.model_info.settings import DAMAGED
 from orbit_runtime.model_info.weights import Architecture
 
 Describe = Callable[[Mapping[str, Any]], Architecture]
@@ -26,6 +28,8 @@ FAMILIES: dict[str, Describe] = {
     "gpt_oss": gpt_oss.describe,
 }
 """By the configuration's `model_type`."""
+_NUMBER = re.compile(r"num_.*|n_.*|.*_size|.*_dim|.*_rank")
+"""Fields that hold whole numbers, in every family."""
 
 
 def describe(config: Mapping[str, Any], *, where: str = "config.json") -> Architecture:
@@ -37,6 +41,9 @@ def describe(config: Mapping[str, Any], *, where: str = "config.json") -> Archit
             where=where,
             fix=f"it knows {', '.join(FAMILIES)}",
         )
+    for name, value in {**config, **(config.get("text_config") or {})}.items():
+        if _NUMBER.fullmatch(name) and isinstance(value, (str, float, dict)):
+            raise ModelError(f"{name} is {value!r}, not a whole number", where=where, fix=DAMAGED)
     try:
         return FAMILIES[kind](config)
     except KeyError as missing:

@@ -10,7 +10,7 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ class Cluster:
     nodes: list[Node]
     processes: Processes
     folder: Path
+    imported: set[Path] = field(default_factory=set)
 
     @property
     def kubeconfig(self) -> Path:
@@ -58,9 +59,11 @@ class Cluster:
         self.kubectl("apply", "--server-side", "--force-conflicts", "-f", "-", stdin=text)
 
     def import_image(self, archive: Path) -> None:
-        """On every node."""
-        for node in self.nodes:
-            node.import_image(archive)
+        """On every node, once."""
+        if archive not in self.imported:
+            for node in self.nodes:
+                node.import_image(archive)
+            self.imported.add(archive)
 
     def add_gpus(self, node: Node) -> None:
         """As a device plug-in would say it: eight, and what they are."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import socket
 import ssl
+from collections.abc import Mapping
 from pathlib import Path
 
 import httpx
@@ -27,14 +28,22 @@ class ControlPlane:
     """
 
     def __init__(
-        self, processes: Processes, folder: Path, address: str = "127.0.0.1", port: int = 0, *, schedules: bool = False
+        self,
+        processes: Processes,
+        folder: Path,
+        address: str = "127.0.0.1",
+        port: int = 0,
+        *,
+        schedules: bool = False,
+        flags: Mapping[str, object] | None = None,
     ) -> None:
+        """`flags` are added to the controller manager's."""
         self.processes, self.folder, self.address = processes, folder, address
         self._etcd_port, self._peer_port = _free_port(), _free_port()
         self.port = port or _free_port()
         self.url = f"https://{address}:{self.port}"
         self.kubeconfig = folder / "kubeconfig"
-        self._schedules = schedules
+        self._schedules, self._flags = schedules, dict(flags or {})
 
     def start(self) -> None:
         """Returns when the API server is ready."""
@@ -52,7 +61,7 @@ class ControlPlane:
             "root-ca-file": self.pki.authority, "use-service-account-credentials": "true", "leader-elect": "false",
             # A node that says nothing is NotReady after 16 s (40 s in most clusters).
             "node-monitor-period": "2s", "node-monitor-grace-period": "16s", "bind-address": "127.0.0.1",
-            "secure-port": _free_port(), "concurrent-job-syncs": 10,
+            "secure-port": _free_port(), "concurrent-job-syncs": 10, **self._flags,
         })  # fmt: skip
         if self._schedules:
             flags = {"kubeconfig": self.kubeconfig, "leader-elect": "false", "bind-address": "127.0.0.1",

@@ -1,6 +1,7 @@
 """Images of the bed, built here because none can be counted on to be pulled; each is kept by the digest of its recipe.
 
-Belongs here: the pause image and the local base. Does not belong here: the product's Dockerfile.
+Belongs here: the pause image, the local base, and building the product's Dockerfile on it. Does not belong here: what
+a test expects of an image.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from pathlib import Path
 from cluster.bed.node import PAUSE_IMAGE
 from cluster.bed.processes import run
 from cluster.bed.programs import find_program
+
+from orbit_runtime import __version__
 
 ROOT = Path(__file__).parents[3]
 PAUSE_SOURCE = """
@@ -74,6 +77,12 @@ def buildah(*words: str) -> str:
     return run(find_program("buildah"), *roots, *words, seconds=1200)
 
 
+REGISTRY = "localhost"
+"""Where the guides' `$REGISTRY` is: images are imported by name, so that none is ever pulled."""
+CONTEXT = ("pyproject.toml", "README.md", "LICENSE", "orbit_runtime", "operator", "examples", "images")
+"""What `.dockerignore` lets through."""
+NUM_KEPT = 4
+"""Archives of each image that are kept: a change that is taken back need not be built again."""
 BASE_IMAGE = "localhost/orbit-test-base:1"
 LEFT_OUT = ("test", "idlelib", "tkinter", "turtledemo", "lib2to3", "site-packages", "__pycache__")
 
@@ -122,13 +131,33 @@ def _add_python(root: Path) -> None:
 
 @cache
 def build_product_image(target: str) -> tuple[str, Path]:
-    """`operator` or `runtime` of the product's Dockerfile on the local base; its name and its archive."""
-    build_base_image()
-    name = f"localhost/orbit-{target}:test"
-    build_image(
-        ROOT, name, "--target", target, "--build-arg", f"BASE_IMAGE={BASE_IMAGE}", "--build-arg",
-        f"OPERATOR_BASE_IMAGE={BASE_IMAGE}", "--build-arg", "HEAVY=mounted", "--build-arg", "VERSION=0.1.0",
-    )  # fmt: skip
-    archive = images_folder() / f"orbit-{target}.tar"
-    save_image(name, archive)
+    """`operator` or `runtime` of the product's Dockerfile on the local base; its name and its archive.
+
+    Nothing is built where nothing that goes into an image has changed.
+    """
+    name = f"{REGISTRY}/orbit-{target}:{__version__}"
+    archive = images_folder() / f"orbit-{target}-{digest_sources()}.tar"
+    if not archive.exists():
+        build_base_image()
+        build_image(
+            ROOT, name, "--target", target, "--build-arg", f"BASE_IMAGE={BASE_IMAGE}",
+            "--build-arg", f"OPERATOR_BASE_IMAGE={BASE_IMAGE}", "--build-arg", "HEAVY=mounted",
+            "--build-arg", f"VERSION={__version__}",
+        )  # fmt: skip
+        save_image(name, archive)
+        kept = sorted(images_folder().glob(f"orbit-{target}*.tar"), key=lambda path: path.stat().st_mtime)
+        for old in kept[:-NUM_KEPT]:
+            old.unlink()
     return name, archive
+
+
+@cache
+def digest_sources() -> str:
+    """Of everything that a build sees: the context as `.dockerignore` leaves it, the recipe, the interpreter."""
+    found = hashlib.sha256(f"{BASE_IMAGE} {sys.version}".encode())
+    for name in ("Dockerfile", ".dockerignore", *CONTEXT):
+        top = ROOT / name
+        files = [top] if top.is_file() else [path for path in top.rglob("*") if path.is_file()]
+        for file in sorted(file for file in files if "__pycache__" not in file.parts):
+            found.update(f"{file.relative_to(ROOT)} {file.stat().st_mode:o}\n".encode() + file.read_bytes())
+    return found.hexdigest()[:12]

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import yaml
 from cluster.bed.control_plane import ControlPlane
+from cluster.bed.heavy import build_container_spec
 from cluster.bed.network import NETNS, bridge_address, bridge_name, pod_subnet
 from cluster.bed.pki import NODES, node_token, write_kubeconfig
 from cluster.bed.processes import Processes, run
@@ -21,6 +22,8 @@ CGROUPS = Path("/sys/fs/cgroup")
 CGROUP_PREFIX = "orbit-bed-"
 PAUSE_IMAGE = "localhost/pause:1"
 NUM_GPUS, GPU_PRODUCT = 8, "NVIDIA-B200"
+CPU_SHARES = 8192
+"""Of a node, where a process outside has 1024: tests that wait for pods must not wait for whatever else is busy."""
 
 
 @dataclass
@@ -53,6 +56,7 @@ class Node:
         self.folder.mkdir(parents=True)
         make_cgroup(f"{CGROUP_PREFIX}{self.index}")
         (self.folder / "containerd.toml").write_text(self._containerd_config())
+        (self.folder / "container.json").write_text(json.dumps(build_container_spec()))
         cni = self.folder / "cni"
         cni.mkdir()
         (cni / "10-bridge.conflist").write_text(json.dumps(self._cni_config()))
@@ -115,6 +119,7 @@ disabled_plugins = ["io.containerd.snapshotter.v1.btrfs", "io.containerd.snapsho
     default_runtime_name = "runc"
     [plugins."io.containerd.grpc.v1.cri".containerd.runtimes.runc]
       runtime_type = "io.containerd.runc.v2"
+      base_runtime_spec = "{self.folder}/container.json"
       [plugins."io.containerd.grpc.v1.cri".containerd.runtimes.runc.options]
         SystemdCgroup = false
 """  # noqa: E501
@@ -142,6 +147,8 @@ disabled_plugins = ["io.containerd.snapshotter.v1.btrfs", "io.containerd.snapsho
             "imageGCHighThresholdPercent": 100, "imageGCLowThresholdPercent": 99,
             "nodeStatusUpdateFrequency": "2s", "nodeLeaseDurationSeconds": 10, "makeIPTablesUtilChains": False,
             "maxPods": 60, "serializeImagePulls": False,
+            # How much a pod has filled of a folder with a limit is measured so often (each minute in most clusters).
+            "volumeStatsAggPeriod": "10s",
         }  # fmt: skip
 
 
@@ -154,6 +161,8 @@ def make_cgroup(name: str) -> None:
         if not (hierarchy / "cgroup.procs").exists() or hierarchy.is_symlink() or hierarchy.name == "unified":
             continue
         (hierarchy / name).mkdir(exist_ok=True)
+        if (shares := hierarchy / name / "cpu.shares").exists():
+            shares.write_text(str(CPU_SHARES))
         # A new cpuset allows nothing until it is told what.
         for file in ("cpuset.cpus", "cpuset.mems"):
             if (hierarchy / file).exists():

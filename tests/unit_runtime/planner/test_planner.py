@@ -11,10 +11,11 @@ import pytest
 from orbit_runtime.errors import ManifestError, UnsupportedError
 from orbit_runtime.model_info.cards import card_facts
 from orbit_runtime.model_info.gpus import find_gpu
+from orbit_runtime.model_info.quantization import PRECISIONS
 from orbit_runtime.planner import Machine, Plan, check_fits, plan
 from orbit_runtime.planner.job import Asked
 from orbit_runtime.planner.layout import possible_layouts
-from orbit_runtime.planner.support import FAMILY_NAMES, PINNED, Combination, all_combinations, find_support
+from orbit_runtime.planner.support import FAMILY_NAMES, FORMATS, PINNED, Combination, all_combinations, find_support
 from orbit_runtime.spec import OrbitRun
 
 ROOT = Path(__file__).parents[3]
@@ -196,3 +197,10 @@ def test_the_versions_of_the_table_are_the_pinned_ones() -> None:
     pins = (ROOT / "images" / "constraints" / "node.txt").read_text()
     for name, version in PINNED.items():
         assert re.search(rf"^{re.escape(name)}=={re.escape(version)}( |$)", pins, re.MULTILINE), name
+
+
+def test_the_formats_of_the_table_are_those_that_are_read() -> None:
+    assert set(FORMATS) == set(PRECISIONS.values())
+    assert all(
+        find_support(Combination(name, "qwen3", "LoRA", "None", "Torch", "Torch")).state == "works" for name in FORMATS
+    )

@@ -63,7 +63,9 @@ def test_what_is_written_is_read_back_to_the_same_bits(layout: str) -> None:
 def test_quantising_what_was_dequantised_changes_little(layout: str) -> None:
     w = torch.randn(256, 256, generator=packed_weights.generator(1)) * 0.1
     error = (dense(made(layout), torch.float32) - w).norm() / w.norm()
-    limit = {"BF16": 0.003, "FP8": 0.03, "INT4": 0.09, "NVFP4": 0.1, "MXFP4": 0.12}[FORMATS[layout].precision]
+    # INT4 by hand: the largest of 32 normal numbers has E[amax²] = 5.5, so a step of amax/7.5 is off by
+    # sqrt(5.5 / 7.5² / 12) = 0.090; that 7.5 is cut to 7, and the quotient rounded to BF16, makes 0.095.
+    limit = {"BF16": 0.003, "FP8": 0.03, "INT4": 0.097, "NVFP4": 0.1, "MXFP4": 0.12}[FORMATS[layout].precision]
     assert limit / 4 < error < limit
 
 
@@ -141,6 +143,8 @@ SCALES = [
 def test_scales_of_zero_nan_and_infinity_are_refused(layout: str, name: str, value: float) -> None:
     codec = FORMATS[layout]
     tensors = {f"m.{key}": tensor for key, tensor in codec.to_checkpoint(made(layout)).items()}
+    if value == float("inf") and tensors[f"m.{name}"].dtype == torch.float8_e4m3fn:
+        value = float("nan")  # E4M3 has no infinity: torch makes 448 of it
     tensors[f"m.{name}"] = spoiled(tensors[f"m.{name}"], value)
     with pytest.raises(ModelError, match="finite and not 0") as caught:
         codec.from_checkpoint(tensors, "m")
@@ -154,8 +158,9 @@ def test_missing_truncated_and_mislabelled_tensors_are_named(layout: str) -> Non
     for name, tensor in whole.items():
         changes: list[Tensor | None] = [None, tensor.to(torch.int64) if tensor.is_floating_point() else tensor.double()]
         if tensor.ndim == 2 and tensor.shape[0] > 1:
-            # Fewer rows of codes than of scales, or the reverse; either of the two may be called wrong.
-            changes.append(tensor[:-1])
+            # Half the rows of codes or of scales; either of the two may be called wrong. One row less would be a
+            # sound weight in blocks of 128 rows, the last of which may be partial.
+            changes.append(tensor[: tensor.shape[0] // 2])
         for changed in changes:
             if name.endswith("weight_shape") and changed is not None:
                 continue

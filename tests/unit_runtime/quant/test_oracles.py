@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from compressed_tensors.compressors.mxfp4.base import MXFP4PackedCompressor
@@ -72,12 +74,29 @@ def test_fp8_rows_and_tensors_equal_compressed_tensors(shape: tuple[int, ...], d
     assert torch.equal(bits(fp8.dequantize(weight)), bits(as_stored["weight"].bfloat16()))
 
 
+@pytest.mark.parametrize("negative", [False, True])
 @pytest.mark.parametrize("global_scale", [1.0, 2688.0 / 0.37, 1e-30, 3.1e30, 1e-39])
-def test_nvfp4_equals_compressed_tensors(global_scale: float) -> None:
-    weight = adversarial.nvfp4(96, 256, global_scale)
+def test_nvfp4_equals_compressed_tensors(global_scale: float, negative: bool) -> None:
+    weight = adversarial.nvfp4(96, 256, -global_scale if negative else global_scale)
+    if negative:
+        weight = replace(weight, scale=(weight.scale.view(torch.uint8) | 0x80).view(torch.float8_e4m3fn))
     expected = NVFP4PackedCompressor.decompress(nvfp4.buffers(weight), NVFP4_SCHEME)["weight"]
     assert torch.equal(bits(nvfp4.dequantize(weight)), bits(expected))
     assert torch.equal(bits(nvfp4.dequantize(weight, torch.float32)), bits(expected.float()))
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.37 / 2688.0, 1e-30, 3.1e30, 1e-39, 1e-45])
+def test_nvfp4_of_modelopt_equals_numpy_in_the_order_of_its_oracle(factor: float) -> None:
+    """The oracle itself, torchao, is asked by `make vendor-table`; numpy's fp32 is not torch's code either."""
+    weight = adversarial.nvfp4(96, 256, factor, "NVFP4ModelOpt")
+    packed = weight.qdata.numpy()
+    codes = np.stack((packed & 15, packed >> 4), -1).reshape(96, 256)
+    sign = np.where(codes & 8, np.float32(-1), np.float32(1))
+    magnitude = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=np.float32)[codes & 7]
+    with np.errstate(over="ignore", under="ignore"):
+        scale = weight.scale.float().numpy() * np.float32(factor)
+        exact = (sign * magnitude) * scale.repeat(16, axis=1)
+    assert torch.equal(bits(nvfp4.dequantize(weight)), bits(torch.from_numpy(exact).bfloat16()))
 
 
 def test_mxfp4_equals_transformers_and_compressed_tensors() -> None:
@@ -103,12 +122,14 @@ def test_the_three_mxfp4_layouts_hold_the_same_values() -> None:
 
 
 @pytest.mark.parametrize("group", [32, 128])
-@pytest.mark.parametrize(("rows", "dtype"), [(96, torch.bfloat16), (93, torch.bfloat16), (96, torch.float16)])
+@pytest.mark.parametrize(
+    ("rows", "dtype"), [(96, torch.bfloat16), (93, torch.bfloat16), (96, torch.float16), (90, torch.float32)]
+)
 def test_asymmetric_int4_equals_compressed_tensors(group: int, rows: int, dtype: torch.dtype) -> None:
     weight = adversarial.int4_asymmetric(rows, 256, group, dtype)
     parts = FORMATS["INT4Asymmetric"].to_checkpoint(weight)
     expected = PackedQuantizationCompressor.decompress(parts, int4_scheme(group))["weight"]
-    if dtype is torch.float16:
+    if dtype is not torch.bfloat16:
         parts["weight_scale"] = weight.scale.float()
         expected = PackedQuantizationCompressor.decompress(parts, int4_scheme(group))["weight"].bfloat16()
     assert torch.equal(bits(int4_asymmetric.dequantize(weight)), bits(expected))
@@ -142,8 +163,9 @@ def test_gptq_equals_a_slow_twin_code_by_code(version: str) -> None:
     for row in range(rows):
         for column in range(columns):
             code = (int(qweight[column // 8, row]) >> (4 * (column % 8))) & 15
-            zero = (int(qzeros[column // group, row // 8]) >> (4 * (row % 8))) & 15
-            zero = (zero + 1) & 15 if version == "GPTQ" else zero
+            # Version 1 lacks one in each of the eight, subtracted from the word as a whole.
+            word = int(qzeros[column // group, row // 8]) + (0x11111111 if version == "GPTQ" else 0)
+            zero = (word >> (4 * (row % 8))) & 15
             exact = torch.tensor((code - zero) * scales[column // group, row].item(), dtype=torch.float64)
             assert values[row, column].item() == exact.float().bfloat16().item()
     with pytest.raises(Exception, match="desc_act"):

@@ -42,6 +42,12 @@ NODES = dict(walk(SCHEMA))
 
 
 @pytest.mark.parametrize("path", NODES)
+def test_every_bound_of_a_number_is_one_for_whole_numbers_too(path: str) -> None:
+    bounds = [NODES[path][name] for name in ("minimum", "maximum") if name in NODES[path]]
+    assert all(-(2**63) <= bound < 2**63 for bound in bounds)
+
+
+@pytest.mark.parametrize("path", NODES)
 def test_every_place_is_structural(path: str) -> None:
     node = NODES[path]
     assert set(node) <= ALLOWED

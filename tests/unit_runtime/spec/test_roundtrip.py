@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import io
 import json
+from copy import deepcopy
+from functools import reduce
 from typing import Any
 
 from hypothesis import given, settings
+from pydantic import ValidationError
 from ruamel.yaml import YAML
 
 from orbit_runtime.spec import OrbitRun, parse_manifest
@@ -15,23 +18,33 @@ from tests.unit_runtime.spec.drawn_manifests import manifests
 
 
 def without_contradictions(value: dict[str, Any]) -> OrbitRun | None:
-    """The run, with what is impossible taken out; `None` where that does not help."""
-    for _ in range(4):
+    """The run, with what is impossible taken out, one after the other; `None` where that does not help."""
+    for _ in range(12):
         run = OrbitRun.model_validate(value, by_name=False, context={"contradictions": "collect"})
-        found = list(find_contradictions(run))
-        if not found:
+        at = next((each.at for each in find_contradictions(run)), None)
+        if at is None:
             return run
-        for each in found:
-            here: Any = value
-            for part in each.at[:-1]:
-                here = here.get(part, {}) if isinstance(here, dict) else here[int(part)]
-            if isinstance(here, dict) and each.at:
-                here.pop(each.at[-1], None)
-            if each.at[-1:] and isinstance(each.at[-1], int):
-                here[each.at[-1]]["type"] = "Math"
-        for index, reward in enumerate(value["spec"]["environment"]["rewards"]):
-            reward["name"] = f"reward{index}"
+        if at[:3] == ("spec", "environment", "rewards") and len(at) > 3:
+            value["spec"]["environment"]["rewards"][int(at[3])] = {"name": f"reward{at[3]}", "type": "Math"}
+        elif not take_out(value, at):
+            return None
     return None
+
+
+def take_out(value: dict[str, Any], at: tuple[str | int, ...]) -> bool:
+    """Removes what stands there; where a block cannot do without it, the block as well. False: nothing stands there."""
+    for length in range(len(at), 0, -1):
+        without = deepcopy(value)
+        try:
+            parent = reduce(lambda here, part: here[part], at[: length - 1], without)
+            del parent[at[length - 1]]
+            OrbitRun.model_validate(without, by_name=False, context={"contradictions": "collect"})
+        except (KeyError, IndexError, TypeError, ValidationError):
+            continue
+        value.clear()
+        value.update(without)
+        return True
+    return False
 
 
 @settings(max_examples=60)

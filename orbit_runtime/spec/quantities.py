@@ -1,4 +1,7 @@
-"""Kubernetes quantities, as far as dividing them between two containers needs."""
+"""Kubernetes quantities in bytes, and half of one.
+
+Belongs here: whole numbers with a unit, as the manifest has them. Does not belong here: which field holds one.
+"""
 
 from __future__ import annotations
 

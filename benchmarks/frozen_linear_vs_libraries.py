@@ -1,0 +1,130 @@
+"""The frozen INT4 linear layer against torchao's INT4 weight-only layer and bitsandbytes' NF4 one, in one process.
+
+Needs both libraries: `make vendor-table` installs them into `.venv-vendors`, with the same torch; run it with that
+Python. All compute in fp32 where they can: a CPU without BF16 instructions multiplies BF16 matrices far more slowly.
+
+torchao's CPU kernel takes BF16 and has no backward. Its side here multiplies by its kernel, and its gradient is a
+product with what torchao dequantises: the least that a training step with it would cost.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.frozen_linear import forward_backward
+from benchmarks.harness import arguments, compare, save, table
+from orbit_runtime.quant import int4
+from orbit_runtime.quant.linear import FrozenLinear
+
+SIZE, ROWS, GROUP = 4096, 256, 32
+
+
+class TorchaoLinear(nn.Module):
+    """The faster of its kernel in BF16 and dequantising plus an fp32 product, forward; the latter, backward."""
+
+    def __init__(self, w: Tensor, *, kernel: bool) -> None:
+        from torchao.prototype.quantization.int4.int4_opaque_tensor import Int4OpaqueTensor
+        from torchao.quantization.quant_primitives import (
+            MappingType,
+            _choose_qparams_affine_tinygemm,
+            _quantize_affine_tinygemm,
+        )
+
+        super().__init__()
+        block, w = (1, GROUP), w.to(torch.bfloat16)
+        self.packed = Int4OpaqueTensor.from_hp(w, list(block))
+        self.scale, self.zero = _choose_qparams_affine_tinygemm(
+            w, MappingType.ASYMMETRIC, block, torch.int32, 0, 15, 1e-6, None, torch.bfloat16
+        )
+        codes = _quantize_affine_tinygemm(w, block, self.scale, self.zero, torch.int32, 0, 15)
+        self.codes, self.kernel = codes.to(torch.uint8), kernel
+
+    def dequantized(self) -> Tensor:
+        from torchao.quantization.quant_primitives import _dequantize_affine_tinygemm
+
+        dense: Tensor = _dequantize_affine_tinygemm(
+            self.codes, (1, GROUP), self.scale, self.zero, torch.uint8, 0, 15, output_dtype=torch.float32
+        )
+        return dense
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = _TorchaoProduct.apply(x, self)
+        return result
+
+
+class _TorchaoProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: TorchaoLinear) -> Tensor:
+        ctx.layer = layer
+        if layer.kernel:
+            return nn.functional.linear(x.to(torch.bfloat16), layer.packed).to(x.dtype)
+        return nn.functional.linear(x, layer.dequantized())
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return dy @ ctx.layer.dequantized(), None
+
+
+def nf4_linear(w: Tensor) -> nn.Module:
+    import bitsandbytes
+
+    layer = bitsandbytes.nn.Linear4bit(SIZE, SIZE, bias=False, compute_dtype=torch.float32, quant_type="nf4")
+    layer.weight = bitsandbytes.nn.Params4bit(w, requires_grad=False, quant_type="nf4")
+    return layer.to("cpu")
+
+
+def main() -> None:
+    options = arguments(__doc__ or "")
+    torch.manual_seed(0)
+    w = torch.randn(SIZE, SIZE) * 0.02
+    layer = FrozenLinear(int4.quantize(w, GROUP))
+    x, dy = torch.randn(ROWS, SIZE, requires_grad=True), torch.randn(ROWS, SIZE)
+    others = {
+        "torchao int4, its kernel": (TorchaoLinear(w, kernel=True), 1.5),
+        "torchao int4, dequantised": (TorchaoLinear(w, kernel=False), 1.5),
+        "bitsandbytes nf4": (nf4_linear(w), 1.2),
+    }
+    exact = nn.functional.linear(x.detach(), w)
+    for name, (other, _) in others.items():
+        error = ((other(x) - exact).norm() / exact.norm()).item()
+        assert error < 0.15, f"{name} is not the same layer: {error}"
+    rows = [
+        compare(
+            f"4096x4096, {ROWS} rows, forward + backward",
+            ("frozen INT4", lambda: forward_backward(layer, x, dy)),
+            (name, lambda other=other: forward_backward(other, x, dy)),
+            repetitions=options.repetitions,
+            target=target,
+        )
+        for name, (other, target) in others.items()
+    ]
+    dense = w.clone()
+    rows.append(
+        compare(
+            "the two fp32 products alone",
+            ("frozen INT4", lambda: forward_backward(layer, x, dy)),
+            ("dense fp32", lambda: (nn.functional.linear(x.detach(), dense), dy @ dense)),
+            repetitions=options.repetitions,
+        )
+    )
+    print(table(rows))
+    versions = {name: metadata.version(name) for name in ("torch", "torchao", "bitsandbytes")}
+    facts = {
+        "threads": torch.get_num_threads(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "dtype": "float32; torchao's kernel BF16",
+        "versions": versions,
+    }
+    print(save("frozen_linear_vs_libraries", rows, facts, options.out))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,28 @@
+"""The API server refuses to make an attempt's objects: what the run says of it.
+
+Belongs here: which refusals last until somebody acts, and their words. Does not belong here: trying again (`main`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from orbit_operator.actions import Action, CreateAttempt, State
+from orbit_operator.api import ApiError
+from orbit_operator.apply import NameTakenError
+
+LASTING = (400, 403, 413, 422)
+"""A quota, an admission rule, a right that is missing, an object that is not accepted; others pass by themselves."""
+
+
+def tell_refusal(action: Action, error: ApiError | NameTakenError, state: State) -> State | None:
+    """The state of a run whose attempt cannot be made; `None` where the refusal is none of the run's business."""
+    if not isinstance(action, CreateAttempt):
+        return None
+    if isinstance(error, NameTakenError):
+        return replace(state, phase="Pending", reason="NameTaken", message=f"{error}; delete it", owner="user")
+    if error.status not in LASTING:
+        return None
+    reason = "QuotaExceeded" if "exceeded quota" in error.message else "AttemptRefused"
+    message = f"attempt {action.number} cannot be made: {error.message}"[:1024]
+    return replace(state, phase="Pending", reason=reason, message=message, owner="cluster")

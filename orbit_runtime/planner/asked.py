@@ -1,0 +1,38 @@
+"""The machine that a manifest asks for.
+
+Belongs here: reading `spec.placement`. Does not belong here: what this machine has (`cli`), arithmetic (`parts`).
+"""
+
+from __future__ import annotations
+
+from orbit_runtime.errors import UsageError
+from orbit_runtime.model_info.gpus import CARDS, find_gpu
+from orbit_runtime.planner.job import Machine
+from orbit_runtime.spec import OrbitRun
+from orbit_runtime.spec.quantities import read_quantity
+
+
+def asked_machine(run: OrbitRun, gpu: str | None = None) -> Machine | None:
+    """`placement.gpus` of the GPU that `gpu` or `placement.gpuProduct` names; the CPU where it asks for no GPU.
+
+    None: it asks for GPUs without saying which.
+
+    Raises:
+        UsageError: no such GPU is known here.
+    """
+    placement = run.spec.placement
+    memory, disk = placement.resources.memory, placement.model_cache.size_limit
+    host = read_quantity(memory) if memory else None
+    if gpu is None and placement.gpus == 0:
+        return Machine(None, 0, host, read_quantity(disk) if disk else None)
+    name = gpu or placement.gpu_product
+    if name is None:
+        return None
+    card = find_gpu(name)
+    if card is None:
+        raise UsageError(
+            f"`{name}` is no GPU that the planner knows",
+            where="--gpu" if gpu else "spec.placement.gpuProduct",
+            fix=f"name one of {', '.join(each.name for each in CARDS)}",
+        )
+    return Machine(card, max(1, placement.gpus), host, read_quantity(disk) if disk else None)

@@ -1,0 +1,23 @@
+"""What SGLang loads into its own processes: the read-back that proves an adapter live, and what a CPU needs.
+
+Belongs here: the only code that imports SGLang. Does not belong here: the client of the server (`rollout.sglang`).
+Imports of Orbit: the adapters' files and digests, nothing else.
+
+SGLang finds `activate` as an entry point of `sglang.srt.plugins`; `launch` calls it as well, so that a server that
+Orbit starts has it however it is installed. Without `ORBIT_SGLANG` in the environment it does nothing.
+"""
+
+from __future__ import annotations
+
+import os
+
+VARIABLE = "ORBIT_SGLANG"
+"""Set by Orbit for the servers it starts; only then does the plug-in act."""
+
+
+def activate() -> None:
+    """Registers the hooks with SGLang; safe to call twice."""
+    if os.environ.get(VARIABLE):
+        from orbit_runtime.sglang_plugin.hooks import register
+
+        register()

@@ -1,0 +1,134 @@
+"""What SGLang needs to start from its ordinary wheels where there is no GPU.
+
+Those wheels hold compiled CUDA code. A text model on `--device cpu` calls none of it, but importing SGLang names it, so
+stand-ins are put in its place that raise as soon as anything in them is called.
+
+Belongs here: stand-ins for compiled packages. Does not belong here: the start of a server (`launch`).
+Not for machines with a GPU: there the real packages are imported.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+import types
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+KERNELS = "sgl_kernel"
+OPTIONAL = ("torchvision", "soundfile", "gguf")
+"""Packages for images, sound and another file format, which SGLang imports for every model."""
+PINNED = ("tensor", "empty", "zeros", "ones", "arange", "full", "empty_like", "zeros_like")
+
+
+def install() -> None:
+    """Puts the stand-ins in place; before anything of SGLang is imported, in every process."""
+    import torch
+
+    if torch.cuda.is_available() or KERNELS in sys.modules:
+        return
+    sys.modules[KERNELS] = _Kernels(KERNELS)
+    missing = tuple(name for name in OPTIONAL if not _is_installed(name))
+    if missing:
+        _remember_absence()
+        sys.meta_path.append(_Finder(missing))
+    for name in PINNED:
+        setattr(torch, name, _unpinned(getattr(torch, name)))
+    torch.Tensor.pin_memory = lambda self, *_, **__: self  # type: ignore[method-assign]
+
+
+class _Kernels(types.ModuleType):
+    """`sgl_kernel` without kernels: every name is a function that says so."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__path__: list[str] = []
+        self.__file__ = "<stand-in>"
+        self.__spec__ = importlib.machinery.ModuleSpec(name, None)
+
+    def __getattr__(self, name: str) -> Callable[..., NoReturn]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+        def missing(*_: Any, **__: Any) -> NoReturn:
+            raise NotImplementedError(f"{KERNELS}.{name} needs a GPU")
+
+        missing.__name__ = name
+        setattr(self, name, missing)
+        return missing
+
+
+class _Named(type):
+    """Its classes have every attribute: the attribute's own name, as enumerations of the real packages would."""
+
+    def __getattr__(cls, name: str) -> str:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return name
+
+
+class _Absent(metaclass=_Named):
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def __call__(self, *_: Any, **__: Any) -> NoReturn:
+        raise NotImplementedError("this package is not installed; a text model does not need it")
+
+    def __class_getitem__(cls, _: Any) -> type:
+        return cls
+
+
+class _Module(types.ModuleType):
+    def __getattr__(self, name: str) -> type:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        made = _Named(name, (_Absent,), {})
+        setattr(self, name, made)
+        return made
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def __init__(self, packages: Sequence[str]) -> None:
+        self._packages = packages
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        if fullname.split(".")[0] in self._packages:
+            return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+        return None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        return _Module(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        pass
+
+
+def _remember_absence() -> None:
+    """transformers asks once whether these are installed; asked after the stand-ins are there, it would believe it."""
+    from transformers.utils import import_utils
+
+    for name in (*OPTIONAL, "torchvision_v2"):
+        ask = getattr(import_utils, f"is_{name}_available", None)
+        if ask:
+            ask()
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def _unpinned(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Memory is pinned for a GPU; without one the request fails."""
+
+    @functools.wraps(function)
+    def without(*values: Any, **named: Any) -> Any:
+        named.pop("pin_memory", None)
+        return function(*values, **named)
+
+    return without

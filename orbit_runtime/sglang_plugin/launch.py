@@ -1,0 +1,46 @@
+"""`python -m orbit_runtime.sglang_plugin.launch ARGUMENTS`: an SGLang server with Orbit's plug-in.
+
+Belongs here: the order of the first imports. Does not belong here: which arguments (`rollout.sglang_server`).
+
+SGLang's children are spawned and import this file again, so what stands at its top runs in each of them.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+
+from orbit_runtime.sglang_plugin import VARIABLE, activate, cpu
+
+os.environ.update({VARIABLE: "1"})
+if "cpu" in sys.argv:
+    os.environ.update(SGLANG_USE_CPU_ENGINE="1")
+    cpu.install()
+activate()
+
+
+def main() -> None:
+    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+    from sglang.launch_server import run_server
+    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils import kill_process_tree
+
+    arguments = prepare_server_args(sys.argv[1:])
+    try:
+        run_server(arguments)
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+def _end_with_parent(parent: int) -> None:
+    """A run that was killed cannot stop its server: the server notices, and ends with all its children."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os.killpg(0, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()

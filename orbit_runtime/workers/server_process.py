@@ -1,0 +1,88 @@
+"""A server in a process of its own: start, wait until it answers, watch, stop with all its children.
+
+Belongs here: processes and their logs. Does not belong here: which command (`rollout.sglang_server`) or what is asked
+of the server (`rollout.sglang`).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from orbit_runtime.errors import EngineDiedError
+
+TAIL_LINES = 20
+STOP_SECONDS = 20.0
+
+
+class ServerProcess:
+    """One server. Its process group is its own, so that stopping it stops what it started."""
+
+    def __init__(self, name: str, command: Sequence[str], *, environment: Mapping[str, str], log: Path) -> None:
+        self.name = name
+        self.log = log
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as out:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=dict(environment), start_new_session=True
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def exit_status(self) -> int | None:
+        return self._process.poll()
+
+    def wait_until(self, ready: Callable[[], bool], *, seconds: float) -> None:
+        """Raises EngineDiedError (82) with the log's end where the process dies or is not ready in time."""
+        until = time.monotonic() + seconds
+        while not ready():
+            status = self.exit_status()
+            if status is not None:
+                raise EngineDiedError(
+                    f"{self.name} {_ended(status)} while it started", where=str(self.log), fix=self.tail()
+                )
+            if time.monotonic() > until:
+                raise EngineDiedError(
+                    f"{self.name} did not answer within {seconds:.0f} s", where=str(self.log), fix=self.tail()
+                )
+            time.sleep(0.2)
+
+    def tail(self) -> str:
+        """The last lines of the log, for an error's message."""
+        lines = self.log.read_text(errors="replace").splitlines()[-TAIL_LINES:]
+        return "read the end of its log:\n" + "\n".join(lines)
+
+    def stop(self, seconds: float = STOP_SECONDS) -> None:
+        """Asks the whole group to end, then ends it. Safe to call twice."""
+        for number, patience in ((signal.SIGTERM, seconds), (signal.SIGKILL, seconds)):
+            try:
+                os.killpg(self._process.pid, number)
+            except ProcessLookupError:
+                break
+            try:
+                self._process.wait(patience)
+                # The leader may be gone before its children.
+                os.killpg(self._process.pid, signal.SIGKILL)
+            except subprocess.TimeoutExpired:
+                continue
+            except ProcessLookupError:
+                break
+        self._process.poll()
+
+
+def free_port() -> int:
+    """A port of the loopback device that nobody listens on now."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def _ended(status: int) -> str:
+    return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with {status}"

@@ -1,0 +1,205 @@
+"""What can happen between the operator and its API server: lost watches, old versions, another CRD than its own.
+
+The operator is a process; API server and controllers are real, pods are moved by hand.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from cluster.bed.control_plane import ControlPlane
+from cluster.by_hand import RUNS, Object, Server, connect, open_team, wait_for
+from cluster.operator_process import run_operator
+from cluster.wire import open_wire
+
+from orbit_runtime.spec.crd import build_crd
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+CRD = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions/orbitruns.orbitrl.dev"
+PATIENT = {"ORBIT_OPERATOR_LEASE_SECONDS": "60", "ORBIT_OPERATOR_RESYNC_SECONDS": "300"}
+"""A Lease that outlives what the test does, and no second look at runs: what is found out comes from watching."""
+
+
+@pytest.fixture(scope="module")
+def server(control_plane: ControlPlane) -> Server:
+    return connect(control_plane.kubeconfig)
+
+
+def is_too_old(plane: ControlPlane, path: str, version: str) -> bool:
+    """Whether whoever watched until that version must list anew (410)."""
+    query = {"watch": "1", "resourceVersion": version, "timeoutSeconds": "1"}
+    with plane.client() as client:
+        answer = client.get(path, params=query)
+    return answer.status_code == 410 or '"code":410' in answer.text
+
+
+def test_watches_that_are_dropped_lose_nothing(server: Server, tmp_path: Path) -> None:
+    config = tmp_path / "kubeconfig"
+    with (
+        open_team(server, "dropped") as team,
+        open_wire(server.kubeconfig, config) as wire,
+        run_operator(team, tmp_path / "operator.log", KUBECONFIG=str(config), **PATIENT),
+    ):
+        team.exits = {1: 0}
+        dropped = 0
+        for number in range(6):
+            team.start_run(f"adder-{number}")
+            dropped += wire.drop()
+            team.wait_phase(f"adder-{number}", "Starting", "Running", "Succeeded", seconds=30)
+            dropped += wire.drop()
+        for number in range(6):
+            team.wait_phase(f"adder-{number}", "Succeeded", seconds=60)
+        assert dropped > 12
+        assert team.jobs() == [f"adder-{number}-a1" for number in range(6)]
+
+
+def test_versions_that_the_api_server_no_longer_has_are_listed_anew(
+    server: Server, control_plane: ControlPlane, tmp_path: Path
+) -> None:
+    """410: the operator was away for so long, and the API server started anew meanwhile."""
+    config = tmp_path / "kubeconfig"
+    with (
+        open_team(server, "old") as team,
+        open_wire(server.kubeconfig, config) as wire,
+        run_operator(team, tmp_path / "operator.log", KUBECONFIG=str(config), **PATIENT) as operator,
+    ):
+        for name in ("ends", "goes", "stays"):
+            team.start_run(name)
+            team.wait_phase(name, "Starting", "Running")
+        found = server.get(team.path("orbitruns"))
+        assert found is not None
+        version = found["metadata"]["resourceVersion"]
+        wire.cut()
+        control_plane.stop_api_server()
+        control_plane.start_api_server()
+        wait_for(lambda: _answers(server), "the API server answers")
+        team.exits = {2: 0}
+        (pod,) = [each for each in team.pods() if each["metadata"]["name"].startswith("ends-a1")]
+        team.end(pod, 0)
+        server.delete(team.path("orbitruns", "goes"))
+        team.start_run("comes")
+        wait_for(lambda: is_too_old(control_plane, team.path("orbitruns"), version), "410")
+        wire.mend()
+        assert team.wait_phase("ends", "Succeeded")["attempt"] == 1
+        assert team.wait_phase("comes", "Starting", "Running")["attempt"] == 1
+        team.edit_run("stays", lifecycle={"suspend": True})
+        team.wait_phase("stays", "Suspended")
+        wait_for(lambda: "goes-a1" not in team.jobs(), "what was deleted is gone")
+        assert operator.process.poll() is None, operator.text[-2000:]
+
+
+def _answers(server: Server) -> bool:
+    try:
+        return server.get(RUNS) is not None
+    except (AssertionError, httpx.HTTPError):
+        return False
+
+
+def test_with_a_crd_that_is_older_runs_go_on_and_everybody_is_told(server: Server, tmp_path: Path) -> None:
+    """It lacks a field of the spec and two of the status, one of them in a list."""
+    older = build_crd()
+    schema = older["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]
+    del schema["spec"]["properties"]["storage"]["properties"]["deletionPolicy"]
+    del schema["status"]["properties"]["whoActs"]
+    del schema["status"]["properties"]["attempts"]["items"]["properties"]["ending"]["properties"]["whoActs"]
+    health, metrics = _free_port(), _free_port()
+    ports = {"ORBIT_OPERATOR_HEALTH_PORT": str(health), "ORBIT_OPERATOR_METRICS_PORT": str(metrics)}
+    server.delete(CRD)
+    wait_for(lambda: server.get(CRD) is None, "this version's CRD goes")
+    try:
+        server.create(CRD.rpartition("/")[0], older)
+        wait_for(lambda: server.get(RUNS), "the older one is served")
+        with open_team(server, "older") as team, run_operator(team, tmp_path / "operator.log", **ports) as operator:
+            team.exits = {1: 82, 2: 0}
+            team.start_run("adder")
+            status = team.wait_phase("adder", "Succeeded")
+            assert [each["ending"]["reason"] for each in status["attempts"]] == ["EngineDied", "Succeeded"]
+            assert "whoActs" not in status
+            ready = httpx.get(f"http://127.0.0.1:{health}/readyz", trust_env=False)
+            assert ready.status_code == 200
+            assert "spec.storage.deletionPolicy" in ready.json()["note"]
+            assert "apply crds/" in ready.json()["note"]
+            told = httpx.get(f"http://127.0.0.1:{metrics}/metrics", trust_env=False).text
+            assert "orbit_operator_crd_outdated 1.0" in told
+            assert "the installed CRD is older" in operator.text
+    finally:
+        server.apply(CRD, build_crd())
+        wait_for(lambda: "deletionPolicy" in json.dumps(server.get(CRD)), "this version's CRD")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+WORKLOADS_CRD: Object = {
+    "apiVersion": "apiextensions.k8s.io/v1", "kind": "CustomResourceDefinition",
+    "metadata": {"name": "workloads.kueue.x-k8s.io",
+                 # The API server wants to know who approved of a name in this group: Kueue's own manifest says so too.
+                 "annotations": {"api-approved.kubernetes.io": "https://github.com/kubernetes-sigs/kueue/pull/1"}},
+    "spec": {
+        "group": "kueue.x-k8s.io", "scope": "Namespaced",
+        "names": {"kind": "Workload", "plural": "workloads", "singular": "workload", "listKind": "WorkloadList"},
+        "versions": [{"name": "v1beta1", "served": True, "storage": True,
+                      "schema": {"openAPIV3Schema": {"type": "object", "x-kubernetes-preserve-unknown-fields": True}}}],
+    },
+}  # fmt: skip
+
+
+def test_what_kueue_says_of_a_run_stands_in_its_condition(server: Server, tmp_path: Path) -> None:
+    """Its controller is played here: what it writes into the Workload and the Job is what its documentation says."""
+    crd = CRD.replace("orbitruns.orbitrl.dev", WORKLOADS_CRD["metadata"]["name"])
+    server.apply(crd, WORKLOADS_CRD)
+    workloads = "/apis/kueue.x-k8s.io/v1beta1"
+    wait_for(lambda: server.get(f"{workloads}/workloads"), "Workloads are served")
+    with (
+        open_team(server, "kueue") as team,
+        run_operator(team, tmp_path / "operator.log", ORBIT_OPERATOR_RESYNC_SECONDS="1"),
+    ):
+        team.start_run("adder", lifecycle={"queueName": "team-queue"})
+        team.wait_phase("adder", "Queued")
+        job = server.get(team.path("jobs", "adder-a1"))
+        assert job is not None
+        assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team-queue"
+        path = f"{workloads}/namespaces/{team.namespace}/workloads/job-adder-a1"
+
+        def say(kind: str, status: str, reason: str, message: str) -> None:
+            """Kueue's word; it lets go of the Job, or takes it back, as it says."""
+            said = {"type": kind, "status": status, "reason": reason, "message": message}
+            head = {"name": "job-adder-a1", "labels": {"kueue.x-k8s.io/job-uid": job["metadata"]["uid"]}}
+            body = {"apiVersion": "kueue.x-k8s.io/v1beta1", "kind": "Workload", "metadata": head}
+            server.apply(path, {**body, "status": {"conditions": [said]}})
+
+        def admitted() -> Any:
+            (found,) = [each for each in team.status("adder")["conditions"] if each["type"] == "Admitted"]
+            return found["status"], found["reason"], found["message"]
+
+        no_room = "couldn't assign flavors to pod set main: insufficient quota for nvidia.com/gpu"
+        say("QuotaReserved", "False", "Pending", no_room)
+        wait_for(lambda: admitted() == ("False", "Pending", no_room), "its reason is mirrored", 20)
+        assert team.status("adder")["whoActs"] == "Cluster"
+
+        say("Admitted", "True", "Admitted", "")
+        server.merge(team.path("jobs", "adder-a1"), {"spec": {"suspend": False}})
+        team.wait_phase("adder", "Starting", "Running")
+        wait_for(lambda: admitted()[0] == "True", "it is admitted", 20)
+        first = team.pods()[0]["metadata"]["uid"]
+
+        say("Evicted", "True", "Preempted", "Preempted to accommodate a workload of higher priority")
+        server.merge(team.path("jobs", "adder-a1"), {"spec": {"suspend": True}})
+        wait_for(lambda: admitted()[:2] == ("False", "Preempted"), "it is preempted", 30)
+        assert team.wait_phase("adder", "Queued")["attempt"] == 1
+
+        say("Admitted", "True", "Admitted", "")
+        team.exits = {1: 0}
+        server.merge(team.path("jobs", "adder-a1"), {"spec": {"suspend": False}})
+        status = team.wait_phase("adder", "Succeeded")
+        assert [each["number"] for each in status["attempts"]] == [1], "the queue's second pod is the same attempt"
+        assert status["attempts"][0]["podUID"] != first
+        assert (status["infraRestarts"], status["freeRestarts"]) == (0, 0)

@@ -1,0 +1,91 @@
+"""Whole runs with SGLang as the engine: the quickstart's manifest, and what a killed server or run costs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+from orbit_runtime.storage import open_store
+
+ROOT = Path(__file__).parents[2]
+STEPS = 6
+ROLLOUTS = 32 * 16
+
+
+def start(out: Path, *overrides: str, steps: int = STEPS) -> subprocess.Popen[bytes]:
+    """`orbit run` of the quickstart, unchanged but for the engine and what is given."""
+    sets = ["spec.rollout.engine=SGLang", f"spec.training.steps={steps}", *overrides]
+    command = [sys.executable, "-c", "import sys; from orbit_runtime.cli.main import main; sys.exit(main())",
+               "run", str(ROOT / "examples" / "quickstart.yaml"), "--out", str(out)]  # fmt: skip
+    for each in sets:
+        command += ["--set", each]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with out.with_suffix(".log").open("ab") as log:
+        return subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+
+
+def wait_for_step(out: Path, step: int, run: subprocess.Popen[bytes]) -> None:
+    until = time.monotonic() + 600
+    while not (out / "metrics" / f"step-{step:06d}.json").exists():
+        assert run.poll() is None, out.with_suffix(".log").read_text()[-3000:]
+        assert time.monotonic() < until
+        time.sleep(0.2)
+
+
+def servers(run: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    return [each for each in psutil.Process(run.pid).children() if "sglang_plugin" in " ".join(each.cmdline())]
+
+
+def rows(out: Path) -> list[dict]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def check_report(out: Path, steps: int) -> dict:
+    report = dict(json.loads((out / "report.json").read_text()))
+    assert report["status"] == "done"
+    assert report["publishes"] == report["publishes_proven"]
+    assert report["base_digest_before"] == report["base_digest_after"]
+    found = rows(out)
+    assert [row["step"] for row in found] == list(range(1, steps + 1))
+    for row in found:
+        assert row["reward_value"] + row["reward_wrong"] == ROLLOUTS, "every rollout counts once"
+        assert row["parity_mean"] <= row["parity_limit"] <= 1e-4
+    store = open_store(str(out))
+    assert all(store.exists(f"rollouts/step-{step:06d}.jsonl.zst") for step in range(1, steps + 1))
+    return report
+
+
+def test_a_killed_server_costs_no_step(tmp_path: Path) -> None:
+    out = tmp_path / "server-killed"
+    run = start(out)
+    wait_for_step(out, 2, run)
+    (server,) = servers(run)
+    os.killpg(server.pid, signal.SIGKILL)
+    assert run.wait(800) == 0, out.with_suffix(".log").read_text()[-3000:]
+    report = check_report(out, STEPS)
+    assert report["executions"] == 1
+    assert report["publishes"] == STEPS + 1
+
+
+def test_a_killed_run_leaves_no_server_and_goes_on_without_losing_or_doubling_a_step(tmp_path: Path) -> None:
+    out = tmp_path / "run-killed"
+    run = start(out)
+    wait_for_step(out, 3, run)
+    (server,) = servers(run)
+    family = [server, *server.children(recursive=True)]
+    run.kill()
+    run.wait()
+    _, alive = psutil.wait_procs(family, timeout=30)
+    assert alive == []
+    again = start(out)
+    assert again.wait(800) == 0, out.with_suffix(".log").read_text()[-3000:]
+    report = check_report(out, STEPS)
+    assert report["executions"] == 2
+    assert report["resumed"] == 1

@@ -1,0 +1,48 @@
+"""What nobody tells us of is looked at again, soon and then less and less often."""
+
+from __future__ import annotations
+
+import pytest
+from unit_operator.cluster_model import build_cluster
+
+from orbit_operator.facts import JobFacts, PodFacts
+from orbit_operator.plan import plan
+from orbit_operator.policies.patience import look_again
+
+JOB = JobFacts("adder-a1", "j", 1, created=100.0)
+CREATING = PodFacts("p", "u", 1, node="n0", scheduled=200.0)
+
+
+def test_a_wait_is_looked_at_less_and_less_often() -> None:
+    looks, now = list[float](), 100.0
+    for _ in range(4):
+        due = look_again(JOB, None, now)
+        assert due is not None
+        looks.append(due)
+        now = due
+    assert looks == [110.0, 115.0, 122.5, 133.75]
+
+
+@pytest.mark.parametrize(
+    ("pod", "due"),
+    [
+        (CREATING, 210.0),
+        (PodFacts("p", "u", 1), None),
+        (PodFacts("p", "u", 1, node="n0", scheduled=200.0, started=201.0), None),
+        (PodFacts("p", "u", 1, node="n0", scheduled=200.0, phase="Failed"), None),
+    ],
+)
+def test_a_pod_is_waited_for_only_between_its_node_and_its_container(pod: PodFacts, due: float | None) -> None:
+    assert look_again(JOB, pod, 200.0) == due
+
+
+def test_without_a_job_there_is_nothing_to_wait_for() -> None:
+    assert look_again(None, None, 0.0) is None
+
+
+def test_a_job_without_a_pod_wakes_the_plan() -> None:
+    cluster = build_cluster()
+    for action in cluster.think(cluster.observe()).actions:
+        cluster.carry_out(action)
+    chosen = plan(cluster.run, cluster.observe(), cluster.now, cluster.limits, ("Unknown", "", ""))
+    assert chosen.wake_at == cluster.now + 10.0
