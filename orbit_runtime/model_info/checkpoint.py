@@ -1,6 +1,6 @@
 """Facts of a checkpoint from its own files: config.json and the headers of its safetensors files, nothing else.
 
-Belongs here: a local folder, and an object store by range reads. Does not belong here: tensors' values, shipped cards.
+Belongs here: a local folder, and a store or a hub by range reads. Does not belong here: tensors' values, shipped cards.
 
 The headers say what is stored; the family only gives names and roles. What a family does not know is counted as it is.
 """
@@ -12,18 +12,29 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from orbit_runtime.errors import ModelError
 from orbit_runtime.model_info.families import describe
 from orbit_runtime.model_info.headers import MAX_HEADER_BYTES, TensorInfo, parse_header, read_folder
 from orbit_runtime.model_info.stored import ENDINGS
 from orbit_runtime.model_info.weights import EXPERT, ModelFacts, StoredWeight, Weight
-from orbit_runtime.storage import NotFound, Store
+from orbit_runtime.storage import NotFound
 
 FIRST_READ = 1 << 20
 """Most headers are smaller: one request reads length and header."""
 _EXPERT_NUMBER = re.compile(r"\.experts\.\d+\.")
+
+
+class ModelFiles(Protocol):
+    """A model's files as a store or a hub's repository gives them; what is not there is a `NotFound`."""
+
+    uri: str
+
+    def exists(self, key: str) -> bool: ...
+    def size(self, key: str) -> int: ...
+    def get(self, key: str) -> bytes: ...
+    def get_range(self, key: str, start: int, end: int) -> bytes: ...
 
 
 @dataclass
@@ -41,8 +52,8 @@ def folder_facts(folder: Path) -> ModelFacts:
     return _facts(_read_config(folder / "config.json"), tensors, name=folder.name, source=f"headers in {folder}")
 
 
-def store_facts(store: Store, *, first_read: int = FIRST_READ) -> ModelFacts:
-    """Facts of a model below a store's URI, by range reads of its headers.
+def store_facts(store: ModelFiles, *, first_read: int = FIRST_READ) -> ModelFacts:
+    """Facts of a model below a store's URI or of a repository, by range reads of its headers.
 
     Args:
         first_read: bytes of a file that are asked for first.
@@ -55,7 +66,7 @@ def store_facts(store: Store, *, first_read: int = FIRST_READ) -> ModelFacts:
     return _facts(config, tensors, name=store.uri, source=f"headers in {store.uri}")
 
 
-def _shards(store: Store) -> list[str]:
+def _shards(store: ModelFiles) -> list[str]:
     try:
         index = _parse(store.get("model.safetensors.index.json"), f"{store.uri}/model.safetensors.index.json")
     except NotFound:
@@ -72,7 +83,7 @@ def _shards(store: Store) -> list[str]:
     return sorted(set(weight_map.values()))
 
 
-def _read_header(store: Store, name: str, first_read: int) -> Mapping[str, TensorInfo]:
+def _read_header(store: ModelFiles, name: str, first_read: int) -> Mapping[str, TensorInfo]:
     try:
         size = store.size(name)
         start = store.get_range(name, 0, min(size, first_read))

@@ -6,42 +6,49 @@ retries of one call (`store`), or the cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
 
-from orbit_runtime.errors import OrbitError, OutputError, StorageError, UsageError
-from orbit_runtime.storage.download import RemoteFile
+from orbit_runtime.errors import OutputError, StorageError, UsageError
+from orbit_runtime.storage.download import MissingError, Patience, RemoteFile
 from orbit_runtime.storage.opening import open_store
 from orbit_runtime.storage.store import NotFound, Store, is_key
 
 RANGE_BYTES = 8 * 2**20
 """An object store is asked for so much at a time: what one lost connection costs."""
-
-MissingError = Callable[[str], OrbitError]
-"""From a message, the error for a thing that is not there."""
+_MD5 = re.compile(r'"?([0-9a-f]{32})"?')
 
 
 class Bucket:
-    """One folder of an object store. Example: `Bucket("s3://bucket/models/tiny", missing)`"""
+    """One folder of an object store. Example: `Bucket("s3://bucket/models/tiny", missing, patience)`"""
 
-    def __init__(self, uri: str, missing: MissingError) -> None:
+    def __init__(
+        self, uri: str, missing: MissingError, patience: Patience, environ: Mapping[str, str] = os.environ
+    ) -> None:
         self.uri = self.identity = uri.rstrip("/")
         self._missing = missing
         try:
-            self._store: Store = open_store(uri, writable=False)
+            self._store: Store = open_store(
+                uri, writable=False, environ=environ, sleep=patience.sleep, monotonic=patience.monotonic
+            )
         except (OutputError, UsageError) as error:
             raise missing(error.message) from None
 
     def list(self) -> Sequence[str]:
-        """Names of all objects below it, at any depth."""
-        return [name for name in self._store.list() if is_key(name)]
+        """Names of all objects below it, at any depth, those included that `describe` refuses."""
+        return self._store.list()
 
     def describe(self, name: str) -> RemoteFile:
         """Size and ETag of an object."""
+        if not is_key(name):
+            raise self._missing(f"{name!r} has a name that not every store can hold: use letters, digits and ._=+-")
         try:
             size, etag = self._store.version(name)
         except NotFound:
             raise self._missing(f"{name} is not there") from None
-        return RemoteFile(name, size, etag)
+        md5 = _MD5.fullmatch(etag)
+        return RemoteFile(name, size, etag, likely_md5=md5[1] if md5 else None)
 
     def read(self, file: RemoteFile, start: int) -> tuple[int, Iterator[bytes]]:
         return start, self._ranges(file, start)

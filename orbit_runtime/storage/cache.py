@@ -3,8 +3,8 @@
 Belongs here: where a downloaded byte lies and when it counts. Does not belong here: where it comes from (`hub`,
 `bucket`), or trying again (`download`).
 
-`blobs/<sha256>` finished files · `parts/<key>` unfinished ones · `known/<key>` the SHA-256 that a remote file turned out
-to have · `folders/<digest>/` names that point at blobs · `listings/<key>.json` what a pinned revision holds · `locks/`.
+`blobs/<sha256>` finished files · `parts/<key>` unfinished ones · `known/<key>` SHA-256 of files that announce none ·
+`folders/<digest>/` names that point at blobs · `listings/<key>.json` what a hub's revision holds · `locks/`.
 Nothing here expires: delete the folder, or any part of it, while no run starts.
 """
 

@@ -36,6 +36,14 @@ class RemoteFile:
     sha256: str | None = None
     git_sha1: str | None = None
     """What git calls this content, for files that the hub keeps in git itself."""
+    likely_md5: str | None = None
+    """An object store's ETag that has the form of an MD5: it is one unless the server encrypts objects."""
+
+
+class MissingError(Protocol):
+    """Makes the error for a thing that is not there."""
+
+    def __call__(self, message: str, *, fix: str | None = None) -> OrbitError: ...
 
 
 class InterruptedTransfer(Exception):
@@ -149,6 +157,8 @@ def _fetch_missing(
                     )
         finally:
             meter.ended.set()
+            for future in futures:
+                future.cancel()
     return {file.name: future.result() for file, future in zip(files, futures, strict=True)}
 
 
@@ -202,18 +212,21 @@ class _Fetcher:
             if found is not None:
                 self._count(file.size)
                 return found
-            for attempt in (1, 2):
+            before: str | None = None
+            while True:
                 self._fill(part)
                 sha256, problem = self._verify(part)
-                if problem is None:
+                # An ETag that only looks like an MD5: the same bytes came twice.
+                is_same = sha256 == before and _size(part) == file.size
+                if problem is None or (file.likely_md5 is not None and is_same):
                     self._source.check_unchanged(file)
                     self._cache.keep(key, part, sha256)
                     return sha256
-                # A part of an earlier start may be to blame: once more from its first byte.
                 part.unlink()
-                if attempt == 2:
+                if before is not None:
                     raise self._broken(problem, file.name)
-            raise AssertionError
+                # A part of an earlier start may be to blame: once more from its first byte.
+                before = sha256
 
     def _fill(self, part: Path) -> None:
         """Until the part has the file's size; the clock starts anew with each byte that arrives."""
@@ -260,11 +273,14 @@ class _Fetcher:
         """SHA-256 of the part, and what is wrong with it."""
         file, size = self._file, _size(part)
         sha256, git = hashlib.sha256(), hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
+        md5 = hashlib.md5(usedforsecurity=False)
         with part.open("rb") as stream:
             while chunk := stream.read(READ_BYTES):
                 sha256.update(chunk)
                 if file.git_sha1 is not None:
                     git.update(chunk)
+                if file.likely_md5 is not None:
+                    md5.update(chunk)
                 if self._meter.ended.is_set():
                     raise _Ended
             os.fsync(stream.fileno())
@@ -275,6 +291,8 @@ class _Fetcher:
             return found, f"its SHA-256 is {found[:12]}…, not the announced {str(file.sha256)[:12]}…"
         if file.git_sha1 not in (None, git.hexdigest()):
             return found, f"its git digest is {git.hexdigest()[:12]}…, not the announced {str(file.git_sha1)[:12]}…"
+        if file.likely_md5 not in (None, md5.hexdigest()):
+            return found, f"its MD5 is {md5.hexdigest()[:12]}…, its ETag {str(file.likely_md5)[:12]}…"
         return found, None
 
     def _count(self, done: int, *, received: bool = True) -> None:

@@ -12,22 +12,22 @@ import email.utils
 import hashlib
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from orbit_runtime.errors import CredentialsError, OrbitError, StorageError, UnsupportedError
-from orbit_runtime.storage.bucket import MissingError
+from orbit_runtime.errors import CredentialsError, OrbitError, StorageError
 from orbit_runtime.storage.cache import Cache
-from orbit_runtime.storage.download import InterruptedTransfer, Patience, RemoteFile
+from orbit_runtime.storage.download import InterruptedTransfer, MissingError, Patience, RemoteFile
+from orbit_runtime.storage.store import NotFound
 
 if TYPE_CHECKING:
     import httpx
 
 ENDPOINT = "https://huggingface.co"
-READ_BYTES = 2**20
 MAX_PAUSE_SECONDS = 60.0
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _ADDRESS = re.compile(r"(datasets/)?([\w.-]+/[\w.-]+)(?:@([^/?#]+))?(?:/(.+))?", re.ASCII)
@@ -36,7 +36,7 @@ _PASSING = (408, 425, 429)
 
 @dataclass(frozen=True, slots=True)
 class HubAddress:
-    """Example: `hf://datasets/org/name@main/train.jsonl` is `HubAddress("datasets", "org/name", "main", "train.jsonl")`"""
+    """Example: `HubAddress("datasets", "org/name", "main", "train.jsonl")` of `hf://datasets/org/name@main/train.jsonl`"""
 
     kind: str
     repository: str
@@ -52,49 +52,78 @@ def parse_address(uri: str) -> HubAddress | None:
     return HubAddress("datasets" if found[1] else "models", found[2], found[3] or "main", found[4])
 
 
+@dataclass(frozen=True, slots=True)
+class HubAccess:
+    """How this process reaches a hub."""
+
+    endpoint: str = ENDPOINT
+    token: str | None = None
+    offline: bool = False
+
+    def __repr__(self) -> str:
+        return f"HubAccess({self.endpoint!r})"
+
+
+def read_access(environ: Mapping[str, str]) -> HubAccess:
+    """From the variables that Hugging Face's own tools read, and the token that `hf auth login` keeps."""
+    endpoint = (environ.get("HF_ENDPOINT") or ENDPOINT).rstrip("/")
+    token = environ.get("HF_TOKEN", "").strip()
+    if not token:
+        home = environ.get("HF_HOME") or Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "huggingface"
+        try:
+            token = Path(environ.get("HF_TOKEN_PATH") or Path(home) / "token").read_text().strip()
+        except (OSError, ValueError):
+            token = ""
+    offline = environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+    return HubAccess(endpoint, token or None, offline)
+
+
 class Hub:
     """One repository at one commit.
 
     Args:
-        revision: the commit that an earlier start of the run used, instead of the address's.
         missing: makes the error for what is not there.
+        cache: keeps what a commit holds, so that another start does not need the hub; `None` keeps nothing.
+        revision: the commit that an earlier start of the run used, instead of the address's.
     """
 
     def __init__(
         self,
         uri: str,
-        address: HubAddress,
-        environ: Mapping[str, str],
-        cache: Cache,
+        access: HubAccess,
         patience: Patience,
         missing: MissingError,
         *,
+        cache: Cache | None = None,
         revision: str | None = None,
     ) -> None:
+        address = parse_address(uri)
+        assert address is not None, uri
         self.uri = uri
-        self._address, self._cache, self._patience, self._missing = address, cache, patience, missing
-        self._client = build_client(uri)
-        endpoint = (environ.get("HF_ENDPOINT") or ENDPOINT).rstrip("/")
-        self._token = environ.get("HF_TOKEN")
+        self._access, self._cache, self._patience, self._missing = access, cache, patience, missing
+        self._client = _build_client()
+        self._repository, self._asked = address.repository, revision or address.revision
         kind = "" if address.kind == "models" else f"{address.kind}/"
-        self._listing_url = f"{endpoint}/api/{address.kind}/{address.repository}/revision"
-        self._files_url = f"{endpoint}/{kind}{address.repository}/resolve"
-        self.revision, self._files = self._list(revision or address.revision)
-        self.identity = f"{endpoint}/{kind}{address.repository}@{self.revision}"
+        self._listing_url = f"{access.endpoint}/api/{address.kind}/{address.repository}/revision"
+        self._files_url = f"{access.endpoint}/{kind}{address.repository}/resolve"
+        try:
+            self.revision, self._files = self._list(self._asked)
+        except BaseException:
+            self._client.close()
+            raise
+        self.identity = f"{access.endpoint}/{kind}{address.repository}@{self.revision}"
 
-    def files(self) -> Sequence[RemoteFile]:
-        return self._files
+    def __enter__(self) -> Hub:
+        return self
 
-    def close(self) -> None:
+    def __exit__(self, *_: object) -> None:
         self._client.close()
 
+    def files(self) -> Sequence[RemoteFile]:
+        return [*self._files.values()]
+
     def read(self, file: RemoteFile, start: int) -> tuple[int, Iterator[bytes]]:
-        url = f"{self._files_url}/{self.revision}/{quote(file.name)}"
-        # Compression would count other bytes than the file's.
-        headers = {**self._headers(), "Accept-Encoding": "identity"}
-        if start:
-            headers["Range"] = f"bytes={start}-"
-        chunks = self._stream(url, headers, start)
+        chunks = self._stream(file.name, start)
         offset = next(chunks)
         assert isinstance(offset, int)
         return offset, (chunk for chunk in chunks if isinstance(chunk, bytes))
@@ -102,21 +131,58 @@ class Hub:
     def check_unchanged(self, file: RemoteFile) -> None:
         """A commit does not change."""
 
-    def _stream(self, url: str, headers: dict[str, str], start: int) -> Iterator[int | bytes]:
-        """First the offset at which the answer starts, then its bytes."""
-        with _as_interruption(), self._client.stream("GET", url, headers=headers) as answer:
-            self._check(answer, url.rsplit("/", 1)[-1])
-            yield _offset(answer, start)
-            yield from answer.iter_bytes(READ_BYTES)
+    def exists(self, key: str) -> bool:
+        return key in self._files
 
-    def _list(self, revision: str) -> tuple[str, tuple[RemoteFile, ...]]:
-        key = hashlib.sha256(f"{self._listing_url}/{revision}".encode()).hexdigest()
-        # What a commit holds is fixed, so a second start does not need the hub at all.
-        listing = self._cache.load_listing(key) if _COMMIT.fullmatch(revision) else None
+    def size(self, key: str) -> int:
+        """Bytes of one file. Raises `NotFound`."""
+        if key not in self._files:
+            raise NotFound(f"{key} is not there", where=self.uri)
+        return self._files[key].size
+
+    def get(self, key: str) -> bytes:
+        """One small file, whole. Raises `NotFound`."""
+        return self.get_range(key, 0, self.size(key))
+
+    def get_range(self, key: str, start: int, end: int) -> bytes:
+        """Bytes `[start, end)` of one file. Raises `NotFound`."""
+        wanted = min(end, self.size(key)) - start
+        return self._patiently(lambda: self._read_range(key, start, wanted)) if wanted > 0 else b""
+
+    def _read_range(self, key: str, start: int, wanted: int) -> bytes:
+        offset, data = -1, b""
+        for each in self._stream(key, start, start + wanted):
+            if isinstance(each, int):
+                offset = each
+                continue
+            data += each
+            if offset + len(data) >= start + wanted:
+                return data[start - offset :][:wanted]
+        raise InterruptedTransfer(f"it ended after {len(data)} of {wanted} bytes")
+
+    def _stream(self, name: str, start: int, end: int | None = None) -> Iterator[int | bytes]:
+        """First the offset at which the answer starts, then its bytes."""
+        self._check_online(name)
+        # Compression would count other bytes than the file's.
+        headers = {**self._headers(), "Accept-Encoding": "identity"}
+        if start or end is not None:
+            headers["Range"] = f"bytes={start}-{'' if end is None else end - 1}"
+        url = f"{self._files_url}/{self.revision}/{quote(name)}"
+        with _as_interruption(), self._client.stream("GET", url, headers=headers) as answer:
+            self._check(answer, name)
+            yield _offset(answer, start)
+            # As they come: httpx would lose what it had gathered for a larger piece when the connection breaks.
+            yield from answer.iter_bytes()
+
+    def _list(self, revision: str) -> tuple[str, dict[str, RemoteFile]]:
+        # What a commit holds is fixed; a branch is asked for anew, unless nothing may be asked.
+        known = _COMMIT.fullmatch(revision) or self._access.offline
+        listing = self._cache.load_listing(self._listing_key(revision)) if self._cache and known else None
         if listing is None:
-            listing = self._ask(f"{self._listing_url}/{quote(revision, safe='')}?blobs=true")
+            self._check_online(f"revision {revision!r}")
+            listing = self._patiently(lambda: self._ask(f"{self._listing_url}/{quote(revision, safe='')}?blobs=true"))
         try:
-            commit, files = str(listing["sha"]), tuple(_file(each) for each in listing["siblings"])
+            commit, files = str(listing["sha"]), [_file(each) for each in listing["siblings"]]
             if not _COMMIT.fullmatch(commit):
                 raise ValueError
         except (KeyError, TypeError, ValueError):
@@ -125,24 +191,29 @@ class Hub:
                 where=self.uri,
                 fix="check HF_ENDPOINT: it must name a Hugging Face hub or a mirror of one",
             ) from None
-        kept = hashlib.sha256(f"{self._listing_url}/{commit}".encode()).hexdigest()
-        try:
-            self._cache.save_listing(kept, listing)
-        except OSError as error:
-            raise self._cache.explain(error) from None
-        return commit, files
+        if self._cache is not None:
+            for name in {revision, commit}:
+                self._cache.save_listing(self._listing_key(name), listing)
+        return commit, {file.name: file for file in files}
+
+    def _listing_key(self, revision: str) -> str:
+        return hashlib.sha256(f"{self._listing_url}/{revision}".encode()).hexdigest()
 
     def _ask(self, url: str) -> Any:
+        with _as_interruption():
+            answer = self._client.get(url, headers=self._headers())
+        self._check(answer, None)
+        try:
+            return answer.json()
+        except ValueError:
+            return None
+
+    def _patiently[T](self, call: Callable[[], T]) -> T:
         patience, tries = self._patience, 0
         started = patience.monotonic()
         while True:
             try:
-                with _as_interruption():
-                    answer = self._client.get(url, headers=self._headers())
-                    self._check(answer, "the repository")
-                return answer.json()
-            except ValueError:
-                return None
+                return call()
             except InterruptedTransfer as cut:
                 pause = min(8.0, 0.1 * 2**tries) if cut.wait is None else cut.wait
                 tries += 1
@@ -156,28 +227,34 @@ class Hub:
                 patience.sleep(pause)
 
     def _headers(self) -> dict[str, str]:
-        return {"Authorization": f"Bearer {self._token}"} if self._token else {}
+        return {"Authorization": f"Bearer {self._access.token}"} if self._access.token else {}
 
-    def _check(self, answer: httpx.Response, what: str) -> None:
-        """Raises for everything but success."""
+    def _check_online(self, what: str) -> None:
+        if self._access.offline:
+            raise self._missing(
+                f"{what} is not in the download cache, and HF_HUB_OFFLINE forbids to ask the hub",
+                fix="unset HF_HUB_OFFLINE, or point ORBIT_CACHE at a cache that holds it",
+            )
+
+    def _check(self, answer: httpx.Response, name: str | None) -> None:
+        """Raises for everything but success. `name`: of a file, or `None` for the repository."""
         status, code = answer.status_code, answer.headers.get("x-error-code", "")
-        if status < 400:
+        if status < 300:
             return
         if status in _PASSING or status >= 500:
             raise InterruptedTransfer(f"HTTP {status}", wait=_retry_after(answer))
         if status in (401, 403):
             raise self._refused(status, code)
         if code == "RevisionNotFound":
-            raise self._missing(f"the repository has no revision {self._address.revision!r}")
+            raise self._missing(f"the repository has no revision {self._asked!r}")
         if status in (404, 410):
-            name = what if what != "the repository" else self._address.repository
-            raise self._missing(f"{name} is not on the hub")
+            raise self._missing(f"{name or self._repository} is not on the hub")
         raise StorageError(f"the hub answered HTTP {status}", where=self.uri, fix="check HF_ENDPOINT")
 
     def _refused(self, status: int, code: str) -> OrbitError:
         if code == "GatedRepo":
             fix = "accept its terms on the hub, with the account that HF_TOKEN belongs to"
-        elif self._token:
+        elif self._access.token:
             fix = "check the name, and that HF_TOKEN is valid and may read this repository"
         else:
             fix = "check the name; for a private or gated repository set HF_TOKEN (on a cluster through a secret in "
@@ -187,14 +264,10 @@ class Hub:
         return CredentialsError(f"the hub refused this repository ({reason})", where=self.uri, fix=fix)
 
 
-def build_client(where: str) -> httpx.Client:
+def _build_client() -> httpx.Client:
     """Follows redirects to other hosts, which do not get the token: httpx drops it there."""
-    try:
-        import httpx
-    except ImportError:
-        raise UnsupportedError(
-            "reading from a hub needs httpx, which is not installed", where=where, fix="pip install 'orbit-rl[train]'"
-        ) from None
+    import httpx
+
     return httpx.Client(follow_redirects=True, timeout=httpx.Timeout(30.0, connect=10.0))
 
 
