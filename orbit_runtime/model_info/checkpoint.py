@@ -1,6 +1,6 @@
 """Facts of a checkpoint from its own files: config.json and the headers of its safetensors files, nothing else.
 
-Belongs here: a local folder, and an object store by range reads. Does not belong here: tensors' values, shipped cards.
+Belongs here: a local folder, and a store or a hub by range reads. Does not belong here: tensors' values, shipped cards.
 
 The headers say what is stored; the family only gives names and roles. What a family does not know is counted as it is.
 """
@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from orbit_runtime.errors import ModelError
 from orbit_runtime.model_info.families import describe
@@ -20,13 +20,24 @@ from orbit_runtime.model_info.headers import MAX_HEADER_BYTES, TensorInfo, parse
 from orbit_runtime.model_info.quantization import from_legacy_modelopt
 from orbit_runtime.model_info.stored import ENDINGS
 from orbit_runtime.model_info.weights import EXPERT, ModelFacts, StoredWeight, Weight
-from orbit_runtime.storage import NotFound, Store
+from orbit_runtime.storage import NotFound
 
 FIRST_READ = 1 << 20
 """Most headers are smaller: one request reads length and header."""
 LEGACY_QUANTISATION = "hf_quant_config.json"
 """Where older ModelOpt files keep what newer ones have in config.json."""
 _EXPERT_NUMBER = re.compile(r"\.experts\.\d+\.")
+
+
+class ModelFiles(Protocol):
+    """A model's files as a store or a hub's repository gives them; what is not there is a `NotFound`."""
+
+    uri: str
+
+    def exists(self, key: str) -> bool: ...
+    def size(self, key: str) -> int: ...
+    def get(self, key: str) -> bytes: ...
+    def get_range(self, key: str, start: int, end: int) -> bytes: ...
 
 
 @dataclass
@@ -63,8 +74,8 @@ def folder_headers(folder: Path) -> Headers:
     return Headers(str(folder), config, tensors)
 
 
-def store_headers(store: Store, *, first_read: int = FIRST_READ) -> Headers:
-    """Of a model below a store's URI, by range reads.
+def store_headers(store: ModelFiles, *, first_read: int = FIRST_READ) -> Headers:
+    """Of a model below a store's URI or of a repository, by range reads.
 
     Args:
         first_read: bytes of a file that are asked for first.
@@ -93,8 +104,8 @@ def folder_facts(folder: Path) -> ModelFacts:
     return headers_facts(folder_headers(folder), folder.name)
 
 
-def store_facts(store: Store, *, first_read: int = FIRST_READ) -> ModelFacts:
-    """Facts of a model below a store's URI, by range reads of its headers."""
+def store_facts(store: ModelFiles, *, first_read: int = FIRST_READ) -> ModelFacts:
+    """Facts of a model below a store's URI or of a repository, by range reads of its headers."""
     return headers_facts(store_headers(store, first_read=first_read), store.uri)
 
 
@@ -102,7 +113,7 @@ def headers_facts(headers: Headers, name: str) -> ModelFacts:
     return _facts(headers.config, headers.infos(), name=name, source=f"headers in {headers.place}")
 
 
-def _weight_map(store: Store) -> dict[str, str]:
+def _weight_map(store: ModelFiles) -> dict[str, str]:
     """Tensor → file, by the index; empty where there is one file."""
     try:
         index = _parse(store.get("model.safetensors.index.json"), f"{store.uri}/model.safetensors.index.json")
@@ -120,7 +131,7 @@ def _weight_map(store: Store) -> dict[str, str]:
     return weight_map
 
 
-def _read_header(store: Store, name: str, first_read: int) -> Mapping[str, TensorInfo]:
+def _read_header(store: ModelFiles, name: str, first_read: int) -> Mapping[str, TensorInfo]:
     try:
         size = store.size(name)
         start = store.get_range(name, 0, min(size, first_read))
