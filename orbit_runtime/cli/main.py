@@ -17,7 +17,7 @@ import typer
 from typer.exceptions import TyperException
 
 import orbit_runtime
-from orbit_runtime.errors import EXIT_STOPPED, InternalError, OrbitError, UsageError
+from orbit_runtime.errors import EXIT_STOPPED, InternalError, OrbitError, StoppedOnRequest, UsageError
 
 app = typer.Typer(
     name="orbit",
@@ -304,7 +304,8 @@ def _fail(error: OrbitError, as_json: bool) -> int:
     if as_json:
         print(json.dumps(error.to_json(), default=str))
     else:
-        print(f"error: {error}", file=sys.stderr)
+        said = str(error) if isinstance(error, StoppedOnRequest) else f"error: {error}"
+        print(said, file=sys.stderr)
     return error.exit_code
 
 

@@ -20,13 +20,13 @@ from orbit_runtime.data.rows import PromptSource
 from orbit_runtime.data.samples import build_samples
 from orbit_runtime.environments.rewards import REWARDS
 from orbit_runtime.environments.single_turn import SingleTurn
-from orbit_runtime.errors import ModelError, UnsupportedError
+from orbit_runtime.errors import UnsupportedError
 from orbit_runtime.loop.content import Names, content_digests
+from orbit_runtime.loop.inputs import Inputs
 from orbit_runtime.loop.keep import keep_checkpoint
 from orbit_runtime.loop.publish import Publisher
 from orbit_runtime.loop.show import Show
 from orbit_runtime.loop.state import RunState
-from orbit_runtime.model_info.builtin_models import builtin_folder
 from orbit_runtime.model_info.content import weights_digest
 from orbit_runtime.spec import OrbitRun, Resolved, identity_digest
 from orbit_runtime.spec.run import RunSpec
@@ -60,7 +60,8 @@ class Parts:
     algorithm: Algorithm
     names: Names
     content: Mapping[str, str]
-    """Digests of the model and the prompts, by name."""
+    """Digests of the model, the prompts and the code, by name."""
+    inputs: Inputs
     reference_fields: tuple[str, ...]
     """Columns of the prompts that hold the expected answer."""
     base_digest: Callable[[], str]
@@ -129,30 +130,29 @@ def build_parts(
     show: Show,
     *,
     rewards: Mapping[str, Callable[..., Any]] | None,
-    search_path: Sequence[str],
+    inputs: Inputs,
     names: Names,
     closing: ExitStack,
 ) -> Parts:
-    """Reads prompts, model and rewards, and wires them. What must be closed is pushed on `closing`.
+    """Fetches and reads prompts, rewards and model, and wires them. What must be closed is pushed on `closing`.
 
     Args:
         rewards: functions given from Python, by reward name; they replace the manifest's of that name.
-        search_path: folders that the manifest's entry points are imported from.
         names: what the first start called model and prompts.
     """
     run = resolved.run
     spec = run.spec
     show.stage("prompts")
     sources = [
-        PromptSource(each.uri, each.format, each.prompt_field, name)
-        for each, name in zip(spec.data.prompts, names.prompts, strict=True)
+        PromptSource(each.uri, each.format, each.prompt_field, name, inputs.prompts(index))
+        for index, (each, name) in enumerate(zip(spec.data.prompts, names.prompts, strict=True))
     ]
     table = load_prompts(sources, limit=spec.data.limit)
     read = _fields_read(spec, rewards or {})
     check_fields(table, read)
-    scorer = closing.enter_context(_build_scorer(spec, rewards or {}, search_path))
+    scorer = closing.enter_context(_build_scorer(spec, rewards or {}, inputs.search_path()))
     show.stage("model")
-    folder = model_folder(spec.model.uri, spec.model.precision)
+    folder = inputs.model()
     from orbit_runtime.data.chat import ChatTokenizer
 
     tokenizer = ChatTokenizer(folder)
@@ -199,7 +199,8 @@ def build_parts(
         publisher=publisher,
         algorithm=algorithm,
         names=names,
-        content=content_digests(folder, table, policy.base_digest()),
+        content=content_digests(folder, table, policy.base_digest(), inputs.code_digest()),
+        inputs=inputs,
         reference_fields=tuple(read) or ("answer",),
         base_digest=policy.base_digest,
         trainable_parameters=policy.injected.report.trainable_parameters,
@@ -209,26 +210,6 @@ def build_parts(
         group_size=group_size_of(policy),
         snapshot=partial(take_snapshot, policy),
         show=show,
-    )
-
-
-def model_folder(uri: str, precision: str) -> Path:
-    """The local folder of a model.
-
-    Raises:
-        ModelError: an unknown shipped model, or a scheme that this version does not read.
-    """
-    scheme, separator, rest = uri.partition("://")
-    if not separator:
-        return Path(uri)
-    if scheme == "builtin":
-        return builtin_folder(rest, precision)
-    if scheme == "file":
-        return Path(rest)
-    raise ModelError(
-        f"models are not read from {scheme}://",
-        where="spec.model.uri",
-        fix="use a path, file:// or builtin://tiny-adder",
     )
 
 

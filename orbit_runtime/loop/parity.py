@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from orbit_runtime.loop.build import Parts, build_parts
 from orbit_runtime.loop.content import resolve_names
+from orbit_runtime.loop.inputs import Inputs, build_patience
 from orbit_runtime.loop.machine import machine_facts
 from orbit_runtime.loop.publish import Publication
 from orbit_runtime.loop.show import Show
+from orbit_runtime.loop.signals import stop_on_signals
 from orbit_runtime.observability.metrics import RunMetrics
 from orbit_runtime.observability.progress import Progress
 from orbit_runtime.observability.status import RunStatus
@@ -112,16 +114,9 @@ def compare_sides(
         closing.callback(lambda: execution.release("done"))
         show = Show(progress, RunStatus(spec.name, total=0), RunMetrics(run=spec.name))
         search_path = [str(folder) for folder in (manifest_folder, Path.cwd()) if folder]
-        parts = build_parts(
-            resolved,
-            store,
-            execution,
-            show,
-            rewards=None,
-            search_path=search_path,
-            names=resolve_names(resolved, None),
-            closing=closing,
-        )
+        patience = build_patience(show, closing.enter_context(stop_on_signals()), store.deadline_seconds)
+        inputs, names = Inputs(resolved.run.spec, {}, patience, search_path), resolve_names(resolved, None)
+        parts = build_parts(resolved, store, execution, show, rewards=None, inputs=inputs, names=names, closing=closing)
         publication = parts.publisher.publish(0, None)
         started = time.monotonic()
         preflight = measure_parity(parts, publication)

@@ -66,6 +66,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 PUBLISHED_AS = {"kimi_k2": "deepseek_v3", "kimi_k25": "deepseek_v3"}
 """What transformers builds for a family that it does not know by this name."""
+UNPUBLISHED = {
+    "deepseek_v4": (
+        (r"^model\.", ""),
+        (r"^embed_tokens\.", "embed."),
+        (r"^hc_head\.hc_", "hc_head_"),
+        (r"\.attn\.norm\.", ".attn.kv_norm."),
+    )
+}
+"""Names that transformers 5.19 saves otherwise than they are published and than it loads them itself, by pattern."""
 GENERAL = ("BF16", "INT4", "INT4Asymmetric", "FP8", "FP8Block", "NVFP4", "NVFP4ModelOpt", "MXFP4")
 LAYOUTS: dict[str, tuple[str, ...]] = dict.fromkeys(CONFIGS, GENERAL) | {
     "gpt_oss": ("BF16", "MXFP4GptOss"),
@@ -108,7 +117,7 @@ def make_family(folder: Path, family: str, layout: str, *, seed: int = 0) -> tup
     """`(packed, plain)`: the checkpoint, and one in BF16 of the same values that transformers loads by itself."""
     plain, packed = folder / "plain", folder / "packed"
     _save_random(plain, PUBLISHED_AS.get(family, family), CONFIGS[family], seed)
-    tensors = load_file(plain / "model.safetensors")
+    tensors = {_published_name(family, name): each for name, each in load_file(plain / "model.safetensors").items()}
     stored: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         parts, value = _pack(name, tensor, layout)
@@ -154,6 +163,12 @@ def _save_random(folder: Path, architecture: str, sizes: dict[str, Any], seed: i
     for name, buffer in kept.items():
         model.get_buffer(name).data = buffer
     model.save_pretrained(folder, max_shard_size="5GB")
+
+
+def _published_name(family: str, name: str) -> str:
+    for pattern, replacement in UNPUBLISHED.get(family, ()):
+        name = re.sub(pattern, replacement, name)
+    return name
 
 
 def _pack(name: str, tensor: Tensor, layout: str) -> tuple[dict[str, Tensor], Tensor]:
