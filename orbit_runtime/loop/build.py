@@ -294,21 +294,16 @@ def _build_engine(resolved: Resolved, policy: Policy, tokenizer: Tokenizer, fold
     from orbit_runtime.checkpoints.convert import convert
     from orbit_runtime.checkpoints.target import Target
     from orbit_runtime.rollout.sglang import SGLangEngine
-    from orbit_runtime.rollout.sglang_server import ServerSettings, SGLangServer, lora_targets
+    from orbit_runtime.rollout.sglang_server import ServerSettings, SGLangServer, check_served, lora_targets
 
-    lora = spec.adapter.lora
-    if lora is None or lora.rslora or spec.rollout.sampling.top_p != 1:
+    if spec.rollout.sampling.top_p != 1:
         raise UnsupportedError(
-            "SGLang serves LoRA with the scaling alpha / rank, and tells log-probs before topP cuts the distribution",
-            where="spec.rollout.engine",
-            fix="use engine: Torch, or plain LoRA with topP: 1",
+            "SGLang tells log-probs before topP cuts the distribution",
+            where="spec.rollout.sampling.topP",
+            fix="use engine: Torch, or topP: 1",
         )
-    if any(".experts" in name for name in policy.injected.layers):
-        raise UnsupportedError(
-            "adapters on routed experts are not served by SGLang in this version",
-            where="spec.adapter.experts",
-            fix="set it to None, or use engine: Torch",
-        )
+    adapter, layers = policy.injected.config, tuple(policy.injected.layers)
+    check_served(adapter, layers, {name for name, _ in policy.model.named_modules()})
     scratch = Path(closing.enter_context(TemporaryDirectory(prefix="orbit-sglang-")))
     base = folder
     if resolved.device == "cpu" and policy.precision != "BF16":
@@ -318,11 +313,12 @@ def _build_engine(resolved: Resolved, policy: Policy, tokenizer: Tokenizer, fold
         model=base,
         device=resolved.device,
         dtype=resolved.compute_dtype,
-        lora_rank=lora.rank,
-        lora_targets=lora_targets(tuple(policy.injected.layers)),
+        targets=lora_targets(layers),
         max_running_requests=running,
         max_sequence_length=spec.model.max_sequence_length,
         seed=spec.data.seed,
+        lora_rank=adapter.rank if adapter.type == "LoRA" else 1,
+        oft_block_size=adapter.block_size if adapter.type == "OFT" else 0,
     )
     server = SGLangServer(settings, log=scratch / "sglang.log")
     closing.callback(server.stop)

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 import httpx
 
+from orbit_runtime.adapters.difference import explain_difference
 from orbit_runtime.errors import EngineDiedError, GateError, UnsupportedError
 from orbit_runtime.policy.snapshot import Snapshot
 from orbit_runtime.rollout.taps import ANSWER, build_snapshot, write_request
@@ -28,8 +29,10 @@ from orbit_runtime.rollout.text import answer_text
 from orbit_runtime.types import AdapterFiles, Completion, FinishReason, Request, Scored, Tokenizer
 
 BASE_VERSION = -1
-FACTS_VERSION = 1
+FACTS_VERSION = 2
 """Of what the plug-in tells in `/server_info`."""
+EXPLAIN_FILE = "explain"
+"""Beside an adapter's files: the plug-in tells the difference between them and the slot."""
 TRIES = 3
 FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
@@ -128,10 +131,6 @@ class SGLangEngine:
         """Hands the published bytes to the server under a name that was never used before."""
         if name in self._loaded or name in self._retired:
             raise GateError(f"adapter name {name!r} was used before", fix="publish every version under a new name")
-        if "rotations.safetensors" in adapter.files:
-            raise UnsupportedError(
-                "SGLang serves LoRA only", where="spec.adapter.type", fix="use engine: Torch for OFT"
-            )
         folder = self._folder / name
         folder.mkdir(parents=True)
         for file, content in adapter.files.items():
@@ -154,9 +153,25 @@ class SGLangEngine:
         loaded.folder.rmdir()
 
     def adapter_digest(self, name: str) -> str:
-        """Of what stands in the server's LoRA buffers now, as the plug-in reads them."""
+        """Of what stands in the server's buffers now, as the plug-in reads them."""
         self._slot(name)
         return str(self._fact(name, "slot_digest"))
+
+    def explain_slot(self, name: str, published: AdapterFiles) -> str:
+        loaded = self._slot(name)
+        question = loaded.folder / EXPLAIN_FILE
+        question.touch()
+        try:
+            facts = self._adapter_facts().get(name)
+        finally:
+            question.unlink()
+        if facts is None:
+            return "the server does not hold it"
+        folder = Path(facts["path"])
+        if folder != loaded.folder:
+            found = {each.name: each.read_bytes() for each in folder.iterdir()} if folder.is_dir() else {}
+            return f"the server loaded it from {folder}: {explain_difference(published.files, found)}"
+        return explain_difference(published.files, loaded.adapter.files) or str(facts["difference"] or "")
 
     def adapters(self) -> tuple[str, ...]:
         return tuple(self._loaded)
@@ -340,6 +355,12 @@ class SGLangEngine:
             raise EngineDiedError(
                 "the engine runs without Orbit's plug-in, so no adapter could be proven in it",
                 fix=self._server.describe(),
+            )
+        unhooked = sorted({name for state in states for name in state.get("unhooked", ())})
+        if unhooked:
+            raise EngineDiedError(
+                f"this SGLang has no {', '.join(unhooked)} that Orbit's plug-in could hook",
+                fix="use the version of SGLang that Orbit is made for",
             )
 
     async def _states(self) -> list[dict[str, Any]]:

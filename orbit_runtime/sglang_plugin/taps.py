@@ -21,6 +21,7 @@ from torch import Tensor
 
 from orbit_runtime.adapters.tensorfile import dump, tensor_digest
 from orbit_runtime.sglang_plugin import readback
+from orbit_runtime.sglang_plugin.rotation import FUSED
 
 VARIABLE = "ORBIT_SGLANG_TAPS"
 """The folder; set by Orbit for the servers it starts."""
@@ -63,7 +64,7 @@ def _tap(model: Any, points: dict[str, Tensor]) -> Iterator[Any]:
 
 def _results(name: str, module: Any, points: dict[str, Tensor]) -> Callable[..., None]:
     parent, _, last = name.rpartition(".")
-    parts = readback.FUSED.get(last, (last,))
+    parts = FUSED.get(last, (last,))
 
     def record(_: Any, __: Any, result: Any) -> None:
         tensor = result[0] if isinstance(result, tuple) else result
@@ -126,7 +127,7 @@ def _base_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
         parent, _, last = owner.removesuffix(".base_layer").rpartition(".")
         if not tensor.is_floating_point() or kind not in ("weight", "bias"):
             continue
-        parts = readback.FUSED.get(last, (last,))
+        parts = FUSED.get(last, (last,))
         rows = getattr(module, "org_vocab_size", tensor.shape[0])
         pieces = tensor.detach()[:rows].split(_heights(module, rows, parts), 0)
         for part, piece in zip(parts, pieces, strict=True):

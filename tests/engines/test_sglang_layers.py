@@ -19,11 +19,9 @@ from orbit_runtime.parity.locate import Location, locate
 from orbit_runtime.policy import Policy
 from orbit_runtime.policy.snapshot import ROTARY, take_snapshot
 from orbit_runtime.rollout.sglang import SGLangEngine
-from orbit_runtime.rollout.sglang_server import ServerSettings, SGLangServer, lora_targets
 from orbit_runtime.types import AdapterFiles
+from tests.engines.servers import Adder, server_of, start_server
 from tests.integration.engine_inputs import random_adapter
-
-Adder = tuple[Policy, ChatTokenizer]
 
 
 def compare(
@@ -47,91 +45,73 @@ def tokens_of(tokenizer: ChatTokenizer) -> list[int]:
 
 
 def base_folder(engine: SGLangEngine) -> Path:
-    server = engine._server
-    assert isinstance(server, SGLangServer)
-    return server._settings.model
+    return server_of(engine)._settings.model
 
 
-def test_a_healthy_server_parts_nowhere(sglang: SGLangEngine, adder: Adder, new_name: Callable[[], str]) -> None:
+@pytest.mark.parametrize("case", ["SGLang", "SGLang-OFT"], indirect=True)
+def test_a_healthy_server_parts_nowhere(engine: SGLangEngine, adder: Adder, new_name: Callable[[], str]) -> None:
     policy, tokenizer = adder
     name, adapter = new_name(), random_adapter(policy, 3)
-    sglang.load_adapter(name, adapter)
+    engine.load_adapter(name, adapter)
     tokens = tokens_of(tokenizer)
     for asked in (None, name):
-        snapshot = sglang.snapshot(tokens, asked)
+        snapshot = engine.snapshot(tokens, asked)
         assert len(snapshot.points) == 1 + 4 * 12 + 1, list(snapshot.points)
-        found = compare(sglang, policy, tokens, adapter, asked)
+        found = compare(engine, policy, tokens, adapter, asked)
         assert not found.found, found.sentence()
-        assert found.not_compared == () if asked else all("lora" in each for each in found.not_compared)
-    sglang.unload_adapter(name)
+        assert found.not_compared == () if asked else all("proj" in each for each in found.not_compared)
 
 
 @pytest.mark.parametrize("layer", range(4))
 def test_another_value_in_a_servers_weight_is_named(
-    sglang: SGLangEngine, adder: Adder, layer: int, tmp_path: Path
+    lora_server: SGLangEngine, lora_adder: Adder, layer: int, tmp_path: Path
 ) -> None:
     """Through SGLang's own endpoint for new weights, so that the server runs on."""
-    policy, tokenizer = adder
-    healthy, broken = base_folder(sglang), tmp_path / "broken"
+    policy, tokenizer = lora_adder
+    healthy, broken = base_folder(lora_server), tmp_path / "broken"
     shutil.copytree(healthy, broken)
     (file,) = broken.glob("*.safetensors")
     tensors = load_file(file)
     name = f"model.layers.{layer}.mlp.up_proj"
     tensors[f"{name}.weight"][11, 40] += 0.05
     save_file(tensors, file, metadata={"format": "pt"})
-    update_weights(sglang, broken)
+    update_weights(lora_server, broken)
     try:
-        found = compare(sglang, policy, tokens_of(tokenizer), random_adapter(policy, 1), None)
+        found = compare(lora_server, policy, tokens_of(tokenizer), random_adapter(policy, 1), None)
     finally:
-        update_weights(sglang, healthy)
+        update_weights(lora_server, healthy)
     assert found.point == name, found.sentence()
     (cause,) = found.causes
     assert (cause.kind, cause.name) == ("base tensor", f"{name}.weight")
     assert "first at [11, 40]" in cause.detail
-    assert not compare(sglang, policy, tokens_of(tokenizer), random_adapter(policy, 1), None).found
+    assert not compare(lora_server, policy, tokens_of(tokenizer), random_adapter(policy, 1), None).found
 
 
-def test_a_slice_of_a_servers_adapter_is_named(sglang: SGLangEngine, adder: Adder, new_name: Callable[[], str]) -> None:
-    policy, tokenizer = adder
+def test_a_slice_of_a_servers_adapter_is_named(
+    lora_server: SGLangEngine, lora_adder: Adder, new_name: Callable[[], str]
+) -> None:
+    policy, tokenizer = lora_adder
     name, published, held = new_name(), random_adapter(policy, 1), random_adapter(policy, 2)
-    sglang.load_adapter(name, held)
-    found = compare(sglang, policy, tokens_of(tokenizer), published, name)
+    lora_server.load_adapter(name, held)
+    found = compare(lora_server, policy, tokens_of(tokenizer), published, name)
     assert found.point == "model.layers.0.self_attn.q_proj"
     assert {cause.kind for cause in found.causes} == {"adapter tensor"}
     assert found.causes[0].name == "model.layers.0.self_attn.q_proj.lora_A"
     assert "values differ, first at" in found.causes[0].detail
-    sglang.unload_adapter(name)
+    lora_server.unload_adapter(name)
 
 
 @pytest.fixture
 def misconfigured(
-    request: pytest.FixtureRequest, sglang: SGLangEngine, adder: Adder, tmp_path: Path
+    request: pytest.FixtureRequest, lora_server: SGLangEngine, lora_adder: Adder, tmp_path: Path
 ) -> Iterator[SGLangEngine]:
     """A server whose config.json says something else than the checkpoint's."""
-    policy, tokenizer = adder
     folder = tmp_path / "base"
-    shutil.copytree(base_folder(sglang), folder)
+    shutil.copytree(base_folder(lora_server), folder)
     config = json.loads((folder / "config.json").read_text())
     request.param(config)
     (folder / "config.json").write_text(json.dumps(config))
-    settings = ServerSettings(
-        model=folder,
-        device="cpu",
-        dtype="float32",
-        lora_rank=4,
-        lora_targets=lora_targets(tuple(policy.injected.layers)),
-        max_running_requests=4,
-        max_sequence_length=128,
-        seed=0,
-    )
-    server = SGLangServer(settings, log=tmp_path / "sglang.log")
-    try:
-        engine = SGLangEngine(server, tokenizer, folder=tmp_path / "adapters", max_running_requests=4, taps=server.taps)
-    except BaseException:
-        server.stop()
-        raise
-    yield engine
-    engine.close()
+    yield from start_server(lora_adder, tmp_path, oft_block_size=0, base=folder)
 
 
 def other_epsilon(config: dict) -> None:
@@ -146,9 +126,9 @@ def other_rope(config: dict) -> None:
 
 @pytest.mark.parametrize("misconfigured", [other_epsilon, other_rope], indirect=True)
 def test_another_configuration_is_named(
-    request: pytest.FixtureRequest, misconfigured: SGLangEngine, adder: Adder
+    request: pytest.FixtureRequest, misconfigured: SGLangEngine, lora_adder: Adder
 ) -> None:
-    policy, tokenizer = adder
+    policy, tokenizer = lora_adder
     found = compare(misconfigured, policy, tokens_of(tokenizer), random_adapter(policy, 1), None)
     epsilon = request.node.callspec.params["misconfigured"] is other_epsilon
     assert found.point == ("model.layers.0.input_layernorm" if epsilon else "model.layers.0.self_attn.query")
@@ -157,10 +137,8 @@ def test_another_configuration_is_named(
 
 
 def update_weights(engine: SGLangEngine, folder: Path) -> None:
-    server = engine._server
-    assert isinstance(server, SGLangServer)
     body = {"model_path": str(folder), "flush_cache": True}
-    answer = httpx.post(f"{server.url}/update_weights_from_disk", json=body, timeout=120, trust_env=False)
+    answer = httpx.post(f"{server_of(engine).url}/update_weights_from_disk", json=body, timeout=120, trust_env=False)
     assert answer.json()["success"], answer.text
 
 
