@@ -109,6 +109,8 @@ def server_arguments(settings: ServerSettings, port: int) -> list[str]:
             "--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch",
             "--lora-backend", "torch_native", "--disable-overlap-schedule", "--mem-fraction-static", "0.3",
             "--max-total-tokens", str(tokens),
+            # An idle server would turn one core in circles, which the trainer needs.
+            "--sleep-on-idle",
         ]  # fmt: skip
     return arguments
 
