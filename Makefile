@@ -39,7 +39,7 @@ test-engines: dev ## the engine contract against a real SGLang server (Linux; ma
 	ORBIT_SGLANG_PYTHON="$$(tools/sglang_python.sh)" && export ORBIT_SGLANG_PYTHON && $(BIN)/python -m pytest tests/engines
 
 test-cluster: dev check-chart ## the operator on a real Kubernetes cluster of two nodes (needs root, Go and Debian; starts and removes it)
-	ORBIT_TEST_PROGRAMS="$$(tools/cluster_programs.sh)" && export ORBIT_TEST_PROGRAMS && $(BIN)/python -m pytest tests/cluster
+	ORBIT_TEST_PROGRAMS="$$(tools/cluster_programs.sh)" && export ORBIT_TEST_PROGRAMS && tools/test_cluster.sh $(BIN)/python
 
 check-chart: dev ## the Helm chart by Helm 3 and 4, kubeconform and promtool (needs root, Go and Debian)
 	tools/cluster_packages.sh
