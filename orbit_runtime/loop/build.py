@@ -6,6 +6,7 @@ Does not belong here: what the parts do, or the order of a step (`sync`).
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
@@ -27,10 +28,11 @@ from orbit_runtime.loop.keep import keep_checkpoint
 from orbit_runtime.loop.publish import Publisher
 from orbit_runtime.loop.show import Show
 from orbit_runtime.loop.state import RunState
-from orbit_runtime.model_info.content import weights_digest
+from orbit_runtime.model_info.content import kept_weights_digest
 from orbit_runtime.spec import OrbitRun, Resolved, identity_digest
 from orbit_runtime.spec.run import RunSpec
 from orbit_runtime.storage import Execution, Store
+from orbit_runtime.storage.cache import Cache, default_cache
 from orbit_runtime.types import Engine, Group, Probe, Rollout, Sampling, Tokenizer, Trainer
 from orbit_runtime.workers.reward_protocol import RewardScorer, RewardTarget
 
@@ -175,7 +177,7 @@ def build_parts(
         trainer,
         _canary(sequences[0], tokenizer),
         _change_limit(policy),
-        base_weights=weights_digest(folder),
+        base_weights=kept_weights_digest(folder, Cache(default_cache(os.environ))),
     )
     environment = SingleTurn(
         run.name,

@@ -4,7 +4,8 @@ Belongs here: where a downloaded byte lies and when it counts. Does not belong h
 `bucket`), or trying again (`download`).
 
 `blobs/<sha256>` finished files · `parts/<key>` unfinished ones · `known/<key>` SHA-256 of files that announce none ·
-`folders/<digest>/` names that point at blobs · `listings/<key>.json` what a hub's revision holds · `locks/`.
+`folders/<digest>/` names that point at blobs · `listings/<key>.json` what a hub's revision holds · `locks/` ·
+`digests/<key>` of models whose files are as they were when they were hashed.
 Nothing here expires: delete the folder, or any part of it, while no run starts.
 """
 
@@ -17,7 +18,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,17 @@ class Cache:
 
     def save_listing(self, key: str, listing: Any) -> None:
         self._write("listings", f"{key}.json", json.dumps(listing))
+
+    def load_digest(self, key: str) -> str | None:
+        try:
+            return (self.root / "digests" / key).read_text() or None
+        except OSError:
+            return None
+
+    def save_digest(self, key: str, digest: str) -> None:
+        """Nothing where the folder cannot be written: it is only computed again then."""
+        with suppress(OSError):
+            self._write("digests", key, digest)
 
     def build_folder(self, files: Mapping[str, str]) -> tuple[Path, str]:
         """A folder with these files (name → SHA-256), and the digest of all of them."""

@@ -26,6 +26,7 @@ CASES = [
     Case("kimi_k2", "INT4", "OFT", "PerExpert"),
     Case("gpt_oss", "MXFP4GptOss", "LoRA", "SharedOuter"),
     Case("gpt_oss", "MXFP4GptOss", "OFT", "SharedOuter"),
+    Case("deepseek_v4", "MXFP4V4", "LoRA", "SharedOuter"),
 ]
 PROMPTS = [tokens_of(count, count) for count in (3, 11, 5)]
 """The second is longer than the sliding windows, the others become so while they are answered."""
