@@ -45,7 +45,10 @@ def events_since(observed: Observed, attempts: Sequence[Attempt]) -> tuple[RunEv
     """What the attempts went through that the status does not know yet."""
     known = {attempt.number: attempt for attempt in observed.stored.attempts}
     found = []
-    for attempt in attempts:
+    for index, attempt in enumerate(attempts):
+        if attempt.number not in known:
+            # Whoever made it died before saying so.
+            found.append(tell_created(attempt.number, attempts[:index]))
         before = known.get(attempt.number, Attempt(attempt.number))
         if attempt.running is not None and before.running is None and attempt.number > 1:
             found.append(
@@ -56,6 +59,15 @@ def events_since(observed: Observed, attempts: Sequence[Attempt]) -> tuple[RunEv
         if attempt.is_over and not before.is_over:
             found += _ending(attempt)
     return tuple(found)
+
+
+def tell_created(number: int, before: Sequence[Attempt]) -> RunEvent:
+    """That an attempt was made, and why: in the same words, whoever says it."""
+    last = before[-1] if before else None
+    if last is None or last.verdict is None:
+        return RunEvent("RunAttemptCreated", f"attempt {number}")
+    resumed = f", resumes from step {last.checkpoint_step}" if last.checkpoint_step else ""
+    return RunEvent("RunAttemptCreated", f"attempt {number} after {last.verdict.reason}{resumed}")
 
 
 def _ending(attempt: Attempt) -> list[RunEvent]:

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 
 from orbit_operator.actions import CreateAttempt, DeleteJob, Plan, RunEvent, State
 from orbit_operator.attempts import fold_attempts, newest_pod, retire
-from orbit_operator.describe import POD_PENDING, describe, events_since
+from orbit_operator.describe import POD_PENDING, describe, events_since, tell_created
 from orbit_operator.ending import find_end, finish, idle_jobs, keep_finalizer, plan_deletion, stop
-from orbit_operator.facts import Attempt, Observed, PodFacts, RunFacts
+from orbit_operator.facts import Observed, PodFacts, RunFacts
 from orbit_operator.policies.accounting import account_all
 from orbit_operator.policies.deadlines import active_deadline, startup_deadline
 from orbit_operator.policies.failure import STARTUP_DEADLINE
@@ -167,14 +167,6 @@ def _start(run: RunFacts, observed: Observed, now: float, base: State) -> Plan:
             next_at=following.not_before,
         )
         return Plan((), state, wake_at=following.not_before)
-    event = RunEvent("RunAttemptCreated", f"attempt {number}" + _because(base.attempts))
+    event = tell_created(number, base.attempts)
     state = replace(base, phase="Pending", reason=POD_PENDING[0], message=POD_PENDING[1])
     return Plan((CreateAttempt(number, following.avoid_nodes),), state, (event,))
-
-
-def _because(attempts: Sequence[Attempt]) -> str:
-    if not attempts or attempts[-1].verdict is None:
-        return ""
-    last = attempts[-1]
-    resumed = f", resumes from step {last.checkpoint_step}" if last.checkpoint_step else ""
-    return f" after {last.verdict.reason if last.verdict else ''}{resumed}"

@@ -165,13 +165,18 @@ def applied_digest(trace: Iterable[Applied]) -> str:
 
 def expected_applied_digest(files: Mapping[str, bytes]) -> str:
     """What `applied_digest` must be when a pass applied exactly these files in every layer."""
-    fields = json.loads(files[CONFIG_FILE])
+    fields, tensors = json.loads(files[CONFIG_FILE]), published_tensors(files)
     if fields["peft_type"] == "OFT":
-        return _digest_applied(parse_tensors(files, ROTATIONS_FILE), {None})
-    tensors = parse_tensors(files, MODEL_FILE)
-    plain = {_plain_key(key): tensor for key, tensor in tensors.items()}
+        return _digest_applied(tensors, {None})
     divisor = math.sqrt(fields["r"]) if fields["use_rslora"] else fields["r"]
-    return _digest_applied(plain, {float(fields["lora_alpha"]) / divisor})
+    return _digest_applied(tensors, {float(fields["lora_alpha"]) / divisor})
+
+
+def published_tensors(files: Mapping[str, bytes]) -> dict[str, Tensor]:
+    """What layers multiply by under this adapter: `<module>.lora_A` and `.lora_B`, or OFT's rotations."""
+    if json.loads(files[CONFIG_FILE])["peft_type"] == "OFT":
+        return parse_tensors(files, ROTATIONS_FILE)
+    return {_plain_key(key): tensor for key, tensor in parse_tensors(files, MODEL_FILE).items()}
 
 
 def _peft_key(key: str) -> str:

@@ -34,6 +34,18 @@ VARIABLES: tuple[Variable, ...] = (
              "orbit run"),
     Variable("ORBIT_TERMINATION_FILE", "", "File for how it ended, one line of JSON; set by the operator.",
              "orbit run"),
+    Variable("ORBIT_CACHE", "~/.cache/orbit-rl", "Where downloads are kept; any number of processes may share it. The "
+             "operator sets it to the volume of `placement.modelCache`.", "orbit run"),
+    Variable("XDG_CACHE_HOME", "~/.cache", "Where `orbit-rl` lies, unless `ORBIT_CACHE` is set.", "orbit run"),
+    Variable("HF_ENDPOINT", "https://huggingface.co", "The hub that `hf://` asks, or a mirror of it.",
+             "orbit run, orbit plan"),
+    Variable("HF_TOKEN", "", "Token for private and gated repositories; it is sent to `HF_ENDPOINT` alone.",
+             "orbit run, orbit plan"),
+    Variable("HF_TOKEN_PATH", "$HF_HOME/token", "File with the token, where `HF_TOKEN` is not set; `hf auth login` "
+             "writes it.", "orbit run, orbit plan"),
+    Variable("HF_HOME", "~/.cache/huggingface", "Where that file lies.", "orbit run, orbit plan"),
+    Variable("HF_HUB_OFFLINE", "", "`1`: never ask the hub; what the cache does not hold is an error.",
+             "orbit run, orbit plan"),
     Variable("AWS_ACCESS_KEY_ID", "", "S3 key.", "the object store client"),
     Variable("AWS_SECRET_ACCESS_KEY", "", "S3 secret.", "the object store client"),
     Variable("AWS_SESSION_TOKEN", "", "S3 session token of temporary credentials.", "the object store client"),

@@ -13,7 +13,8 @@ from orbit_runtime.cli.output import format_bytes, format_table, print_json
 from orbit_runtime.cli.places import local_folder
 from orbit_runtime.errors import ModelError, UsageError
 from orbit_runtime.model_info.cards import find_card_facts, repositories
-from orbit_runtime.model_info.checkpoint import folder_headers, store_headers
+from orbit_runtime.model_info.checkpoint import folder_headers
+from orbit_runtime.model_info.remote_checkpoint import store_headers
 from orbit_runtime.storage import open_store
 
 

@@ -1,6 +1,7 @@
 """Facts of a checkpoint from its own files: config.json and the headers of its safetensors files, nothing else.
 
-Belongs here: a local folder, and an object store by range reads. Does not belong here: tensors' values, shipped cards.
+Belongs here: a local folder. Does not belong here: a store or a hub (`remote_checkpoint`), tensors' values, shipped
+cards.
 
 The headers say what is stored; the family only gives names and roles. What a family does not know is counted as it is.
 """
@@ -16,14 +17,11 @@ from typing import Any
 
 from orbit_runtime.errors import ModelError
 from orbit_runtime.model_info.families import describe
-from orbit_runtime.model_info.headers import MAX_HEADER_BYTES, TensorInfo, parse_header, read_folder
+from orbit_runtime.model_info.headers import TensorInfo, read_folder
 from orbit_runtime.model_info.quantization import from_legacy_modelopt
 from orbit_runtime.model_info.stored import ENDINGS
 from orbit_runtime.model_info.weights import EXPERT, ModelFacts, StoredWeight, Weight
-from orbit_runtime.storage import NotFound, Store
 
-FIRST_READ = 1 << 20
-"""Most headers are smaller: one request reads length and header."""
 LEGACY_QUANTISATION = "hf_quant_config.json"
 """Where older ModelOpt files keep what newer ones have in config.json."""
 _EXPERT_NUMBER = re.compile(r"\.experts\.\d+\.")
@@ -59,33 +57,8 @@ def folder_headers(folder: Path) -> Headers:
     config = _read_config(folder / "config.json")
     legacy = folder / LEGACY_QUANTISATION
     if legacy.is_file() and not config.get("quantization_config"):
-        config = {**config, "quantization_config": from_legacy_modelopt(_parse(legacy.read_bytes(), str(legacy)))}
+        config = {**config, "quantization_config": from_legacy_modelopt(parse_object(legacy.read_bytes(), str(legacy)))}
     return Headers(str(folder), config, tensors)
-
-
-def store_headers(store: Store, *, first_read: int = FIRST_READ) -> Headers:
-    """Of a model below a store's URI, by range reads.
-
-    Args:
-        first_read: bytes of a file that are asked for first.
-    """
-    weight_map = _weight_map(store)
-    tensors: dict[str, tuple[Path | str, TensorInfo]] = {}
-    for name in sorted(set(weight_map.values())) if weight_map else ["model.safetensors"]:
-        found = _read_header(store, name, first_read)
-        listed = {each for each, file in weight_map.items() if file == name}
-        if listed - found.keys():
-            raise ModelError(
-                f"the index lists {min(listed - found.keys())}, which {name} does not hold",
-                where=store.uri,
-                fix="upload the model again",
-            )
-        tensors |= {each: (name, info) for each, info in found.items() if not weight_map or each in listed}
-    config = _parse(store.get("config.json"), f"{store.uri}/config.json")
-    if not config.get("quantization_config") and store.exists(LEGACY_QUANTISATION):
-        legacy = _parse(store.get(LEGACY_QUANTISATION), f"{store.uri}/{LEGACY_QUANTISATION}")
-        config = {**config, "quantization_config": from_legacy_modelopt(legacy)}
-    return Headers(store.uri, config, tensors)
 
 
 def folder_facts(folder: Path) -> ModelFacts:
@@ -93,55 +66,20 @@ def folder_facts(folder: Path) -> ModelFacts:
     return headers_facts(folder_headers(folder), folder.name)
 
 
-def store_facts(store: Store, *, first_read: int = FIRST_READ) -> ModelFacts:
-    """Facts of a model below a store's URI, by range reads of its headers."""
-    return headers_facts(store_headers(store, first_read=first_read), store.uri)
-
-
 def headers_facts(headers: Headers, name: str) -> ModelFacts:
     return _facts(headers.config, headers.infos(), name=name, source=f"headers in {headers.place}")
 
 
-def _weight_map(store: Store) -> dict[str, str]:
-    """Tensor → file, by the index; empty where there is one file."""
-    try:
-        index = _parse(store.get("model.safetensors.index.json"), f"{store.uri}/model.safetensors.index.json")
-    except NotFound:
-        if not store.exists("model.safetensors"):
-            raise ModelError(
-                "there is neither model.safetensors nor model.safetensors.index.json",
-                where=store.uri,
-                fix="point spec.model.uri at a Hugging Face model folder with safetensors weights",
-            ) from None
-        return {}
-    weight_map = index.get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(each, str) for each in weight_map.values()):
-        raise ModelError("the index does not parse", where=store.uri, fix="upload the model again")
-    return weight_map
-
-
-def _read_header(store: Store, name: str, first_read: int) -> Mapping[str, TensorInfo]:
-    try:
-        size = store.size(name)
-        start = store.get_range(name, 0, min(size, first_read))
-        length = 8 + int.from_bytes(start[:8], "little")
-        if len(start) < length <= min(size, MAX_HEADER_BYTES):
-            start += store.get_range(name, len(start), length)
-    except NotFound:
-        raise ModelError(f"the shard {name} is missing", where=store.uri, fix="upload the model again") from None
-    return parse_header(start, size=size, where=f"{store.uri}/{name}").tensors
-
-
 def _read_config(path: Path) -> Mapping[str, Any]:
     try:
-        return _parse(path.read_bytes(), str(path))
+        return parse_object(path.read_bytes(), str(path))
     except OSError as error:
         raise ModelError(
             f"the configuration cannot be read: {error.strerror}", where=str(path), fix="download the model again"
         ) from None
 
 
-def _parse(data: bytes, where: str) -> Mapping[str, Any]:
+def parse_object(data: bytes, where: str) -> Mapping[str, Any]:
     try:
         value = json.loads(data)
     except ValueError as error:

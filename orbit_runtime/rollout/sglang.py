@@ -15,13 +15,16 @@ import threading
 from collections.abc import Coroutine, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import httpx
 
 from orbit_runtime.adapters.difference import explain_difference
-from orbit_runtime.errors import EngineDiedError, GateError
+from orbit_runtime.errors import EngineDiedError, GateError, UnsupportedError
+from orbit_runtime.policy.snapshot import Snapshot
+from orbit_runtime.rollout.taps import ANSWER, build_snapshot, write_request
 from orbit_runtime.rollout.text import answer_text
 from orbit_runtime.types import AdapterFiles, Completion, FinishReason, Request, Scored, Tokenizer
 
@@ -86,11 +89,20 @@ class Call:
 class SGLangEngine:
     """Answers prompts with one SGLang server. For one thread at a time."""
 
-    def __init__(self, server: Server, tokenizer: Tokenizer, *, folder: Path, max_running_requests: int) -> None:
+    def __init__(
+        self,
+        server: Server,
+        tokenizer: Tokenizer,
+        *,
+        folder: Path,
+        max_running_requests: int,
+        taps: Path | None = None,
+    ) -> None:
         """Starts the server.
 
         Args:
             folder: adapters are handed over as files below it; both sides see it.
+            taps: where the plug-in is asked for a snapshot; None: this server's layers cannot be looked at.
 
         Raises:
             EngineDiedError: it does not start, or answers without Orbit's plug-in.
@@ -99,6 +111,7 @@ class SGLangEngine:
         self._tokenizer = tokenizer
         self._eos = tuple(tokenizer.eos_ids)
         self._folder = folder
+        self._taps = taps
         self._loaded: dict[str, Loaded] = {}
         self._retired: set[str] = set()
         self.restarts = 0
@@ -221,6 +234,27 @@ class SGLangEngine:
             Scored(logprobs, facts.get(name, {}).get("applied_digest") if name else None)
             for name, logprobs in zip(adapters, scores, strict=True)
         ]
+
+    def snapshot(self, token_ids_T: Sequence[int], adapter: str | None) -> Snapshot:
+        """What the server's layers compute for these tokens, and hold; for one caller at a time.
+
+        Raises:
+            GateError: the plug-in gave no answer.
+        """
+        if self._taps is None:
+            raise UnsupportedError("this server's layers cannot be looked at", fix="let Orbit start the server")
+        asked = partial(self._tapped, self._taps, tuple(token_ids_T), adapter)
+        return build_snapshot(asked(()), len(token_ids_T) - 1, values=lambda names: asked(names))
+
+    def _tapped(self, taps: Path, token_ids_T: tuple[int, ...], adapter: str | None, names: Sequence[str]) -> bytes:
+        answer = taps / ANSWER
+        answer.unlink(missing_ok=True)
+        write_request(taps, token_ids_T, adapter, names)
+        self._call(self._with_server(lambda: self._score(token_ids_T, adapter)))
+        try:
+            return answer.read_bytes()
+        except OSError:
+            raise GateError("the plug-in told nothing of the pass that it was asked for", where="rollout") from None
 
     async def _generate(self, call: Call) -> list[Completion]:
         async with self._slots:

@@ -51,6 +51,8 @@ class SGLangServer:
     def __init__(self, settings: ServerSettings, *, log: Path) -> None:
         self._settings = settings
         self._log = log
+        self.taps = log.parent / "taps"
+        """Where the plug-in is asked what a pass computed, and answers."""
         self._process: ServerProcess | None = None
         self._port = 0
 
@@ -66,9 +68,11 @@ class SGLangServer:
     def start(self) -> None:
         """Raises EngineDiedError with the log's end where it does not come to answer."""
         self._port = free_port()
+        self.taps.mkdir(parents=True, exist_ok=True)
         python = os.environ.get(PYTHON_VARIABLE) or sys.executable
         command = [python, "-m", "orbit_runtime.sglang_plugin.launch", *server_arguments(self._settings, self._port)]
-        self._process = ServerProcess("SGLang", command, environment=_environment(self._settings), log=self._log)
+        environment = _environment(self._settings, self.taps)
+        self._process = ServerProcess("SGLang", command, environment=environment, log=self._log)
         self._process.wait_until(self._answers, seconds=START_SECONDS)
 
     def is_alive(self) -> bool:
@@ -105,19 +109,22 @@ def server_arguments(settings: ServerSettings, port: int) -> list[str]:
             "--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch",
             "--lora-backend", "torch_native", "--disable-overlap-schedule", "--mem-fraction-static", "0.3",
             "--max-total-tokens", str(tokens),
-            # Else it polls without a pause, on a core that the trainer needs.
-            "--sleep-on-idle",
             # An idle server would turn one core in circles, which the trainer needs.
             "--sleep-on-idle",
         ]  # fmt: skip
     return arguments
 
 
-def _environment(settings: ServerSettings) -> dict[str, str]:
+def _environment(settings: ServerSettings, taps: Path) -> dict[str, str]:
     here = str(Path(__file__).parents[2])
     path = os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH", ""))))
-    own = {"ORBIT_SGLANG": "1", "ORBIT_SGLANG_OFT_BLOCK_SIZE": str(settings.oft_block_size)}
-    return {**os.environ, **own, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "SGLANG_PLUGINS": "orbit"}
+    own = {
+        "ORBIT_SGLANG": "1",
+        "ORBIT_SGLANG_OFT_BLOCK_SIZE": str(settings.oft_block_size),
+        "ORBIT_SGLANG_TAPS": str(taps),
+        "SGLANG_PLUGINS": "orbit",
+    }
+    return {**os.environ, **own, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
 
 
 def lora_targets(modules: Sequence[str]) -> tuple[str, ...]:

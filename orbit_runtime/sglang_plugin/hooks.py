@@ -9,7 +9,7 @@ from __future__ import annotations
 import pkgutil
 from typing import Any
 
-from orbit_runtime.sglang_plugin import oft_hooks, readback
+from orbit_runtime.sglang_plugin import oft_hooks, readback, taps
 
 KEY = "orbit"
 """Name of our part of an internal state."""
@@ -34,6 +34,7 @@ def register(oft_block_size: int) -> None:
             "AFTER",
         ),
         (f"{LORA}.lora_manager.LoRAManager.prepare_lora_batch", _note_batch, "AFTER"),
+        ("sglang.srt.model_executor.model_runner.ModelRunner.forward", taps.around_forward, "AROUND"),
         *(oft_hooks.hooks(oft_block_size) if oft_block_size else ()),
     ]
     for target, hook, kind in hooks:

@@ -84,6 +84,19 @@ def describe_adapters(manager: Any) -> dict[str, dict[str, Any]]:
     return described
 
 
+def slot_tensors(manager: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+    """`(<module>.<kind>, tensor)` of the adapter called `name`, from the buffers that layers read."""
+    for key, reference in manager.lora_refs.items():
+        slot = manager.memory_pool.uid_to_buffer_id.get(key)
+        if reference.lora_name == name and slot is not None:
+            published, rotations = _oft(manager, key)
+            if published is not None and rotations is not None:
+                yield from _rotations(rotations, slot)
+                return
+            rank = manager.loras[key].config.r
+            yield from ((f"{module}.{kind}", tensor) for module, kind, tensor in _tensors(manager, slot, rank))
+
+
 def _difference(folder: Path, held: Mapping[str, bytes]) -> str:
     return explain_difference({name: (folder / name).read_bytes() for name in held}, held)
 

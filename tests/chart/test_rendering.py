@@ -68,7 +68,9 @@ def test_the_schemas_find_a_misspelt_field(schemas: Path, version: str, kind: st
 
 def test_names_of_a_long_release_stay_within_bounds(helm: str) -> None:
     for each in render(helm, {"fullnameOverride": "x" * 60, "monitoring": COMBINATIONS["everything"]["monitoring"]}):
-        assert len(each["metadata"]["name"]) <= 63, each["metadata"]["name"]
+        # A ClusterRole has its namespace in its name, up to 63 letters; the API server allows 253 there.
+        bound = 253 - 63 if each["kind"].startswith("ClusterRole") else 63
+        assert len(each["metadata"]["name"]) <= bound, each["metadata"]["name"]
 
 
 def test_monitors_without_the_prometheus_operator_are_refused_with_the_fix(helm: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -13,6 +14,9 @@ from cluster.bed.programs import find_program
 from cluster.shell import Shell
 
 from tests.cluster.crd_api import RunsApi
+
+BEDS_OF_THEIR_OWN = ("test_leftovers.py", "test_images.py")
+"""They start or build what two processes cannot start or build at once."""
 
 
 @pytest.fixture(scope="session")
@@ -63,13 +67,23 @@ def release(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Shell
     return shell
 
 
+def pytest_configure() -> None:
+    """Whoever ends the tests ends what they started: also as a shell's background job, and by `kill`."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Those that start a bed of their own come first, the end of the installation last.
 
-    Whoever asks for the shared bed may wait for its start.
+    Whoever asks for the shared bed may wait for its start. Those that use nodes are marked: `tools/test_cluster.sh`
+    runs the others beside them.
     """
     order = {"test_leftovers.py": -1, "test_uninstall.py": 1}
     items.sort(key=lambda item: order.get(item.path.name, 0))
     for item in items:
+        if "cluster" in getattr(item, "fixturenames", ()) or item.path.name in BEDS_OF_THEIR_OWN:
+            item.add_marker(pytest.mark.node)
         if "cluster" in getattr(item, "fixturenames", ()) and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(600))

@@ -36,12 +36,13 @@ async def open_faulty(**options: Any) -> Api:
             os._exit(137)
         if counted and faults and draw.random() < 1 / 8:
             raise ApiError(draw.choice(faults), "Injected", f"{verb} {path}")
-        answer = await call(verb, kind, path, *rest, **named)
-        if counted:
-            print(f"CALL {this} {verb} {path}", flush=True)
-        if counted and when == "after" and this == int(number):
-            os._exit(137)
-        return answer
+        try:
+            return await call(verb, kind, path, *rest, **named)
+        finally:
+            if counted:
+                print(f"CALL {this} {verb} {path}", flush=True)
+            if counted and when == "after" and this == int(number):
+                os._exit(137)
 
     api.call = faulty  # type: ignore[method-assign]
     return api

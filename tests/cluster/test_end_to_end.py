@@ -7,6 +7,7 @@ and later ones count on earlier ones. `test_uninstall.py` is the end.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
 from collections.abc import Iterator
@@ -164,8 +165,13 @@ def test_prometheus_finds_the_operator_and_the_run_by_the_charts_monitors(
     assert {each["metric"]["attempt"] for each in steps} == {"1"}
     assert {each["metric"]["pod"] for each in steps} == {quickstart.pod["metadata"]["name"]}
     assert not [name for each in steps for name in each["metric"] if name.startswith("exported_")]
-    (phase,) = prometheus.series('orbit_run_phase{run="quickstart", phase="Succeeded"}')
+    ended = 'orbit_run_phase{run="quickstart", phase="Succeeded"}'
+    (phase,) = wait_for(lambda: prometheus.series(ended), "the end is scraped", 10)
     assert phase["metric"]["namespace"] == "team-a"
+
+
+def list_empty(prometheus: Prometheus, panels: list[tuple[str, str]]) -> set[str]:
+    return {name for name, query in panels if not prometheus.series(query)}
 
 
 def test_every_panel_of_both_dashboards_has_data_after_a_run(
@@ -174,8 +180,9 @@ def test_every_panel_of_both_dashboards_has_data_after_a_run(
     variables = {"namespace": "team-a", "run": "quickstart", "__rate_interval": "10s"}
     panels = read_panels(cluster, variables)
     assert len(panels) > 40
-    empty = {name for name, query in panels if not prometheus.series(query)}
-    assert empty == set(WITHOUT_DATA)
+    with contextlib.suppress(AssertionError):
+        wait_for(lambda: list_empty(prometheus, panels) == set(WITHOUT_DATA), "the last values are scraped", 10)
+    assert list_empty(prometheus, panels) == set(WITHOUT_DATA)
 
 
 def test_every_alert_is_evaluated_and_none_fires_for_a_good_run(quickstart: Story, prometheus: Prometheus) -> None:

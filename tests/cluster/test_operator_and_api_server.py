@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import socket
+import time
 from pathlib import Path
 from typing import Any
 
@@ -165,42 +166,50 @@ def test_what_kueue_says_of_a_run_stands_in_its_condition(server: Server, tmp_pa
     ):
         team.start_run("adder", lifecycle={"queueName": "team-queue"})
         team.wait_phase("adder", "Queued")
-        job = server.get(team.path("jobs", "adder-a1"))
-        assert job is not None
-        assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team-queue"
-        path = f"{workloads}/namespaces/{team.namespace}/workloads/job-adder-a1"
 
-        def say(kind: str, status: str, reason: str, message: str) -> None:
-            """Kueue's word; it lets go of the Job, or takes it back, as it says."""
+        def say(attempt: int, kind: str, status: str, reason: str, message: str, *, suspend: bool) -> None:
+            """Kueue's word on an attempt; it lets go of the Job, or takes it back, as it says."""
+            name = f"adder-a{attempt}"
+            job = server.get(team.path("jobs", name))
+            assert job is not None
+            assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team-queue"
             said = {"type": kind, "status": status, "reason": reason, "message": message}
-            head = {"name": "job-adder-a1", "labels": {"kueue.x-k8s.io/job-uid": job["metadata"]["uid"]}}
+            head = {"name": f"job-{name}", "labels": {"kueue.x-k8s.io/job-uid": job["metadata"]["uid"]}}
             body = {"apiVersion": "kueue.x-k8s.io/v1beta1", "kind": "Workload", "metadata": head}
+            path = f"{workloads}/namespaces/{team.namespace}/workloads/job-{name}"
             server.apply(path, {**body, "status": {"conditions": [said]}})
+            server.merge(team.path("jobs", name), {"spec": {"suspend": suspend}})
 
         def admitted() -> Any:
             (found,) = [each for each in team.status("adder")["conditions"] if each["type"] == "Admitted"]
             return found["status"], found["reason"], found["message"]
 
         no_room = "couldn't assign flavors to pod set main: insufficient quota for nvidia.com/gpu"
-        say("QuotaReserved", "False", "Pending", no_room)
+        say(1, "QuotaReserved", "False", "Pending", no_room, suspend=True)
         wait_for(lambda: admitted() == ("False", "Pending", no_room), "its reason is mirrored", 20)
         assert team.status("adder")["whoActs"] == "Cluster"
 
-        say("Admitted", "True", "Admitted", "")
-        server.merge(team.path("jobs", "adder-a1"), {"spec": {"suspend": False}})
+        say(1, "Admitted", "True", "Admitted", "", suspend=False)
         team.wait_phase("adder", "Starting", "Running")
         wait_for(lambda: admitted()[0] == "True", "it is admitted", 20)
-        first = team.pods()[0]["metadata"]["uid"]
+        (pod,) = team.pods()
+        wait_for(lambda: (found := team.pods()) and found[0]["status"]["phase"] == "Running", f"{pod} runs", 20)
 
-        say("Evicted", "True", "Preempted", "Preempted to accommodate a workload of higher priority")
-        server.merge(team.path("jobs", "adder-a1"), {"spec": {"suspend": True}})
-        wait_for(lambda: admitted()[:2] == ("False", "Preempted"), "it is preempted", 30)
-        assert team.wait_phase("adder", "Queued")["attempt"] == 1
+        preempted = "Preempted to accommodate a workload of higher priority"
+        say(1, "Evicted", "True", "Preempted", preempted, suspend=True)
+        wait_for(lambda: not team.pods(), "the pod ends", 30)
+        # The Job controller, which looks once a second, has seen the pod end with 75, and then the Job has failed and
+        # the next attempt queues anew; or it has only seen that the pod is gone, and then the same Job queues.
+        time.sleep(3)
+        newest = len(team.jobs())
+        say(newest, "Evicted", "True", "Preempted", preempted, suspend=True)
+        wait_for(lambda: admitted() == ("False", "Preempted", preempted), "why it waits is mirrored", 30)
+        assert team.wait_phase("adder", "Queued")["attempt"] == newest
 
-        say("Admitted", "True", "Admitted", "")
-        team.exits = {1: 0}
-        server.merge(team.path("jobs", "adder-a1"), {"spec": {"suspend": False}})
+        team.exits = {newest: 0}
+        say(newest, "Admitted", "True", "Admitted", "", suspend=False)
         status = team.wait_phase("adder", "Succeeded")
-        assert [each["number"] for each in status["attempts"]] == [1], "the queue's second pod is the same attempt"
-        assert status["attempts"][0]["podUID"] != first
-        assert (status["infraRestarts"], status["freeRestarts"]) == (0, 0)
+        assert [each["number"] for each in status["attempts"]] == list(range(1, newest + 1))
+        assert status["attempts"][-1]["podUID"] != pod["metadata"]["uid"]
+        assert (status["infraRestarts"], status["freeRestarts"]) == (0, newest - 1), "a preemption costs no retry"
+        assert max(len(pods) for pods in team.history) == 1

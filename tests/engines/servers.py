@@ -32,13 +32,18 @@ def load_adder(config: AdapterConfig) -> Adder:
     return load_policy(folder, config), ChatTokenizer(folder)
 
 
-def start_server(adder: Adder, folder: Path, *, oft_block_size: int) -> Iterator[SGLangEngine]:
+def start_server(
+    adder: Adder, folder: Path, *, oft_block_size: int, base: Path | None = None
+) -> Iterator[SGLangEngine]:
+    """Args: base: the model's folder; the shipped one, unpacked, unless given."""
     if not os.environ.get(PYTHON_VARIABLE):
         pytest.fail(f"{PYTHON_VARIABLE} is not set: run `make test-engines`")
     policy, tokenizer = adder
-    convert(builtin_folder("tiny-adder", "INT4"), folder / "base", Target("BF16"), show=lambda *_: None)
+    if base is None:
+        base = folder / "base"
+        convert(builtin_folder("tiny-adder", "INT4"), base, Target("BF16"), show=lambda *_: None)
     settings = ServerSettings(
-        model=folder / "base",
+        model=base,
         device="cpu",
         dtype="float32",
         targets=lora_targets(tuple(policy.injected.layers)),
@@ -50,7 +55,7 @@ def start_server(adder: Adder, folder: Path, *, oft_block_size: int) -> Iterator
     )
     server = SGLangServer(settings, log=folder / "sglang.log")
     try:
-        engine = SGLangEngine(server, tokenizer, folder=folder / "adapters", max_running_requests=16)
+        engine = SGLangEngine(server, tokenizer, folder=folder / "adapters", max_running_requests=16, taps=server.taps)
     except BaseException:
         server.stop()
         raise

@@ -59,6 +59,15 @@ def test_a_new_run_gets_its_first_attempt_in_the_first_pass() -> None:
     assert [event.reason for event in chosen.events] == ["RunAttemptCreated"]
 
 
+def test_an_attempt_whose_maker_died_is_told_by_its_successor() -> None:
+    cluster = build_cluster()
+    cluster.carry_out(CreateAttempt(1))
+    chosen = work(cluster)
+    assert chosen.actions == ()
+    assert [(event.reason, event.message) for event in chosen.events] == [("RunAttemptCreated", "attempt 1")]
+    assert work(cluster).events == ()
+
+
 def test_a_running_run_needs_nothing() -> None:
     cluster = running()
     chosen = work(cluster)

@@ -84,12 +84,19 @@ class Cluster:
 
 
 @contextmanager
-def run_cluster(logs: Path) -> Iterator[Cluster]:
-    """One at a time on a machine: a second one waits until the first has ended."""
+def hold_machine() -> Iterator[None]:
+    """One bed at a time: waits until another has ended, and removes what is left of one whose tests were killed."""
     check_machine()
     with LOCK.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        remove_leftovers()  # Of a bed whose tests were killed.
+        remove_leftovers()
+        yield
+
+
+@contextmanager
+def run_cluster(logs: Path) -> Iterator[Cluster]:
+    """Two nodes, ready, until the end."""
+    with hold_machine():
         cluster = _build(logs)
         try:
             _start(cluster)

@@ -53,7 +53,7 @@ class Node:
 
     def start(self) -> None:
         """Starts both; the node is Ready some seconds later."""
-        self.folder.mkdir(parents=True)
+        mount_memory(self.folder)
         make_cgroup(f"{CGROUP_PREFIX}{self.index}")
         (self.folder / "containerd.toml").write_text(self._containerd_config())
         (self.folder / "container.json").write_text(json.dumps(build_container_spec()))
@@ -145,11 +145,19 @@ disabled_plugins = ["io.containerd.snapshotter.v1.btrfs", "io.containerd.snapsho
             "evictionHard": {"memory.available": "100Mi", "nodefs.available": "1%", "imagefs.available": "1%"},
             # Images are imported, never pulled: one that was removed could not come back.
             "imageGCHighThresholdPercent": 100, "imageGCLowThresholdPercent": 99,
+            # A pod's cores are its share when there are too few, and no limit.
+            "cpuCFSQuota": False,
             "nodeStatusUpdateFrequency": "2s", "nodeLeaseDurationSeconds": 10, "makeIPTablesUtilChains": False,
             "maxPods": 60, "serializeImagePulls": False,
             # How much a pod has filled of a folder with a limit is measured so often (each minute in most clusters).
             "volumeStatsAggPeriod": "10s",
         }  # fmt: skip
+
+
+def mount_memory(folder: Path) -> None:
+    """A folder in memory: on a disk, what a node unpacks takes longer to delete than the tests take to run."""
+    folder.mkdir(parents=True)
+    run("mount", "-t", "tmpfs", "-o", "mode=0755,size=50%", "orbit-bed", folder)
 
 
 def make_cgroup(name: str) -> None:
