@@ -12,7 +12,7 @@ export MKL_NUM_THREADS ?= 2
 PURE := errors types seeds spec storage workers model_info planner algorithms data environments observability
 PURE_PATHS = $(wildcard $(PURE:%=orbit_runtime/%.py) $(PURE:%=orbit_runtime/%))
 
-.PHONY: help install dev quickstart test test-store test-engines test-cluster check-chart images images-push check crds docs vendor-table constraints bench release-check clean
+.PHONY: help install dev quickstart test test-models test-store test-engines test-cluster check-chart images images-push check crds docs vendor-table constraints bench release-check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z -]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -26,8 +26,11 @@ dev:
 quickstart: install ## train the shipped model with LoRA on its INT4 base (two cores, no GPU)
 	$(BIN)/orbit run examples/quickstart.yaml --out runs/quickstart
 
-test: dev ## every test that needs Python only
+test: dev ## the run, its parts, the operator's logic, the structure (Python only)
 	$(BIN)/python -m pytest
+
+test-models: dev ## every model family and format: kernels, whole small models, conversion, merging (Python only)
+	$(BIN)/python -m pytest tests/models
 
 test-store: dev ## storage and resume against a real S3 server (needs Go)
 	ORBIT_TEST_VERSITYGW="$$(tools/versitygw.sh)" && export ORBIT_TEST_VERSITYGW && $(BIN)/python -m pytest tests/store

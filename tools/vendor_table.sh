@@ -22,4 +22,4 @@ install --no-deps gptqmodel==7.7.0 defuser tokenicer
 export PYTHONPATH="$PWD" PYTHONWARNINGS=ignore
 "$VENDORS/bin/python" -m tools.formats.measure
 "$VENDORS/bin/python" -m tools.formats.generate
-"$VENDORS/bin/python" -m pytest tests/integration/test_vendor_differences.py tests/unit_runtime/quant -q
+"$VENDORS/bin/python" -m pytest tests/models/test_vendor_differences.py tests/unit_runtime/quant -q

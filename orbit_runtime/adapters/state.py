@@ -104,11 +104,11 @@ def load_slot(layers: Mapping[str, AdaptedLayer], slot_name: str, files: Mapping
         raise InternalError(f"the adapter slot {slot_name!r} is already taken")
     config = first.config
     _check_files(files, config)
-    tensors = _parse(files, MODEL_FILE)
+    tensors = parse_tensors(files, MODEL_FILE)
     if config.type == "LoRA":
         slots = _lora_slots(layers, tensors)
     else:
-        slots = _oft_slots(layers, tensors, _parse(files, ROTATIONS_FILE))
+        slots = _oft_slots(layers, tensors, parse_tensors(files, ROTATIONS_FILE))
     for name, layer in layers.items():
         layer.slots[slot_name] = slots[name]
 
@@ -165,13 +165,18 @@ def applied_digest(trace: Iterable[Applied]) -> str:
 
 def expected_applied_digest(files: Mapping[str, bytes]) -> str:
     """What `applied_digest` must be when a pass applied exactly these files in every layer."""
-    fields = json.loads(files[CONFIG_FILE])
+    fields, tensors = json.loads(files[CONFIG_FILE]), published_tensors(files)
     if fields["peft_type"] == "OFT":
-        return _digest_applied(_parse(files, ROTATIONS_FILE), {None})
-    tensors = _parse(files, MODEL_FILE)
-    plain = {_plain_key(key): tensor for key, tensor in tensors.items()}
+        return _digest_applied(tensors, {None})
     divisor = math.sqrt(fields["r"]) if fields["use_rslora"] else fields["r"]
-    return _digest_applied(plain, {float(fields["lora_alpha"]) / divisor})
+    return _digest_applied(tensors, {float(fields["lora_alpha"]) / divisor})
+
+
+def published_tensors(files: Mapping[str, bytes]) -> dict[str, Tensor]:
+    """What layers multiply by under this adapter: `<module>.lora_A` and `.lora_B`, or OFT's rotations."""
+    if json.loads(files[CONFIG_FILE])["peft_type"] == "OFT":
+        return parse_tensors(files, ROTATIONS_FILE)
+    return {_plain_key(key): tensor for key, tensor in parse_tensors(files, MODEL_FILE).items()}
 
 
 def _peft_key(key: str) -> str:
@@ -200,7 +205,8 @@ def _shapes(layer: AdaptedLayer, kind: str) -> dict[str, tuple[int, ...]]:
     return dict.fromkeys(names, shape[1:] if len(names) > 1 else shape)
 
 
-def _parse(files: Mapping[str, bytes], name: str) -> dict[str, Tensor]:
+def parse_tensors(files: Mapping[str, bytes], name: str) -> dict[str, Tensor]:
+    """The tensors of one of an adapter's files, or ModelError."""
     try:
         return tensorfile.parse(files[name], where=name)
     except KeyError as error:
@@ -266,8 +272,8 @@ def _oft_slots(
     owner, names = owners(layers), {name: layer.file_names("oft_R") for name, layer in layers.items()}
     for name in layers:
         for key, owner_key in zip(names[name], names[owner[name]], strict=True):
-            _check_shared(MODEL_FILE, tensors, _peft_key(key), _peft_key(owner_key))
-            _check_shared(ROTATIONS_FILE, turned, key, owner_key)
+            check_shared(MODEL_FILE, tensors, _peft_key(key), _peft_key(owner_key))
+            check_shared(ROTATIONS_FILE, turned, key, owner_key)
     owned = [key for name in sorted(set(owner.values())) for key in names[name]]
     _check_rotations({key: tensors[_peft_key(key)] for key in owned}, turned, next(iter(layers.values())).config)
     wide = _widened({key: turned[key] for key in owned}, layers)
@@ -276,7 +282,8 @@ def _oft_slots(
     return {name: OFTSlot(R[owner[name]], join_tensors(names[name], plain).clone()) for name in layers}
 
 
-def _check_shared(where: str, tensors: Mapping[str, Tensor], key: str, owner_key: str) -> None:
+def check_shared(where: str, tensors: Mapping[str, Tensor], key: str, owner_key: str) -> None:
+    """Raises ModelError where two layers with the same input have different tensors."""
     if key != owner_key and not torch.equal(tensors[key], tensors[owner_key]):
         raise ModelError(f"the tensor {key} differs from {owner_key}, which takes the same input", where=where)
 

@@ -5,6 +5,7 @@ Belongs here: tensors ↔ file bytes. Does not belong here: which tensors an ada
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping
@@ -46,6 +47,17 @@ def dump_narrowed(tensors: Mapping[str, Tensor]) -> bytes:
     narrow = values.to(torch.bfloat16)
     exact = torch.equal(narrow.to(values.dtype).view(torch.uint8), values.view(torch.uint8))
     return _file(ordered, narrow if exact else values.float())
+
+
+def tensor_digest(tensor: Tensor) -> str:
+    """Of shape and values: as BF16 where that is exact, else as fp32, so that widening changes nothing."""
+    values = tensor.detach().reshape(-1).cpu()
+    narrow = values.to(torch.bfloat16)
+    exact = torch.equal(narrow.float(), values.float())
+    kept = narrow if exact else values.float()
+    digest = hashlib.sha256(f"{tuple(tensor.shape)}{kept.dtype}".encode())
+    digest.update(kept.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _file(ordered: Mapping[str, Tensor], values: Tensor, metadata: Mapping[str, str] = _FORMAT) -> bytes:

@@ -26,9 +26,9 @@ from orbit_runtime.model_info.layouts import StoredLinear
 from orbit_runtime.quant.formats import FORMATS, Codec
 
 RUN_ELEMENTS = 1 << 18
-"""Elements of a run of rows; its temporaries take about 20 bytes an element."""
-ROW_MULTIPLE = 128
-"""Runs end where blocks of 128 rows and words of 8 zero points do."""
+"""Elements of a run of rows, unless the layout's tiles are higher; temporaries take about 30 bytes an element."""
+MEASURED_ELEMENTS = 1 << 16
+"""Of a run, so many at once are compared with what they became: in fp64, which takes 20 bytes an element."""
 
 Advance = Callable[[int, str], None]
 """(bytes of the source that are done, what is being done)."""
@@ -54,11 +54,12 @@ class Deviation:
     largest_weight: float = 0.0
 
     def add(self, written: Tensor, wanted: Tensor) -> None:
-        difference = written - wanted
-        self.squares += float(difference.double().square().sum())
-        self.reference += float(wanted.double().square().sum())
-        self.largest = max(self.largest, float(difference.abs().max()))
-        self.largest_weight = max(self.largest_weight, float(wanted.abs().max()))
+        for became, was in zip(*(each.reshape(-1).split(MEASURED_ELEMENTS) for each in (written, wanted)), strict=True):
+            difference = became - was
+            self.squares += float(difference.double().square().sum())
+            self.reference += float(was.double().square().sum())
+            self.largest = max(self.largest, float(difference.abs().max()))
+            self.largest_weight = max(self.largest_weight, float(was.abs().max()))
 
     def to_json(self) -> dict[str, float]:
         """`relative_rms`: |written - wanted| / |wanted|; `max_error`, `max_weight`: largest magnitudes."""
@@ -164,7 +165,9 @@ class Rewrite:
     def _runs(self, module: str) -> Iterator[tuple[int, Tensor]]:
         """(first row, fp32 rows) of what the module should hold."""
         rows, columns = self._shape(module)
-        run = max(ROW_MULTIPLE, RUN_ELEMENTS // columns // ROW_MULTIPLE * ROW_MULTIPLE)
+        layout = self.target.layout if module in self.quantised else "BF16"
+        tile = _tile_rows(layout, self._arguments(layout))
+        run = max(tile, RUN_ELEMENTS // columns // tile * tile)
         read = self._reader(module)
         for start in range(0, rows, run):
             values = read(start, min(start + run, rows))
@@ -202,9 +205,20 @@ class Rewrite:
         members = self._fused(module)
         key = members[0]
         if key not in self._amax:
-            largest = [rows.abs().max() for member in members for _, rows in self._runs(member)]
-            self._amax[key] = torch.stack(largest).max()
+            # Numbers, not tensors: small allocations that live on between large ones keep the heap from shrinking.
+            self._amax[key] = torch.tensor(
+                max(float(bound.abs()) for each in members for _, rows in self._runs(each) for bound in rows.aminmax())
+            )
         return {"amax": self._amax[key]}
+
+
+@functools.cache
+def _tile_rows(layout: str, arguments: tuple[int, ...]) -> int:
+    """Rows that an element of the layout's tensors covers at most, such as a word of 8 zero points: runs end there."""
+    codec = FORMATS[layout]
+    assert codec.quantize is not None
+    weight = codec.quantize(torch.empty((128, 128), dtype=torch.bfloat16, device="meta"), *arguments)
+    return max(tile[0] for tile in codec.tiles(weight).values() if tile is not None)
 
 
 @functools.cache

@@ -17,7 +17,7 @@ import typer
 from typer.exceptions import TyperException
 
 import orbit_runtime
-from orbit_runtime.errors import EXIT_STOPPED, InternalError, OrbitError, UsageError
+from orbit_runtime.errors import EXIT_STOPPED, InternalError, OrbitError, StoppedOnRequest, UsageError
 
 app = typer.Typer(
     name="orbit",
@@ -192,6 +192,21 @@ def merge(
 
 
 @app.command()
+def parity(
+    file: Manifest,
+    overrides: Overrides = None,
+    layers: Annotated[
+        bool, typer.Option("--layers", help="Compare layer by layer even if the gates hold. Needs engine: SGLang.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Measure how far trainer and engine are apart, before training. If too far: the first layer, and why."""
+    from orbit_runtime.cli.parity import run_parity
+
+    raise typer.Exit(run_parity(file, overrides or [], layers=layers, as_json=as_json))
+
+
+@app.command()
 def report(
     runs: Annotated[list[str], typer.Argument(metavar="DIR", help="Run folders: paths or URIs.")],
     html: Annotated[
@@ -289,7 +304,8 @@ def _fail(error: OrbitError, as_json: bool) -> int:
     if as_json:
         print(json.dumps(error.to_json(), default=str))
     else:
-        print(f"error: {error}", file=sys.stderr)
+        said = str(error) if isinstance(error, StoppedOnRequest) else f"error: {error}"
+        print(said, file=sys.stderr)
     return error.exit_code
 
 

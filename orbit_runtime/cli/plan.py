@@ -5,6 +5,7 @@ Belongs here: finding the facts of model and machine, and printing. Does not bel
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -63,7 +64,7 @@ def check_before_run(run: OrbitRun, folder: Path) -> None:
 
 
 def find_facts(run: OrbitRun, folder: Path) -> ModelFacts:
-    """Facts of the manifest's model: its own headers, local or in a store, or a shipped card.
+    """Facts of the manifest's model: its own headers, local, in a store or on a hub, or a shipped card.
 
     Args:
         folder: the manifest's; a relative path of the model starts there.
@@ -91,14 +92,34 @@ def find_facts(run: OrbitRun, folder: Path) -> ModelFacts:
     from orbit_runtime.model_info.cards import find_card_facts, repositories
 
     facts = find_card_facts(uri)
-    if facts is None:
-        raise ModelError(
-            f"nothing is known here about {uri}",
-            where="spec.model.uri",
-            fix="plan where the files are, with their path or an s3:// address; shipped cards: "
-            + ", ".join(sorted(repositories())),
-        )
-    return facts
+    if facts is not None:
+        return facts
+    if scheme == "hf":
+        return _hub_facts(uri)
+    raise ModelError(
+        f"nothing is known here about {uri}",
+        where="spec.model.uri",
+        fix="plan where the files are, with their path, an s3:// or an hf:// address; shipped cards: "
+        + ", ".join(sorted(repositories())),
+    )
+
+
+def _hub_facts(uri: str) -> ModelFacts:
+    """By range reads of the headers: nothing is downloaded."""
+    from orbit_runtime.model_info.remote_checkpoint import store_facts
+    from orbit_runtime.storage.download import Patience
+    from orbit_runtime.storage.hub import Hub, parse_address, read_access
+    from orbit_runtime.storage.opening import START_DEADLINE_SECONDS, read_deadline
+
+    def missing(message: str, *, fix: str | None = None) -> OrbitError:
+        return ModelError(f"{uri}: {message}", where="spec.model.uri", fix=fix or "correct spec.model.uri")
+
+    address = parse_address(uri)
+    if address is None or address.kind != "models" or address.path is not None:
+        raise missing("this is not a model's address on the hub", fix="write hf://org/name@revision")
+    deadline = min(START_DEADLINE_SECONDS, read_deadline(os.environ))
+    with Hub(uri, read_access(os.environ), Patience(deadline), missing) as hub:
+        return store_facts(hub)
 
 
 def find_machine(run: OrbitRun, gpu: str | None) -> Machine:

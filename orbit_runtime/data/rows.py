@@ -35,6 +35,8 @@ class PromptSource:
     prompt_field: str = "prompt"
     kept_name: str | None = None
     """What the file was called when the run started: ids key the random draws, so a renamed file keeps them."""
+    local: Path | None = None
+    """Where the file is, when it was fetched."""
 
     @property
     def name(self) -> str:
@@ -49,7 +51,7 @@ def load_rows(source: PromptSource) -> tuple[list[Mapping[str, Any]], str]:
         DataError: the file is missing, empty or not UTF-8, or has broken rows: up to five are named by line, the rest
         counted.
     """
-    path = resolve_path(source.uri)
+    path = source.local or resolve_path(source.uri)
     try:
         raw = path.read_bytes()
     except FileNotFoundError:

@@ -6,6 +6,7 @@ Does not belong here: what the parts do, or the order of a step (`sync`).
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
@@ -20,23 +21,25 @@ from orbit_runtime.data.rows import PromptSource
 from orbit_runtime.data.samples import build_samples
 from orbit_runtime.environments.rewards import REWARDS
 from orbit_runtime.environments.single_turn import SingleTurn
-from orbit_runtime.errors import ModelError, UnsupportedError
+from orbit_runtime.errors import UnsupportedError
 from orbit_runtime.loop.content import Names, content_digests
+from orbit_runtime.loop.inputs import Inputs
 from orbit_runtime.loop.keep import keep_checkpoint
 from orbit_runtime.loop.publish import Publisher
 from orbit_runtime.loop.show import Show
 from orbit_runtime.loop.state import RunState
-from orbit_runtime.model_info.builtin_models import builtin_folder
-from orbit_runtime.model_info.content import weights_digest
+from orbit_runtime.model_info.content import kept_weights_digest
 from orbit_runtime.spec import OrbitRun, Resolved, identity_digest
 from orbit_runtime.spec.run import RunSpec
 from orbit_runtime.storage import Execution, Store
+from orbit_runtime.storage.cache import Cache, default_cache
 from orbit_runtime.types import Engine, Group, Probe, Rollout, Sampling, Tokenizer, Trainer
 from orbit_runtime.workers.reward_protocol import RewardScorer, RewardTarget
 
 if TYPE_CHECKING:
     from orbit_runtime.algorithms.table import Algorithm
     from orbit_runtime.policy.model import Policy
+    from orbit_runtime.policy.snapshot import Snapshot
     from orbit_runtime.training.torch_trainer import TrainerSettings
 
 CANARY_PROMPT_TOKENS = 28
@@ -59,7 +62,8 @@ class Parts:
     algorithm: Algorithm
     names: Names
     content: Mapping[str, str]
-    """Digests of the model and the prompts, by name."""
+    """Digests of the model, the prompts and the code, by name."""
+    inputs: Inputs
     reference_fields: tuple[str, ...]
     """Columns of the prompts that hold the expected answer."""
     base_digest: Callable[[], str]
@@ -69,6 +73,10 @@ class Parts:
     probing: Callable[[Probe], AbstractContextManager[None]]
     """A context within which the trainer holds an adapter that nobody trained, for preflight."""
     precision: str
+    group_size: int | None
+    """Columns of the packed base that share a scale; None: it has no groups."""
+    snapshot: Callable[..., Snapshot]
+    """`policy.snapshot.take_snapshot` of this run's policy."""
     show: Show
 
     @property
@@ -124,30 +132,29 @@ def build_parts(
     show: Show,
     *,
     rewards: Mapping[str, Callable[..., Any]] | None,
-    search_path: Sequence[str],
+    inputs: Inputs,
     names: Names,
     closing: ExitStack,
 ) -> Parts:
-    """Reads prompts, model and rewards, and wires them. What must be closed is pushed on `closing`.
+    """Fetches and reads prompts, rewards and model, and wires them. What must be closed is pushed on `closing`.
 
     Args:
         rewards: functions given from Python, by reward name; they replace the manifest's of that name.
-        search_path: folders that the manifest's entry points are imported from.
         names: what the first start called model and prompts.
     """
     run = resolved.run
     spec = run.spec
     show.stage("prompts")
     sources = [
-        PromptSource(each.uri, each.format, each.prompt_field, name)
-        for each, name in zip(spec.data.prompts, names.prompts, strict=True)
+        PromptSource(each.uri, each.format, each.prompt_field, name, inputs.prompts(index))
+        for index, (each, name) in enumerate(zip(spec.data.prompts, names.prompts, strict=True))
     ]
     table = load_prompts(sources, limit=spec.data.limit)
     read = _fields_read(spec, rewards or {})
     check_fields(table, read)
-    scorer = closing.enter_context(_build_scorer(spec, rewards or {}, search_path))
+    scorer = closing.enter_context(_build_scorer(spec, rewards or {}, inputs.search_path()))
     show.stage("model")
-    folder = model_folder(spec.model.uri, spec.model.precision)
+    folder = inputs.model()
     from orbit_runtime.data.chat import ChatTokenizer
 
     tokenizer = ChatTokenizer(folder)
@@ -155,6 +162,7 @@ def build_parts(
     check_lengths(table, tokenizer.encode_many, max_prompt_tokens=spec.model.max_sequence_length - new_tokens)
     policy = _build_policy(resolved, folder, show.note)
     from orbit_runtime.algorithms.table import ALGORITHMS
+    from orbit_runtime.policy.snapshot import group_size_of, take_snapshot
 
     algorithm = ALGORITHMS[spec.algorithm.type]
     trainer = _build_trainer(resolved, policy, algorithm, base_model=names.model)
@@ -169,7 +177,7 @@ def build_parts(
         trainer,
         _canary(sequences[0], tokenizer),
         _change_limit(policy),
-        base_weights=weights_digest(folder),
+        base_weights=kept_weights_digest(folder, Cache(default_cache(os.environ))),
     )
     environment = SingleTurn(
         run.name,
@@ -193,34 +201,17 @@ def build_parts(
         publisher=publisher,
         algorithm=algorithm,
         names=names,
-        content=content_digests(folder, table, policy.base_digest()),
+        content=content_digests(folder, table, policy.base_digest(), inputs.code_digest()),
+        inputs=inputs,
         reference_fields=tuple(read) or ("answer",),
         base_digest=policy.base_digest,
         trainable_parameters=policy.injected.report.trainable_parameters,
         sequences=sequences,
         probing=partial(policy.injected.masters.probing, seed=spec.data.seed),
         precision=policy.precision,
+        group_size=group_size_of(policy),
+        snapshot=partial(take_snapshot, policy),
         show=show,
-    )
-
-
-def model_folder(uri: str, precision: str) -> Path:
-    """The local folder of a model.
-
-    Raises:
-        ModelError: an unknown shipped model, or a scheme that this version does not read.
-    """
-    scheme, separator, rest = uri.partition("://")
-    if not separator:
-        return Path(uri)
-    if scheme == "builtin":
-        return builtin_folder(rest, precision)
-    if scheme == "file":
-        return Path(rest)
-    raise ModelError(
-        f"models are not read from {scheme}://",
-        where="spec.model.uri",
-        fix="use a path, file:// or builtin://tiny-adder",
     )
 
 
@@ -305,21 +296,16 @@ def _build_engine(resolved: Resolved, policy: Policy, tokenizer: Tokenizer, fold
     from orbit_runtime.checkpoints.convert import convert
     from orbit_runtime.checkpoints.target import Target
     from orbit_runtime.rollout.sglang import SGLangEngine
-    from orbit_runtime.rollout.sglang_server import ServerSettings, SGLangServer, lora_targets
+    from orbit_runtime.rollout.sglang_server import ServerSettings, SGLangServer, check_served, lora_targets
 
-    lora = spec.adapter.lora
-    if lora is None or lora.rslora or spec.rollout.sampling.top_p != 1:
+    if spec.rollout.sampling.top_p != 1:
         raise UnsupportedError(
-            "SGLang serves LoRA with the scaling alpha / rank, and tells log-probs before topP cuts the distribution",
-            where="spec.rollout.engine",
-            fix="use engine: Torch, or plain LoRA with topP: 1",
+            "SGLang tells log-probs before topP cuts the distribution",
+            where="spec.rollout.sampling.topP",
+            fix="use engine: Torch, or topP: 1",
         )
-    if any(".experts" in name for name in policy.injected.layers):
-        raise UnsupportedError(
-            "adapters on routed experts are not served by SGLang in this version",
-            where="spec.adapter.experts",
-            fix="set it to None, or use engine: Torch",
-        )
+    adapter, layers = policy.injected.config, tuple(policy.injected.layers)
+    check_served(adapter, layers, {name for name, _ in policy.model.named_modules()})
     scratch = Path(closing.enter_context(TemporaryDirectory(prefix="orbit-sglang-")))
     base = folder
     if resolved.device == "cpu" and policy.precision != "BF16":
@@ -329,15 +315,16 @@ def _build_engine(resolved: Resolved, policy: Policy, tokenizer: Tokenizer, fold
         model=base,
         device=resolved.device,
         dtype=resolved.compute_dtype,
-        lora_rank=lora.rank,
-        lora_targets=lora_targets(tuple(policy.injected.layers)),
+        targets=lora_targets(layers),
         max_running_requests=running,
         max_sequence_length=spec.model.max_sequence_length,
         seed=spec.data.seed,
+        lora_rank=adapter.rank if adapter.type == "LoRA" else 1,
+        oft_block_size=adapter.block_size if adapter.type == "OFT" else 0,
     )
     server = SGLangServer(settings, log=scratch / "sglang.log")
     closing.callback(server.stop)
-    return SGLangEngine(server, tokenizer, folder=scratch / "adapters", max_running_requests=running)
+    return SGLangEngine(server, tokenizer, folder=scratch / "adapters", max_running_requests=running, taps=server.taps)
 
 
 def _trainer_settings(resolved: Resolved, base_model: str) -> TrainerSettings:

@@ -39,16 +39,20 @@ def resolve_names(resolved: Resolved, before: Mapping[str, Any] | None) -> Names
     if kept:
         return Names(str(kept["model"]), tuple(map(str, kept["prompts"])))
     spec = resolved.run.spec
-    return Names(spec.model.uri, tuple(Path(each.uri.split("://", 1)[-1]).stem for each in spec.data.prompts))
+    # In published files PEFT reads it: a repository goes by its name on the hub there.
+    uri = spec.model.uri
+    model = uri.removeprefix("hf://").split("@")[0] if uri.startswith("hf://") else uri
+    return Names(model, tuple(Path(each.uri.split("://", 1)[-1]).stem for each in spec.data.prompts))
 
 
-def content_digests(folder: Path, table: PromptTable, base_digest: str) -> dict[str, str]:
-    """Name → digest of the model and of every prompts file, e.g. `content.model.config.json`."""
+def content_digests(folder: Path, table: PromptTable, base_digest: str, code_digest: str | None) -> dict[str, str]:
+    """Name → digest of the model, every prompts file and `environment.code`, e.g. `content.model.config.json`."""
     digests = {f"{PREFIX}model.{name}": digest for name, digest in file_digests(folder).items()}
     return (
         {WEIGHTS: base_digest}
         | digests
         | {f"{PREFIX}data.prompts[{index}]": digest for index, digest in enumerate(table.file_digests)}
+        | ({} if code_digest is None else {f"{PREFIX}environment.code": code_digest})
     )
 
 
@@ -59,7 +63,7 @@ def check_content(uri: str, before: Mapping[str, Any], now: Mapping[str, str]) -
     if changed:
         lines = "".join(f"\n  {path}: {_short(then.get(path))} then, {_short(now.get(path))} now" for path in changed)
         raise OutputError(
-            f"the model or the prompts are not those that the run in this folder started with:{lines}",
+            f"the model, the prompts or the code are not those that the run in this folder started with:{lines}",
             where=uri,
             fix="restore those files to continue it, or choose another --out for a new run",
         )

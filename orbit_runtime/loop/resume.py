@@ -18,7 +18,7 @@ from orbit_runtime.spec import Resolved, differences
 from orbit_runtime.storage import Bundle, NotFound, Store, newest_readable
 
 RUN_FILE = "run.json"
-MOVABLE = re.compile(r"spec\.(model|data\.prompts\[\d+\])\.uri")
+MOVABLE = re.compile(r"spec\.(model|data\.prompts\[\d+\]|environment\.code)\.uri")
 
 
 def read_run_file(store: Store) -> dict[str, Any] | None:
@@ -34,7 +34,7 @@ def read_run_file(store: Store) -> dict[str, Any] | None:
 def check_same_run(store: Store, before: Mapping[str, Any], resolved: Resolved) -> list[str]:
     """Refuses another run's settings; returns what changed and may change, one line each.
 
-    That a model or prompts lie elsewhere is no other run; `content` tells whether they are still the same.
+    That a model, prompts or code lie elsewhere is no other run; `content` tells whether they are still the same.
 
     Raises:
         OutputError: an identity field differs, each named with both values.

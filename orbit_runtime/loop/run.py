@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import orbit_runtime
-from orbit_runtime.errors import GateError, OrbitError
+from orbit_runtime.errors import EXIT_STOPPED, GateError, OrbitError, StoppedOnRequest
 from orbit_runtime.loop.build import Parts, build_parts
 from orbit_runtime.loop.content import WEIGHTS, check_content, resolve_names
+from orbit_runtime.loop.inputs import Inputs, build_patience
 from orbit_runtime.loop.machine import machine_facts
+from orbit_runtime.loop.parity import find_difference, keep_location, measure_parity
 from orbit_runtime.loop.resume import RUN_FILE, check_same_run, find_checkpoint, read_run_file, restore
 from orbit_runtime.loop.show import Show
 from orbit_runtime.loop.signals import StopFlag, stop_on_signals
@@ -32,7 +34,7 @@ from orbit_runtime.observability.report import build_report
 from orbit_runtime.observability.report_html import render_html
 from orbit_runtime.observability.status import RunStatus
 from orbit_runtime.observability.versions import installed_versions
-from orbit_runtime.parity.preflight import check_preflight, measure_preflight
+from orbit_runtime.parity.preflight import check_preflight
 from orbit_runtime.spec import OrbitRun, Resolved, identity_fields, keep_decisions, resolve
 from orbit_runtime.storage import Execution, Store, claim_execution, compact_rows, open_store
 
@@ -84,6 +86,11 @@ def run(
         try:
             search_path = [str(folder) for folder in (manifest_folder, Path.cwd()) if folder]
             ended, report = _run(resolved, store, execution, show, stop, rewards, search_path, closing)
+        except StoppedOnRequest as request:
+            # Before the first step, such as in mid-download.
+            ended = "stopped"
+            show.status.update(phase="Stopped", message=str(request), exit_code=EXIT_STOPPED)
+            raise
         except OrbitError as error:
             ended = type(error).__name__
             show.status.update(phase="Failed", message=str(error), exit_code=error.exit_code)
@@ -107,9 +114,9 @@ def _run(
     changes = check_same_run(store, before, resolved) if before else []
     bundle, skipped = find_checkpoint(store)
     names = resolve_names(resolved, before)
-    parts = build_parts(
-        resolved, store, execution, show, rewards=rewards, search_path=search_path, names=names, closing=closing
-    )
+    patience = build_patience(show, stop, store.deadline_seconds)
+    inputs = Inputs(resolved.run.spec, (before or {}).get("inputs", {}), patience, search_path)
+    parts = build_parts(resolved, store, execution, show, rewards=rewards, inputs=inputs, names=names, closing=closing)
     if before:
         check_content(store.uri, before, parts.content)
     state = RunState(trainable_parameters=parts.trainable_parameters, base_digest=parts.content[WEIGHTS])
@@ -149,23 +156,20 @@ def _start_policy(parts: Parts, state: RunState) -> None:
         )
     state.publishes += 1
     state.publishes_proven += 1
-    spec = parts.spec.parity
-    result = measure_preflight(
-        parts.engine,
-        parts.trainer,
-        parts.sequences,
-        adapter=state.publication.name,
-        probing=parts.probing,
-        precision=parts.precision,
-        factor=spec.floor_factor,
-        absolute=spec.mean_limit,
-    )
+    result = measure_parity(parts, state.publication)
     key = f"parity/preflight-e{parts.execution.number:06d}.json"
     parts.store.put(key, json.dumps(result.to_json(), indent=1).encode())
     # A resumed run keeps the limit it started with, so that its rows equal those of an uninterrupted one.
     state.parity_limit = state.parity_limit or result.limit
-    if spec.preflight == "Enforce":
-        check_preflight(result)
+    if not result.failures:
+        return
+    parts.show.stage("looking for the layer")
+    location = find_difference(parts, state.publication)
+    if location:
+        keep_location(parts, location)
+        parts.show.note(f"trainer and engine part {location.sentence()}")
+    if parts.spec.parity.preflight == "Enforce":
+        check_preflight(result, location)
 
 
 def _build_show(
@@ -219,6 +223,7 @@ def _write_run_file(
         "identity": {**identity_fields(parts.run), **parts.content},
         "identity_digest": parts.identity,
         "names": parts.names.to_json(),
+        "inputs": parts.inputs.to_json(),
         "base_digest": state.base_digest,
         "seed": parts.spec.data.seed,
         "rewards_from_python": sorted(rewards or {}),

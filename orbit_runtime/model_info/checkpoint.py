@@ -1,6 +1,6 @@
 """Facts of a checkpoint from its own files: config.json and the headers of its safetensors files, nothing else.
 
-Belongs here: a local folder. Does not belong here: an object store (`remote_checkpoint`), tensors' values, shipped
+Belongs here: a local folder. Does not belong here: a store or a hub (`remote_checkpoint`), tensors' values, shipped
 cards.
 
 The headers say what is stored; the family only gives names and roles. What a family does not know is counted as it is.

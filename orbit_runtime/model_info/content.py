@@ -9,11 +9,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from orbit_runtime.model_info.headers import TensorInfo, read_folder, read_header
+from orbit_runtime.storage.cache import Cache
 
 FILES = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json",
@@ -21,6 +23,11 @@ FILES = (
     "chat_template.json",
 )  # fmt: skip
 """Structure, text to ids and back, and where an answer ends. A README may change."""
+
+KEPT_FROM_BYTES = 1 << 28
+"""Less is hashed in a fraction of a second, and leaves nothing in the cache."""
+SETTLED_SECONDS = 2.0
+"""A file that changed less than this ago might change again within one tick of the file system's clock."""
 
 
 def file_digests(folder: Path) -> dict[str, str]:
@@ -44,6 +51,42 @@ def weights_digest(folder: Path) -> str:
         found = {name: digest for each in pool.map(_tensor_digests, by_file, by_file.values()) for name, digest in each}
     text = json.dumps(sorted(found.items()), separators=(",", ":"))
     return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
+
+
+def kept_weights_digest(
+    folder: Path,
+    cache: Cache,
+    *,
+    kept_from: int = KEPT_FROM_BYTES,
+    compute: Callable[[Path], str] = weights_digest,
+    clock: Callable[[], float] = time.time,
+) -> str:
+    """`weights_digest`, read from the cache while every file is the one, unchanged, that it was computed from.
+
+    "The one" is path, device, inode, size, and both times of change, of which the user sets only one. A run compares
+    what it loaded with what its first start loaded in any case (`content.model.weights`).
+    """
+    started = clock()
+    facts, size, changed = _file_facts(folder)
+    key = hashlib.sha256(facts.encode()).hexdigest()
+    if size < kept_from:
+        return compute(folder)
+    known = cache.load_digest(key)
+    if known is not None:
+        return known
+    digest = compute(folder)
+    if changed < started - SETTLED_SECONDS and _file_facts(folder)[0] == facts:
+        cache.save_digest(key, digest)
+    return digest
+
+
+def _file_facts(folder: Path) -> tuple[str, int, float]:
+    """What tells whether the weights' files are still the same, their bytes, and when the newest of them changed."""
+    paths = {path for path, _ in read_folder(folder).values()} | set(folder.glob("*.index.json"))
+    found = {str(path.resolve()): path.stat() for path in sorted(paths)}
+    facts = [[path, s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns] for path, s in found.items()]
+    newest = max(max(s.st_mtime, s.st_ctime) for s in found.values())
+    return json.dumps(facts), sum(s.st_size for s in found.values()), newest
 
 
 def _tensor_digests(path: Path, infos: Mapping[str, TensorInfo]) -> list[tuple[str, str]]:

@@ -190,7 +190,7 @@ def _fp8(block: Mapping[str, Any], expert_dtype: Any, tensors: Mapping[str, Tens
     if expert_dtype not in (None, "fp8", "fp4"):
         raise _unknown(f"expert_dtype is {expert_dtype!r}", where)
     ignore = _like_transformers(block)
-    own_names = any(name.endswith(".scale") and info.dtype == "F8_E8M0" for name, info in tensors.items())
+    own_names = any(name.endswith(".scale") and f"{name.removesuffix('.scale')}.weight" in tensors for name in tensors)
     own_names = own_names or (expert_dtype is not None and not tensors)
     layout = "FP8BlockV4" if own_names else "FP8Block"
     experts = re.compile(V4_EXPERTS[3:])

@@ -1,4 +1,4 @@
-"""Facts of a checkpoint in an object store, by range reads of its headers.
+"""Facts of a checkpoint in an object store or on a hub, by range reads of its headers.
 
 Belongs here: finding and reading the headers. Does not belong here: what they say (`checkpoint`, which needs no object
 store: the operator's image has none).
@@ -8,20 +8,32 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Protocol
 
 from orbit_runtime.errors import ModelError
 from orbit_runtime.model_info.checkpoint import LEGACY_QUANTISATION, Headers, headers_facts, parse_object
 from orbit_runtime.model_info.headers import MAX_HEADER_BYTES, TensorInfo, parse_header
 from orbit_runtime.model_info.quantization import from_legacy_modelopt
 from orbit_runtime.model_info.weights import ModelFacts
-from orbit_runtime.storage import NotFound, Store
+from orbit_runtime.storage import NotFound
 
 FIRST_READ = 1 << 20
 """Most headers are smaller: one request reads length and header."""
 
 
-def store_headers(store: Store, *, first_read: int = FIRST_READ) -> Headers:
-    """Of a model below a store's URI, by range reads.
+class ModelFiles(Protocol):
+    """A model's files as a store or a hub's repository gives them; what is not there is a `NotFound`."""
+
+    uri: str
+
+    def exists(self, key: str) -> bool: ...
+    def size(self, key: str) -> int: ...
+    def get(self, key: str) -> bytes: ...
+    def get_range(self, key: str, start: int, end: int) -> bytes: ...
+
+
+def store_headers(store: ModelFiles, *, first_read: int = FIRST_READ) -> Headers:
+    """Of a model below a store's URI or of a repository, by range reads.
 
     Args:
         first_read: bytes of a file that are asked for first.
@@ -45,12 +57,12 @@ def store_headers(store: Store, *, first_read: int = FIRST_READ) -> Headers:
     return Headers(store.uri, config, tensors)
 
 
-def store_facts(store: Store, *, first_read: int = FIRST_READ) -> ModelFacts:
-    """Facts of a model below a store's URI, by range reads of its headers."""
+def store_facts(store: ModelFiles, *, first_read: int = FIRST_READ) -> ModelFacts:
+    """Facts of a model below a store's URI or of a repository, by range reads of its headers."""
     return headers_facts(store_headers(store, first_read=first_read), store.uri)
 
 
-def _weight_map(store: Store) -> dict[str, str]:
+def _weight_map(store: ModelFiles) -> dict[str, str]:
     """Tensor → file, by the index; empty where there is one file."""
     try:
         index = parse_object(store.get("model.safetensors.index.json"), f"{store.uri}/model.safetensors.index.json")
@@ -68,7 +80,7 @@ def _weight_map(store: Store) -> dict[str, str]:
     return weight_map
 
 
-def _read_header(store: Store, name: str, first_read: int) -> Mapping[str, TensorInfo]:
+def _read_header(store: ModelFiles, name: str, first_read: int) -> Mapping[str, TensorInfo]:
     try:
         size = store.size(name)
         start = store.get_range(name, 0, min(size, first_read))

@@ -89,7 +89,8 @@ def prove(
     error = _distance(engine_change, trainer_change)
     reading = Reading(slot_digest, trainer_adapted.logprobs_T, adapted.logprobs_T)
     moved = None if previous is None else _distance(reading.trainer_T, previous.trainer_T)
-    failures = _bytes_failures(published, slot_digest, adapted, trainer_adapted, expected)
+    explained = engine.explain_slot(name, published) if slot_digest != published.digest else ""
+    failures = _bytes_failures(published, (slot_digest, explained), adapted, trainer_adapted, expected)
     # `not <=`: a NaN must fail.
     if not error <= change_limit:
         failures.append(
@@ -124,11 +125,13 @@ def check_proof(proof: Proof) -> None:
 
 
 def _bytes_failures(
-    published: AdapterFiles, slot_digest: str, adapted: Scored, trainer_adapted: Scored, expected: str
+    published: AdapterFiles, slot: tuple[str, str], adapted: Scored, trainer_adapted: Scored, expected: str
 ) -> list[str]:
     failures = []
+    slot_digest, explained = slot
     if slot_digest != published.digest:
-        failures.append(f"the engine's slot holds {slot_digest[:19]}…, published was {published.digest[:19]}…")
+        how = f": {explained}" if explained else ""
+        failures.append(f"the engine's slot holds {slot_digest[:19]}…, published was {published.digest[:19]}…{how}")
     if adapted.applied_digest != expected:
         failures.append(f"the engine's layers applied {str(adapted.applied_digest)[:19]}…, expected {expected[:19]}…")
     if trainer_adapted.applied_digest != expected:

@@ -9,11 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from orbit_runtime.errors import GateError
 from orbit_runtime.parity.statistics import ABSOLUTE_LIMITS, Difference, build_difference, resolve_limit
 from orbit_runtime.types import Engine, Probe, Sample, Scored, Trainer
+
+if TYPE_CHECKING:
+    from orbit_runtime.parity.locate import Location
 
 Ids = Sequence[int]
 PROBED_SEQUENCES = 4
@@ -111,11 +114,12 @@ def measure_preflight(
     )
 
 
-def check_preflight(result: Preflight) -> None:
-    """Raises GateError (84) naming every side and number that failed."""
+def check_preflight(result: Preflight, location: Location | None = None) -> None:
+    """Raises GateError (84) naming every side and number that failed, and the layer where that is known."""
     if result.failures:
+        found = [f"they part {location.sentence()}"] if location else []
         raise GateError(
-            "; ".join(result.failures),
+            "; ".join([*result.failures, *found]),
             where="parity preflight",
             fix="see parity/ in the run folder; spec.parity.preflight: Report measures without stopping",
         )

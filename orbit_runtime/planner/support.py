@@ -33,6 +33,7 @@ class Combination:
     engine: str
     trainer: str
     num_gpus: int = 1
+    """0: the CPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +50,12 @@ class Limit:
     engine: tuple[str, ...] = ()
     trainer: tuple[str, ...] = ()
     several_gpus: bool = False
+    on_gpu: bool = False
 
     def matches(self, asked: Combination) -> bool:
         names = ("format", "family", "adapter", "experts", "engine", "trainer")
         fits = all(not getattr(self, name) or getattr(asked, name) in getattr(self, name) for name in names)
-        return fits and (not self.several_gpus or asked.num_gpus > 1)
+        return fits and asked.num_gpus >= (2 if self.several_gpus else 1 if self.on_gpu else 0)
 
 
 LIMITS: tuple[Limit, ...] = (
@@ -88,11 +90,16 @@ LIMITS: tuple[Limit, ...] = (
         "point model.uri at the released checkpoint", format=("INT4", "NVFP4"), family=("deepseek_v4",),
     ),
     Limit("planned", "this version of Orbit has no Megatron trainer yet", trainer=("Megatron",)),
-    Limit("planned", "this version of Orbit has no SGLang engine yet", engine=("SGLang",)),
     Limit(
-        "planned", "no engine serves OFT by itself; Orbit's plug-in for SGLang is not there yet", adapter=("OFT",),
-        engine=("SGLang",),
+        "planned", "this version of Orbit publishes no adapters of routed experts to SGLang",
+        experts=("SharedOuter", "Shared", "PerExpert"), engine=("SGLang",),
     ),
+    Limit(
+        "planned", "the plug-in for SGLang does not rotate the inputs of DeepSeek-V4's attention yet",
+        family=("deepseek_v4",), adapter=("OFT",), engine=("SGLang",),
+    ),
+    Limit("planned", "Orbit has run SGLang with dense models only", family=MOE_FAMILIES, engine=("SGLang",)),
+    Limit("planned", "SGLang on a GPU is written and not run on hardware", engine=("SGLang",), on_gpu=True),
 )  # fmt: skip
 
 
@@ -114,8 +121,8 @@ def find_support(asked: Combination) -> Support:
 
 
 def all_combinations() -> Iterator[Combination]:
-    """What the table lists: torch alone on one device, Megatron with SGLang on eight GPUs."""
-    for engine, trainer, gpus in (("Torch", "Torch", 1), ("SGLang", "Megatron", 8)):
+    """What the table lists: torch alone on one device, with SGLang on a CPU, Megatron with SGLang on eight GPUs."""
+    for engine, trainer, gpus in (("Torch", "Torch", 1), ("SGLang", "Torch", 0), ("SGLang", "Megatron", 8)):
         for family in FAMILY_NAMES:
             for form in FORMATS:
                 for adapter in ("LoRA", "OFT"):

@@ -15,18 +15,24 @@ import threading
 from collections.abc import Coroutine, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import httpx
 
+from orbit_runtime.adapters.difference import explain_difference
 from orbit_runtime.errors import EngineDiedError, GateError, UnsupportedError
+from orbit_runtime.policy.snapshot import Snapshot
+from orbit_runtime.rollout.taps import ANSWER, build_snapshot, write_request
 from orbit_runtime.rollout.text import answer_text
 from orbit_runtime.types import AdapterFiles, Completion, FinishReason, Request, Scored, Tokenizer
 
 BASE_VERSION = -1
-FACTS_VERSION = 1
+FACTS_VERSION = 2
 """Of what the plug-in tells in `/server_info`."""
+EXPLAIN_FILE = "explain"
+"""Beside an adapter's files: the plug-in tells the difference between them and the slot."""
 TRIES = 3
 FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
@@ -83,11 +89,20 @@ class Call:
 class SGLangEngine:
     """Answers prompts with one SGLang server. For one thread at a time."""
 
-    def __init__(self, server: Server, tokenizer: Tokenizer, *, folder: Path, max_running_requests: int) -> None:
+    def __init__(
+        self,
+        server: Server,
+        tokenizer: Tokenizer,
+        *,
+        folder: Path,
+        max_running_requests: int,
+        taps: Path | None = None,
+    ) -> None:
         """Starts the server.
 
         Args:
             folder: adapters are handed over as files below it; both sides see it.
+            taps: where the plug-in is asked for a snapshot; None: this server's layers cannot be looked at.
 
         Raises:
             EngineDiedError: it does not start, or answers without Orbit's plug-in.
@@ -96,6 +111,7 @@ class SGLangEngine:
         self._tokenizer = tokenizer
         self._eos = tuple(tokenizer.eos_ids)
         self._folder = folder
+        self._taps = taps
         self._loaded: dict[str, Loaded] = {}
         self._retired: set[str] = set()
         self.restarts = 0
@@ -115,10 +131,6 @@ class SGLangEngine:
         """Hands the published bytes to the server under a name that was never used before."""
         if name in self._loaded or name in self._retired:
             raise GateError(f"adapter name {name!r} was used before", fix="publish every version under a new name")
-        if "rotations.safetensors" in adapter.files:
-            raise UnsupportedError(
-                "SGLang serves LoRA only", where="spec.adapter.type", fix="use engine: Torch for OFT"
-            )
         folder = self._folder / name
         folder.mkdir(parents=True)
         for file, content in adapter.files.items():
@@ -141,9 +153,25 @@ class SGLangEngine:
         loaded.folder.rmdir()
 
     def adapter_digest(self, name: str) -> str:
-        """Of what stands in the server's LoRA buffers now, as the plug-in reads them."""
+        """Of what stands in the server's buffers now, as the plug-in reads them."""
         self._slot(name)
         return str(self._fact(name, "slot_digest"))
+
+    def explain_slot(self, name: str, published: AdapterFiles) -> str:
+        loaded = self._slot(name)
+        question = loaded.folder / EXPLAIN_FILE
+        question.touch()
+        try:
+            facts = self._adapter_facts().get(name)
+        finally:
+            question.unlink()
+        if facts is None:
+            return "the server does not hold it"
+        folder = Path(facts["path"])
+        if folder != loaded.folder:
+            found = {each.name: each.read_bytes() for each in folder.iterdir()} if folder.is_dir() else {}
+            return f"the server loaded it from {folder}: {explain_difference(published.files, found)}"
+        return explain_difference(published.files, loaded.adapter.files) or str(facts["difference"] or "")
 
     def adapters(self) -> tuple[str, ...]:
         return tuple(self._loaded)
@@ -206,6 +234,27 @@ class SGLangEngine:
             Scored(logprobs, facts.get(name, {}).get("applied_digest") if name else None)
             for name, logprobs in zip(adapters, scores, strict=True)
         ]
+
+    def snapshot(self, token_ids_T: Sequence[int], adapter: str | None) -> Snapshot:
+        """What the server's layers compute for these tokens, and hold; for one caller at a time.
+
+        Raises:
+            GateError: the plug-in gave no answer.
+        """
+        if self._taps is None:
+            raise UnsupportedError("this server's layers cannot be looked at", fix="let Orbit start the server")
+        asked = partial(self._tapped, self._taps, tuple(token_ids_T), adapter)
+        return build_snapshot(asked(()), len(token_ids_T) - 1, values=lambda names: asked(names))
+
+    def _tapped(self, taps: Path, token_ids_T: tuple[int, ...], adapter: str | None, names: Sequence[str]) -> bytes:
+        answer = taps / ANSWER
+        answer.unlink(missing_ok=True)
+        write_request(taps, token_ids_T, adapter, names)
+        self._call(self._with_server(lambda: self._score(token_ids_T, adapter)))
+        try:
+            return answer.read_bytes()
+        except OSError:
+            raise GateError("the plug-in told nothing of the pass that it was asked for", where="rollout") from None
 
     async def _generate(self, call: Call) -> list[Completion]:
         async with self._slots:
@@ -306,6 +355,12 @@ class SGLangEngine:
             raise EngineDiedError(
                 "the engine runs without Orbit's plug-in, so no adapter could be proven in it",
                 fix=self._server.describe(),
+            )
+        unhooked = sorted({name for state in states for name in state.get("unhooked", ())})
+        if unhooked:
+            raise EngineDiedError(
+                f"this SGLang has no {', '.join(unhooked)} that Orbit's plug-in could hook",
+                fix="use the version of SGLang that Orbit is made for",
             )
 
     async def _states(self) -> list[dict[str, Any]]:

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 
+from orbit_runtime.adapters.config import AdapterConfig
+from orbit_runtime.adapters.inject import SHARED_INPUTS
+from orbit_runtime.errors import UnsupportedError
 from orbit_runtime.workers.server_process import ServerProcess, free_port
 
 PYTHON_VARIABLE = "ORBIT_SGLANG_PYTHON"
@@ -31,11 +34,15 @@ class ServerSettings:
     model: Path
     device: str
     dtype: str
-    lora_rank: int
-    lora_targets: tuple[str, ...]
+    targets: tuple[str, ...]
+    """Of adapters, LoRA or OFT."""
     max_running_requests: int
     max_sequence_length: int
     seed: int
+    lora_rank: int = 1
+    """The largest; OFT needs none."""
+    oft_block_size: int = 0
+    """0: OFT is refused."""
 
 
 class SGLangServer:
@@ -44,6 +51,8 @@ class SGLangServer:
     def __init__(self, settings: ServerSettings, *, log: Path) -> None:
         self._settings = settings
         self._log = log
+        self.taps = log.parent / "taps"
+        """Where the plug-in is asked what a pass computed, and answers."""
         self._process: ServerProcess | None = None
         self._port = 0
 
@@ -59,9 +68,11 @@ class SGLangServer:
     def start(self) -> None:
         """Raises EngineDiedError with the log's end where it does not come to answer."""
         self._port = free_port()
+        self.taps.mkdir(parents=True, exist_ok=True)
         python = os.environ.get(PYTHON_VARIABLE) or sys.executable
         command = [python, "-m", "orbit_runtime.sglang_plugin.launch", *server_arguments(self._settings, self._port)]
-        self._process = ServerProcess("SGLang", command, environment=_environment(os.environ), log=self._log)
+        environment = _environment(self._settings, self.taps)
+        self._process = ServerProcess("SGLang", command, environment=environment, log=self._log)
         self._process.wait_until(self._answers, seconds=START_SECONDS)
 
     def is_alive(self) -> bool:
@@ -89,7 +100,7 @@ def server_arguments(settings: ServerSettings, port: int) -> list[str]:
         "--context-length", str(settings.max_sequence_length),
         "--max-running-requests", str(settings.max_running_requests), "--enable-metrics",
         "--enable-lora", "--max-lora-rank", str(settings.lora_rank), "--max-loras-per-batch", str(MAX_ADAPTERS),
-        "--max-loaded-loras", str(2 * MAX_ADAPTERS), "--lora-target-modules", *settings.lora_targets,
+        "--max-loaded-loras", str(2 * MAX_ADAPTERS), "--lora-target-modules", *settings.targets,
     ]  # fmt: skip
     if settings.device == "cpu":
         # Enough for every running sequence at its longest, which tiny models on a CPU can afford.
@@ -98,16 +109,55 @@ def server_arguments(settings: ServerSettings, port: int) -> list[str]:
             "--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch",
             "--lora-backend", "torch_native", "--disable-overlap-schedule", "--mem-fraction-static", "0.3",
             "--max-total-tokens", str(tokens),
+            # An idle server would turn one core in circles, which the trainer needs.
+            "--sleep-on-idle",
         ]  # fmt: skip
     return arguments
 
 
-def _environment(inherited: Mapping[str, str]) -> dict[str, str]:
+def _environment(settings: ServerSettings, taps: Path) -> dict[str, str]:
     here = str(Path(__file__).parents[2])
-    path = os.pathsep.join(filter(None, (here, inherited.get("PYTHONPATH", ""))))
-    return {**inherited, "PYTHONPATH": path, "ORBIT_SGLANG": "1", "HF_HUB_OFFLINE": "1", "SGLANG_PLUGINS": "orbit"}
+    path = os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH", ""))))
+    own = {
+        "ORBIT_SGLANG": "1",
+        "ORBIT_SGLANG_OFT_BLOCK_SIZE": str(settings.oft_block_size),
+        "ORBIT_SGLANG_TAPS": str(taps),
+        "SGLANG_PLUGINS": "orbit",
+    }
+    return {**os.environ, **own, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
 
 
 def lora_targets(modules: Sequence[str]) -> tuple[str, ...]:
     """SGLang names targets by the last part of a module's name."""
     return tuple(sorted({name.rpartition(".")[2] for name in modules}))
+
+
+def check_served(adapter: AdapterConfig, layers: Collection[str], modules: Collection[str]) -> None:
+    """Raises UnsupportedError (78) for an adapter that SGLang and our plug-in cannot apply as the trainer does.
+
+    Args:
+        layers: names of the adapted modules.
+        modules: names of all modules of the model.
+    """
+    if adapter.type == "LoRA" and adapter.rslora:
+        raise UnsupportedError(
+            "SGLang scales a LoRA by alpha / rank", where="spec.adapter.lora.rslora", fix="leave it out"
+        )
+    if any(".experts" in name for name in layers):
+        raise UnsupportedError(
+            "adapters on routed experts are not served by SGLang in this version",
+            where="spec.adapter.experts",
+            fix="set it to None, or use engine: Torch",
+        )
+    for name in layers:
+        parent, _, last = name.rpartition(".")
+        for group in SHARED_INPUTS:
+            missing = [each for each in group if last in group and f"{parent}.{each}" in modules]
+            missing = [each for each in missing if f"{parent}.{each}" not in layers]
+            if missing:
+                raise UnsupportedError(
+                    f"SGLang runs {' and '.join(each for each in group if f'{parent}.{each}' in modules)} as one "
+                    f"layer, and {' and '.join(missing)} of {parent} has no adapter",
+                    where="spec.adapter.targets",
+                    fix=f"add {', '.join(missing)}, or use engine: Torch",
+                )

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from orbit_runtime.adapters.difference import explain_difference
 from orbit_runtime.adapters.layer import Applied
 from orbit_runtime.adapters.state import applied_digest, files_digest, load_slot, remove_slot, slot_files
 from orbit_runtime.errors import DataError, GateError
@@ -75,6 +76,10 @@ class TorchEngine:
 
     def adapter_digest(self, name: str) -> str:
         return files_digest(slot_files(self._policy.injected.layers, name, self._slot(name).config))
+
+    def explain_slot(self, name: str, published: AdapterFiles) -> str:
+        held = slot_files(self._policy.injected.layers, name, self._slot(name).config)
+        return explain_difference(published.files, held)
 
     def adapters(self) -> tuple[str, ...]:
         return tuple(self._slots)

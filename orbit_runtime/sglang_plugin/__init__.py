@@ -1,7 +1,7 @@
-"""What SGLang loads into its own processes: the read-back that proves an adapter live, and what a CPU needs.
+"""What SGLang loads into its own processes: the read-back that proves an adapter live, OFT, and what a CPU needs.
 
 Belongs here: the only code that imports SGLang. Does not belong here: the client of the server (`rollout.sglang`).
-Imports of Orbit: the adapters' files and digests, nothing else.
+Imports of Orbit: the adapters' maths, files and digests, nothing else.
 
 SGLang finds `activate` as an entry point of `sglang.srt.plugins`; `launch` calls it as well, so that a server that
 Orbit starts has it however it is installed. Without `ORBIT_SGLANG` in the environment it does nothing.
@@ -13,6 +13,8 @@ import os
 
 VARIABLE = "ORBIT_SGLANG"
 """Set by Orbit for the servers it starts; only then does the plug-in act."""
+OFT_VARIABLE = "ORBIT_SGLANG_OFT_BLOCK_SIZE"
+"""Set where the server is to serve OFT: its buffers are allocated before the first adapter is known."""
 
 
 def activate() -> None:
@@ -20,4 +22,4 @@ def activate() -> None:
     if os.environ.get(VARIABLE):
         from orbit_runtime.sglang_plugin.hooks import register
 
-        register()
+        register(int(os.environ.get(OFT_VARIABLE) or 0))

@@ -1,45 +1,62 @@
 """Hooks into SGLang: `/server_info` tells what stands in its LoRA slots and what the last batches applied.
 
-Belongs here: where SGLang is hooked. Does not belong here: what is read there (`readback`).
+Belongs here: where SGLang is hooked for the read-back. Does not belong here: what is read there (`readback`), the hooks
+of OFT (`oft_hooks`).
 """
 
 from __future__ import annotations
 
+import pkgutil
 from typing import Any
 
-from orbit_runtime.sglang_plugin import readback
+from orbit_runtime.sglang_plugin import oft_hooks, readback, taps
 
 KEY = "orbit"
 """Name of our part of an internal state."""
-_registered = False
+LORA = "sglang.srt.lora"
+_targets: list[str] = []
 
 
-def register() -> None:
-    global _registered
-    if _registered:
+def register(oft_block_size: int) -> None:
+    """
+    Args:
+        oft_block_size: 0: this server serves no OFT.
+    """
+    if _targets:
         return
-    _registered = True
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    HookRegistry.register(
-        "sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController.get_internal_state",
-        _add_adapters,
-        HookType.AFTER,
-    )
-    HookRegistry.register("sglang.srt.lora.lora_manager.LoRAManager.prepare_lora_batch", _note_batch, HookType.AFTER)
+    hooks = [
+        (
+            "sglang.srt.managers.scheduler_components.internal_state."
+            "SchedulerInternalStateController.get_internal_state",
+            _add_adapters,
+            "AFTER",
+        ),
+        (f"{LORA}.lora_manager.LoRAManager.prepare_lora_batch", _note_batch, "AFTER"),
+        ("sglang.srt.model_executor.model_runner.ModelRunner.forward", taps.around_forward, "AROUND"),
+        *(oft_hooks.hooks(oft_block_size) if oft_block_size else ()),
+    ]
+    for target, hook, kind in hooks:
+        HookRegistry.register(target, hook, HookType[kind])
+        _targets.append(target)
 
 
 def _add_adapters(result: Any, controller: Any, *_: Any, **__: Any) -> Any:
     """A failure is told, not raised: it would take the server down, and the proof fails without the facts."""
+    facts: dict[str, Any] = {"version": readback.VERSION}
     try:
+        # SGLang logs a hook that it cannot place, and goes on without.
+        facts["unhooked"] = [name for name in _targets if not hasattr(pkgutil.resolve_name(name), "__wrapped__")]
         manager = controller.scheduler.tp_worker.model_runner.lora_manager
-        facts = {"version": readback.VERSION, "adapters": readback.describe_adapters(manager) if manager else {}}
+        facts["adapters"] = readback.describe_adapters(manager) if manager else {}
     except Exception as error:
-        facts = {"version": readback.VERSION, "error": f"{type(error).__name__}: {error}"}
+        facts["error"] = f"{type(error).__name__}: {error}"
     result.internal_state[KEY] = facts
     return result
 
 
 def _note_batch(result: Any, manager: Any, forward_batch: Any, *_: Any, **__: Any) -> Any:
-    readback.note_batch(manager, forward_batch)
+    readback.note_batch(manager, [adapter for adapter in forward_batch.lora_ids if adapter is not None])
+    oft_hooks.note_batch(manager, forward_batch)
     return result

@@ -1,47 +1,63 @@
-"""Reading LoRA slots back from SGLang's own buffers, as the files that were published.
+"""Reading slots back from the buffers that layers multiply by, as the files that were published.
 
-Belongs here: the layout of SGLang's LoRA memory pool. Does not belong here: hooks (`hooks`), comparing (`parity`).
+Belongs here: the layout of SGLang's LoRA memory pool. Does not belong here: hooks (`hooks`), the buffers of OFT
+(`rotation`), comparing (`parity`).
 
 SGLang fuses q, k, v into one layer and gate, up into another. Their A matrices stand under each other, `[3r, K]` and
 `[2r, K]`; their B matrices stand under each other as the layer's rows do. The scaling `alpha / r` is no tensor: it is
-read from the batch that the last pass was prepared with.
+read from the batch that the last pass was prepared with. OFT's R stands in buffers of our own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from orbit_runtime.adapters import tensorfile
+from orbit_runtime.adapters.difference import explain_difference
 from orbit_runtime.adapters.layer import Applied
-from orbit_runtime.adapters.state import CONFIG_FILE, MODEL_FILE, PEFT_PREFIX, applied_digest, files_digest
+from orbit_runtime.adapters.state import (
+    CONFIG_FILE,
+    MODEL_FILE,
+    PEFT_PREFIX,
+    ROTATIONS_FILE,
+    applied_digest,
+    files_digest,
+)
+from orbit_runtime.sglang_plugin.rotation import Published, Rotations, parts
 
-VERSION = 1
+VERSION = 2
 """Of the facts below; a client that knows another one refuses."""
-FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+EXPLAIN_FILE = "explain"
+"""Put beside an adapter's files by a client that wants the difference between them and the slot in words."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Passed:
     """What the newest batch with this adapter was prepared with."""
 
     slot: int
-    scaling: float
+    scalings: Tensor
+    """Of all slots; a copy, because SGLang reuses the original for the next batch."""
 
 
 _passed: dict[str, Passed] = {}
 
 
-def note_batch(manager: Any, forward_batch: Any) -> None:
+def note_batch(manager: Any, adapters: Iterable[str]) -> None:
     """Called after SGLang chose the slots of a batch: the layers of the coming pass read these."""
     batch = manager.lora_backend.batch_info
-    for adapter in set(forward_batch.lora_ids) - {None}:
-        slot = manager.memory_pool.get_buffer_id(adapter)
-        _passed[adapter] = Passed(slot, float(batch.scalings[slot]))
+    named = sorted(set(adapters))
+    if batch is None or not named:
+        return
+    scalings = batch.scalings.clone()
+    for adapter in named:
+        _passed[adapter] = Passed(manager.memory_pool.get_buffer_id(adapter), scalings)
 
 
 def describe_adapters(manager: Any) -> dict[str, dict[str, Any]]:
@@ -54,37 +70,84 @@ def describe_adapters(manager: Any) -> dict[str, dict[str, Any]]:
     for key, reference in manager.lora_refs.items():
         slot = manager.memory_pool.uid_to_buffer_id.get(key)
         passed = _passed.get(key)
+        folder = Path(reference.lora_path)
+        held = None if slot is None else _slot_files(manager, key, slot, folder)
         described[reference.lora_name] = {
             "path": reference.lora_path,
             "slot": slot,
-            "slot_digest": None if slot is None else _slot_digest(manager, key, slot, Path(reference.lora_path)),
-            "applied_digest": None if passed is None else applied_digest(_applied(manager, passed)),
+            "slot_digest": None if held is None else files_digest(held),
+            "applied_digest": None if passed is None else applied_digest(_applied(manager, key, passed)),
+            "difference": _difference(folder, held) if held and (folder / EXPLAIN_FILE).exists() else None,
         }
     for key in _passed.keys() - manager.lora_refs.keys():
         del _passed[key]
     return described
 
 
-def _slot_digest(manager: Any, key: str, slot: int, folder: Path) -> str:
-    """As Orbit digests the published files: equal where the slot holds what they held."""
-    adapter = manager.loras[key]
-    config = adapter.config
+def slot_tensors(manager: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+    """`(<module>.<kind>, tensor)` of the adapter called `name`, from the buffers that layers read."""
+    for key, reference in manager.lora_refs.items():
+        slot = manager.memory_pool.uid_to_buffer_id.get(key)
+        if reference.lora_name == name and slot is not None:
+            published, rotations = _oft(manager, key)
+            if published is not None and rotations is not None:
+                yield from _rotations(rotations, slot)
+                return
+            rank = manager.loras[key].config.r
+            yield from ((f"{module}.{kind}", tensor) for module, kind, tensor in _tensors(manager, slot, rank))
+
+
+def _difference(folder: Path, held: Mapping[str, bytes]) -> str:
+    return explain_difference({name: (folder / name).read_bytes() for name in held}, held)
+
+
+def _slot_files(manager: Any, key: str, slot: int, folder: Path) -> dict[str, bytes]:
+    """The published files, rebuilt: equal where the slot holds what they held.
+
+    What has no tensor of its own and must show, is said in the tensors' names.
+    """
+    adapter, config = manager.loras[key], manager.loras[key].config
+    published, rotations = _oft(manager, key)
+    settings = (folder / CONFIG_FILE).read_bytes()
+    if published is not None and rotations is not None:
+        suffix = f".rank={config.r}" if config.r else ""
+        turned = {f"{name}{suffix}": R for name, R in _rotations(rotations, slot)}
+        return {
+            MODEL_FILE: tensorfile.dump(published.parameters, torch.float32),
+            ROTATIONS_FILE: tensorfile.dump_narrowed(turned),
+            CONFIG_FILE: settings,
+        }
     right = config.lora_alpha / config.r
-    # A scaling that is not the published one must show, and it has no tensor of its own.
     suffix = "" if adapter.scaling == right else f".scaling={adapter.scaling!r}"
+    if rotations is not None and rotations.holds[slot]:
+        suffix += ".rotated"
     tensors = {
         f"{PEFT_PREFIX}{name}.{kind}.weight{suffix}": part for name, kind, part in _tensors(manager, slot, config.r)
     }
-    files = {MODEL_FILE: tensorfile.dump_narrowed(tensors), CONFIG_FILE: (folder / CONFIG_FILE).read_bytes()}
-    return files_digest(files)
+    return {MODEL_FILE: tensorfile.dump_narrowed(tensors), CONFIG_FILE: settings}
 
 
-def _applied(manager: Any, passed: Passed) -> list[Applied]:
+def _applied(manager: Any, key: str, passed: Passed) -> list[Applied]:
+    published, rotations = _oft(manager, key)
+    if published is not None and rotations is not None:
+        return [Applied(name, "", {name: R}, None) for name, R in _rotations(rotations, passed.slot)]
     by_module: dict[str, dict[str, Tensor]] = {}
-    rank = max(config.r for config in manager.configs.values())
-    for name, kind, tensor in _tensors(manager, passed.slot, rank):
+    for name, kind, tensor in _tensors(manager, passed.slot, manager.loras[key].config.r):
         by_module.setdefault(name, {})[f"{name}.{kind}"] = tensor
-    return [Applied(name, "", tensors, passed.scaling) for name, tensors in by_module.items()]
+    scaling = float(passed.scalings[passed.slot])
+    return [Applied(name, "", tensors, scaling) for name, tensors in by_module.items()]
+
+
+def _oft(manager: Any, key: str) -> tuple[Published | None, Rotations | None]:
+    return getattr(manager.loras[key], "published", None), getattr(manager, "rotations", None)
+
+
+def _rotations(rotations: Rotations, slot: int) -> Iterator[tuple[str, Tensor]]:
+    """R of every layer under its name in files; nothing where passes turn nothing by this slot."""
+    if rotations.holds[slot]:
+        for name, layer in rotations.layers.items():
+            for part in parts(name):
+                yield f"{part}.oft_R", layer.buffer[slot]
 
 
 def _tensors(manager: Any, slot: int, rank: int) -> Iterator[tuple[str, str, Tensor]]:
@@ -102,13 +165,11 @@ def _buffers(module: Any) -> tuple[Tensor, Tensor]:
 
 
 def _split(name: str, module: Any, a: Tensor, b: Tensor, rank: int) -> Iterator[tuple[str, str, Tensor]]:
-    parent, _, last = name.rpartition(".")
-    parts = FUSED.get(last, (last,))
-    heights = _heights(module, b, len(parts))
+    names = parts(name)
     row = 0
-    for index, (part, height) in enumerate(zip(parts, heights, strict=True)):
-        yield f"{parent}.{part}", "lora_A", a[index * rank : (index + 1) * rank]
-        yield f"{parent}.{part}", "lora_B", b[row : row + height, :rank]
+    for index, (part, height) in enumerate(zip(names, _heights(module, b, len(names)), strict=True)):
+        yield part, "lora_A", a[index * rank : (index + 1) * rank]
+        yield part, "lora_B", b[row : row + height, :rank]
         row += height
 
 
@@ -118,4 +179,7 @@ def _heights(module: Any, b: Tensor, count: int) -> list[int]:
         base = module.base_layer
         query, key = base.q_proj_shard_size, base.kv_proj_shard_size
         return [query, key, key]
+    first = getattr(module, "first_output_dim", 0)
+    if first:
+        return [first, b.shape[0] - first]
     return [b.shape[0] // count] * count

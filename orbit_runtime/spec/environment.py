@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue
 
-from orbit_runtime.spec.block import IDENTITY, AsTuple, Block, Contradiction, Uri, check_scheme
+from orbit_runtime.spec.block import IDENTITY, LAYOUT, AsTuple, Block, Contradiction, Uri, check_scheme
 
 CODE_SCHEMES = ("file", "s3", "pvc", "configmap")
 RewardType = Literal["ExactMatch", "Math"]
@@ -57,9 +57,10 @@ class Reward(Block):
 class Code(Block):
     """Rewards of your own, beside what is installed."""
 
-    uri: Annotated[Uri, IDENTITY, Field(examples=["s3://bucket/my-rewards"])]
-    """A folder that is put first where modules are looked for: a path, `file:///…`, `s3://bucket/prefix`, on a cluster
-    `pvc://claim/path` or `configmap://name`."""
+    uri: Annotated[Uri, LAYOUT, Field(examples=["s3://bucket/my-rewards"])]
+    """A folder or a `.zip` file that is put first where reward workers look for modules: a path (such as one of the
+    image), `file:///…`, `s3://bucket/prefix`, on a cluster `pvc://claim/path` or `configmap://name`. It may move on
+    resume: a run knows its code by digest."""
 
     def contradictions(self) -> Iterator[Contradiction]:
         yield from check_scheme("uri", self.uri, CODE_SCHEMES)

@@ -35,7 +35,7 @@ class Rollout(Block):
 
     engine: Annotated[Literal["Auto", "Torch", "SGLang"], LAYOUT] = "Auto"
     """What samples: `Torch` runs in the trainer's process on the same weights; `SGLang` is a server that Orbit starts
-    beside it, for LoRA with `topP: 1`."""
+    beside it, for LoRA and OFT with `topP: 1`."""
     sampling: Sampling = Sampling()
     """The distribution that tokens are drawn from."""
     max_running_requests: Annotated[int, LAYOUT, Field(ge=1, le=1_000_000)] = 512

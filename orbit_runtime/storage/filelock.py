@@ -1,6 +1,6 @@
-"""A lock on a local run folder that the operating system releases when its holder dies.
+"""A lock on a local file that the operating system releases when its holder dies.
 
-Belongs here: flock and its traps. Does not belong here: who may take over (`execution`).
+Belongs here: flock and its traps. Does not belong here: who may take over (`execution`), or waiting (`cache`).
 """
 
 from __future__ import annotations

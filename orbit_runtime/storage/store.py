@@ -30,6 +30,10 @@ Keys = list[str]
 """`list` is a method below."""
 
 
+class NoSuchBucket(StorageError):
+    """The URI names a bucket that nobody has made."""
+
+
 class NotFound(StorageError):
     """No object has this key."""
 
@@ -146,6 +150,12 @@ class Store:
         check_key(key)
         return int(self._call(f"looking for {key}", key, lambda: self._backend.head(key))["size"])
 
+    def version(self, key: str) -> tuple[int, str]:
+        """Size of one object, and a text that changes when it is replaced. Raises `NotFound`."""
+        check_key(key)
+        found = self._call(f"looking for {key}", key, lambda: self._backend.head(key))
+        return int(found["size"]), str(found.get("e_tag") or found.get("last_modified"))
+
     def exists(self, key: str) -> bool:
         """Whether an object has this key."""
         check_key(key)
@@ -261,7 +271,7 @@ class Store:
                 return AlreadyExists(f"{key} was already written by someone else", where=where)
             case "no-bucket":
                 # Whoever runs the store makes buckets: an operator tries again, and finds it once it is there.
-                return StorageError(
+                return NoSuchBucket(
                     "the bucket does not exist", where=where, fix="create the bucket, or correct its name in the URI"
                 )
             case "bad-bucket":
@@ -327,10 +337,13 @@ class Store:
         return f"{usage.free / 2**20:.1f} MiB free of {usage.total / 2**20:.1f} MiB"
 
 
-def check_key(key: str) -> None:
+def is_key(key: str) -> bool:
     """Keys are plain ASCII segments joined by `/`, the same in every store."""
-    assert _KEY.fullmatch(key), f"not a key: {key!r}"
-    assert ".." not in key.split("/"), f"not a key: {key!r}"
+    return _KEY.fullmatch(key) is not None and ".." not in key.split("/")
+
+
+def check_key(key: str) -> None:
+    assert is_key(key), f"not a key: {key!r}"
 
 
 def _folder(prefix: str) -> str | None:

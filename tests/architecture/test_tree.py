@@ -22,6 +22,7 @@ HOSTS = {
     "keepachangelog.com": "the change log's format",
     "semver.org": "the version numbers' meaning",
     "json-schema.org": "the schema's dialect",
+    "huggingface.co": "the hub that `hf://` names",
     "github.com": "projects that the documentation names",
 }
 """Host: why a file may name it. Names reserved for examples (`example.com`, `.example`, `.test`) need no row."""

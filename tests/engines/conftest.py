@@ -1,68 +1,73 @@
-"""The engines of the contract: the torch engine, and a real SGLang server that the tests start once."""
+"""The engines of the contract: the torch engine, and real SGLang servers that the tests start once."""
 
 from __future__ import annotations
 
 import os
+import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
-from orbit_runtime.adapters.config import AdapterConfig
-from orbit_runtime.checkpoints.convert import convert
-from orbit_runtime.checkpoints.target import Target
-from orbit_runtime.data.chat import ChatTokenizer
-from orbit_runtime.model_info.builtin_models import builtin_folder
-from orbit_runtime.policy import Policy, load_policy
 from orbit_runtime.rollout import TorchEngine
 from orbit_runtime.rollout.sglang import SGLangEngine
-from orbit_runtime.rollout.sglang_server import PYTHON_VARIABLE, ServerSettings, SGLangServer, lora_targets
 from orbit_runtime.types import Engine
-from tests.integration.tiny_models import TARGETS
-
-LORA = AdapterConfig(type="LoRA", targets=TARGETS, rank=4, alpha=8.0)
+from tests.engines.servers import LORA, OFT, Adder, load_adder, server_of, start_server
 
 
 @pytest.fixture(scope="session")
-def adder() -> tuple[Policy, ChatTokenizer]:
-    """The shipped model in INT4, as a run loads it."""
-    folder = builtin_folder("tiny-adder", "INT4")
-    return load_policy(folder, LORA), ChatTokenizer(folder)
+def lora_adder() -> Adder:
+    return load_adder(LORA)
 
 
 @pytest.fixture(scope="session")
-def sglang(adder: tuple[Policy, ChatTokenizer], tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangEngine]:
-    if not os.environ.get(PYTHON_VARIABLE):
-        pytest.fail(f"{PYTHON_VARIABLE} is not set: run `make test-engines`")
-    policy, tokenizer = adder
-    folder = tmp_path_factory.mktemp("sglang")
-    convert(builtin_folder("tiny-adder", "INT4"), folder / "base", Target("BF16"), show=lambda *_: None)
-    settings = ServerSettings(
-        model=folder / "base",
-        device="cpu",
-        dtype="float32",
-        lora_rank=4,
-        lora_targets=lora_targets(tuple(policy.injected.layers)),
-        max_running_requests=32,
-        max_sequence_length=256,
-        seed=0,
-    )
-    server = SGLangServer(settings, log=folder / "sglang.log")
-    try:
-        engine = SGLangEngine(server, tokenizer, folder=folder / "adapters", max_running_requests=16)
-    except BaseException:
-        server.stop()
-        raise
-    yield engine
-    engine.close()
+def oft_adder() -> Adder:
+    return load_adder(OFT)
 
 
-@pytest.fixture(params=["Torch", "SGLang"])
-def engine(request: pytest.FixtureRequest, adder: tuple[Policy, ChatTokenizer]) -> Iterator[Engine]:
+@pytest.fixture(scope="session")
+def inside(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where servers started from now on look for code to run inside of them."""
+    code = tmp_path_factory.mktemp("inside") / "code.py"
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("PYTHONPATH", str(Path(__file__).parent / "inside"), prepend=os.pathsep)
+        environment.setenv("ORBIT_TEST_CODE", str(code))
+        yield code
+
+
+@pytest.fixture(scope="session")
+def lora_server(lora_adder: Adder, inside: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangEngine]:
+    yield from start_server(lora_adder, tmp_path_factory.mktemp("sglang"), oft_block_size=0)
+
+
+@pytest.fixture(scope="session")
+def oft_server(oft_adder: Adder, inside: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangEngine]:
+    """It serves LoRA as well."""
+    yield from start_server(oft_adder, tmp_path_factory.mktemp("sglang-oft"), oft_block_size=OFT.block_size)
+
+
+@pytest.fixture(params=["Torch", "Torch-OFT", "SGLang", "SGLang-OFT"])
+def case(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def adder(case: str, request: pytest.FixtureRequest) -> Adder:
+    """The policy whose adapters the engine of the case serves."""
+    found: Adder = request.getfixturevalue("oft_adder" if case.endswith("OFT") else "lora_adder")
+    return found
+
+
+@pytest.fixture
+def engine(case: str, adder: Adder, request: pytest.FixtureRequest) -> Iterator[Engine]:
     """Without adapters, before and after."""
-    made: Engine = (
-        TorchEngine(*adder, max_running_requests=16) if request.param == "Torch" else request.getfixturevalue("sglang")
-    )
+    made: Engine
+    if case.startswith("Torch"):
+        made = TorchEngine(*adder, max_running_requests=16)
+    else:
+        made = request.getfixturevalue("oft_server" if case.endswith("OFT") else "lora_server")
     yield made
     for name in made.adapters():
         made.unload_adapter(name)
@@ -73,6 +78,26 @@ def new_name() -> Callable[[], str]:
     """Adapter names that no test used before: an engine never takes one twice."""
     names = (f"policy-v{number}" for number in range(10_000))
     return lambda: next(names)
+
+
+@pytest.fixture
+def run_inside(inside: Path) -> Callable[[SGLangEngine, str], None]:
+    """Runs code in the server's process that holds the adapters, with its LoRAManager as `manager`."""
+
+    def run(engine: SGLangEngine, code: str) -> None:
+        done = inside.with_suffix(".done")
+        done.unlink(missing_ok=True)
+        inside.write_text(code)
+        for child in psutil.Process(server_of(engine).pid).children(recursive=True):
+            if "scheduler" in child.name() or "scheduler" in " ".join(child.cmdline()):
+                child.send_signal(signal.SIGUSR2)
+        until = time.monotonic() + 30
+        while not (done.exists() and done.read_text()):
+            assert time.monotonic() < until, "no process ran the code"
+            time.sleep(0.05)
+        assert done.read_text() == "done", done.read_text()
+
+    return run
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

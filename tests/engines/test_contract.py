@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from orbit_runtime.data.chat import ChatTokenizer
 from orbit_runtime.errors import GateError
 from orbit_runtime.policy import Policy
 from orbit_runtime.policy.packed import Branch
+from orbit_runtime.rollout import TorchEngine
+from orbit_runtime.rollout.sglang import SGLangEngine
 from orbit_runtime.types import AdapterFiles, Engine, Sampling
 from tests.integration.engine_inputs import by_id, random_adapter, requests_for
 
@@ -143,3 +146,39 @@ def test_versions_share_no_cache(engine: Engine, adder: Adder, new_name: NewName
         seen.append(scored.logprobs_T)
         engine.unload_adapter(name)
     assert max(abs(a - b) for a, b in zip(*seen, strict=True)) > 0.01
+
+
+def test_lora_two_rotations_and_none_in_one_batch_give_the_torch_engines_logprobs(
+    oft_server: SGLangEngine, oft_adder: Adder, lora_adder: Adder, new_name: NewName
+) -> None:
+    """Four kinds of rows in the same passes, sampled and scored; the LoRA is of another policy on the same base."""
+    tokenizer = oft_adder[1]
+    owners = {new_name(): (oft_adder, 1), new_name(): (oft_adder, 2), new_name(): (lora_adder, 3)}
+    adapters = {name: random_adapter(policy, seed) for name, ((policy, _), seed) in owners.items()}
+    for name, adapter in adapters.items():
+        oft_server.load_adapter(name, adapter)
+    sampling = Sampling(max_new_tokens=5)
+    requests = []
+    for prompt in SUMS:
+        for name in (None, *adapters):
+            (made,) = requests_for(tokenizer, [prompt], 1, sampling=sampling, adapter=name)
+            requests.append(replace(made, request_id=len(requests), key=made.key + len(requests)))
+    found = by_id(list(oft_server.generate(requests)))
+    for request in requests:
+        name = request.adapter
+        adder = owners[name][0] if name else oft_adder
+        torch_engine = TorchEngine(*adder, max_running_requests=4)
+        if name:
+            torch_engine.load_adapter(name, adapters[name])
+        answer = found[request.request_id]
+        (scored,) = torch_engine.score([*request.prompt_ids_T, *answer.token_ids_T], [name])
+        expected = torch.tensor(scored.logprobs_T[len(request.prompt_ids_T) :])
+        torch.testing.assert_close(torch.tensor(answer.logprobs_T), expected, rtol=0, atol=5e-5)
+        torch_engine.close()
+    tokens = [*requests[0].prompt_ids_T, *found[0].token_ids_T]
+    *scores, base = oft_server.score(tokens, [*adapters, None])
+    for name, scored in zip(adapters, scores, strict=True):
+        assert oft_server.adapter_digest(name) == adapters[name].digest
+        assert scored.applied_digest == expected_applied_digest(adapters[name].files)
+        assert max(abs(a - b) for a, b in zip(scored.logprobs_T, base.logprobs_T, strict=True)) > 0.01
+        oft_server.unload_adapter(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import threading
@@ -12,25 +13,35 @@ from pathlib import Path
 
 import httpx
 import pytest
+from safetensors.torch import load, save
 
-from orbit_runtime.adapters.state import MODEL_FILE, expected_applied_digest
+from orbit_runtime.adapters.state import CONFIG_FILE, MODEL_FILE, ROTATIONS_FILE, expected_applied_digest
 from orbit_runtime.data.chat import ChatTokenizer
 from orbit_runtime.errors import EngineDiedError, GateError
+from orbit_runtime.model_info.builtin_models import builtin_folder
+from orbit_runtime.parity.liveness import prove
 from orbit_runtime.policy import Policy
+from orbit_runtime.rollout import TorchEngine
 from orbit_runtime.rollout.sglang import SGLangEngine
-from orbit_runtime.rollout.sglang_server import SGLangServer
-from orbit_runtime.types import AdapterFiles, Sampling
+from orbit_runtime.types import AdapterFiles, Engine, Sampling, Scored
 from orbit_runtime.workers.server_process import ServerProcess
+from tests.engines.servers import server_of
 from tests.integration.engine_inputs import by_id, random_adapter, requests_for
 
 Adder = tuple[Policy, ChatTokenizer]
 NewName = Callable[[], str]
+RunInside = Callable[[SGLangEngine, str], None]
 
 
-def server_of(engine: SGLangEngine) -> SGLangServer:
-    server = engine._server
-    assert isinstance(server, SGLangServer)
-    return server
+@pytest.fixture(params=["SGLang", "SGLang-OFT"])
+def case(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def sglang(engine: Engine) -> SGLangEngine:
+    assert isinstance(engine, SGLangEngine)
+    return engine
 
 
 def post(engine: SGLangEngine, path: str, body: dict) -> dict:
@@ -56,9 +67,11 @@ def test_other_bytes_under_the_same_name_show_in_both_digests(
     assert sglang.adapter_digest(name) == other.digest != published.digest
     assert scored.applied_digest == expected_applied_digest(other.files)
     assert scored.applied_digest != expected_applied_digest(published.files)
+    assert str(tmp_path) in sglang.explain_slot(name, published)
     sglang.unload_adapter(name)
 
 
+@pytest.mark.parametrize("case", ["SGLang"], indirect=True)
 def test_a_changed_scaling_shows(sglang: SGLangEngine, adder: Adder, new_name: NewName, tmp_path: Path) -> None:
     policy, tokenizer = adder
     name, published = new_name(), random_adapter(policy, 1)
@@ -69,6 +82,7 @@ def test_a_changed_scaling_shows(sglang: SGLangEngine, adder: Adder, new_name: N
     (scored,) = sglang.score(canary(tokenizer), [name])
     assert sglang.adapter_digest(name) != published.digest
     assert scored.applied_digest != expected_applied_digest(published.files)
+    assert "lora_alpha is 16, published was 8" in sglang.explain_slot(name, published)
     sglang.unload_adapter(name)
 
 
@@ -89,25 +103,108 @@ def test_an_adapter_that_the_server_dropped_comes_back_as_the_same_bytes_and_a_r
     assert answer.status_code == 400, answer.text
 
 
-@pytest.mark.parametrize("fault", ["rank", "unknown target", "not finite file"])
+@pytest.mark.parametrize(
+    ("case", "fault", "says"),
+    [
+        ("SGLang", "rank", "rank 64"),
+        ("SGLang", "unknown target", "target modules"),
+        ("SGLang", "cut file", ""),
+        ("SGLang", "OFT", ""),
+        ("SGLang-OFT", "block size", "oft_block_size is 8, this server was started for 16"),
+        ("SGLang-OFT", "unknown target", "target modules"),
+        ("SGLang-OFT", "cut file", MODEL_FILE),
+        ("SGLang-OFT", "layer missing", "k_proj.oft_R is missing"),
+        ("SGLang-OFT", "q and k differ", "k_proj.oft_R differs from .*q_proj.oft_R"),
+        ("SGLang-OFT", "not finite", "is not finite"),
+    ],
+    indirect=["case"],
+)
 def test_an_adapter_that_does_not_fit_is_refused_by_name(
-    sglang: SGLangEngine, adder: Adder, new_name: NewName, fault: str
+    sglang: SGLangEngine, oft_adder: Adder, adder: Adder, new_name: NewName, fault: str, says: str
 ) -> None:
-    policy, _ = adder
-    adapter = random_adapter(policy, 1)
-    config = json.loads(adapter.files["adapter_config.json"])
+    adapter = random_adapter((oft_adder if fault == "OFT" else adder)[0], 1)
+    config = json.loads(adapter.files[CONFIG_FILE])
     files = dict(adapter.files)
+    key = "model.layers.2.self_attn.k_proj.oft_R"
     if fault == "rank":
         config["r"] = 64
     elif fault == "unknown target":
         config["target_modules"] = ["no_such_proj"]
-    else:
+    elif fault == "block size":
+        config["oft_block_size"] = 8
+    elif fault == "cut file":
         files[MODEL_FILE] = files[MODEL_FILE][:100]
-    files["adapter_config.json"] = json.dumps(config).encode()
+    elif fault != "OFT":
+        tensors = load(files[ROTATIONS_FILE])
+        if fault == "layer missing":
+            del tensors[key]
+        else:
+            tensors[key][3, 0, 0] = math.nan if fault == "not finite" else 0.5
+        files[ROTATIONS_FILE] = save(tensors)
+    files[CONFIG_FILE] = json.dumps(config).encode()
     name = new_name()
-    with pytest.raises(GateError, match=name):
+    with pytest.raises(GateError, match=f"{name}.*{says}"):
         sglang.load_adapter(name, AdapterFiles(1, files, "sha256:x"))
     assert name not in sglang.adapters()
+
+
+LAYER = "model.layers.1.mlp.down_proj"
+TABLE = f"manager.rotations.layers[{LAYER!r}].buffer[slot]"
+SPOILED = {
+    "transposed": (f"{TABLE}.copy_({TABLE}.transpose(-1, -2).clone())", f"{LAYER}.oft_R is transposed"),
+    "zero": (f"{TABLE}.zero_()", f"{LAYER}.oft_R is zero"),
+    "identity": (f"{TABLE}.copy_(__import__('torch').eye(16))", f"{LAYER}.oft_R is the identity"),
+    "doubled": (f"{TABLE}.mul_(2)", f"{LAYER}.oft_R is 2 times"),
+    "another layer's": (
+        f"{TABLE}.copy_(manager.rotations.layers['model.layers.2.mlp.down_proj'].buffer[slot])",
+        f"{LAYER}.oft_R holds model.layers.2.mlp.down_proj.oft_R",
+    ),
+    "switched off": ("manager.rotations.holds[slot] = False", f"{LAYER}.oft_R is missing"),
+    "stale version": (
+        "[layer.buffer[slot].copy_(layer.buffer[manager.memory_pool.uid_to_buffer_id[before]])"
+        " for layer in manager.rotations.layers.values()]",
+        "has other values",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ["SGLang-OFT"], indirect=True)
+@pytest.mark.parametrize("fault", sorted(SPOILED))
+def test_a_rotation_that_changed_in_the_engine_is_caught_by_its_digest_and_named(
+    sglang: SGLangEngine, adder: Adder, new_name: NewName, run_inside: RunInside, fault: str
+) -> None:
+    policy, tokenizer = adder
+    stale, name = new_name(), new_name()
+    adapters = {stale: random_adapter(policy, 1), name: random_adapter(policy, 2)}
+    for each, adapter in adapters.items():
+        sglang.load_adapter(each, adapter)
+    sglang.score(canary(tokenizer), [stale, name])
+    assert sglang.adapter_digest(name) == adapters[name].digest
+    assert sglang.explain_slot(name, adapters[name]) == ""
+    code, says = SPOILED[fault]
+    keys = "{each.lora_name: key for key, each in manager.lora_refs.items()}"
+    run_inside(
+        sglang,
+        f"names = {keys}; before = names[{stale!r}]; "
+        f"slot = manager.memory_pool.uid_to_buffer_id[names[{name!r}]]\n{code}",
+    )
+    trainer, expected = policy_scores(policy, adapters[name], canary(tokenizer))
+    proof, _ = prove(
+        adapters[name], name, sglang, (trainer, expected), canary(tokenizer), change_limit=1e-3, previous=None
+    )
+    assert not proof.proven
+    assert proof.slot_digest != adapters[name].digest
+    assert proof.applied_digest != proof.expected_applied_digest
+    assert says in proof.failures[0], proof.failures
+
+
+def policy_scores(policy: Policy, adapter: AdapterFiles, tokens: list[int]) -> tuple[Scored, Scored]:
+    """What the trainer would say of the canary, read by the torch engine."""
+    engine = TorchEngine(policy, ChatTokenizer(builtin_folder("tiny-adder", "INT4")), max_running_requests=4)
+    engine.load_adapter("trainer's", adapter)
+    adapted, base = engine.score(tokens, ["trainer's", None])
+    engine.close()
+    return adapted, base
 
 
 def test_a_server_killed_in_mid_generation_loses_and_doubles_nothing(

@@ -78,6 +78,9 @@ class FaultyEngine:
     def adapter_digest(self, name: str) -> str:
         return self.engine.adapter_digest(name)
 
+    def explain_slot(self, name: str, published: AdapterFiles) -> str:
+        return self.engine.explain_slot(name, published)
+
     def adapters(self) -> tuple[str, ...]:
         return self.engine.adapters()
 

@@ -1,4 +1,4 @@
-"""The kernels at sizes that train, on a CUDA device. `unit_runtime/quant` tests small shapes, with or without one."""
+"""The kernels at sizes that train, on a CUDA device. `models/kernels` tests small shapes, with or without one."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from orbit_runtime.model_info.builtin_models import builtin_folder
 from orbit_runtime.quant import mxfp4
 from orbit_runtime.quant.formats import FORMATS
+from orbit_runtime.quant.fp8_block import FP8BlockWeight
 
 COMMON = {
     "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128,
@@ -59,13 +61,22 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "deepseek_v4": {
         "num_hidden_layers": 3, "num_key_value_heads": 1, "head_dim": 32, "q_lora_rank": 32, "o_groups": 2,
         "o_lora_rank": 32, "moe_intermediate_size": 32, "n_routed_experts": 8, "num_experts_per_tok": 2,
-        "index_n_heads": 2, "index_head_dim": 16, "index_topk": 2, "sliding_window": 6, "hc_mult": 2,
+        "index_n_heads": 16, "index_head_dim": 16, "index_topk": 2, "sliding_window": 6, "hc_mult": 2,
         "compress_ratios": [0, 4, 128], "compress_rate_hca": 8, "qk_rope_head_dim": 8,
         "partial_rotary_factor": 0.25, "num_hash_layers": 1, "num_nextn_predict_layers": 0,
     },
 }  # fmt: skip
 PUBLISHED_AS = {"kimi_k2": "deepseek_v3", "kimi_k25": "deepseek_v3"}
 """What transformers builds for a family that it does not know by this name."""
+UNPUBLISHED = {
+    "deepseek_v4": (
+        (r"^model\.", ""),
+        (r"^embed_tokens\.", "embed."),
+        (r"^hc_head\.hc_", "hc_head_"),
+        (r"\.attn\.norm\.", ".attn.kv_norm."),
+    )
+}
+"""Names that transformers 5.19 saves otherwise than they are published and than it loads them itself, by pattern."""
 GENERAL = ("BF16", "INT4", "INT4Asymmetric", "FP8", "FP8Block", "NVFP4", "NVFP4ModelOpt", "MXFP4")
 LAYOUTS: dict[str, tuple[str, ...]] = dict.fromkeys(CONFIGS, GENERAL) | {
     "gpt_oss": ("BF16", "MXFP4GptOss"),
@@ -108,7 +119,7 @@ def make_family(folder: Path, family: str, layout: str, *, seed: int = 0) -> tup
     """`(packed, plain)`: the checkpoint, and one in BF16 of the same values that transformers loads by itself."""
     plain, packed = folder / "plain", folder / "packed"
     _save_random(plain, PUBLISHED_AS.get(family, family), CONFIGS[family], seed)
-    tensors = load_file(plain / "model.safetensors")
+    tensors = {_published_name(family, name): each for name, each in load_file(plain / "model.safetensors").items()}
     stored: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         parts, value = _pack(name, tensor, layout)
@@ -156,6 +167,12 @@ def _save_random(folder: Path, architecture: str, sizes: dict[str, Any], seed: i
     model.save_pretrained(folder, max_shard_size="5GB")
 
 
+def _published_name(family: str, name: str) -> str:
+    for pattern, replacement in UNPUBLISHED.get(family, ()):
+        name = re.sub(pattern, replacement, name)
+    return name
+
+
 def _pack(name: str, tensor: Tensor, layout: str) -> tuple[dict[str, Tensor], Tensor]:
     """What the packed file holds for a tensor, and the value that it stands for."""
     if layout == "MXFP4GptOss" and name.endswith(("experts.gate_up_proj", "experts.down_proj")):
@@ -170,9 +187,20 @@ def _pack(name: str, tensor: Tensor, layout: str) -> tuple[dict[str, Tensor], Te
     assert codec.quantize is not None
     assert codec.to_checkpoint is not None
     weight = codec.quantize(tensor, *((32,) if layout.startswith("INT4") else ()))
+    if layout == "FP8BlockV4":
+        weight = _with_powers_of_two(tensor, weight)
     module = name.removesuffix(".weight")
     parts = {f"{module}.{key}": part for key, part in codec.to_checkpoint(weight).items()}
     return parts, codec.dequantize(weight)
+
+
+def _with_powers_of_two(tensor: Tensor, weight: FP8BlockWeight) -> FP8BlockWeight:
+    """Scales in E8M0, as published; the codec writes those of DeepSeek-V3, in fp32."""
+    scale = weight.scale.float().log2().ceil().exp2()
+    rows, columns = tensor.shape
+    per_value = scale.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
+    codes = (tensor.float() / per_value).to(torch.float8_e4m3fn)
+    return replace(weight, qdata=codes, scale=scale.to(torch.float8_e8m0fnu))
 
 
 def _pack_gpt_oss(name: str, tensor_EKN: Tensor) -> tuple[dict[str, Tensor], Tensor]:

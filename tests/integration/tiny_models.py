@@ -53,7 +53,12 @@ def make_checkpoint(folder: Path, architecture: str, *, max_shard_size: str = "5
 
 def load_reference(folder: Path) -> PreTrainedModel:
     """transformers' own model over the same values, in fp32 with its plainest attention."""
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    model, found = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+    )
+    # Otherwise it would compare with what transformers made up for weights that it did not find.
+    assert not any(found[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), found
+    return model.eval()
 
 
 def reference_logprobs(model: PreTrainedModel, tokens: list[int]) -> torch.Tensor:

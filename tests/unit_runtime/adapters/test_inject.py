@@ -113,7 +113,11 @@ def test_gradients_reach_every_parameter_and_nothing_else(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["LoRA", "OFT"])
 def test_the_gradient_passes_the_rounding_straight_through(kind: str) -> None:
-    """Masters that differ below BF16's resolution give the same output and the same gradient, bit for bit."""
+    """Masters that differ below BF16's resolution give the same output bit for bit, and the same gradient.
+
+    LoRA's gradient depends on the rounded values alone. OFT's also passes through the linear solve that builds R, at
+    the unrounded masters: a solve is accurate relative to its largest entry, so entries that cancel are held to that.
+    """
     model, injected = adapted(kind)
     results = []
     for nudge in (0.0, 1e-9):
@@ -126,7 +130,8 @@ def test_the_gradient_passes_the_rounding_straight_through(kind: str) -> None:
         y.square().sum().backward()
         results.append((y.detach(), injected.parameters()[-1].grad.clone()))
     assert torch.equal(results[0][0], results[1][0])
-    torch.testing.assert_close(results[0][1], results[1][1], rtol=1e-6, atol=1e-6)
+    tolerance = 0.0 if kind == "LoRA" else 1e-6 * results[0][1].abs().max().item()
+    torch.testing.assert_close(results[0][1], results[1][1], rtol=0.0, atol=tolerance)
     assert not torch.equal(results[0][1], results[0][1].bfloat16().float())
 
 

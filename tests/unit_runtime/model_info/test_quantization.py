@@ -214,6 +214,7 @@ def v4_tensors(expert_dtype: str) -> dict[str, TensorInfo]:
     return {
         "layers.0.ffn.experts.0.w1.weight": TensorInfo(expert_dtype, (8, 16), 0, 128),
         "layers.0.attn.wq_a.scale": TensorInfo("F8_E8M0", (1, 1), 128, 129),
+        "layers.0.attn.wq_a.weight": TensorInfo("F8_E4M3", (8, 16), 129, 257),
     }
 
 

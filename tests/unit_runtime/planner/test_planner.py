@@ -178,6 +178,16 @@ def test_every_family_of_the_tables_has_a_place_in_the_support_table() -> None:
         (Combination("MXFP4", "gpt_oss", "LoRA", "SharedOuter", "SGLang", "Megatron", 8), "refused", "MXFP4 experts"),
         (Combination("INT4", "kimi_k2", "LoRA", "SharedOuter", "SGLang", "Megatron", 8), "planned", "Megatron"),
         (Combination("BF16", "qwen3", "LoRA", "None", "Torch", "Torch", 8), "refused", "one process"),
+        (Combination("INT4", "qwen3", "LoRA", "None", "SGLang", "Torch", 0), "works", ""),
+        (Combination("NVFP4", "llama", "OFT", "None", "SGLang", "Torch", 0), "works", ""),
+        (Combination("INT4", "qwen3", "OFT", "None", "SGLang", "Torch", 1), "planned", "not run on hardware"),
+        (Combination("BF16", "qwen3_moe", "LoRA", "None", "SGLang", "Torch", 0), "planned", "dense models only"),
+        (Combination("BF16", "qwen3_moe", "OFT", "Shared", "SGLang", "Torch", 0), "planned", "of routed experts"),
+        (
+            Combination("MXFP4", "deepseek_v4", "OFT", "None", "SGLang", "Megatron", 8),
+            "planned",
+            "DeepSeek-V4's attention",
+        ),
         (Combination("BF16", "qwen3", "LoRA", "None", "Torch", "Megatron", 8), "refused", "torch trainer's process"),
     ],
 )

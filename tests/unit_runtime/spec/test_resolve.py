@@ -126,6 +126,7 @@ def test_the_sets_are_those_of_the_design() -> None:
     assert of("layout") == [
         "model.uri",
         "data.prompts[].uri",
+        "environment.code.uri",
         "rollout.engine",
         "rollout.maxRunningRequests",
         "training.trainer",

@@ -28,11 +28,15 @@ import os, sys, time
 from orbit_runtime.storage import claim_execution, open_store
 execution = claim_execution(open_store(sys.argv[1]), run_name="holder")
 execution.start_heartbeat()
+read, write = os.pipe()
 child = os.fork() if sys.argv[2] == "fork" else 1
 if child == 0:
     os.close(1)
+    os.write(write, b".")  # what a process does after a fork has run: a parent killed before it would prove nothing
     time.sleep(60)
     os._exit(0)
+if child != 1:
+    os.read(read, 1)
 print(execution.number, child, flush=True)
 time.sleep(60)
 """

@@ -31,8 +31,8 @@ from orbit_runtime.policy.packed import Branch
 from orbit_runtime.quant.formats import FORMATS
 from orbit_runtime.spec import OrbitRun
 from tests.integration.killing import small_manifest
-from tests.integration.test_convert import in_bytes, tensors_of
 from tests.integration.tiny_models import TARGETS, load_reference, make_checkpoint, reference_logprobs
+from tests.models.test_convert import in_bytes, tensors_of
 
 LORA = AdapterConfig("LoRA", TARGETS, rank=8, alpha=12.0)
 OFT = AdapterConfig("OFT", TARGETS, block_size=16)

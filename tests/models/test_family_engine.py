@@ -13,9 +13,9 @@ from orbit_runtime.policy import Policy, load_policy
 from orbit_runtime.policy.packed import Branch
 from orbit_runtime.rollout import TorchEngine
 from orbit_runtime.types import AdapterFiles, Request, Sampling
-from tests.integration.family_matrix import Case, adapter_of, tokens_of
 from tests.integration.tiny_families import make_family
 from tests.integration.tiny_models import load_reference, reference_logprobs
+from tests.models.family_matrix import Case, adapter_of, tokens_of
 
 CASES = [
     Case("qwen3", "INT4", "LoRA", "None"),
@@ -26,6 +26,7 @@ CASES = [
     Case("kimi_k2", "INT4", "OFT", "PerExpert"),
     Case("gpt_oss", "MXFP4GptOss", "LoRA", "SharedOuter"),
     Case("gpt_oss", "MXFP4GptOss", "OFT", "SharedOuter"),
+    Case("deepseek_v4", "MXFP4V4", "LoRA", "SharedOuter"),
 ]
 PROMPTS = [tokens_of(count, count) for count in (3, 11, 5)]
 """The second is longer than the sliding windows, the others become so while they are answered."""

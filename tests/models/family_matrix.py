@@ -1,7 +1,7 @@
 """Every family, format, adapter and expert layout: each loads, has transformers' log-probs, trains and loads back.
 
-    .venv/bin/python -m tests.integration.family_matrix            every combination, a few minutes
-    .venv/bin/python -m tests.integration.family_matrix gpt_oss    those of one family
+    .venv/bin/python -m tests.models.family_matrix            every combination, a few minutes
+    .venv/bin/python -m tests.models.family_matrix gpt_oss    those of one family
 
 The ordinary tests run a selection in which every pair of two choices occurs (`pairwise`).
 """
@@ -52,17 +52,10 @@ class Case:
         return set(itertools.combinations(values, 2))
 
 
-UNPROVEN = {
-    "deepseek_v4": "its published tensor names and those that transformers writes differ; no case has passed yet"
-}
-"""Families that are written and left out, and why; tests of them are skipped with these words."""
-
-
 def all_cases() -> list[Case]:
     return [
         Case(family, layout, adapter, experts)
         for family, layouts in LAYOUTS.items()
-        if family not in UNPROVEN
         for layout in layouts
         for adapter in ("LoRA", "OFT")
         for experts in (("None",) if family in DENSE else EXPERT_LAYOUTS)
@@ -109,14 +102,14 @@ def check_case(case: Case, folder: Path) -> None:
     expected = torch.cat([reference_logprobs(model, tokens_of(14, 1))[2:], reference_logprobs(model, tokens_of(7, 2))])
     torch.testing.assert_close(before, expected, rtol=0, atol=1e-5)
     after = train(policy)
-    assert after > float(before.mean()) + 1e-3
+    assert after > float(before.mean()) + 0.01
     assert policy.base_digest() == digest
     check_loads_back(policy, load_policy(packed, adapter_of(case)))
 
 
 def train(policy: Policy, steps: int = 3) -> float:
     """Makes the sequences likelier; returns their mean log-prob afterwards."""
-    optimizer = torch.optim.AdamW(policy.injected.parameters(), lr=4e-3)
+    optimizer = torch.optim.AdamW(policy.injected.parameters(), lr=0.02)
     for _ in range(steps):
         (-logprobs(policy, TRAINER_SLOT).mean()).backward()
         optimizer.step()

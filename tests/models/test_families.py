@@ -15,8 +15,8 @@ from orbit_runtime.planner.adapter_size import adapter_size
 from orbit_runtime.planner.job import Machine, build_job
 from orbit_runtime.policy import load_policy
 from orbit_runtime.spec import OrbitRun
-from tests.integration.family_matrix import UNPROVEN, Case, adapter_of, all_cases, check_case, pairwise
 from tests.integration.tiny_families import CONFIGS, make_family
+from tests.models.family_matrix import Case, adapter_of, all_cases, check_case, pairwise
 
 RUN = {
     "apiVersion": "orbitrl.dev/v1alpha1", "kind": "OrbitRun", "metadata": {"name": "a"},
@@ -41,8 +41,6 @@ def test_the_selection_has_every_pair_of_choices() -> None:
 
 @pytest.mark.parametrize("family", sorted(set(CONFIGS) - {"kimi_k25"}))
 def test_the_planner_counts_the_parameters_that_are_made(family: str, tmp_path: Path) -> None:
-    if family in UNPROVEN:
-        pytest.skip(f"{family}: {UNPROVEN[family]}")
     packed, _ = make_family(tmp_path, family, "BF16")
     described = describe(json.loads((packed / "config.json").read_text()))
     for case in all_cases():
@@ -60,7 +58,6 @@ def test_the_layer_that_engines_fold_away_is_no_target(tmp_path: Path) -> None:
     assert caught.value.where == "spec.adapter.targets[1]"
 
 
-@pytest.mark.skip(reason=f"deepseek_v4: {UNPROVEN['deepseek_v4']}")
 def test_compressors_of_deepseek_v4_are_no_targets_whatever_their_layers_are_called(tmp_path: Path) -> None:
     packed, _ = make_family(tmp_path, "deepseek_v4", "BF16")
     policy = load_policy(packed, AdapterConfig("LoRA", ("kv_proj", "gate_proj", "q_b_proj"), rank=4))

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[3]
 PROGRAM = ROOT / "tests" / "fakes" / "compiling_driver.py"
 SHARED_BYTES = 227 * 1024
 """What one block can have on compute capability 9.0 and 10.0."""

@@ -1,0 +1,112 @@
+"""A trainer, a publisher and a real SGLang server over the shipped model, as a run has them.
+
+Belongs here: putting them together. Does not belong here: measuring (`sglang_false_alarms`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+
+from orbit_runtime.adapters.config import AdapterConfig
+from orbit_runtime.algorithms.losses import PolicyLossSettings
+from orbit_runtime.checkpoints.convert import convert
+from orbit_runtime.checkpoints.target import Target
+from orbit_runtime.data.chat import ChatTokenizer
+from orbit_runtime.loop.publish import Publication, Publisher
+from orbit_runtime.model_info.builtin_models import builtin_folder
+from orbit_runtime.parity.liveness import CHANGE_LIMITS
+from orbit_runtime.policy import Policy, load_policy
+from orbit_runtime.rollout.sglang import SGLangEngine
+from orbit_runtime.rollout.sglang_server import ServerSettings, SGLangServer, lora_targets
+from orbit_runtime.storage import claim_execution, open_store
+from orbit_runtime.training import TorchTrainer, TrainerSettings
+
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+ADAPTERS = {
+    "LoRA": AdapterConfig(type="LoRA", targets=TARGETS, rank=16, alpha=32.0),
+    "OFT": AdapterConfig(type="OFT", targets=TARGETS, block_size=32),
+}
+RUNNING = 64
+SETTINGS = TrainerSettings(
+    peak_learning_rate=1e-3,
+    schedule="Constant",
+    warmup_steps=0,
+    decay_steps=1,
+    weight_decay=0.0,
+    max_grad_norm=1.0,
+    micro_batch_tokens=4096,
+    mini_batch_prompts=None,
+    update_epochs=1,
+    loss=PolicyLossSettings(),
+    reduction="Token",
+    constant_length=4,
+    importance_cap=None,
+    temperature=1.0,
+    top_p=1.0,
+    base_model="builtin://tiny-adder",
+)
+
+
+@dataclass
+class Rig:
+    policy: Policy
+    tokenizer: ChatTokenizer
+    engine: SGLangEngine
+    publisher: Publisher
+    publication: Publication | None = None
+
+    def move(self, seed: int, scale: float) -> None:
+        """Moves every master, as an optimizer update of that size would."""
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in self.policy.injected.parameters():
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * scale)
+
+    def publish(self) -> Publication:
+        """Raises GateError where the publish is not proven."""
+        version = 0 if self.publication is None else self.publication.adapter.version + 1
+        self.publication = self.publisher.publish(version, self.publication)
+        return self.publication
+
+
+@contextmanager
+def started(adapter: str) -> Iterator[Rig]:
+    """`LoRA` or `OFT`."""
+    model, config = builtin_folder("tiny-adder", "INT4"), ADAPTERS[adapter]
+    policy, tokenizer = load_policy(model, config), ChatTokenizer(model)
+    with TemporaryDirectory(prefix="orbit-sglang-bench-") as scratch:
+        folder = Path(scratch)
+        convert(model, folder / "base", Target("BF16"), show=lambda *_: None)
+        settings = ServerSettings(
+            model=folder / "base",
+            device="cpu",
+            dtype="float32",
+            targets=lora_targets(tuple(policy.injected.layers)),
+            max_running_requests=RUNNING,
+            max_sequence_length=256,
+            seed=0,
+            lora_rank=config.rank if adapter == "LoRA" else 1,
+            oft_block_size=config.block_size if adapter == "OFT" else 0,
+        )
+        server = SGLangServer(settings, log=folder / "sglang.log")
+        try:
+            engine = SGLangEngine(server, tokenizer, folder=folder / "adapters", max_running_requests=RUNNING)
+            yield _rig(policy, tokenizer, engine, folder / "run")
+            engine.close()
+        finally:
+            server.stop()
+
+
+def _rig(policy: Policy, tokenizer: ChatTokenizer, engine: SGLangEngine, run: Path) -> Rig:
+    store = open_store(str(run))
+    execution = claim_execution(store, run_name="bench")
+    canary = (*tokenizer.encode_chat([{"role": "user", "content": "12+34="}]), 5, 6, 7)
+    limit = CHANGE_LIMITS["float32"]
+    publisher = Publisher(store, execution, engine, TorchTrainer(policy, SETTINGS), canary, limit, "sha256:0")
+    return Rig(policy, tokenizer, engine, publisher)

@@ -1,0 +1,73 @@
+"""`orbit parity`: prints how far trainer and engine are apart, and where they part.
+
+Belongs here: the table. Does not belong here: measuring (`parity`), building both sides (`loop`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from orbit_runtime.cli.output import format_table, print_json
+from orbit_runtime.errors import EXIT_DONE, GateError
+
+if TYPE_CHECKING:
+    from orbit_runtime.loop.parity import Comparison
+
+ROWS = {
+    "trainer_floor": "trainer against itself",
+    "engine_floor": "engine against itself",
+    "base": "trainer against engine, adapter off",
+    "identity": "trainer against engine, adapter at identity",
+    "random": "trainer against engine, random adapter",
+    "policy": "trainer against engine, current policy",
+}
+
+
+def run_parity(file: Path, overrides: Sequence[str], *, layers: bool, as_json: bool) -> int:
+    """Returns 0, or 84 where a gate does not hold.
+
+    Raises:
+        OrbitError: what `orbit run` would stop with before its first step.
+    """
+    from orbit_runtime.cli.plan import check_before_run
+    from orbit_runtime.cli.run import check_can_train
+    from orbit_runtime.spec import load_manifest
+
+    manifest = load_manifest(file, overrides)
+    check_can_train()
+    check_before_run(manifest, file.resolve().parent)
+    from orbit_runtime.loop.parity import compare_sides
+    from orbit_runtime.observability.logs import configure_logs
+    from orbit_runtime.observability.progress import SilentProgress
+
+    configure_logs(manifest.spec.observability.log_level)
+    found = compare_sides(manifest, progress=SilentProgress(), manifest_folder=file.resolve().parent, layers=layers)
+    if as_json:
+        print_json(found.to_json())
+    else:
+        print(format_comparison(found))
+    return GateError.exit_code if found.preflight.failures or (found.location and found.location.found) else EXIT_DONE
+
+
+def format_comparison(found: Comparison) -> str:
+    """|Δ log-prob| per token of every pair, the limit, and the layer where one was found."""
+    header = ("", "tokens", "mean", "p50", "p99", "max", "k3", "ratio outside 0.9-1.1")
+    rows = []
+    for name, words in ROWS.items():
+        of = getattr(found.preflight, name)
+        numbers = (f"{value:.2e}" for value in (of.mean, of.p50, of.p99, of.max, of.k3))
+        rows.append((words, str(of.tokens), *numbers, f"{of.outside:.2%}"))
+    lines = [
+        f"{found.precision} base, engine {found.engine}: |difference of log-probs| per token, {found.seconds:.1f} s",
+        "",
+        format_table(header, rows),
+        "",
+        f"limit of the mean {found.preflight.limit:.2e}; a random adapter moves the trainer by "
+        f"{found.preflight.random_effect:.2e}",
+    ]
+    lines += [f"FAILED: {failure}" for failure in found.preflight.failures] or ["all within the limit"]
+    if found.location:
+        lines.append(f"layers: {'they part ' if found.location.found else ''}{found.location.sentence()}")
+    return "\n".join(lines)

@@ -1,0 +1,118 @@
+"""What a run reads, on this machine: each input fetched just before it is needed, with a line of progress.
+
+Belongs here: who is told, when to stop, what the first start used. Does not belong here: fetching (`storage.inputs`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from orbit_runtime.errors import StoppedOnRequest
+from orbit_runtime.loop.show import Show
+from orbit_runtime.loop.signals import StopFlag
+from orbit_runtime.model_info.builtin_models import builtin_folder
+from orbit_runtime.observability.progress import format_seconds
+from orbit_runtime.spec.run import RunSpec
+from orbit_runtime.storage.download import Patience, Transfer
+from orbit_runtime.storage.inputs import Fetched, Kind, fetch_input
+
+NOTE_SECONDS = 10.0
+NAP_SECONDS = 0.2
+
+
+@dataclass
+class Inputs:
+    """The inputs of one start, fetched on demand.
+
+    Example: `inputs.model()` is `Path("/models/tiny")`, or a folder of the download cache.
+    """
+
+    spec: RunSpec
+    """With absolute paths."""
+    before: Mapping[str, Any]
+    """What `run.json` of the first start says under `inputs`: a branch of a hub stays at the commit it was then."""
+    patience: Patience
+    folders: Sequence[str]
+    """Where entry points are looked for after `environment.code`."""
+    fetched: dict[str, Fetched] = field(default_factory=dict)
+
+    def model(self) -> Path:
+        uri = self.spec.model.uri
+        if uri.startswith("builtin://"):
+            return builtin_folder(uri.removeprefix("builtin://"), self.spec.model.precision)
+        return self._fetch(uri, "model", "spec.model.uri").path
+
+    def prompts(self, index: int) -> Path | None:
+        """`None` for prompts that ship with Orbit."""
+        uri = self.spec.data.prompts[index].uri
+        if uri.startswith("builtin://"):
+            return None
+        return self._fetch(uri, "prompts", f"spec.data.prompts[{index}].uri").path
+
+    def search_path(self) -> list[str]:
+        """Folders and archives for the reward workers; this process imports nothing from them."""
+        code = self.spec.environment.code
+        found = [] if code is None else [str(self._fetch(code.uri, "code", "spec.environment.code.uri").path)]
+        return [*found, *self.folders]
+
+    def code_digest(self) -> str | None:
+        code = self.fetched.get("spec.environment.code.uri")
+        return None if code is None else code.digest
+
+    def to_json(self) -> dict[str, Any]:
+        """Field → what was read: address, commit and digest."""
+        return {where: each.to_json() for where, each in self.fetched.items()}
+
+    def _fetch(self, uri: str, kind: Kind, where: str) -> Fetched:
+        then = self.before.get(where) or {}
+        revision = then.get("revision") if then.get("uri") == uri else None
+        self.fetched[where] = fetch_input(uri, kind, where, patience=self.patience, revision=revision)
+        return self.fetched[where]
+
+
+def build_patience(
+    show: Show,
+    stop: StopFlag,
+    deadline_seconds: float,
+    *,
+    sleep: Callable[[float], None] = time.sleep,
+    monotonic: Callable[[], float] = time.monotonic,
+) -> Patience:
+    """Tells the reader every ten seconds, and gives up within a nap of a request to stop."""
+
+    def nap(seconds: float) -> None:
+        until = monotonic() + seconds
+        while (left := until - monotonic()) > 0:
+            if stop:
+                raise StoppedOnRequest(f"{stop.reason} while waiting for a download; the same command continues it")
+            sleep(min(NAP_SECONDS, left))
+
+    said: dict[str, float] = {}
+    done: dict[str, int] = {}
+
+    def tell(transfer: Transfer) -> None:
+        now = monotonic()
+        if transfer.done != done.get(transfer.what):
+            show.status.beat()
+        done[transfer.what] = transfer.done
+        if transfer.done >= transfer.total or now - said.get(transfer.what, now - NOTE_SECONDS) >= NOTE_SECONDS:
+            said[transfer.what] = now
+            show.note(transfer_line(transfer))
+
+    return Patience(deadline_seconds, tell, lambda: bool(stop), nap, monotonic)
+
+
+def transfer_line(transfer: Transfer) -> str:
+    """Example: `hf://org/name: 1.2 of 3.4 GiB, 0:12 min left`"""
+    scale, unit = next(
+        (2**power, name) for power, name in ((30, "GiB"), (20, "MiB"), (10, "KiB"), (0, "bytes"))
+        if transfer.total >= 2**power or power == 0
+    )  # fmt: skip
+    digits = 1 if scale > 1 else 0
+    amount = f"{transfer.done / scale:.{digits}f} of {transfer.total / scale:.{digits}f} {unit}"
+    left = "" if transfer.done >= transfer.total else f", {format_seconds(transfer.seconds_left)} left"
+    return f"{transfer.what}: {amount}{left}"

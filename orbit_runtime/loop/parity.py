@@ -1,0 +1,130 @@
+"""Trainer against engine, on a run's own parts: at the start of a run, and alone for `orbit parity`.
+
+Belongs here: asking with the run's prompts, precision and limits. Does not belong here: what is measured (`parity`).
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from orbit_runtime.loop.build import Parts, build_parts
+from orbit_runtime.loop.content import resolve_names
+from orbit_runtime.loop.inputs import Inputs, build_patience
+from orbit_runtime.loop.machine import machine_facts
+from orbit_runtime.loop.publish import Publication
+from orbit_runtime.loop.show import Show
+from orbit_runtime.loop.signals import stop_on_signals
+from orbit_runtime.observability.metrics import RunMetrics
+from orbit_runtime.observability.progress import Progress
+from orbit_runtime.observability.status import RunStatus
+from orbit_runtime.parity.preflight import Preflight, measure_preflight
+from orbit_runtime.spec import OrbitRun, resolve
+from orbit_runtime.storage import claim_execution, open_store
+
+if TYPE_CHECKING:
+    from orbit_runtime.parity.locate import Location
+
+COPIES = 3
+"""Rows of the trainer's second snapshot: another batch shape, for its floor."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What `orbit parity` found."""
+
+    engine: str
+    precision: str
+    preflight: Preflight
+    location: Location | None
+    """None: nothing was looked for, or this engine's layers cannot be looked at."""
+    seconds: float
+    """Of the measurement alone; models and servers were up."""
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "engine": self.engine,
+            "precision": self.precision,
+            "seconds": self.seconds,
+            "preflight": self.preflight.to_json(),
+            "location": self.location.to_json() if self.location else None,
+        }
+
+
+def measure_parity(parts: Parts, publication: Publication) -> Preflight:
+    """With the adapter that stands in the engine's slot."""
+    spec = parts.spec.parity
+    return measure_preflight(
+        parts.engine,
+        parts.trainer,
+        parts.sequences,
+        adapter=publication.name,
+        probing=parts.probing,
+        precision=parts.precision,
+        factor=spec.floor_factor,
+        absolute=spec.mean_limit,
+    )
+
+
+def find_difference(parts: Parts, publication: Publication) -> Location | None:
+    """The first layer in which the two sides part: with the bare base, and where that agrees, with the policy.
+
+    None where the engine computes with the trainer's own layers, which hold one base.
+    """
+    import torch
+
+    from orbit_runtime.adapters.layer import TRAINER_SLOT
+    from orbit_runtime.parity.locate import Tapped, locate
+
+    if not isinstance(parts.engine, Tapped):
+        return None
+    tokens, files = parts.sequences[0], publication.adapter.files
+    found = None
+    for adapter, slot in ((None, None), (publication.name, TRAINER_SLOT)):
+        ours = parts.snapshot(tokens, slot, files)
+        again = parts.snapshot(tokens, slot, files, copies=COPIES)
+        theirs = parts.engine.snapshot(tokens, adapter)
+        dtype = getattr(torch, parts.resolved.compute_dtype)
+        found = locate(ours, again, theirs, dtype=dtype, group=parts.group_size)
+        if found.found:
+            return found
+    return found
+
+
+def compare_sides(
+    spec: OrbitRun, *, progress: Progress, manifest_folder: Path | None = None, layers: bool = False
+) -> Comparison:
+    """Builds both sides as the run would, measures, and ends them. Leaves nothing behind.
+
+    Args:
+        layers: look into the layers also where the gates hold.
+
+    Raises:
+        OrbitError: as `run` does before its first step.
+    """
+    resolved = resolve(spec, machine_facts(), folder=manifest_folder)
+    with ExitStack() as closing:
+        store = open_store(closing.enter_context(TemporaryDirectory(prefix="orbit-parity-")))
+        execution = claim_execution(store, run_name=spec.name)
+        closing.callback(lambda: execution.release("done"))
+        show = Show(progress, RunStatus(spec.name, total=0), RunMetrics(run=spec.name))
+        search_path = [str(folder) for folder in (manifest_folder, Path.cwd()) if folder]
+        patience = build_patience(show, closing.enter_context(stop_on_signals()), store.deadline_seconds)
+        inputs, names = Inputs(resolved.run.spec, {}, patience, search_path), resolve_names(resolved, None)
+        parts = build_parts(resolved, store, execution, show, rewards=None, inputs=inputs, names=names, closing=closing)
+        publication = parts.publisher.publish(0, None)
+        started = time.monotonic()
+        preflight = measure_parity(parts, publication)
+        seconds = time.monotonic() - started
+        location = find_difference(parts, publication) if layers or preflight.failures else None
+        return Comparison(resolved.engine, parts.precision, preflight, location, seconds)
+
+
+def keep_location(parts: Parts, location: Location) -> None:
+    key = f"parity/location-e{parts.execution.number:06d}.json"
+    parts.store.put(key, json.dumps(location.to_json(), indent=1).encode())

@@ -1,0 +1,211 @@
+"""OFT in SGLang: every slot's R in static buffers, and the input of a target layer turned row by row.
+
+An OFT adapter takes one of SGLang's LoRA slots with rank 0 and brings R for the slot of the same number. A layer that
+SGLang fused has one input, hence one R: q, k, v must share theirs, and gate, up too, as Orbit writes them.
+
+Belongs here: buffers, which rows they turn, published files. Does not belong here: SGLang (`hooks`), digests
+(`readback`), OFT's arithmetic (`adapters.oft`).
+Shapes: R `[n, b, b]` with n blocks of b features, a layer's buffer `[slots, n, b, b]`, x `[..., K]`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from orbit_runtime.adapters.oft import num_parameters, rotate
+from orbit_runtime.adapters.state import (
+    CONFIG_FILE,
+    MODEL_FILE,
+    PEFT_PREFIX,
+    ROTATIONS_FILE,
+    check_shared,
+    check_tensors,
+    parse_tensors,
+)
+from orbit_runtime.errors import InternalError, ModelError
+
+FUSED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "fused_qkv_a_proj_with_mqa": ("q_a_proj", "kv_a_proj_with_mqa"),
+}
+"""SGLang's layers that stand for several of the checkpoint's."""
+MAX_ROWS = 2**20
+"""Tokens of one pass; the map from row to slot must not move once a CUDA graph reads it."""
+UNTURNED = -1
+
+
+def parts(module: str) -> tuple[str, ...]:
+    """The checkpoint's names of what one of SGLang's layers holds."""
+    parent, _, last = module.rpartition(".")
+    return tuple(f"{parent}.{part}" for part in FUSED.get(last, (last,)))
+
+
+class Rows:
+    """Which slot turns which rows of the pass that comes next; one for all layers."""
+
+    def __init__(self, device: torch.device, max_rows: int = MAX_ROWS) -> None:
+        self.slots_T = torch.full((max_rows,), UNTURNED, dtype=torch.int32, device=device)
+        self.runs: tuple[tuple[int, int, int], ...] = ()
+        """(slot, first row, end row) of the rows that are turned, neighbours of one slot joined."""
+        self._filled = 0
+
+    def prepare(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
+        """Of each sequence of the pass: its slot or `UNTURNED`, and its rows. Written in place, for CUDA graphs."""
+        runs: list[tuple[int, int, int]] = []
+        end = 0
+        for slot, length in zip(slots, lengths, strict=True):
+            start, end = end, end + length
+            if slot == UNTURNED or not length:
+                continue
+            if runs and runs[-1][0] == slot and runs[-1][2] == start:
+                start = runs.pop()[1]
+            runs.append((slot, start, end))
+        if end > len(self.slots_T):
+            raise InternalError(f"a pass of {end} tokens; the plug-in is made for {len(self.slots_T)}")
+        self.runs = tuple(runs)
+        # Rows that pad the pass up to a captured size must not keep what an earlier pass wrote.
+        here = torch.full((max(end, self._filled),), UNTURNED, dtype=torch.int32)
+        for slot, start, stop in runs:
+            here[start:stop] = slot
+        if self.slots_T.device.type == "cuda":
+            here = here.pin_memory()
+        self.slots_T[: len(here)].copy_(here, non_blocking=True)
+        self._filled = end
+
+
+class LayerRotation:
+    """R of one layer in every slot, and the turning of its input."""
+
+    def __init__(
+        self, in_features: int, block_size: int, num_slots: int, rows: Rows, *, rank: int, dtype: torch.dtype
+    ) -> None:
+        """
+        Args:
+            rank: where the layer's input is cut over ranks, which part is ours. R itself is whole on every rank.
+        """
+        shape = (num_slots, in_features // block_size, block_size, block_size)
+        self.buffer = torch.zeros(shape, dtype=dtype, device=rows.slots_T.device)
+        self.in_features = in_features
+        self._rows = rows
+        self._rank = rank
+
+    def turn(self, x: Tensor, *, captured: bool) -> Tensor:
+        """x with the rows of OFT adapters turned, the others untouched.
+
+        Args:
+            captured: a CUDA graph records this pass: only operations on static memory, whatever the batch holds now.
+        """
+        if not captured and not self._rows.runs:
+            return x
+        flat = x.reshape(-1, x.shape[-1])
+        turned = self._turn_all(flat) if captured else self._turn_runs(flat)
+        return turned.view(x.shape)
+
+    def _turn_runs(self, x: Tensor) -> Tensor:
+        if self._rows.runs[-1][2] > x.shape[0]:
+            raise InternalError(f"adapters reach row {self._rows.runs[-1][2]} of {x.shape[0]}")
+        turned = x.clone()
+        for slot, start, stop in self._rows.runs:
+            turned[start:stop] = rotate(x[start:stop], self._R(slot, x.shape[-1]))
+        return turned
+
+    def _turn_all(self, x: Tensor) -> Tensor:
+        turned = x
+        slots_T = self._rows.slots_T[: x.shape[0], None]
+        for slot in range(len(self.buffer)):
+            turned = torch.where(slots_T == slot, rotate(x, self._R(slot, x.shape[-1])), turned)
+        return turned
+
+    def _R(self, slot: int, width: int) -> Tensor:
+        R = self.buffer[slot]
+        if width == self.in_features:
+            return R
+        count = width // R.shape[-1]
+        return R[self._rank * count : (self._rank + 1) * count]
+
+
+@dataclass(frozen=True)
+class Published:
+    """An OFT adapter's files, on the CPU."""
+
+    parameters: Mapping[str, Tensor]
+    """As the file names them: kept to be read back, never multiplied."""
+    rotations: Mapping[str, Tensor]
+    """By SGLang's name of the layer."""
+
+
+class Rotations:
+    """All layers of a model."""
+
+    def __init__(self, block_size: int, num_slots: int, device: torch.device, dtype: torch.dtype) -> None:
+        self.block_size = block_size
+        self.rows = Rows(device)
+        self.layers: dict[str, LayerRotation] = {}
+        self.holds = [False] * num_slots
+        """By slot: an OFT adapter stands in it."""
+        self._dtype = dtype
+
+    def add_layer(self, name: str, in_features: int, *, local_features: int, rank: int) -> LayerRotation:
+        if local_features % self.block_size:
+            raise ModelError(
+                f"blocks of {self.block_size} do not divide the {local_features} input features of {name} on a rank"
+            )
+        self.layers[name] = LayerRotation(
+            in_features, self.block_size, len(self.holds), self.rows, rank=rank, dtype=self._dtype
+        )
+        return self.layers[name]
+
+    def fill(self, slot: int, published: Published) -> None:
+        for name, layer in self.layers.items():
+            layer.buffer[slot].copy_(published.rotations[name])
+        self.holds[slot] = True
+
+    def clear(self, slot: int) -> None:
+        """Safe to call twice."""
+        if self.holds[slot]:
+            self.holds[slot] = False
+            for layer in self.layers.values():
+                layer.buffer[slot].zero_()
+
+    def prepare(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
+        """Before a pass: the slot and the rows of each of its sequences, OFT or not."""
+        self.rows.prepare([slot if self.holds[slot] else UNTURNED for slot in slots], lengths)
+
+    def load(self, folder: Path) -> Published:
+        """Raises ModelError naming what does not fit this model. Whether R is the right one, the read-back shows."""
+        settings = json.loads((folder / CONFIG_FILE).read_bytes())
+        if settings.get("oft_block_size") != self.block_size:
+            raise ModelError(
+                f"oft_block_size is {settings.get('oft_block_size')}, this server was started for {self.block_size}",
+                where=CONFIG_FILE,
+            )
+        files = {name: (folder / name).read_bytes() for name in (MODEL_FILE, ROTATIONS_FILE)}
+        parameters, turned = (parse_tensors(files, name) for name in files)
+        blocks = {
+            f"{part}.oft_R": layer.in_features // self.block_size
+            for name, layer in self.layers.items()
+            for part in parts(name)
+        }
+        size = num_parameters(self.block_size, self.block_size)
+        check_tensors(
+            MODEL_FILE, parameters,
+            {f"{PEFT_PREFIX}{key}.weight": (count, size) for key, count in blocks.items()}, torch.float32,
+        )  # fmt: skip
+        check_tensors(
+            ROTATIONS_FILE, turned,
+            {key: (count, self.block_size, self.block_size) for key, count in blocks.items()}, torch.bfloat16,
+        )  # fmt: skip
+        rotations = {}
+        for name in self.layers:
+            first, *others = (f"{part}.oft_R" for part in parts(name))
+            for other in others:
+                check_shared(ROTATIONS_FILE, turned, other, first)
+            rotations[name] = turned[first]
+        return Published(parameters, rotations)

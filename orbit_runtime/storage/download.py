@@ -1,0 +1,312 @@
+"""From a remote source into the cache: resumed, verified, several files at a time, with bytes and time left.
+
+Belongs here: trying again, digests, the meter. Does not belong here: a source's protocol (`hub`, `bucket`), or which
+files a run needs (`inputs`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from orbit_runtime.errors import OrbitError, StoppedOnRequest, StorageError
+from orbit_runtime.storage.cache import Cache
+
+PARALLEL_FILES = 4
+READ_BYTES = 2**20
+TELL_SECONDS = 1.0
+MAX_PAUSE_SECONDS = 8.0
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteFile:
+    """Example: `RemoteFile("config.json", 612, "9f2c…", git_sha1="9f2c…")`"""
+
+    name: str
+    size: int
+    version: str
+    """Changes with the content: a digest or an ETag."""
+    sha256: str | None = None
+    git_sha1: str | None = None
+    """What git calls this content, for files that the hub keeps in git itself."""
+    likely_md5: str | None = None
+    """An object store's ETag that has the form of an MD5: it is one unless the server encrypts objects."""
+
+
+class MissingError(Protocol):
+    """Makes the error for a thing that is not there."""
+
+    def __call__(self, message: str, *, fix: str | None = None) -> OrbitError: ...
+
+
+class InterruptedTransfer(Exception):
+    """Worth another try. Example: `InterruptedTransfer("503", wait=2.0)`"""
+
+    def __init__(self, reason: str, *, wait: float | None = None) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.wait = wait
+
+
+class Source(Protocol):
+    """Where files come from."""
+
+    uri: str
+    """For messages; holds no credentials."""
+    identity: str
+    """The same for the same content of `RemoteFile.version`."""
+
+    def read(self, file: RemoteFile, start: int) -> tuple[int, Iterator[bytes]]:
+        """Bytes from `start` on, or from the offset that is returned where the source cannot start there.
+
+        Raises:
+            InterruptedTransfer: at once, or while the bytes are read.
+        """
+        ...
+
+    def check_unchanged(self, file: RemoteFile) -> None:
+        """Raises OrbitError where the file was replaced while it was read."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """How far a download is. Example: `Transfer("hf://org/name", 1200, 3400, 12.0)`"""
+
+    what: str
+    done: int
+    total: int
+    seconds_left: float | None
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long to try, who is told, and when to give up."""
+
+    deadline_seconds: float = 120.0
+    """Without a single new byte; then it is a StorageError."""
+    tell: Callable[[Transfer], None] = lambda _: None
+    stop: Callable[[], bool] = lambda: False
+    sleep: Callable[[float], None] = time.sleep
+    monotonic: Callable[[], float] = time.monotonic
+
+
+def fetch_files(
+    source: Source,
+    files: Sequence[RemoteFile],
+    cache: Cache,
+    patience: Patience,
+    broken: Callable[[str, str], OrbitError],
+) -> dict[str, str]:
+    """Name → SHA-256 of files that then are in the cache. What is there already is not asked for again.
+
+    Args:
+        broken: from message and file name, the error for content that is not what the source announced.
+
+    Raises:
+        StorageError: (74) the source stayed silent, or the disk is full. What arrived is kept and continued.
+        StoppedOnRequest: (75) `patience.stop` said so.
+    """
+    try:
+        found = {file.name: cache.find(key_of(source, file), file.size, file.sha256) for file in files}
+        missing = [file for file in files if found[file.name] is None]
+        if missing:
+            waiting = sum(max(0, file.size - _size(cache.part(key_of(source, file)))) for file in missing)
+            cache.check_room(waiting)
+            found |= _fetch_missing(source, missing, cache, patience, broken)
+    except OSError as error:
+        raise cache.explain(error) from None
+    return {name: sha256 for name, sha256 in found.items() if sha256 is not None}
+
+
+def key_of(source: Source, file: RemoteFile) -> str:
+    """Under which a file is looked for before its digest is known."""
+    if file.sha256 is not None:
+        return file.sha256
+    return hashlib.sha256(f"{source.identity}\n{file.name}\n{file.version}\n{file.size}".encode()).hexdigest()
+
+
+def _fetch_missing(
+    source: Source,
+    files: Sequence[RemoteFile],
+    cache: Cache,
+    patience: Patience,
+    broken: Callable[[str, str], OrbitError],
+) -> dict[str, str]:
+    meter = _Meter(source.uri, sum(file.size for file in files), patience.monotonic)
+    with ThreadPoolExecutor(PARALLEL_FILES, thread_name_prefix="orbit-download") as pool:
+        fetchers = [_Fetcher(source, file, cache, patience, broken, meter) for file in files]
+        futures: list[Future[str]] = [pool.submit(fetcher.run) for fetcher in fetchers]
+        try:
+            pending = set(futures)
+            while pending:
+                done, pending = wait(pending, TELL_SECONDS, FIRST_EXCEPTION)
+                for future in done:
+                    future.result()
+                patience.tell(meter.reading())
+                if patience.stop():
+                    raise StoppedOnRequest(
+                        "stopped while downloading; the same command continues where it stopped", where=source.uri
+                    )
+        finally:
+            meter.ended.set()
+            for future in futures:
+                future.cancel()
+    return {file.name: future.result() for file, future in zip(files, futures, strict=True)}
+
+
+class _Ended(Exception):
+    """Another file failed, or the run is to stop."""
+
+
+class _Meter:
+    """Bytes of all files together. Safe to use from several threads."""
+
+    def __init__(self, what: str, total: int, monotonic: Callable[[], float]) -> None:
+        self.ended = threading.Event()
+        self._what, self._total, self._monotonic = what, total, monotonic
+        self._lock = threading.Lock()
+        self._done = self._received = 0
+        self._started = monotonic()
+
+    def add(self, count: int, *, received: bool) -> None:
+        with self._lock:
+            self._done += count
+            self._received += count if received else 0
+
+    def reading(self) -> Transfer:
+        with self._lock:
+            seconds = self._monotonic() - self._started
+            left = (self._total - self._done) * seconds / self._received if self._received else None
+            return Transfer(self._what, self._done, self._total, left)
+
+
+class _Fetcher:
+    """One file."""
+
+    def __init__(
+        self,
+        source: Source,
+        file: RemoteFile,
+        cache: Cache,
+        patience: Patience,
+        broken: Callable[[str, str], OrbitError],
+        meter: _Meter,
+    ) -> None:
+        self._source, self._file, self._cache, self._patience = source, file, cache, patience
+        self._broken, self._meter = broken, meter
+        self._counted = 0
+
+    def run(self) -> str:
+        file, key = self._file, key_of(self._source, self._file)
+        with self._cache.lock(key, self._pause) as part:
+            # Whoever held the lock before us may have fetched it.
+            found = self._cache.find(key, file.size, file.sha256)
+            if found is not None:
+                self._count(file.size)
+                return found
+            before: str | None = None
+            while True:
+                self._fill(part)
+                sha256, problem = self._verify(part)
+                # An ETag that only looks like an MD5: the same bytes came twice.
+                is_same = sha256 == before and _size(part) == file.size
+                if problem is None or (file.likely_md5 is not None and is_same):
+                    self._source.check_unchanged(file)
+                    self._cache.keep(key, part, sha256)
+                    return sha256
+                part.unlink()
+                if before is not None:
+                    raise self._broken(problem, file.name)
+                # A part of an earlier start may be to blame: once more from its first byte.
+                before = sha256
+
+    def _fill(self, part: Path) -> None:
+        """Until the part has the file's size; the clock starts anew with each byte that arrives."""
+        last_byte, tries = self._patience.monotonic(), 0
+        if not part.exists():
+            part.touch()
+        while (before := _size(part)) < self._file.size:
+            try:
+                self._append(part, before)
+                reason, wanted = f"it ended after {_size(part)} of {self._file.size} bytes", None
+            except InterruptedTransfer as cut:
+                reason, wanted = cut.reason, cut.wait
+            now = self._patience.monotonic()
+            if _size(part) > before:
+                last_byte, tries = now, 0
+            if _size(part) >= self._file.size:
+                return
+            pause = min(MAX_PAUSE_SECONDS, 0.1 * 2**tries) if wanted is None else wanted
+            tries += 1
+            if now - last_byte + pause > self._patience.deadline_seconds:
+                raise StorageError(
+                    f"downloading {self._file.name} failed for {now - last_byte:.0f} s: {reason}",
+                    where=self._source.uri,
+                    fix="check that the source is reachable from here, then start again: "
+                    "the download goes on where it stopped",
+                )
+            self._pause(pause)
+
+    def _append(self, part: Path, start: int) -> None:
+        offset, chunks = self._source.read(self._file, start)
+        with part.open("r+b") as stream:
+            stream.truncate(offset)
+            stream.seek(offset)
+            self._count(offset, received=False)
+            for chunk in chunks:
+                stream.write(chunk)
+                self._count(stream.tell())
+                if self._meter.ended.is_set():
+                    raise _Ended
+                if stream.tell() > self._file.size:
+                    return
+
+    def _verify(self, part: Path) -> tuple[str, str | None]:
+        """SHA-256 of the part, and what is wrong with it."""
+        file, size = self._file, _size(part)
+        sha256, git = hashlib.sha256(), hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
+        md5 = hashlib.md5(usedforsecurity=False)
+        with part.open("rb") as stream:
+            while chunk := stream.read(READ_BYTES):
+                sha256.update(chunk)
+                if file.git_sha1 is not None:
+                    git.update(chunk)
+                if file.likely_md5 is not None:
+                    md5.update(chunk)
+                if self._meter.ended.is_set():
+                    raise _Ended
+            os.fsync(stream.fileno())
+        found = sha256.hexdigest()
+        if size != file.size:
+            return found, f"{size} bytes came instead of {file.size}"
+        if file.sha256 not in (None, found):
+            return found, f"its SHA-256 is {found[:12]}…, not the announced {str(file.sha256)[:12]}…"
+        if file.git_sha1 not in (None, git.hexdigest()):
+            return found, f"its git digest is {git.hexdigest()[:12]}…, not the announced {str(file.git_sha1)[:12]}…"
+        if file.likely_md5 not in (None, md5.hexdigest()):
+            return found, f"its MD5 is {md5.hexdigest()[:12]}…, its ETag {str(file.likely_md5)[:12]}…"
+        return found, None
+
+    def _count(self, done: int, *, received: bool = True) -> None:
+        self._meter.add(done - self._counted, received=received)
+        self._counted = done
+
+    def _pause(self, seconds: float) -> None:
+        if self._meter.ended.is_set():
+            raise _Ended
+        self._patience.sleep(seconds)
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0

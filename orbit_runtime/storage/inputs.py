@@ -1,0 +1,209 @@
+"""What a manifest reads, wherever it lies: a URI becomes a local path.
+
+Belongs here: schemes, and which files of a source a run needs. Does not belong here: `builtin://`, whose owners know
+their own (`model_info`, `data`), or a source's protocol (`hub`, `bucket`).
+
+A model is its `*.safetensors` and the texts beside them. Pickled weights and a model's own code are never fetched.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from orbit_runtime.errors import DataError, ModelError, OrbitError, UsageError
+from orbit_runtime.storage.bucket import Bucket
+from orbit_runtime.storage.cache import Cache, default_cache, digest_of
+from orbit_runtime.storage.download import Patience, RemoteFile, Source, fetch_files
+from orbit_runtime.storage.opening import read_deadline
+from orbit_runtime.storage.store import is_key
+
+Kind = Literal["model", "prompts", "code"]
+INDEX, SINGLE, WEIGHTS = "model.safetensors.index.json", "model.safetensors", ".safetensors"
+ARCHIVE = ".zip"
+"""Python imports from it as it is, so nothing is ever unpacked."""
+MAX_CODE_FILES = 10_000
+_ON_A_CLUSTER = ("pvc", "configmap")
+_TEXTS = (".json", ".jinja", ".txt", ".model", ".tiktoken")
+_ERRORS: dict[Kind, type[OrbitError]] = {"model": ModelError, "prompts": DataError, "code": UsageError}
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """Where an input is on this machine."""
+
+    path: Path
+    """A folder, or for prompts a file; for code either."""
+    uri: str
+    revision: str | None = None
+    """The hub's commit."""
+    digest: str | None = None
+    """SHA-256 over names and contents, where it was fetched or is code."""
+
+    def to_json(self) -> dict[str, str | None]:
+        return {"uri": self.uri, "revision": self.revision, "digest": self.digest}
+
+
+def fetch_input(
+    uri: str,
+    kind: Kind,
+    where: str,
+    *,
+    patience: Patience | None = None,
+    environ: Mapping[str, str] = os.environ,
+    revision: str | None = None,
+) -> Fetched:
+    """The local folder or file of a URI, downloaded where it has to be.
+
+    Args:
+        where: the manifest's field, for messages.
+        revision: the hub's commit that an earlier start of the same run used.
+
+    Raises:
+        ModelError, DataError, UsageError: (66, 65, 64 by kind) it is not there, or not what its source announced.
+        CredentialsError: (77) the source refused.
+        StorageError: (74) the source or the disk failed.
+        StoppedOnRequest: (75) what arrived is kept.
+    """
+    scheme, separator, rest = uri.partition("://")
+    if not separator or scheme == "file":
+        path = Path(rest if separator else uri)
+        return Fetched(path, uri, digest=code_digest(path, where) if kind == "code" else None)
+    if scheme in _ON_A_CLUSTER:
+        raise _ERRORS[kind](
+            f"{scheme}:// is mounted by the operator, and this run was started by hand",
+            where=where,
+            fix="write the path at which it is mounted here",
+        )
+    wanted = _Wanted(uri, kind, where, Cache(default_cache(environ)), patience or Patience(read_deadline(environ)))
+    try:
+        if scheme == "s3":
+            return wanted.from_bucket(environ)
+        if scheme == "hf" and kind != "code":
+            return wanted.from_hub(environ, revision)
+    except OSError as error:
+        raise wanted.cache.explain(error) from None
+    raise _ERRORS[kind](f"{scheme}:// is not read here", where=where, fix="use a path, file:// or s3://")
+
+
+def code_digest(path: Path, where: str) -> str:
+    """SHA-256 over the names and contents of a folder of code, or of an archive.
+
+    Hidden and compiled files do not count, so that a folder has the digest of its copy in a bucket.
+
+    Raises:
+        UsageError: there is no such folder, it is empty, or it holds far too much to be code.
+    """
+    if path.is_file() and path.suffix == ARCHIVE:
+        return f"sha256:{digest_of({path.name: hashlib.sha256(path.read_bytes()).hexdigest()})}"
+    if not path.is_dir():
+        raise UsageError(f"there is neither a folder nor a {ARCHIVE} file {path}", where=where, fix=f"correct {where}")
+    files: dict[str, str] = {}
+    for each in sorted(path.rglob("*")):
+        name = each.relative_to(path)
+        # A ConfigMap's volume holds its files a second time below `..data`.
+        if _is_passed_over(name.as_posix()) or not each.is_file():
+            continue
+        files[name.as_posix()] = hashlib.sha256(each.read_bytes()).hexdigest()
+        if len(files) > MAX_CODE_FILES:
+            raise UsageError(f"more than {MAX_CODE_FILES} files", where=where, fix="give the code a folder of its own")
+    if not files:
+        raise UsageError(f"the folder {path} is empty", where=where, fix=f"correct {where}")
+    return f"sha256:{digest_of(files)}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """One input, and what its errors need to know."""
+
+    uri: str
+    kind: Kind
+    where: str
+    cache: Cache
+    patience: Patience
+
+    def missing(self, message: str, *, fix: str | None = None) -> OrbitError:
+        return _ERRORS[self.kind](f"{self.uri}: {message}", where=self.where, fix=fix or f"correct {self.where}")
+
+    def broken(self, message: str, name: str) -> OrbitError:
+        fix = "start again; if it stays so, its source is corrupt"
+        return _ERRORS[self.kind](f"{self.uri}: {name} came broken, twice: {message}", where=self.where, fix=fix)
+
+    def from_hub(self, environ: Mapping[str, str], revision: str | None) -> Fetched:
+        from orbit_runtime.storage.hub import Hub, parse_address, read_access
+
+        address = parse_address(self.uri)
+        if address is None or (self.kind == "prompts") != (address.path is not None):
+            form = "hf://datasets/org/name@revision/file" if self.kind == "prompts" else "hf://org/name@revision"
+            raise self.missing("this is not an address on the hub", fix=f"write {form}")
+        access, missing = read_access(environ), self.missing
+        with Hub(self.uri, access, self.patience, missing, cache=self.cache, revision=revision) as hub:
+            listed = {file.name: file for file in hub.files()}
+            if self.kind == "model":
+                return self._keep_model(hub, listed, hub.revision)
+            assert address.path is not None
+            if address.path not in listed:
+                raise self.missing(f"the repository has no file {address.path!r}")
+            return self._keep(hub, [listed[address.path]], hub.revision)
+
+    def from_bucket(self, environ: Mapping[str, str]) -> Fetched:
+        if self.kind == "prompts" or (self.kind == "code" and self.uri.endswith(ARCHIVE)):
+            folder, _, name = self.uri.rpartition("/")
+            if not name or folder in ("s3:/", "s3:"):
+                raise self.missing("this names no object", fix="write s3://bucket/folder/file")
+            bucket = Bucket(folder, self.missing, self.patience, environ)
+            return self._keep(bucket, [bucket.describe(name)])
+        bucket = Bucket(self.uri, self.missing, self.patience, environ)
+        if self.kind == "code":
+            names = [name for name in bucket.list() if not _is_passed_over(name)]
+            if not names or len(names) > MAX_CODE_FILES:
+                raise self.missing(f"{len(names)} files are there; code is 1 to {MAX_CODE_FILES}")
+            return self._keep(bucket, [bucket.describe(name) for name in names])
+        names = [name for name in bucket.list() if is_key(name) and (_is_text(name) or name.endswith(WEIGHTS))]
+        return self._keep_model(bucket, {name: bucket.describe(name) for name in names}, None)
+
+    def _keep_model(self, source: Source, listed: Mapping[str, RemoteFile], revision: str | None) -> Fetched:
+        """Texts first: the index among them says which weights there are."""
+        if "config.json" not in listed:
+            raise self.missing("there is no config.json: this is not a model in Hugging Face format")
+        texts = [file for name, file in listed.items() if _is_text(name)]
+        found = fetch_files(source, texts, self.cache, self.patience, self.broken)
+        shards = self._shards(found)
+        lost = [name for name in shards if name not in listed]
+        if lost:
+            raise self.missing(f"{lost[0]} is not there" + ("" if INDEX in found else f", nor is {INDEX}"))
+        files = [listed[name] for name in shards]
+        found |= fetch_files(source, files, self.cache, self.patience, self.broken)
+        folder, digest = self.cache.build_folder(found)
+        return Fetched(folder, self.uri, revision, f"sha256:{digest}")
+
+    def _shards(self, found: Mapping[str, str]) -> Sequence[str]:
+        if INDEX not in found:
+            return [SINGLE]
+        try:
+            shards = sorted(set(json.loads(self.cache.blob(found[INDEX]).read_bytes())["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise self.missing(f"{INDEX} is not an index of weights") from None
+        other = [name for name in shards if not str(name).endswith(WEIGHTS)]
+        if other or not shards:
+            raise self.missing(f"{INDEX} names {other[0] if other else 'nothing'}: weights are {WEIGHTS} files only")
+        return shards
+
+    def _keep(self, source: Source, files: Sequence[RemoteFile], revision: str | None = None) -> Fetched:
+        found = fetch_files(source, files, self.cache, self.patience, self.broken)
+        folder, digest = self.cache.build_folder(found)
+        is_file = self.kind == "prompts" or self.uri.endswith(ARCHIVE)
+        return Fetched(folder / files[0].name if is_file else folder, self.uri, revision, f"sha256:{digest}")
+
+
+def _is_text(name: str) -> bool:
+    return name.endswith(_TEXTS) and "/" not in name
+
+
+def _is_passed_over(name: str) -> bool:
+    return any(piece.startswith(".") or piece == "__pycache__" or piece.endswith(".pyc") for piece in name.split("/"))

@@ -1,0 +1,31 @@
+"""`orbit parity` on the shipped model: numbers, verdict and exit code."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from orbit_runtime.cli.main import run_command
+
+EXAMPLE = str(Path(__file__).resolve().parents[2] / "examples" / "quickstart.yaml")
+
+
+def test_two_sides_that_agree_are_told_with_their_floors(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["parity", EXAMPLE, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["engine"], found["precision"], found["location"]) == ("Torch", "INT4", None)
+    preflight = found["preflight"]
+    assert preflight["passed"]
+    for name in ("base", "identity", "random", "policy"):
+        assert 0 <= preflight[name]["mean"] <= preflight["limit"], name
+    assert preflight["random_effect"] > 100 * preflight["limit"]
+
+
+def test_a_gate_that_does_not_hold_is_84_and_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["parity", EXAMPLE, "--set", "spec.parity.meanLimit=1e-12"]) == 84
+    out = capsys.readouterr().out
+    assert "FAILED: trainer and engine differ by" in out
+    assert "adapter off" in out
+    assert "the limit is 1e-12" in out

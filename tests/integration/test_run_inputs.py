@@ -1,0 +1,120 @@
+"""Whole runs that read model, prompts and rewards from elsewhere. The hub is a fake, the runs are real."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes.guide import commands, run_shell, write_files
+from fakes.hub_server import Fault, HubServer
+
+from tests.integration.killing import small_manifest
+from tests.integration.run_nursery import Nursery
+
+ROOT = Path(__file__).parents[2]
+TINY = ROOT / "orbit_runtime/model_info/builtin/tiny-adder/int4"
+MODEL = {path.name: path.read_bytes() for path in TINY.iterdir() if path.is_file()}
+PROMPTS = (ROOT / "orbit_runtime/data/builtin/two-digit-addition.jsonl").read_bytes()
+GUIDE = (ROOT / "docs/guides/inputs.md").read_text()
+REWARD = "def score(completion, prompt, fields):\n    return float(completion == fields['answer'])\n"
+
+
+@pytest.fixture
+def hub() -> Iterator[HubServer]:
+    with HubServer() as server:
+        server.add("example/tiny-adder", MODEL)
+        server.add("example/sums", {"train.jsonl": PROMPTS}, kind="datasets")
+        yield server
+
+
+@pytest.fixture
+def nursery(hub: HubServer, tmp_path: Path) -> Iterator[Nursery]:
+    made = Nursery({**hub.environment(), "ORBIT_CACHE": str(tmp_path / "cache")})
+    yield made
+    made.close()
+
+
+def manifest(code: Path, *, steps: int) -> dict[str, Any]:
+    made = small_manifest(steps=steps)
+    made["spec"]["model"] = {"uri": "hf://example/tiny-adder"}
+    made["spec"]["data"] = {"prompts": [{"uri": "hf://datasets/example/sums/train.jsonl"}]}
+    rewards = [{"name": "correct", "entrypoint": "orbit_test_rewards:score"}]
+    made["spec"]["environment"] = {"code": {"uri": str(code)}, "rewards": rewards}
+    # A schedule that does not depend on the number of steps, so that a run may be made longer.
+    made["spec"]["training"]["schedule"] = {"type": "Constant"}
+    return made
+
+
+def test_a_run_keeps_to_what_it_read_first(hub: HubServer, nursery: Nursery, tmp_path: Path) -> None:
+    code, moved, out = tmp_path / "code", tmp_path / "moved", tmp_path / "run"
+    code.mkdir()
+    (code / "orbit_test_rewards.py").write_text(REWARD)
+    assert nursery.run(manifest(code, steps=1), str(out)) == 0
+    told = json.loads((out / "run.json").read_text())
+    model = told["inputs"]["spec.model.uri"]
+    assert model["revision"] == hub.repositories["models", "example/tiny-adder"].head
+    config = f"sha256:{hashlib.sha256(MODEL['config.json']).hexdigest()}"
+    assert told["identity"]["content.model.config.json"] == config
+    assert told["identity"]["content.environment.code"].startswith("sha256:")
+    adapter = json.loads((out / "adapters/policy-v1/adapter_config.json").read_text())
+    assert adapter["base_model_name_or_path"] == "example/tiny-adder"
+
+    hub.add("example/tiny-adder", {**MODEL, "config.json": b"{}"})
+    hub.requests.clear()
+    code.rename(moved)
+    assert nursery.run(manifest(moved, steps=2), str(out)) == 0
+    assert not [request for request in hub.requests if "tiny-adder" in request.path]
+    (moved / "orbit_test_rewards.py").write_text(REWARD + "# another\n")
+    assert nursery.run(manifest(moved, steps=3), str(out)) == 73
+
+
+def test_sigterm_during_a_download_ends_with_75_and_the_next_start_goes_on(
+    hub: HubServer, nursery: Nursery, tmp_path: Path
+) -> None:
+    (tmp_path / "orbit_test_rewards.py").write_text(REWARD)
+    digest, released = hashlib.sha256(MODEL["model.safetensors"]).hexdigest(), threading.Event()
+    hub.faults = [Fault(digest, hold=released)]
+    made = manifest(tmp_path, steps=1)
+    del made["spec"]["environment"]["code"]
+    made["spec"]["environment"]["rewards"] = [{"name": "correct", "type": "ExactMatch"}]
+    pid = nursery.start(made, str(tmp_path / "run"))
+    until = time.monotonic() + 60
+    while not hub.asked_for(digest) and time.monotonic() < until:
+        time.sleep(0.05)
+    os.kill(pid, signal.SIGTERM)
+    time.sleep(0.5)
+    released.set()
+    assert nursery.wait() == 75
+    assert nursery.run(made, str(tmp_path / "run")) == 0
+
+
+def test_a_mistake_in_an_address_has_its_exit_code(nursery: Nursery, tmp_path: Path) -> None:
+    made = small_manifest(steps=1)
+    made["spec"]["model"] = {"uri": "hf://example/tiny-adder@none"}
+    assert nursery.run(made, str(tmp_path / "a")) == 66
+    made["spec"]["data"] = {"prompts": [{"uri": "hf://datasets/example/sums/none.jsonl"}]}
+    assert nursery.run(made, str(tmp_path / "b")) == 65
+    made["spec"]["environment"]["code"] = {"uri": str(tmp_path / "none")}
+    made["spec"]["data"] = {"prompts": [{"uri": "builtin://two-digit-addition"}]}
+    assert nursery.run(made, str(tmp_path / "c")) == 64
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_commands_of_the_guide_work(hub: HubServer, tmp_path: Path) -> None:
+    write_files(GUIDE, tmp_path)
+    environment = {**hub.environment(), "ORBIT_CACHE": str(tmp_path / "cache")}
+    for heading in ("A run from the hub", "Code of your own"):
+        for text in commands(GUIDE, heading):
+            done = run_shell(text, tmp_path, environment)
+            assert done.returncode == 0, done.stdout + done.stderr
+    for name in ("first", "second", "zip"):
+        assert (tmp_path / f"runs/{name}/report.html").is_file()

@@ -1,0 +1,43 @@
+"""What SGLang is asked to serve, and what is refused before it starts."""
+
+from __future__ import annotations
+
+import pytest
+
+from orbit_runtime.adapters.config import AdapterConfig
+from orbit_runtime.errors import UnsupportedError
+from orbit_runtime.rollout.sglang_server import check_served
+
+PARENT = "model.layers.0.self_attn"
+MODULES = {f"{PARENT}.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj")}
+
+
+def layers(*names: str) -> tuple[str, ...]:
+    return tuple(f"{PARENT}.{name}" for name in names)
+
+
+@pytest.mark.parametrize("kind", ["LoRA", "OFT"])
+@pytest.mark.parametrize(
+    "names", [("q_proj", "k_proj", "v_proj"), ("o_proj",), ("q_proj", "k_proj", "v_proj", "o_proj")]
+)
+def test_whole_layers_of_sglang_are_served(kind, names: tuple[str, ...]) -> None:
+    check_served(AdapterConfig(type=kind, targets=names), layers(*names), MODULES)
+
+
+@pytest.mark.parametrize("kind", ["LoRA", "OFT"])
+def test_a_part_of_a_layer_that_sglang_fuses_is_refused_with_what_is_missing(kind) -> None:
+    with pytest.raises(UnsupportedError, match=r"k_proj of model\.layers\.0\.self_attn has no adapter") as caught:
+        check_served(AdapterConfig(type=kind, targets=("q_proj", "v_proj")), layers("q_proj", "v_proj"), MODULES)
+    assert caught.value.exit_code == 78
+    assert "add k_proj" in str(caught.value.fix)
+
+
+def test_experts_and_other_scalings_are_refused_by_their_field() -> None:
+    with pytest.raises(UnsupportedError) as caught:
+        check_served(
+            AdapterConfig(type="OFT", targets=("gate_proj",)), ("model.layers.0.mlp.experts.gate_proj",), set()
+        )
+    assert caught.value.where == "spec.adapter.experts"
+    with pytest.raises(UnsupportedError) as caught:
+        check_served(AdapterConfig(type="LoRA", targets=("o_proj",), rslora=True), layers("o_proj"), MODULES)
+    assert caught.value.where == "spec.adapter.lora.rslora"
