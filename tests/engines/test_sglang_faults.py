@@ -159,7 +159,7 @@ SPOILED = {
         f"{TABLE}.copy_(manager.rotations.layers['model.layers.2.mlp.down_proj'].buffer[slot])",
         f"{LAYER}.oft_R holds model.layers.2.mlp.down_proj.oft_R",
     ),
-    "switched off": ("manager.rotations.holds[slot] = False", f"{LAYER}.oft_R is missing"),
+    "switched off": ("manager.rotations.holds[slot] = False", "model.layers.0.mlp.down_proj.oft_R is missing"),
     "stale version": (
         "[layer.buffer[slot].copy_(layer.buffer[manager.memory_pool.uid_to_buffer_id[before]])"
         " for layer in manager.rotations.layers.values()]",
