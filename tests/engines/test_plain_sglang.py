@@ -36,7 +36,7 @@ def test_plain_sglang_gives_the_trainers_logprobs(tmp_path: Path) -> None:
     if not os.environ.get(PYTHON_VARIABLE):
         pytest.fail(f"{PYTHON_VARIABLE} is not set: run `make test-engines`")
     adapter = train(tmp_path / "run")
-    canary = json.loads((adapter / "manifest.json").read_text())["canary"]
+    canary = json.loads((adapter / "manifest.json").read_text())["facts"]["canary"]
     convert(builtin_folder("tiny-adder", "INT4"), tmp_path / "base", Target("BF16"), show=lambda *_: None)
     port = free_port()
     settings = ServerSettings(
