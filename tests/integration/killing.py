@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import time
+from collections.abc import Callable
 from typing import Any
 
 from orbit_runtime.observability.metrics import TIME_FIELDS
@@ -40,24 +41,37 @@ def timeless_rows(store: Store) -> list[dict[str, Any]]:
 
 
 def kill_until_done(
-    nursery: Nursery, manifest: dict[str, Any], out: str, *, kills: int, seed: int, longest: float
-) -> list[float]:
-    """Starts the run, kills it at a random moment after it claimed the folder, `kills` times; then lets it finish.
+    nursery: Nursery, manifest: dict[str, Any], out: str, *, kills: int, seed: int, alone: float
+) -> None:
+    """Starts the run, kills it `kills` times, then lets it finish.
 
-    Returns the delays. They count from the claim, so that a busy machine's slow starts do not eat them up.
+    Every other execution dies at a random moment after it claimed the folder, mostly while it starts; the others die
+    at a random moment after they saved a checkpoint of their own, so that progress and loss do not depend on how busy
+    the machine is. `alone`: seconds an undisturbed run takes.
     """
     rng = random.Random(seed)
-    delays: list[float] = []
     store = open_store(out)
-    while len(delays) < kills:
+    for execution in range(1, kills + 1):
+        known = _checkpoints(store)
         pid = nursery.start(manifest, out)
-        while not store.exists(f"executions/{len(delays) + 1:06}.json"):
-            time.sleep(0.01)
-        delay = rng.uniform(0, longest)
-        time.sleep(delay)
+        _wait_for(store.exists, f"executions/{execution:06}.json")
+        if execution % 2:
+            time.sleep(rng.uniform(0, alone / 12))
+        else:
+            _wait_for(lambda before: _checkpoints(store) - before, known)
+            time.sleep(rng.uniform(0, alone / 30))
         os.kill(pid, signal.SIGKILL)
         code = nursery.wait()
         assert code == -signal.SIGKILL, f"the run ended with {code} before it could be killed: give it more steps"
-        delays.append(delay)
     assert nursery.run(manifest, out) == 0
-    return delays
+
+
+def _checkpoints(store: Store) -> set[str]:
+    return {name for name in store.list("checkpoints/") if name.endswith("/manifest.json")}
+
+
+def _wait_for[T](happened: Callable[[T], object], of: T, *, seconds: float = 120.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not happened(of):
+        assert time.monotonic() < deadline, f"nothing happened in {seconds} s"
+        time.sleep(0.01)

@@ -29,7 +29,7 @@ def test_ten_kills_change_no_bit(tmp_path: Path, nursery: Nursery, adapter: str,
     started = time.monotonic()
     assert nursery.run(manifest, str(tmp_path / "alone")) == 0
     undisturbed = time.monotonic() - started
-    kill_until_done(nursery, manifest, str(tmp_path / "killed"), kills=10, seed=every_steps, longest=undisturbed / 4)
+    kill_until_done(nursery, manifest, str(tmp_path / "killed"), kills=10, seed=every_steps, alone=undisturbed)
     alone, killed = open_store(str(tmp_path / "alone")), open_store(str(tmp_path / "killed"))
     assert timeless_rows(killed) == timeless_rows(alone)
     report, expected = (json.loads(store.get("report.json")) for store in (killed, alone))
@@ -37,7 +37,7 @@ def test_ten_kills_change_no_bit(tmp_path: Path, nursery: Nursery, adapter: str,
     assert report["base_digest_before"] == report["base_digest_after"] == expected["base_digest_before"]
     assert report["publishes"] == report["publishes_proven"] > 60
     assert report["executions"] == 11
-    assert 0 < report["resumed"] <= 10
+    assert 5 <= report["resumed"] <= 10, "an execution that saved after another had saved resumed from it"
     for step in (1, 30, 60):
         name = f"rollouts/step-{step:06d}.jsonl.zst"
         assert killed.get(name) == alone.get(name), "a recorded batch is the same batch"
