@@ -242,10 +242,17 @@ def forward_by_rows(
     if run >= num_rows:
         return nn.functional.linear(x, dense_rows(*packed, dtype), bias)
     flat_x = x.reshape(-1, x.shape[-1])
-    y = flat_x.new_empty(flat_x.shape[0], num_rows)
-    for start in range(0, num_rows, run):
-        rows = [tensor[start : start + run] for tensor in packed]
-        torch.mm(flat_x, dense_rows(*rows, dtype).t(), out=y[:, start : start + run])
+    if _is_faster_transposed(flat_x):
+        y_t = flat_x.new_empty(num_rows, flat_x.shape[0])
+        for start in range(0, num_rows, run):
+            rows = [tensor[start : start + run] for tensor in packed]
+            torch.mm(dense_rows(*rows, dtype), flat_x.t(), out=y_t[start : start + run])
+        y = y_t.t().contiguous()
+    else:
+        y = flat_x.new_empty(flat_x.shape[0], num_rows)
+        for start in range(0, num_rows, run):
+            rows = [tensor[start : start + run] for tensor in packed]
+            torch.mm(flat_x, dense_rows(*rows, dtype).t(), out=y[:, start : start + run])
     if bias is not None:
         y += bias
     return y.view(*x.shape[:-1], num_rows)
@@ -260,11 +267,22 @@ def backward_by_rows(
     if run >= num_rows:
         return dy @ dense_rows(*packed, dtype)
     flat_dy = dy.reshape(-1, num_rows)
+    if _is_faster_transposed(flat_dy):
+        dx_t = flat_dy.new_zeros(num_columns, flat_dy.shape[0])
+        for start in range(0, num_rows, run):
+            rows = [tensor[start : start + run] for tensor in packed]
+            dx_t.addmm_(dense_rows(*rows, dtype).t(), flat_dy[:, start : start + run].t())
+        return dx_t.t().contiguous().view(*dy.shape[:-1], num_columns)
     dx = flat_dy.new_zeros(flat_dy.shape[0], num_columns)
     for start in range(0, num_rows, run):
         rows = [tensor[start : start + run] for tensor in packed]
         dx.addmm_(flat_dy[:, start : start + run], dense_rows(*rows, dtype))
     return dx.view(*dy.shape[:-1], num_columns)
+
+
+def _is_faster_transposed(flat_x: Tensor) -> bool:
+    """Whether `W @ x.T` beats `x @ W.T`: on a CPU, oneMKL wants the long side first (7 % at 256 rows, 30 % at 64)."""
+    return not flat_x.is_cuda and 32 <= flat_x.shape[0] <= 256
 
 
 def _rows_per_run(num_rows: int, num_columns: int, like: Tensor, dense_bytes: int | None) -> int:

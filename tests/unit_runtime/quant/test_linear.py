@@ -44,8 +44,9 @@ def test_values_and_gradient_equal_those_of_a_dense_layer(kind: str, shape: tupl
 
 @pytest.mark.parametrize("kind", ["BF16", "INT4"])
 @pytest.mark.parametrize("limit", [1, 64 * 4 * 7, 64 * 4 * 47])
-def test_going_by_runs_of_rows_changes_nothing_but_rounding(kind: str, limit: int) -> None:
-    x, again = inputs(2, 3, 64), inputs(2, 3, 64)
+@pytest.mark.parametrize("sequence", [3, 40], ids=["few rows", "rows enough to multiply transposed"])
+def test_going_by_runs_of_rows_changes_nothing_but_rounding(kind: str, limit: int, sequence: int) -> None:
+    x, again = inputs(2, sequence, 64), inputs(2, sequence, 64)
     whole = frozen(kind, bias=True)(x)
     whole.square().sum().backward()
     by_rows = frozen(kind, bias=True, dense_bytes=limit)(again)
