@@ -58,6 +58,10 @@ class Metrics:
         self.reconcile = Histogram(
             OPERATOR + "reconcile_seconds", "Time of one pass over one run.", buckets=PASS_SECONDS, registry=registry
         )
+        self.waited = Histogram(
+            OPERATOR + "queue_seconds", "Time that a run waited for a worker.", buckets=PASS_SECONDS,
+            registry=registry,
+        )  # fmt: skip
         self.errors = Counter(OPERATOR + "reconcile_errors", "Passes that failed and are retried.", registry=registry)
         self.requests = Counter(
             OPERATOR + "api_requests", "Calls of the API server.", ["verb", "resource", "code"], registry=registry
