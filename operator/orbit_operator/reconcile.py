@@ -5,7 +5,6 @@ Belongs here: that order. Does not belong here: what any of the four does.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -55,20 +54,17 @@ async def reconcile(key: Key, parts: Parts) -> float | None:
         run, body, observed = seen
         chosen = plan(run, observed, now, parts.limits, run.plan)
     state, events, refused = await _act(chosen, run, body, observed.stored, parts)
+    for event in events:
+        await parts.recorder.post(run, event)
     wake = None if chosen.wake_at is None else max(0.0, chosen.wake_at - now)
-    # Told while the status is written: one answer to wait for, not two.
-    telling = asyncio.gather(*(parts.recorder.post(run, event) for event in events))
-    try:
-        if state is not None:
-            status = drop_fields(build_status(run, observed, state, now), parts.writer.crd_lacks)
-            parts.metrics.runs[key] = build_text(*key, body.get("spec") or {}, status, run.gpus)
-            due = write_due(observed.stored, status, now, parts.progress_seconds)
-            if due == 0.0:
-                await parts.writer.write_status(run, body, status)
-            elif due is not None:
-                wake = due if wake is None else min(wake, due)
-    finally:
-        await telling
+    if state is not None:
+        status = drop_fields(build_status(run, observed, state, now), parts.writer.crd_lacks)
+        parts.metrics.runs[key] = build_text(*key, body.get("spec") or {}, status, run.gpus)
+        due = write_due(observed.stored, status, now, parts.progress_seconds)
+        if due == 0.0:
+            await parts.writer.write_status(run, body, status)
+        elif due is not None:
+            wake = due if wake is None else min(wake, due)
     if refused is not None:
         raise refused
     return wake
