@@ -67,7 +67,7 @@ class Shell:
         text = HELM.format(values=self._values, program=find_program(name))
         _write_program(self._programs / "helm", text)
 
-    def run(self, script: str, seconds: float = 240.0) -> str:
+    def run(self, script: str, seconds: float = 540.0) -> str:
         """Everything that it prints."""
         done = subprocess.run(
             ["bash", "-euo", "pipefail", "-c", script], cwd=self.folder, env=self.environment, text=True,

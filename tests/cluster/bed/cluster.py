@@ -143,9 +143,10 @@ def stop(cluster: Cluster) -> None:
 
 
 def wait_for(probe: Any, what: str, seconds: float = 60.0) -> Any:
-    """The first answer that is true."""
-    until = time.monotonic() + seconds
+    """The first answer that is true. Asks less and less often: many a probe starts a `kubectl`."""
+    until, pause = time.monotonic() + seconds, 0.1
     while not (found := probe()):
         assert time.monotonic() < until, f"not within {seconds:.0f} s: {what}"
-        time.sleep(0.2)
+        time.sleep(pause)
+        pause = min(1.3 * pause, 0.6)
     return found

@@ -108,9 +108,15 @@ def started_at(pid: int) -> int | None:
     return int(text.rpartition(")")[2].split()[19])
 
 
-def run(*command: str | Path, netns: str | None = None, stdin: str | None = None, seconds: float = 300.0) -> str:
+def run(
+    *command: str | Path,
+    netns: str | None = None,
+    stdin: str | None = None,
+    seconds: float = 300.0,
+    environment: Mapping[str, str] | None = None,
+) -> str:
     """Runs a command to its end; fails with what it printed."""
     words = [*inside(netns), *(str(word) for word in command)]
-    done = subprocess.run(words, input=stdin, capture_output=True, text=True, timeout=seconds)
+    done = subprocess.run(words, input=stdin, capture_output=True, text=True, timeout=seconds, env=environment)
     assert done.returncode == 0, f"{' '.join(words)}: {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done.stdout
