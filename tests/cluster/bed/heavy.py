@@ -35,7 +35,7 @@ def build_container_spec() -> dict[str, Any]:
     spec = dict(json.loads(run(find_program("ctr"), "oci", "spec")))
     options = ["rbind", "ro", "nosuid", "nodev"]
     spec["mounts"].append({"destination": MOUNT_PATH, "type": "bind", "source": str(PACKAGES), "options": options})
-    spec["process"]["env"].append("OMP_NUM_THREADS=1")
+    spec["process"].setdefault("env", []).append("OMP_NUM_THREADS=1")
     return spec
 
 
