@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -35,12 +36,17 @@ def test_a_control_plane_and_an_operator_whose_tests_are_killed_end_with_them(tm
     environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'tests'}{os.pathsep}{ROOT}"}
     program = [sys.executable, "-c", HOLD, str(tmp_path)]
     holder = subprocess.Popen(program, env=environment, stdout=subprocess.PIPE, text=True)
+    pids: list[int] = []
     try:
         assert holder.stdout is not None
-        pids = [int(word) for word in holder.stdout.readline().split()]
+        pids += map(int, holder.stdout.readline().split())
         assert len(pids) == 4, "operator, etcd, API server, controllers"
-        assert not any(has_ended(pid) for pid in pids)
+        assert not any(map(has_ended, pids))
+        holder.kill()
+        wait_for(lambda: all(map(has_ended, pids)), "all have ended", 20)
     finally:
         holder.kill()
         holder.wait()
-    wait_for(lambda: all(has_ended(pid) for pid in pids), "all have ended", 20)
+        for pid in pids:
+            if not has_ended(pid):
+                os.kill(pid, signal.SIGKILL)
