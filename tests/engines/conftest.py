@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from orbit_runtime.rollout import TorchEngine
-from orbit_runtime.rollout.sglang import SGLangEngine
+from orbit_runtime.rollout.served_engine import ServedEngine
 from orbit_runtime.types import Engine
 from tests.engines.servers import LORA, OFT, Adder, load_adder, server_of, start_server
 
@@ -38,12 +38,12 @@ def inside(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
-def lora_server(lora_adder: Adder, inside: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangEngine]:
+def lora_server(lora_adder: Adder, inside: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedEngine]:
     yield from start_server(lora_adder, tmp_path_factory.mktemp("sglang"), oft_block_size=0)
 
 
 @pytest.fixture(scope="session")
-def oft_server(oft_adder: Adder, inside: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangEngine]:
+def oft_server(oft_adder: Adder, inside: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedEngine]:
     """It serves LoRA as well."""
     yield from start_server(oft_adder, tmp_path_factory.mktemp("sglang-oft"), oft_block_size=OFT.block_size)
 
@@ -81,10 +81,10 @@ def new_name() -> Callable[[], str]:
 
 
 @pytest.fixture
-def run_inside(inside: Path) -> Callable[[SGLangEngine, str], None]:
+def run_inside(inside: Path) -> Callable[[ServedEngine, str], None]:
     """Runs code in the server's process that holds the adapters, with its LoRAManager as `manager`."""
 
-    def run(engine: SGLangEngine, code: str) -> None:
+    def run(engine: ServedEngine, code: str) -> None:
         done = inside.with_suffix(".done")
         done.unlink(missing_ok=True)
         inside.write_text(code)
