@@ -184,16 +184,13 @@ class Bench:
     def __init__(self, plane: ControlPlane, client: Client, operator: Operator, pods: Pods, port: int) -> None:
         self.plane, self.client, self.operator, self.pods = plane, client, operator, pods
         self.history = History()
-        self._port = port
+        manifest = load_manifest(ROOT / "examples" / "quickstart.yaml").to_manifest()
+        spec = {"storage": {"uri": "s3://runs"}, "placement": {"gpus": 8}, "observability": {"metricsPort": port}}
+        self._manifest = {**manifest, "spec": {**manifest["spec"], **spec}}
         self._pids = [*(process.pid for process in plane.processes.running.values()), operator.pid, os.getpid()]
 
     def manifest(self, name: str) -> Object:
-        manifest = load_manifest(ROOT / "examples" / "quickstart.yaml").to_manifest()
-        manifest["metadata"] = {"name": name, "namespace": NAMESPACE}
-        spec = {"storage": {"uri": "s3://runs"}, "placement": {"gpus": 8},
-                "observability": {"metricsPort": self._port}}  # fmt: skip
-        manifest["spec"] = {**manifest["spec"], **spec}
-        return dict(manifest)
+        return {**self._manifest, "metadata": {"name": name, "namespace": NAMESPACE}}
 
     async def wait(self, probe: Callable[[], bool], what: str, seconds: float = 900) -> None:
         until = _now() + seconds

@@ -23,7 +23,8 @@ from kubernetes.aio.client.configuration import Configuration
 MANAGER = "orbit-operator"
 REQUEST_SECONDS, LEASE_SECONDS = 20.0, 4.0
 """A renewal that hangs must leave time for another one before the Lease no longer counts."""
-LARGEST_PAGE = 500
+LARGEST_PAGE = 100
+"""A page is parsed whole, with the managed fields of each object."""
 CONNECTIONS = 16
 METADATA_ONLY = "application/json;as=PartialObjectMetadataList;v=v1;g=meta.k8s.io"
 

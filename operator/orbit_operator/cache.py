@@ -1,6 +1,6 @@
 """What watching has brought so far, as facts: a thousand runs must fit beside the framework in 128 MiB.
 
-Belongs here: facts by run, kept in order of their versions. Does not belong here: watching (`handlers`), or checking
+Belongs here: facts by run, kept in order of their versions. Does not belong here: filling it (`intake`), or checking
 that watching keeps up (`resync`).
 """
 
@@ -78,6 +78,10 @@ class Shelf[T]:
     def of(self, key: Key) -> tuple[T, ...]:
         return tuple(self._by_uid[uid][1].value for uid in self._by_run.get(key, ()))
 
+    def value(self, uid: str) -> T | None:
+        known = self._by_uid.get(uid)
+        return None if known is None else known[1].value
+
     def version(self, uid: str) -> int | None:
         known = self._by_uid.get(uid)
         return None if known is None else known[1].version
@@ -128,6 +132,9 @@ class Cache:
     def forget_run(self, run_uid: str) -> None:
         self._with_children.discard(run_uid)
         self._written.pop(run_uid, None)
+
+    def __len__(self) -> int:
+        return len(self.runs) + len(self.jobs) + len(self.pods)
 
     def run(self, key: Key) -> RawRun | None:
         """The newest run of that name: one that is deleted may still be seen beside its successor."""

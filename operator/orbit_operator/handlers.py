@@ -1,4 +1,4 @@
-"""What kopf brings goes into the cache, and the run's key into the queue. Nothing else happens here.
+"""What kopf brings is a key for the queue: what it says was taken by the intake on its way. Nothing else happens here.
 
 Belongs here: decorators and one-line calls. Does not belong here: logic of any kind.
 The index functions store nothing with kopf: they make it hold back every event until all first lists are in.
@@ -11,90 +11,48 @@ from typing import Any
 
 import kopf
 
-from orbit_operator.cache import Cache, Child, Key, read_version
-from orbit_operator.read import pack_run, read_job, read_pod, run_name_of, run_uid_of
+from orbit_operator.cache import Key
+from orbit_operator.intake import Intake
+from orbit_operator.read import run_name_of
 from orbit_operator.resync import CHILDREN
+from orbit_operator.session import open_session
 from orbit_operator.settings import Settings
 from orbit_operator.stateless import NoDiffBase, NoProgress
 
 Body = Mapping[str, Any]
 WATCH_PAUSES = (0.5, 1.0, *[2.0] * 30)
 """Seconds between attempts to watch; after the last one the process ends, and its Deployment starts it anew."""
+NOTHING = {"orbitrl.dev/indexed": kopf.PRESENT}
+"""No object has it: an index function that is called takes as long as the rest of an event."""
 RUN, JOB, POD = ("orbitrl.dev", "v1alpha1", "orbitruns"), ("batch", "v1", "jobs"), ("", "v1", "pods")
 
 
-def build_registry(
-    cache: Cache, changed: Callable[[Key], None], updated: Callable[[Key, str, int], None]
-) -> kopf.OperatorRegistry:
+def build_registry(intake: Intake, changed: Callable[[Key], None]) -> kopf.OperatorRegistry:
     """All handlers.
 
     Args:
         changed: told of every run that something happened to.
-        updated: told of every version of a run itself: its uid and the version.
     """
     registry = kopf.OperatorRegistry()
 
     @kopf.on.login(registry=registry)
-    def login(**kwargs: Any) -> Any:
-        return kopf.login_with_kubeconfig(**kwargs) or kopf.login_with_service_account(**kwargs)
+    async def login(**kwargs: Any) -> Any:
+        info = kopf.login_with_kubeconfig(**kwargs) or kopf.login_with_service_account(**kwargs)
+        return None if info is None else open_session(info, intake)
 
-    @kopf.index(*RUN, registry=registry)
-    async def keep_run(body: Body, **_: Any) -> None:
-        put_run(cache, body)
-
-    @kopf.index(*JOB, registry=registry)
-    async def keep_job(body: Body, **_: Any) -> None:
-        put_child(cache, "jobs", body)
-
-    @kopf.index(*POD, registry=registry)
-    async def keep_pod(body: Body, **_: Any) -> None:
-        put_child(cache, "pods", body)
+    @kopf.index(*RUN, registry=registry, labels=NOTHING)
+    @kopf.index(*JOB, registry=registry, labels=NOTHING)
+    @kopf.index(*POD, registry=registry, labels=NOTHING)
+    async def hold_back(**_: Any) -> None:
+        return None
 
     @kopf.on.event(*RUN, registry=registry)
-    async def on_run(event: Body, body: Body, uid: str, **_: Any) -> None:
-        key = (body["metadata"]["namespace"], body["metadata"]["name"])
-        if event["type"] == "DELETED":
-            cache.runs.drop(uid)
-            cache.forget_run(uid)
-            changed(key)
-        else:
-            updated(key, uid, read_version(body["metadata"].get("resourceVersion")))
-
     @kopf.on.event(*JOB, registry=registry)
-    async def on_job(event: Body, body: Body, uid: str, **_: Any) -> None:
-        if event["type"] == "DELETED":
-            cache.jobs.drop(uid)
-        changed((body["metadata"]["namespace"], run_name_of(body)))
-
     @kopf.on.event(*POD, registry=registry)
-    async def on_pod(event: Body, body: Body, **_: Any) -> None:
-        if event["type"] == "DELETED":
-            drop_pod(cache, body)
+    async def tell(body: Body, **_: Any) -> None:
         changed((body["metadata"]["namespace"], run_name_of(body)))
 
     return registry
-
-
-def put_run(cache: Cache, body: Body) -> None:
-    run = pack_run(body)
-    cache.runs.put((body["metadata"]["namespace"], body["metadata"]["name"]), run.uid, run, read_version(run.version))
-
-
-def put_child(cache: Cache, kind: str, body: Body) -> None:
-    head = body["metadata"]
-    key, version = (head["namespace"], run_name_of(body)), read_version(head.get("resourceVersion"))
-    if kind == "jobs":
-        cache.put_job(key, Child(run_uid_of(body), read_job(body)), version)
-    else:
-        cache.put_pod(key, Child(run_uid_of(body), read_pod(body)), version)
-
-
-def drop_pod(cache: Cache, body: Body) -> None:
-    """How a pod ended stays known until its Job has ended as well: the next checks of the cache drop it."""
-    if read_pod(body).is_terminal:
-        put_child(cache, "pods", body)
-    else:
-        cache.pods.drop(body["metadata"]["uid"])
 
 
 def build_kopf_settings(settings: Settings) -> kopf.OperatorSettings:
@@ -109,14 +67,14 @@ def build_kopf_settings(settings: Settings) -> kopf.OperatorSettings:
     chosen.watching.server_timeout = 300
     chosen.watching.client_timeout = 330
     chosen.watching.connect_timeout = 10
-    chosen.watching.chunk_size = 500
+    # A page is parsed whole: a thousand runs at once would be the most memory there ever is.
+    chosen.watching.chunk_size = 100
     chosen.networking.request_timeout = 60
     chosen.networking.connect_timeout = 10
     # An API server that is back is watched again at once: by default the pauses grow to 21 s.
     chosen.networking.error_backoffs = WATCH_PAUSES
     chosen.queueing.exit_timeout = 1.0
-    # A worker holds the parsed object, ten times its size as text, until it is idle for so long; what hundreds of them
-    # hold at the same time in a burst is never given back: 32 MiB with 600.
+    # A worker is a task with a queue until it is idle for so long: a burst must not leave a thousand of them.
     chosen.queueing.idle_timeout = 0.02
     chosen.watching.label_selectors[JOB] = CHILDREN
     chosen.watching.label_selectors[POD] = CHILDREN

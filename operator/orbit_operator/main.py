@@ -25,6 +25,7 @@ from orbit_operator.crd_check import find_crd_problem, wait_for_crd
 from orbit_operator.events import Recorder
 from orbit_operator.handlers import build_kopf_settings, build_registry
 from orbit_operator.health import Health, start_servers
+from orbit_operator.intake import Intake
 from orbit_operator.lease import Lease, LeaseLostError
 from orbit_operator.manifests.source import METRICS_PORT
 from orbit_operator.metrics import Metrics
@@ -39,6 +40,8 @@ from orbit_runtime.errors import OrbitError
 
 FIRST_CHECK_SECONDS, CHECK_SECONDS = 1.0, 60.0
 """How often what we believe is compared with the API server."""
+CHECKED_PER_SECOND, LOOKS_PER_SECOND = 10.0, 1.5
+"""With many objects it is compared, and with many runs each is looked at again, less often: both cost as they grow."""
 EXIT_LEASE_LOST = 75
 _log = logging.getLogger("orbit.operator")
 
@@ -51,7 +54,7 @@ class Operator:
         self.metrics = Metrics()
         self.health = Health()
         self.cache = Cache()
-        self.queue: WorkQueue[Key] = WorkQueue()
+        self.queue: WorkQueue[Key] = WorkQueue(waited=self.metrics.waited.observe)
         self.unread: dict[Key, dict[str, int]] = {}
         """Versions of runs that came while a pass over them was under way."""
         self.api = api
@@ -79,15 +82,14 @@ class Operator:
 
     def changed(self, key: Key) -> None:
         self.health.is_synced = True
-        self.metrics.mark_event()
         self.queue.add(key)
 
-    def updated(self, key: Key, uid: str, version: int) -> None:
+    def is_news(self, key: Key, uid: str, version: int) -> bool:
         """Our own writes come back to us: they are no news. While a pass writes, nobody can tell yet."""
         if self.queue.is_working(key):
             self.unread.setdefault(key, {})[uid] = version
-        elif not self.cache.is_known(uid, version):
-            self.changed(key)
+            return False
+        return not self.cache.is_known(uid, version)
 
     def read_again(self, key: Key) -> None:
         """The pass is over: what came meanwhile and was not written by it is news."""
@@ -140,7 +142,7 @@ class Operator:
         while True:
             await self.check_crd()
             await asyncio.sleep(pause)
-            pause = CHECK_SECONDS
+            pause = max(CHECK_SECONDS, len(self.cache) / CHECKED_PER_SECOND)
             try:
                 await self.resync.check()
                 self.metrics.mark_event()
@@ -161,9 +163,11 @@ class Operator:
     async def look_again(self) -> None:
         """Every run that has not ended is looked at again now and then, spread over the time between."""
         while True:
-            await asyncio.sleep(self.settings.resync_seconds)
-            for index, key in enumerate(self.cache.runs.keys_now()):
-                self.queue.add_after(key, index * self.settings.resync_seconds / (2 * max(1, len(self.cache.runs))))
+            keys = self.cache.runs.keys_now()
+            seconds = max(self.settings.resync_seconds, len(keys) / LOOKS_PER_SECOND)
+            await asyncio.sleep(seconds)
+            for index, key in enumerate(keys):
+                self.queue.add_after(key, index * seconds / len(keys))
 
     async def keep_lease(self, stopping: asyncio.Event) -> None:
         """Ends when stopped, or when the Lease is lost."""
@@ -178,7 +182,7 @@ class Operator:
         namespaces = self.settings.namespaces
         operating = asyncio.create_task(
             kopf.operator(
-                registry=build_registry(self.cache, self.changed, self.updated),
+                registry=build_registry(Intake(self.cache, self.is_news, self.metrics.mark_event), self.changed),
                 settings=build_kopf_settings(self.settings),
                 clusterwide=not namespaces,
                 namespaces=namespaces,

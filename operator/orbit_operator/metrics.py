@@ -7,6 +7,7 @@ everything else waiting for a second where there are a thousand runs; those of a
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
@@ -58,6 +59,10 @@ class Metrics:
         self.reconcile = Histogram(
             OPERATOR + "reconcile_seconds", "Time of one pass over one run.", buckets=PASS_SECONDS, registry=registry
         )
+        self.waited = Histogram(
+            OPERATOR + "queue_seconds", "Time that a run waited for a worker.", buckets=PASS_SECONDS,
+            registry=registry,
+        )  # fmt: skip
         self.errors = Counter(OPERATOR + "reconcile_errors", "Passes that failed and are retried.", registry=registry)
         self.requests = Counter(
             OPERATOR + "api_requests", "Calls of the API server.", ["verb", "resource", "code"], registry=registry
@@ -85,10 +90,22 @@ def build_text(namespace: str, run: str, spec: Mapping[str, Any], status: Mappin
     """A run's samples out of its spec and its newest status. `gpus` are what its pod asks for."""
     lines: dict[str, list[str]] = {name: [] for name in RUN_SERIES}
     for name, values, number in _samples(spec, status, gpus):
-        labels = {"namespace": namespace, "run": run, **dict(zip(RUN_SERIES[name][0], values, strict=True))}
-        text = ",".join(f'{label}="{value.translate(_ESCAPES)}"' for label, value in sorted(labels.items()))
-        lines[name].append(f"{RUN}{name}{{{text}}} {number!r}\n")
+        texts = (namespace, run, *values)
+        if any(map(_needs_escape, texts)):
+            texts = tuple(each.translate(_ESCAPES) for each in texts)
+        lines[name].append(f"{_HEADS[name].format(*texts)} {number!r}\n")
     return tuple("".join(each).encode() for each in lines.values())
+
+
+def _build_head(name: str, labels: Labels) -> str:
+    """A series with its labels in order of their names; a place for each value, counted from namespace and run."""
+    places = {label: place for place, label in enumerate(("namespace", "run", *labels))}
+    text = ",".join(f'{label}="{{{place}}}"' for label, place in sorted(places.items()))
+    return f"{RUN}{name}{{{{{text}}}}}"
+
+
+_HEADS = {name: _build_head(name, labels) for name, (labels, _) in RUN_SERIES.items()}
+_needs_escape = re.compile(r'[\\"\n]').search
 
 
 def _render_runs(runs: Sequence[RunText]) -> Iterator[bytes]:

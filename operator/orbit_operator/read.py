@@ -30,7 +30,8 @@ def pack_run(body: Object) -> RawRun:
     """What is kept of an OrbitRun: everything but who manages which field."""
     metadata = {name: value for name, value in body["metadata"].items() if name != "managedFields"}
     kept = {"metadata": metadata, "spec": body.get("spec") or {}, "status": body.get("status") or {}}
-    return RawRun(metadata["uid"], orjson.dumps(kept), str(metadata.get("resourceVersion") or ""))
+    # Copied: what orjson returns holds on to the buffer it was written in, more than twice its size.
+    return RawRun(metadata["uid"], bytes(memoryview(orjson.dumps(kept))), str(metadata.get("resourceVersion") or ""))
 
 
 def run_name_of(child: Object) -> str:

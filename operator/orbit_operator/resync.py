@@ -65,7 +65,7 @@ class Resync:
     async def _versions(self, kind: Kind, query: dict[str, str]) -> dict[str, int]:
         found = {}
         for namespace in self._namespaces:
-            async for item in self._api.list(kind, namespace, {**query, "resourceVersion": "0"}, metadata_only=True):
+            async for item in self._api.list(kind, namespace, query, metadata_only=True):
                 head = item["metadata"]
                 found[head["uid"]] = read_version(head.get("resourceVersion"))
         return found

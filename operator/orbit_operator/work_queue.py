@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 
@@ -19,11 +20,21 @@ class WorkQueue[K]:
 
     Args:
         draw: a number in [0, 1) for the jitter.
+        waited: told for how many seconds a key that is taken was ready.
+        clock: what that is measured with.
     """
 
-    def __init__(self, draw: Callable[[], float] = random.random) -> None:
+    def __init__(
+        self,
+        draw: Callable[[], float] = random.random,
+        waited: Callable[[float], None] = lambda _: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._draw = draw
-        self._ready: OrderedDict[K, None] = OrderedDict()
+        self._waited = waited
+        self._clock = clock
+        self._ready: OrderedDict[K, float] = OrderedDict()
+        """Since when."""
         self._working: set[K] = set()
         self._again: set[K] = set()
         self._timers: dict[K, asyncio.TimerHandle] = {}
@@ -34,7 +45,7 @@ class WorkQueue[K]:
         if key in self._working:
             self._again.add(key)
         elif key not in self._ready:
-            self._ready[key] = None
+            self._ready[key] = self._clock()
             self._filled.set()
 
     def add_after(self, key: K, seconds: float) -> None:
@@ -55,7 +66,8 @@ class WorkQueue[K]:
         while not self._ready:
             self._filled.clear()
             await self._filled.wait()
-        key, _ = self._ready.popitem(last=False)
+        key, since = self._ready.popitem(last=False)
+        self._waited(self._clock() - since)
         self._working.add(key)
         return key
 

@@ -21,18 +21,13 @@ NO_API: Any = None
 def test_a_version_that_was_written_here_is_no_news_and_a_later_one_is() -> None:
     operator = Operator(Settings(), NO_API)
     operator.cache.put_written(KEY, RawRun("r", b"", "11"))
-    for version in (10, 11):
-        operator.updated(KEY, "r", version)
-        assert len(operator.queue) == 0
-    operator.updated(KEY, "r", 12)
-    assert len(operator.queue) == 1
+    assert [operator.is_news(KEY, "r", version) for version in (10, 11, 12)] == [False, False, True]
 
 
 def test_another_run_of_the_name_is_news() -> None:
     operator = Operator(Settings(), NO_API)
     operator.cache.put_written(KEY, RawRun("r", b"", "11"))
-    operator.updated(KEY, "s", 5)
-    assert len(operator.queue) == 1
+    assert operator.is_news(KEY, "s", 5)
 
 
 @pytest.mark.parametrize(("version", "passes"), [(11, 0), (12, 1)])
@@ -43,7 +38,7 @@ def test_while_a_pass_writes_nobody_can_tell_so_it_is_told_afterwards(version: i
         operator = Operator(Settings(), NO_API)
         operator.queue.add(KEY)
         assert await operator.queue.get() == KEY
-        operator.updated(KEY, "r", version)
+        assert not operator.is_news(KEY, "r", version)
         operator.cache.put_written(KEY, RawRun("r", b"", "11"))
         operator.queue.done(KEY)
         operator.read_again(KEY)

@@ -15,8 +15,9 @@ from orbit_operator.api import JOBS, PODS, RUNS, Kind
 from orbit_operator.cache import Cache, Child, RawRun, Shelf
 from orbit_operator.crd_check import drop_fields, find_served, missing_fields
 from orbit_operator.facts import JobFacts, Stored
-from orbit_operator.handlers import build_kopf_settings, drop_pod, put_child, put_run
+from orbit_operator.handlers import build_kopf_settings
 from orbit_operator.health import LONGEST_PASS_SECONDS, STALLED_SECONDS, Health
+from orbit_operator.intake import drop_pod, put_child, put_run
 from orbit_operator.metrics import RUN_SERIES, Metrics, build_text
 from orbit_operator.reconcile import write_due
 from orbit_operator.resync import Resync
@@ -57,11 +58,11 @@ def test_how_a_pod_ended_outlives_the_pod() -> None:
         "metadata": {"name": "p", "namespace": "team", "uid": "u", "labels": labels, "resourceVersion": "3"},
         "status": {"phase": "Running"},
     }
-    put_child(cache, "pods", body)
+    put_child(cache, "Pod", body)
     drop_pod(cache, {**body, "status": {"phase": "Failed"}})
     assert [each.facts.phase for each in cache.pods.of(KEY)] == ["Failed"]
     body["metadata"] = {**body["metadata"], "uid": "v"}
-    put_child(cache, "pods", body)
+    put_child(cache, "Pod", body)
     drop_pod(cache, body)
     assert [each.facts.uid for each in cache.pods.of(KEY)] == ["u"]
     put_run(cache, {"metadata": {"name": "adder", "namespace": "team", "uid": "r", "resourceVersion": "4"}})
@@ -78,7 +79,6 @@ class Listed:
         self, kind: Kind, namespace: str | None, query: Mapping[str, str], *, metadata_only: bool = False
     ) -> AsyncIterator[dict[str, Any]]:
         assert metadata_only
-        assert query["resourceVersion"] == "0"
         for uid, version in self.kinds.get(kind.plural, {}).items():
             yield {"metadata": {"uid": uid, "resourceVersion": str(version)}}
 

@@ -24,6 +24,20 @@ def test_a_key_that_is_added_twice_is_worked_on_once() -> None:
     run(work())
 
 
+def test_how_long_a_key_waited_is_told_from_when_it_was_first_added() -> None:
+    async def work() -> None:
+        now, waits = [10.0], list[float]()
+        queue: WorkQueue[str] = WorkQueue(waited=waits.append, clock=lambda: now[0])
+        queue.add("a")
+        now[0] = 12.0
+        queue.add("a")
+        now[0] = 15.0
+        await queue.get()
+        assert waits == [5.0]
+
+    run(work())
+
+
 def test_a_key_that_is_added_while_it_is_worked_on_comes_again_and_never_twice_at_once() -> None:
     async def work() -> None:
         queue: WorkQueue[str] = WorkQueue()

@@ -1,0 +1,118 @@
+"""What the API server tells kopf, before kopf parses it: facts go into the cache, and what is news goes on as a stub.
+
+Belongs here: what is kept, what is news, what a stub holds. Does not belong here: HTTP (`session`), or what follows
+from news (`handlers`).
+An object that says nothing new to the planner is no news: it would only lead to the same plan again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import orjson
+
+from orbit_operator.cache import Cache, Child, Key, read_version
+from orbit_operator.manifests.source import RUN_NAME
+from orbit_operator.read import pack_run, read_job, read_pod, run_name_of, run_uid_of
+
+Body = Mapping[str, Any]
+KINDS = ("OrbitRun", "Job", "Pod")
+_log = logging.getLogger("orbit.operator")
+
+
+class Intake:
+    """For one event loop.
+
+    Args:
+        is_news: whether a version of a run, given by key, uid and number, may hold what we did not write ourselves.
+        heard: told of everything that comes.
+    """
+
+    def __init__(
+        self, cache: Cache, is_news: Callable[[Key, str, int], bool], heard: Callable[[], None] = lambda: None
+    ) -> None:
+        self._cache = cache
+        self._is_news = is_news
+        self._heard = heard
+
+    def take_line(self, line: bytes) -> bytes | None:
+        """One event of a watch; returns what kopf is to have instead, `None` for nothing.
+
+        Bookmarks, errors and what cannot be read go on as they are: kopf knows what to do about them.
+        """
+        self._heard()
+        try:
+            event = orjson.loads(line)
+            kind, body = event["object"].get("kind"), event["object"]
+        except (orjson.JSONDecodeError, LookupError, TypeError, AttributeError):
+            return line
+        if kind not in KINDS or event["type"] not in ("ADDED", "MODIFIED", "DELETED"):
+            return line
+        stub = self._take(event["type"], kind, body)
+        return None if stub is None else orjson.dumps({"type": event["type"], "object": stub})
+
+    def take_list(self, answer: Any) -> Any:
+        """One page of a list, or any other answer, which goes on as it is."""
+        self._heard()
+        kind = str(answer.get("kind") or "").removesuffix("List") if isinstance(answer, dict) else ""
+        if kind not in KINDS or "items" not in answer:
+            return answer
+        stubs = (self._take("ADDED", kind, body) for body in answer["items"] or ())
+        return {**answer, "items": [stub for stub in stubs if stub is not None]}
+
+    def _take(self, event: str, kind: str, body: Body) -> dict[str, Any] | None:
+        head = body["metadata"]
+        run = head["name"] if kind == "OrbitRun" else run_name_of(body)
+        try:
+            news = self._put(event, kind, (head["namespace"], run), body)
+        except Exception:
+            # The pass that follows sees what was known before; the next check finds that the cache is behind.
+            _log.exception("%s %s/%s cannot be read", kind, head["namespace"], head["name"])
+            news = True
+        if not news:
+            return None
+        kept = {name: head[name] for name in ("namespace", "name", "uid", "resourceVersion")}
+        return {"apiVersion": body.get("apiVersion"), "kind": kind, "metadata": {**kept, "labels": {RUN_NAME: run}}}
+
+    def _put(self, event: str, kind: str, key: Key, body: Body) -> bool:
+        uid = body["metadata"]["uid"]
+        if kind == "OrbitRun" and event == "DELETED":
+            self._cache.runs.drop(uid)
+            self._cache.forget_run(uid)
+        elif kind == "OrbitRun":
+            put_run(self._cache, body)
+            return self._is_news(key, uid, read_version(body["metadata"].get("resourceVersion")))
+        elif event == "DELETED" and kind == "Job":
+            self._cache.jobs.drop(uid)
+        elif event == "DELETED":
+            drop_pod(self._cache, body)
+        else:
+            shelf = self._cache.jobs if kind == "Job" else self._cache.pods
+            before = shelf.value(uid)
+            put_child(self._cache, kind, body)
+            return shelf.value(uid) != before
+        return True
+
+
+def put_run(cache: Cache, body: Body) -> None:
+    run = pack_run(body)
+    cache.runs.put((body["metadata"]["namespace"], body["metadata"]["name"]), run.uid, run, read_version(run.version))
+
+
+def put_child(cache: Cache, kind: str, body: Body) -> None:
+    head = body["metadata"]
+    key, version = (head["namespace"], run_name_of(body)), read_version(head.get("resourceVersion"))
+    if kind == "Job":
+        cache.put_job(key, Child(run_uid_of(body), read_job(body)), version)
+    else:
+        cache.put_pod(key, Child(run_uid_of(body), read_pod(body)), version)
+
+
+def drop_pod(cache: Cache, body: Body) -> None:
+    """How a pod ended stays known until its Job has ended as well: the next checks of the cache drop it."""
+    if read_pod(body).is_terminal:
+        put_child(cache, "Pod", body)
+    else:
+        cache.pods.drop(body["metadata"]["uid"])
