@@ -104,13 +104,18 @@ class ServedEngine:
         if self._loop.is_closed():
             return
         try:
-            self.call(self._client.aclose())
+            self.call(self._end())
         finally:
             for replica in self.replicas:
                 replica.server.stop()
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(10)
             self._loop.close()
+
+    async def _end(self) -> None:
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()
+        await self._client.aclose()
 
     def slot(self, name: str) -> Loaded:
         if name not in self.loaded:

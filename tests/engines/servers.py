@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -18,6 +19,7 @@ from orbit_runtime.checkpoints.target import Target
 from orbit_runtime.data.chat import ChatTokenizer
 from orbit_runtime.model_info.builtin_models import builtin_folder
 from orbit_runtime.policy import Policy, load_policy
+from orbit_runtime.rollout.attached import Endpoint, Wanted, attach_engine
 from orbit_runtime.rollout.served_engine import ServedEngine
 from orbit_runtime.rollout.sglang_server import PYTHON_VARIABLE, ServerSettings, SGLangServer, lora_targets
 from orbit_runtime.rollout.starting import start_engine
@@ -69,6 +71,22 @@ def build_servers(
         SGLangServer(replace(settings, seed=index), log=folder / f"replica-{index}" / "sglang.log")
         for index in range(replicas)
     ]
+
+
+def attach(adder: Adder, url: str, folder: Path, method: Literal["Folder", "Upload"]) -> ServedEngine:
+    """An engine over a server that is there already; it is not ended with the engine."""
+    policy, tokenizer = adder
+    wanted = Wanted(
+        adapter=policy.injected.config,
+        targets=lora_targets(tuple(policy.injected.layers)),
+        max_tokens=256,
+        temperature=1.0,
+        architectures=("Qwen3ForCausalLM",),
+        probes=(tuple(tokenizer.encode_chat([{"role": "user", "content": "12+34="}])),),
+        tolerance=1e-3,
+    )
+    endpoint = Endpoint(url, method)
+    return attach_engine([endpoint], wanted, tokenizer, folder=folder / "adapters", max_running_requests=16)
 
 
 def server_of(engine: ServedEngine, index: int = 0) -> SGLangServer:
