@@ -167,6 +167,8 @@ class Episode:
     passes: int
     mean_pass: float
     p99_pass: float
+    """From taking the run out of the queue until all is written; what it waited in the queue is `p99_wait`."""
+    p99_wait: float
     cpu: float
     """Seconds of the operator."""
     others: float
@@ -227,8 +229,8 @@ class Bench:
             seconds, {name: round(count - _writes(first).get(name, 0)) for name, count in _writes(last).items()
                       if count > _writes(first).get(name, 0)},
             round(_reads(last) - _reads(first)), self.history.changes - changes, round(passes),
-            (last[total] - first.get(total, 0)) / passes if passes else 0.0, quantile(first, last, 0.99),
-            used, max(0.0, others), memory_bytes(self.operator.pid),
+            (last[total] - first.get(total, 0)) / passes if passes else 0.0, quantile("reconcile", first, last, 0.99),
+            quantile("queue", first, last, 0.99), used, max(0.0, others), memory_bytes(self.operator.pid),
         ))  # fmt: skip
 
     def _cpu(self) -> float:
@@ -332,9 +334,12 @@ async def measure(bench: Bench, num_runs: int, idle_seconds: float, folder: Path
     return facts
 
 
-def quantile(first: dict[tuple[str, ...], float], last: dict[tuple[str, ...], float], part: float) -> float:
-    """Of the passes between two scrapes: the upper bound of the bucket that holds it, as far as buckets can tell."""
-    name = "orbit_operator_reconcile_seconds_bucket"
+Samples = dict[tuple[str, ...], float]
+
+
+def quantile(what: str, first: Samples, last: Samples, part: float) -> float:
+    """Of what a histogram saw between two scrapes: as far as its buckets can tell, even inside the bucket it is in."""
+    name = f"orbit_operator_{what}_seconds_bucket"
     counts = sorted(
         (float(key[1].replace("+Inf", "inf")), count - first.get(key, 0))
         for key, count in last.items()
@@ -355,11 +360,15 @@ def rows_of(facts: dict[str, Any]) -> list[Row]:
     """The table, with its bounds; those for a thousand runs are only told where there are more."""
     few = facts["runs"] <= 1000
     change = [facts[name] for name in ("start", "crash", "suspend", "resume", "complete")]
-    p99 = max(facts[name].p99_pass for name in ("create", "start", "train", "crash", "suspend", "resume", "complete"))
+    busy = {name: facts[name] for name in ("create", "start", "train", "crash", "suspend", "resume", "complete")}
     rows = [
         Row("created to each having its Job and its status", facts["served after"], "s", 60 if few else None),
         Row("of that, until the last was created", facts["created after"], "s"),
-        Row("pass over one run, p99 in the slowest episode", p99, "s", 1.0),
+        Row("pass over one run, p99 in the slowest episode", max(each.p99_pass for each in busy.values()), "s", 1.0),
+        *(Row(f"  {name}", each.p99_pass, "s") for name, each in busy.items()),
+        Row("wait for a worker before it, p99 in the slowest", max(each.p99_wait for each in busy.values()), "s"),
+        Row("operator's CPU per run, creation", 1000 * facts["create"].cpu / facts["runs"], "ms"),
+        Row("operator's CPU per run, start", 1000 * facts["start"].cpu / facts["runs"], "ms"),
         Row("resident memory, most ever", facts["resident highest"] / MIB, "MiB", 128 if few else None),
         Row("resident memory, without any run", facts["resident empty"] / MIB, "MiB"),
         Row("API writes per run, creation", facts["create"].num_writes / facts["runs"], ""),

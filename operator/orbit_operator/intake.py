@@ -27,11 +27,14 @@ class Intake:
 
     Args:
         is_news: whether a version of a run, given by key, uid and number, may hold what we did not write ourselves.
-        heard: told of everything that comes.
+        heard: told of everything that comes: whether it is news, or no object of ours (None).
     """
 
     def __init__(
-        self, cache: Cache, is_news: Callable[[Key, str, int], bool], heard: Callable[[], None] = lambda: None
+        self,
+        cache: Cache,
+        is_news: Callable[[Key, str, int], bool],
+        heard: Callable[[bool | None], None] = lambda _: None,
     ) -> None:
         self._cache = cache
         self._is_news = is_news
@@ -42,20 +45,19 @@ class Intake:
 
         Bookmarks, errors and what cannot be read go on as they are: kopf knows what to do about them.
         """
-        self._heard()
         try:
             event = orjson.loads(line)
             kind, body = event["object"].get("kind"), event["object"]
         except (orjson.JSONDecodeError, LookupError, TypeError, AttributeError):
             return line
         if kind not in KINDS or event["type"] not in ("ADDED", "MODIFIED", "DELETED"):
+            self._heard(None)
             return line
         stub = self._take(event["type"], kind, body)
         return None if stub is None else orjson.dumps({"type": event["type"], "object": stub})
 
     def take_list(self, answer: Any) -> Any:
         """One page of a list, or any other answer, which goes on as it is."""
-        self._heard()
         kind = str(answer.get("kind") or "").removesuffix("List") if isinstance(answer, dict) else ""
         if kind not in KINDS or "items" not in answer:
             return answer
@@ -71,6 +73,7 @@ class Intake:
             # The pass that follows sees what was known before; the next check finds that the cache is behind.
             _log.exception("%s %s/%s cannot be read", kind, head["namespace"], head["name"])
             news = True
+        self._heard(news)
         if not news:
             return None
         kept = {name: head[name] for name in ("namespace", "name", "uid", "resourceVersion")}

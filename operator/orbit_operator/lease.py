@@ -17,6 +17,8 @@ from orbit_operator.timestamps import format_micro_time
 _log = logging.getLogger("orbit.operator")
 RENEWALS = 3.0
 """Renewed so often within its duration."""
+RETRY_SECONDS = 0.5
+"""After a renewal that failed: while the Lease still counts, there is time for one more."""
 CERTAIN = 2 / 3
 """Without a renewal, acting stops after this part of the duration: a clock slower than ours must not matter."""
 
@@ -76,14 +78,17 @@ class Lease:
         Raises:
             LeaseLostError: it is another's, or could not be renewed in time.
         """
+        pause = self._seconds / RENEWALS
         while not stopping.is_set():
-            await _sleep(stopping, self._seconds / RENEWALS)
+            await _sleep(stopping, pause)
+            pause = self._seconds / RENEWALS
             try:
                 if not stopping.is_set() and not await self.try_once():
                     raise LeaseLostError(f"Lease {self._namespace}/{self._name} was taken over")
             except ApiError as error:
                 _log.warning("Lease %s/%s was not renewed: %s", self._namespace, self._name, error)
                 self.check()
+                pause = RETRY_SECONDS
 
     async def release(self) -> None:
         """Gives it back, so that the next operator need not wait."""

@@ -40,7 +40,7 @@ from orbit_runtime.errors import OrbitError
 
 FIRST_CHECK_SECONDS, CHECK_SECONDS = 1.0, 60.0
 """How often what we believe is compared with the API server."""
-CHECKED_PER_SECOND, LOOKS_PER_SECOND = 10.0, 1.5
+CHECKED_PER_SECOND, LOOKS_PER_SECOND = 10.0, 3.0
 """With many objects it is compared, and with many runs each is looked at again, less often: both cost as they grow."""
 EXIT_LEASE_LOST = 75
 _log = logging.getLogger("orbit.operator")
@@ -182,7 +182,7 @@ class Operator:
         namespaces = self.settings.namespaces
         operating = asyncio.create_task(
             kopf.operator(
-                registry=build_registry(Intake(self.cache, self.is_news, self.metrics.mark_event), self.changed),
+                registry=build_registry(Intake(self.cache, self.is_news, self.metrics.count_event), self.changed),
                 settings=build_kopf_settings(self.settings),
                 clusterwide=not namespaces,
                 namespaces=namespaces,

@@ -23,6 +23,8 @@ SPENT = (("user", "userRetries"), ("infra", "infraRestarts"), ("free", "freeRest
 USES = ("useful", "lost", "waiting")
 PASS_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 
+WAIT_SECONDS = (*PASS_SECONDS, 30.0, 60.0, 120.0)
+
 Labels = Sequence[str]
 Sample = tuple[str, Labels, float]
 """Series, values of its labels after namespace and run, value."""
@@ -60,7 +62,7 @@ class Metrics:
             OPERATOR + "reconcile_seconds", "Time of one pass over one run.", buckets=PASS_SECONDS, registry=registry
         )
         self.waited = Histogram(
-            OPERATOR + "queue_seconds", "Time that a run waited for a worker.", buckets=PASS_SECONDS,
+            OPERATOR + "queue_seconds", "Time that a run waited for a worker.", buckets=WAIT_SECONDS,
             registry=registry,
         )  # fmt: skip
         self.errors = Counter(OPERATOR + "reconcile_errors", "Passes that failed and are retried.", registry=registry)
@@ -72,6 +74,9 @@ class Metrics:
         self.event = Gauge(
             OPERATOR + "last_event_timestamp_seconds", "When the cluster was last heard of.", registry=registry
         )
+        self.events = Counter(
+            OPERATOR + "events", "Objects that listing and watching brought.", ["news"], registry=registry
+        )
         self.leader = Gauge(OPERATOR + "lease_held", "1 while this operator holds the Lease.", registry=registry)
         self.current = Gauge(OPERATOR + "watch_current", "0 while watching lags behind.", registry=registry)
         self.crd = Gauge(OPERATOR + "crd_outdated", "1 where the served CRD lacks fields.", registry=registry)
@@ -81,6 +86,12 @@ class Metrics:
 
     def mark_event(self) -> None:
         self.event.set(time.time())
+
+    def count_event(self, is_news: bool | None) -> None:
+        """`None` for what is no object: only a sign of life."""
+        self.mark_event()
+        if is_news is not None:
+            self.events.labels("yes" if is_news else "no").inc()
 
     def render(self) -> bytes:
         return b"".join((generate_latest(self.registry), *_render_runs(list(self.runs.values()))))

@@ -57,8 +57,8 @@ def test_a_stub_says_who_it_is_and_whose_and_nothing_else() -> None:
 
 
 def test_an_object_that_says_nothing_new_is_no_news_and_its_version_is_kept() -> None:
-    cache = Cache()
-    intake = build_intake(cache)
+    cache, heard = Cache(), list[bool | None]()
+    intake = Intake(cache, lambda *_: True, heard.append)
     assert intake.take_line(line("ADDED", pod(3, "Running")))
     assert intake.take_line(line("MODIFIED", pod(4, "Running", qosClass="Guaranteed"))) is None
     assert cache.pods.version("p") == 4
@@ -66,6 +66,8 @@ def test_an_object_that_says_nothing_new_is_no_news_and_its_version_is_kept() ->
     assert intake.take_line(line("MODIFIED", pod(4, "Running"))) is None, "what is older"
     assert intake.take_line(line("DELETED", pod(6, "Failed")))
     assert [each.facts.phase for each in cache.pods.of(KEY)] == ["Failed"]
+    assert intake.take_line(line("BOOKMARK", {"kind": "Pod"}))
+    assert heard == [True, False, True, False, True, None]
 
 
 def test_a_job_that_is_deleted_is_told_and_forgotten() -> None:

@@ -1,0 +1,77 @@
+"""One renewal that fails does not end the operator; a second one in time keeps the Lease."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+pytest.importorskip("kopf", reason="the operator's packages are not installed (extra `operator`)")
+
+from orbit_operator.api import ApiError
+from orbit_operator.lease import RETRY_SECONDS, Lease, LeaseLostError
+
+
+class LeaseApi:
+    """Keeps one Lease; `fails` says which of the looks at it get no answer, and how long they take. Hand-written."""
+
+    def __init__(self, now: list[float], fails: dict[int, float]) -> None:
+        self.now, self.fails, self.looks = now, fails, 0
+        self.lease: dict[str, Any] | None = None
+
+    async def get(self, *_: Any) -> dict[str, Any] | None:
+        self.looks += 1
+        if self.looks in self.fails:
+            self.now[0] += self.fails[self.looks]
+            raise ApiError(0, "TimeoutError", "")
+        return self.lease
+
+    async def create(self, _kind: Any, _namespace: str, body: dict[str, Any]) -> dict[str, Any]:
+        self.lease = {**body, "metadata": {**body["metadata"], "resourceVersion": "1"}}
+        return self.lease
+
+    async def replace(self, _kind: Any, _namespace: str, body: dict[str, Any]) -> dict[str, Any]:
+        self.lease = body
+        return body
+
+
+def keep(fails: dict[int, float], looks: int) -> float:
+    """Keeps a Lease of 0.6 s until there were so many looks; returns how long ago it was renewed then."""
+
+    async def work() -> float:
+        now, stopping = [100.0], asyncio.Event()
+        api = LeaseApi(now, fails)
+        lease = Lease(
+            api,  # type: ignore[arg-type]
+            namespace="team", name="lease", holder="me", seconds=0.6, clock=lambda: 0.0, monotonic=lambda: now[0],
+        )  # fmt: skip
+        assert await lease.acquire(stopping)
+        keeping = asyncio.create_task(lease.keep(stopping))
+        while api.looks < looks and not keeping.done():
+            await asyncio.sleep(0.01)
+        stopping.set()
+        await keeping
+        assert lease._renewed is not None
+        return now[0] - lease._renewed
+
+    return asyncio.run(asyncio.wait_for(work(), 10))
+
+
+def test_after_one_renewal_without_an_answer_the_next_one_comes_in_time() -> None:
+    assert keep({2: 0.3}, looks=3) == 0.0
+
+
+def test_a_renewal_that_takes_too_long_loses_the_lease() -> None:
+    with pytest.raises(LeaseLostError):
+        keep({2: 0.5}, looks=4)
+
+
+def test_the_second_attempt_starts_before_the_lease_stops_counting() -> None:
+    """With the default of 15 s: renewed after 5 s, an answer is awaited for 4 s, and it counts for 10 s."""
+    from orbit_operator.api import LEASE_SECONDS
+    from orbit_operator.lease import CERTAIN, RENEWALS
+    from orbit_operator.settings import Settings
+
+    seconds = Settings().lease_seconds
+    assert seconds / RENEWALS + LEASE_SECONDS + RETRY_SECONDS < CERTAIN * seconds
