@@ -22,8 +22,9 @@ from orbit_runtime.loop.publish import Publication, Publisher
 from orbit_runtime.model_info.builtin_models import builtin_folder
 from orbit_runtime.parity.liveness import CHANGE_LIMITS
 from orbit_runtime.policy import Policy, load_policy
-from orbit_runtime.rollout.sglang import SGLangEngine
+from orbit_runtime.rollout.served_engine import ServedEngine
 from orbit_runtime.rollout.sglang_server import ServerSettings, SGLangServer, lora_targets
+from orbit_runtime.rollout.starting import start_engine
 from orbit_runtime.storage import claim_execution, open_store
 from orbit_runtime.training import TorchTrainer, TrainerSettings
 
@@ -57,7 +58,7 @@ SETTINGS = TrainerSettings(
 class Rig:
     policy: Policy
     tokenizer: ChatTokenizer
-    engine: SGLangEngine
+    engine: ServedEngine
     publisher: Publisher
     publication: Publication | None = None
 
@@ -96,14 +97,14 @@ def started(adapter: str) -> Iterator[Rig]:
         )
         server = SGLangServer(settings, log=folder / "sglang.log")
         try:
-            engine = SGLangEngine(server, tokenizer, folder=folder / "adapters", max_running_requests=RUNNING)
+            engine = start_engine([server], tokenizer, folder=folder / "adapters", max_running_requests=RUNNING)
             yield _rig(policy, tokenizer, engine, folder / "run")
             engine.close()
         finally:
             server.stop()
 
 
-def _rig(policy: Policy, tokenizer: ChatTokenizer, engine: SGLangEngine, run: Path) -> Rig:
+def _rig(policy: Policy, tokenizer: ChatTokenizer, engine: ServedEngine, run: Path) -> Rig:
     store = open_store(str(run))
     execution = claim_execution(store, run_name="bench")
     canary = (*tokenizer.encode_chat([{"role": "user", "content": "12+34="}]), 5, 6, 7)

@@ -153,6 +153,15 @@ class Scored:
 
 
 @dataclass(frozen=True, slots=True)
+class Cached:
+    """Log-probs of the end of given tokens, behind a beginning that the engine may have had in its cache."""
+
+    logprobs_T: tuple[float, ...]
+    tokens: int
+    """How many of the first tokens came from the cache; 0: the reading says nothing."""
+
+
+@dataclass(frozen=True, slots=True)
 class UpdateResult:
     """Numbers of one step's training, already reduced over its samples."""
 
@@ -175,6 +184,37 @@ class Tokenizer(Protocol):
     def decode(self, token_ids: Sequence[int]) -> str: ...
 
 
+class Copy(Protocol):
+    """One place that samples: a publish is proven on each that an engine has."""
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        ...
+
+    @property
+    def reads_back(self) -> bool:
+        """It can tell what stands in its slots; else a proof rests on log-probs alone, and says so."""
+        ...
+
+    def score(self, token_ids_T: Sequence[int], adapters: Sequence[str | None]) -> list[Scored]:
+        """One reading of the same tokens per adapter, all in one batch, by the passes that sampling uses."""
+        ...
+
+    def score_cached(self, token_ids_T: Sequence[int], start: int, adapter: str | None) -> Cached | None:
+        """Log-probs of the tokens after `start`, those before it from the cache that requests share; None: there is no
+        such cache, or no way to read behind it."""
+        ...
+
+    def adapter_digest(self, name: str) -> str | None:
+        """Digest recomputed from what stands in the slot now; None where it cannot be read back."""
+        ...
+
+    def explain_slot(self, name: str, published: AdapterFiles) -> str:
+        """How what stands in the slot differs from what was published, in words; empty where it does not."""
+        ...
+
+
 class Engine(Protocol):
     """Answers prompts. Slots hold published adapters under their names; a name once retired cannot come back."""
 
@@ -182,23 +222,17 @@ class Engine(Protocol):
         """Yields each completion when it finishes, in no promised order."""
         ...
 
-    def score(self, token_ids_T: Sequence[int], adapters: Sequence[str | None]) -> list[Scored]:
-        """One reading of the same tokens per adapter, all in one batch, by the passes that sampling uses."""
+    def load_adapter(self, name: str, adapter: AdapterFiles) -> None:
+        """On every copy."""
         ...
-
-    def load_adapter(self, name: str, adapter: AdapterFiles) -> None: ...
 
     def unload_adapter(self, name: str) -> None: ...
 
-    def adapter_digest(self, name: str) -> str:
-        """Digest recomputed from what stands in the slot now."""
-        ...
-
-    def explain_slot(self, name: str, published: AdapterFiles) -> str:
-        """How what stands in the slot differs from what was published, in words; empty where it does not."""
-        ...
-
     def adapters(self) -> tuple[str, ...]: ...
+
+    def copies(self) -> Sequence[Copy]:
+        """At least one, always in the same order."""
+        ...
 
     def close(self) -> None: ...
 

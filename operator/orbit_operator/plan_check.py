@@ -10,9 +10,9 @@ from orbit_runtime.errors import ManifestError, OrbitError
 from orbit_runtime.model_info.builtin_models import builtin_folder
 from orbit_runtime.model_info.cards import find_card_facts
 from orbit_runtime.model_info.checkpoint import folder_facts
-from orbit_runtime.model_info.gpus import find_gpu
 from orbit_runtime.model_info.weights import ModelFacts
-from orbit_runtime.planner import Machine, Plan, plan
+from orbit_runtime.planner import Plan, plan
+from orbit_runtime.planner.asked import asked_machine
 from orbit_runtime.spec import OrbitRun
 
 Verdict = tuple[str, str, str]
@@ -24,22 +24,19 @@ GIB = 2**30
 
 def check_plan(run: OrbitRun) -> Verdict:
     """A no is final: no pod is made. Where too little is known the pod plans first, and refuses with exit code 78."""
-    placement = run.spec.placement
-    if placement.gpus == 0:
-        return _unknown("a run without GPUs is planned by its own pod")
-    if placement.gpu_product is None:
-        return _unknown("placement.gpuProduct names no GPU; the pod itself checks what fits before it trains")
-    card = find_gpu(placement.gpu_product)
-    if card is None:
-        return _unknown(f"{placement.gpu_product} is no GPU that the planner knows; the pod itself checks what fits")
     try:
+        machine = asked_machine(run)
+        if machine is None:
+            return _unknown("placement.gpuProduct names no GPU; the pod itself checks what fits before it trains")
+        if machine.gpu is None:
+            return _unknown("a run without GPUs is planned by its own pod")
         model = find_model(run)
     except OrbitError as error:
         return _unknown(_sentence(error.message, error.where, error.fix))
     if model is None:
         return _unknown(f"no facts about {run.spec.model.uri} are shipped; the pod itself checks what fits")
     try:
-        made = plan(run, model, Machine(card, placement.gpus))
+        made = plan(run, model, machine)
     except ManifestError as error:
         return "False", "ModelMismatch", _sentence(error.message, error.where, error.fix)
     return _judge(made)

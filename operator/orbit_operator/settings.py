@@ -34,7 +34,9 @@ class Settings:
     image_pull_secrets: tuple[str, ...] = ()
     """Names of pull secrets in the run's namespace."""
     run_cpu: int = 0
-    """Cores of a run whose manifest says nothing; 0 asks for none in particular."""
+    """Cores of a run whose manifest says nothing, as request and limit; 0: `run_cpu_per_gpu` holds."""
+    run_cpu_per_gpu: float = 4.0
+    """Cores that such a run requests for each of its GPUs, without a limit; 0 requests none."""
     run_memory: str = ""
     """Memory of a run whose manifest says nothing, such as `1Ti`; empty asks for none in particular."""
     metrics_port: int = 8080
@@ -116,7 +118,8 @@ def _read(name: str, text: str, default: Any) -> Any:
 def _check(settings: Settings) -> None:
     at_least = {
         "workers": 1, "poll_connections": 1, "poll_seconds": 0.1, "progress_seconds": 0.0, "resync_seconds": 1.0,
-        "node_lost_seconds": 1.0, "lease_seconds": 1.0, "ttl_seconds": -1, "metrics_port": 0, "health_port": 0,
+        "node_lost_seconds": 1.0, "lease_seconds": 1.0, "ttl_seconds": -1, "run_cpu": 0, "run_cpu_per_gpu": 0.0,
+        "metrics_port": 0, "health_port": 0,
     }  # fmt: skip
     for name, bound in at_least.items():
         if not getattr(settings, name) >= bound:

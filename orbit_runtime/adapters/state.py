@@ -64,6 +64,11 @@ def config_json(config: AdapterConfig, base_model_name: str) -> bytes:
         fields |= {"coft": config.coft, "eps": config.coft_eps, "block_share": False, "init_weights": True}
         fields |= {"use_cayley_neumann": config.parametrization == "CayleyNeumann"}
         fields |= {"num_cayley_neumann_terms": config.neumann_terms}
+    return config_file(fields)
+
+
+def config_file(fields: Mapping[str, Any]) -> bytes:
+    """The one way in which these fields are written, so that their bytes can be rebuilt."""
     return (json.dumps(fields, indent=2, sort_keys=True) + "\n").encode()
 
 

@@ -6,13 +6,13 @@ Does not belong here: what the parts do, or the order of a step (`sync`).
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from orbit_runtime.algorithms.kl_reward import kl_penalised_rewards
@@ -23,12 +23,14 @@ from orbit_runtime.environments.rewards import REWARDS
 from orbit_runtime.environments.single_turn import SingleTurn
 from orbit_runtime.errors import UnsupportedError
 from orbit_runtime.loop.content import Names, content_digests
+from orbit_runtime.loop.engines import build_engine, change_limit
 from orbit_runtime.loop.inputs import Inputs
 from orbit_runtime.loop.keep import keep_checkpoint
 from orbit_runtime.loop.publish import Publisher
 from orbit_runtime.loop.show import Show
 from orbit_runtime.loop.state import RunState
 from orbit_runtime.model_info.content import kept_weights_digest
+from orbit_runtime.parity.statistics import absolute_limit
 from orbit_runtime.spec import OrbitRun, Resolved, identity_digest
 from orbit_runtime.spec.run import RunSpec
 from orbit_runtime.storage import Execution, Store
@@ -167,17 +169,20 @@ def build_parts(
     algorithm = ALGORITHMS[spec.algorithm.type]
     trainer = _build_trainer(resolved, policy, algorithm, base_model=names.model)
     show.stage("engine")
-    engine = _build_engine(resolved, policy, tokenizer, folder, closing)
-    closing.callback(engine.close)
     sequences = _sequences(table, tokenizer)
+    engine = build_engine(resolved, policy, tokenizer, folder, sequences, closing)
+    closing.callback(engine.close)
     publisher = Publisher(
         store,
         execution,
         engine,
         trainer,
         _canary(sequences[0], tokenizer),
-        _change_limit(policy),
+        change_limit(policy),
         base_weights=kept_weights_digest(folder, Cache(default_cache(os.environ))),
+        base_limit=absolute_limit(policy.precision, spec.parity.mean_limit)
+        if spec.parity.preflight == "Enforce"
+        else math.inf,
     )
     environment = SingleTurn(
         run.name,
@@ -286,47 +291,6 @@ def _build_trainer(resolved: Resolved, policy: Policy, algorithm: Algorithm, *, 
     return TorchTrainer(policy, _trainer_settings(resolved, base_model), algorithm.loss)
 
 
-def _build_engine(resolved: Resolved, policy: Policy, tokenizer: Tokenizer, folder: Path, closing: ExitStack) -> Engine:
-    spec = resolved.run.spec
-    running = spec.rollout.max_running_requests
-    if resolved.engine == "Torch":
-        from orbit_runtime.rollout.torch_engine import TorchEngine
-
-        return TorchEngine(policy, tokenizer, max_running_requests=running)
-    from orbit_runtime.checkpoints.convert import convert
-    from orbit_runtime.checkpoints.target import Target
-    from orbit_runtime.rollout.sglang import SGLangEngine
-    from orbit_runtime.rollout.sglang_server import ServerSettings, SGLangServer, check_served, lora_targets
-
-    if spec.rollout.sampling.top_p != 1:
-        raise UnsupportedError(
-            "SGLang tells log-probs before topP cuts the distribution",
-            where="spec.rollout.sampling.topP",
-            fix="use engine: Torch, or topP: 1",
-        )
-    adapter, layers = policy.injected.config, tuple(policy.injected.layers)
-    check_served(adapter, layers, {name for name, _ in policy.model.named_modules()})
-    scratch = Path(closing.enter_context(TemporaryDirectory(prefix="orbit-sglang-")))
-    base = folder
-    if resolved.device == "cpu" and policy.precision != "BF16":
-        base = scratch / "base"
-        convert(folder, base, Target("BF16"), show=lambda *_: None)
-    settings = ServerSettings(
-        model=base,
-        device=resolved.device,
-        dtype=resolved.compute_dtype,
-        targets=lora_targets(layers),
-        max_running_requests=running,
-        max_sequence_length=spec.model.max_sequence_length,
-        seed=spec.data.seed,
-        lora_rank=adapter.rank if adapter.type == "LoRA" else 1,
-        oft_block_size=adapter.block_size if adapter.type == "OFT" else 0,
-    )
-    server = SGLangServer(settings, log=scratch / "sglang.log")
-    closing.callback(server.stop)
-    return SGLangEngine(server, tokenizer, folder=scratch / "adapters", max_running_requests=running, taps=server.taps)
-
-
 def _trainer_settings(resolved: Resolved, base_model: str) -> TrainerSettings:
     from orbit_runtime.algorithms.losses import PolicyLossSettings
     from orbit_runtime.training.torch_trainer import TrainerSettings
@@ -377,13 +341,6 @@ def _canary(prompt_T: tuple[int, ...], tokenizer: Tokenizer) -> tuple[int, ...]:
     prompt = prompt_T[-CANARY_PROMPT_TOKENS:]
     answer = [prompt[index % len(prompt)] for index in range(CANARY_ANSWER_TOKENS)]
     return (*prompt, *answer)
-
-
-def _change_limit(policy: Policy) -> float:
-    """How far the adapter's effect may differ between the two sides' passes; coarser where activations are BF16."""
-    from orbit_runtime.parity.liveness import CHANGE_LIMITS
-
-    return CHANGE_LIMITS[str(policy.compute_dtype).removeprefix("torch.")]
 
 
 def _kl_in_reward(spec: RunSpec) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,11 +25,12 @@ from orbit_runtime.observability.metrics import RunMetrics
 from orbit_runtime.observability.progress import Progress
 from orbit_runtime.observability.status import RunStatus
 from orbit_runtime.parity.preflight import Preflight, measure_preflight
+from orbit_runtime.parity.statistics import absolute_limit
 from orbit_runtime.spec import OrbitRun, resolve
 from orbit_runtime.storage import claim_execution, open_store
 
 if TYPE_CHECKING:
-    from orbit_runtime.parity.locate import Location
+    from orbit_runtime.parity.locate import Location, Tapped
 
 COPIES = 3
 """Rows of the trainer's second snapshot: another batch shape, for its floor."""
@@ -56,43 +58,59 @@ class Comparison:
         }
 
 
-def measure_parity(parts: Parts, publication: Publication) -> Preflight:
-    """With the adapter that stands in the engine's slot."""
-    spec = parts.spec.parity
-    return measure_preflight(
-        parts.engine,
-        parts.trainer,
-        parts.sequences,
-        adapter=publication.name,
-        probing=parts.probing,
-        precision=parts.precision,
-        factor=spec.floor_factor,
-        absolute=spec.mean_limit,
-    )
+def measure_parity(parts: Parts, publication: Publication) -> list[Preflight]:
+    """With the adapter that stands in the engine's slot; of every copy."""
+    return [
+        measure_preflight(
+            parts.engine,
+            parts.trainer,
+            parts.sequences,
+            adapter=publication.name,
+            probing=parts.probing,
+            factor=parts.spec.parity.floor_factor,
+            absolute=absolute_limit(parts.precision, parts.spec.parity.mean_limit),
+            copy=index,
+        )
+        for index in range(len(parts.engine.copies()))
+    ]
+
+
+def worst(preflights: Sequence[Preflight]) -> Preflight:
+    """The first that fails, else the first."""
+    return next((each for each in preflights if each.failures), preflights[0])
 
 
 def find_difference(parts: Parts, publication: Publication) -> Location | None:
     """The first layer in which the two sides part: with the bare base, and where that agrees, with the policy.
 
-    None where the engine computes with the trainer's own layers, which hold one base.
+    None where no copy's layers can be looked at, as where the engine computes with the trainer's own.
     """
+    from orbit_runtime.parity.locate import Tapped
+
+    found = None
+    for copy in parts.engine.copies():
+        if isinstance(copy, Tapped) and copy.is_tapped:
+            found = _find_in(parts, copy, publication)
+            if found.found:
+                break
+    return found
+
+
+def _find_in(parts: Parts, copy: Tapped, publication: Publication) -> Location:
     import torch
 
     from orbit_runtime.adapters.layer import TRAINER_SLOT
-    from orbit_runtime.parity.locate import Tapped, locate
+    from orbit_runtime.parity.locate import locate
 
-    if not isinstance(parts.engine, Tapped):
-        return None
     tokens, files = parts.sequences[0], publication.adapter.files
-    found = None
     for adapter, slot in ((None, None), (publication.name, TRAINER_SLOT)):
         ours = parts.snapshot(tokens, slot, files)
         again = parts.snapshot(tokens, slot, files, copies=COPIES)
-        theirs = parts.engine.snapshot(tokens, adapter)
+        theirs = copy.snapshot(tokens, adapter)
         dtype = getattr(torch, parts.resolved.compute_dtype)
         found = locate(ours, again, theirs, dtype=dtype, group=parts.group_size)
         if found.found:
-            return found
+            break
     return found
 
 
@@ -119,7 +137,7 @@ def compare_sides(
         parts = build_parts(resolved, store, execution, show, rewards=None, inputs=inputs, names=names, closing=closing)
         publication = parts.publisher.publish(0, None)
         started = time.monotonic()
-        preflight = measure_parity(parts, publication)
+        preflight = worst(measure_parity(parts, publication))
         seconds = time.monotonic() - started
         location = find_difference(parts, publication) if layers or preflight.failures else None
         return Comparison(resolved.engine, parts.precision, preflight, location, seconds)

@@ -6,12 +6,13 @@ Belongs here: the order of these acts. Does not belong here: what the proof chec
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from orbit_runtime.errors import GateError, OrbitError
-from orbit_runtime.parity.liveness import Proof, Reading, check_proof, prove
+from orbit_runtime.parity.liveness import Limits, Proof, Reading, check_proofs, prove
 from orbit_runtime.storage import Execution, Store, write_bundle
 from orbit_runtime.types import AdapterFiles, Engine, Trainer
 
@@ -25,8 +26,14 @@ class Publication:
     """What stands in the engine now, with its evidence."""
 
     adapter: AdapterFiles
-    proof: Proof
-    reading: Reading
+    proofs: tuple[Proof, ...]
+    """One per copy of the engine."""
+    readings: tuple[Reading, ...]
+
+    @property
+    def proof(self) -> Proof:
+        """The one that came closest to its limit."""
+        return max(self.proofs, key=lambda proof: proof.change_error)
 
     @property
     def name(self) -> str:
@@ -45,9 +52,11 @@ class Publisher:
     change_limit: float
     base_weights: str
     """Digest of the base's files; it travels with the adapter, which is good for no other base."""
+    base_limit: float = math.inf
+    """Of the mean |d| on the canary with no adapter."""
 
     def publish(self, version: int, previous: Publication | None) -> Publication:
-        """Publishes the trainer's adapter as `policy-v{version}` and retires `previous`.
+        """Publishes the trainer's adapter as `policy-v{version}`, proves it on every copy, and retires `previous`.
 
         The engine is filled from the published bytes, never from the trainer's tensors.
 
@@ -71,23 +80,36 @@ class Publisher:
                 f"policy version {version} could not be proven live: the engine did not load it: {error}",
                 where="publish",
             ) from error
-        proof, reading = prove(
-            adapter,
-            adapter_name(version),
-            self.engine,
-            (adapted, base),
-            self.canary_T,
-            change_limit=self.change_limit,
-            previous=previous.reading if previous else None,
-        )
-        if not proof.proven:
-            logprobs = {"trainer_logprobs": reading.trainer_T, "engine_logprobs": reading.engine_T}
-            self._keep_evidence(version, proof.to_json() | logprobs)
-        check_proof(proof)
+        proofs, readings = [], []
+        for index, copy in enumerate(self.engine.copies()):
+            proof, reading = prove(
+                adapter,
+                adapter_name(version),
+                copy,
+                (adapted, base),
+                self.canary_T,
+                limits=Limits(self.change_limit, self.base_limit),
+                previous=previous.readings[index] if previous else None,
+            )
+            proofs.append(proof)
+            readings.append(reading)
+        failed = [(proof, reading) for proof, reading in zip(proofs, readings, strict=True) if not proof.proven]
+        if failed:
+            self._keep_evidence(version, _evidence(failed))
+        check_proofs(proofs)
         if previous is not None:
             self.engine.unload_adapter(previous.name)
-        return Publication(adapter, proof, reading)
+        return Publication(adapter, tuple(proofs), tuple(readings))
 
     def _keep_evidence(self, version: int, evidence: Mapping[str, Any]) -> None:
         key = f"parity/publish-v{version}-e{self.execution.number:06d}.json"
         self.store.put(key, json.dumps(evidence, indent=1).encode())
+
+
+def _evidence(failed: Sequence[tuple[Proof, Reading]]) -> dict[str, Any]:
+    """The first failed copy's numbers, and those of the others below `others`."""
+    told = [
+        proof.to_json() | {"trainer_logprobs": reading.trainer_T, "engine_logprobs": reading.engine_T}
+        for proof, reading in failed
+    ]
+    return told[0] | {"others": told[1:]}

@@ -21,7 +21,7 @@ from orbit_runtime.loop.build import Parts, build_parts
 from orbit_runtime.loop.content import WEIGHTS, check_content, resolve_names
 from orbit_runtime.loop.inputs import Inputs, build_patience
 from orbit_runtime.loop.machine import machine_facts
-from orbit_runtime.loop.parity import find_difference, keep_location, measure_parity
+from orbit_runtime.loop.parity import find_difference, keep_location, measure_parity, worst
 from orbit_runtime.loop.resume import RUN_FILE, check_same_run, find_checkpoint, read_run_file, restore
 from orbit_runtime.loop.show import Show
 from orbit_runtime.loop.signals import StopFlag, stop_on_signals
@@ -156,9 +156,11 @@ def _start_policy(parts: Parts, state: RunState) -> None:
         )
     state.publishes += 1
     state.publishes_proven += 1
-    result = measure_parity(parts, state.publication)
-    key = f"parity/preflight-e{parts.execution.number:06d}.json"
-    parts.store.put(key, json.dumps(result.to_json(), indent=1).encode())
+    measured = measure_parity(parts, state.publication)
+    for index, (each, copy) in enumerate(zip(measured, parts.engine.copies(), strict=True)):
+        key = f"parity/preflight-e{parts.execution.number:06d}{f'-{index}' if index else ''}.json"
+        parts.store.put(key, json.dumps({**each.to_json(), "engine": copy.name}, indent=1).encode())
+    result = worst(measured)
     # A resumed run keeps the limit it started with, so that its rows equal those of an uninterrupted one.
     state.parity_limit = state.parity_limit or result.limit
     if not result.failures:
@@ -207,6 +209,12 @@ def _warn(parts: Parts, state: RunState, rewards: Mapping[str, Callable[..., Any
         )
     if parts.resolved.engine == "SGLang" and parts.resolved.device == "cpu" and parts.precision != "BF16":
         state.warn(f"on a CPU SGLang serves the {parts.precision} base dequantised to BF16 (the same values)")
+    for copy in parts.engine.copies():
+        if not copy.reads_back:
+            state.warn(
+                f"{copy.name} cannot tell what stands in its slots (Orbit's plug-in does not run in it): a publish is "
+                "proven there by the canary's log-probs alone"
+            )
     if rewards:
         state.warn("rewards were given from Python: this run can resume only with the same functions")
     for warning in state.warnings:

@@ -26,7 +26,10 @@ LISTED = 8
 
 @runtime_checkable
 class Tapped(Protocol):
-    """An engine whose layers can be looked at."""
+    """A copy of an engine whose layers can be looked at, if it says so."""
+
+    @property
+    def is_tapped(self) -> bool: ...
 
     def snapshot(self, token_ids_T: Sequence[int], adapter: str | None) -> Snapshot: ...
 

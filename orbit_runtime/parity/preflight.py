@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from orbit_runtime.errors import GateError
-from orbit_runtime.parity.statistics import ABSOLUTE_LIMITS, Difference, build_difference, resolve_limit
-from orbit_runtime.types import Engine, Probe, Sample, Scored, Trainer
+from orbit_runtime.parity.statistics import Difference, build_difference, resolve_limit
+from orbit_runtime.types import Copy, Engine, Probe, Sample, Scored, Trainer
 
 if TYPE_CHECKING:
     from orbit_runtime.parity.locate import Location
@@ -22,7 +22,7 @@ Ids = Sequence[int]
 PROBED_SEQUENCES = 4
 """An untrained adapter is measured on the first few: it doubles the passes of a start."""
 GATED = {
-    "base": "adapter off",
+    "base": "adapter off: the engine serves another base, or computes it otherwise",
     "identity": "adapter at identity",
     "random": "random adapter",
     "policy": "current policy",
@@ -35,7 +35,7 @@ class Preflight:
     """What was measured, and the limit of `parity_mean` that follows from it."""
 
     engine_floor: Difference
-    """The engine against itself: alone, and in a batch with two copies."""
+    """The engine against itself: alone, in a batch with two copies, and behind a cached beginning where it has one."""
     trainer_floor: Difference
     """The trainer against itself: the whole sequence in one piece, and cut into a shared prompt and an answer."""
     base: Difference
@@ -80,9 +80,9 @@ def measure_preflight(
     *,
     adapter: str,
     probing: Callable[[Probe], AbstractContextManager[None]],
-    precision: str,
     factor: float,
-    absolute: float | None,
+    absolute: float,
+    copy: int = 0,
 ) -> Preflight:
     """Scores whole sequences on both sides, adapter off and on. Engine and trainer are left as they were found.
 
@@ -90,27 +90,28 @@ def measure_preflight(
         sequences: token ids, at least two each; real prompts with their chat template.
         adapter: the engine's slot that holds the trainer's current values.
         probing: a context within which the trainer holds another adapter.
-        absolute: limit of the mean from the manifest; `None` takes the precision's.
+        absolute: largest mean, whatever the floor.
+        copy: which of the engine's is measured.
     """
-    alone = _joined([engine.score(tokens, [None])[0] for tokens in sequences])
-    crowded = [engine.score(tokens, [adapter, None]) for tokens in sequences]
+    measured = engine.copies()[copy]
+    alone = _joined([measured.score(tokens, [None])[0] for tokens in sequences])
+    crowded = [measured.score(tokens, [adapter, None]) for tokens in sequences]
     trainer_on, trainer_off = _trainer_readings(trainer, sequences)
-    engine_floor = build_difference(alone, _joined([off for _, off in crowded]))
+    anew, cached = _cached_readings(measured, sequences, [off for _, off in crowded])
+    engine_floor = build_difference([*alone, *anew], [*_joined([off for _, off in crowded]), *cached])
     trainer_floor = build_difference(*_trainer_halves(trainer, sequences, trainer_off))
     floor = max(trainer_floor.mean, engine_floor.mean)
     probed = sequences[:PROBED_SEQUENCES]
-    random, random_effect = _probe(engine, trainer, probed, "random", probing)
+    random, random_effect = _probe((engine, copy), trainer, probed, "random", probing)
     return Preflight(
         engine_floor,
         trainer_floor,
         base=build_difference(_joined(trainer_off), alone),
-        identity=_probe(engine, trainer, probed, "identity", probing)[0],
+        identity=_probe((engine, copy), trainer, probed, "identity", probing)[0],
         random=random,
         policy=build_difference(_joined(trainer_on), _joined([on for on, _ in crowded])),
         random_effect=random_effect,
-        limit=resolve_limit(
-            floor, factor=factor, absolute=ABSOLUTE_LIMITS[precision] if absolute is None else absolute
-        ),
+        limit=resolve_limit(floor, factor=factor, absolute=absolute),
     )
 
 
@@ -126,7 +127,7 @@ def check_preflight(result: Preflight, location: Location | None = None) -> None
 
 
 def _probe(
-    engine: Engine,
+    sampling: tuple[Engine, int],
     trainer: Trainer,
     sequences: Sequence[Ids],
     probe: Probe,
@@ -136,16 +137,31 @@ def _probe(
 
     The adapter goes to the engine as bytes, as a publish would, but is not stored, and its slot is gone afterwards.
     """
-    name = f"preflight-{probe}"
+    engine, copy = sampling
+    # An engine never takes a name twice.
+    name = f"preflight-{probe}-{copy}" if copy else f"preflight-{probe}"
     with probing(probe):
         readings = _trainer_readings(trainer, sequences)
         engine.load_adapter(name, trainer.publishable(version=-1))
         try:
-            measured = _joined([engine.score(tokens, [name])[0] for tokens in sequences])
+            measured = _joined([engine.copies()[copy].score(tokens, [name])[0] for tokens in sequences])
         finally:
             engine.unload_adapter(name)
     on, off = map(_joined, readings)
     return build_difference(on, measured), build_difference(on, off).mean
+
+
+def _cached_readings(copy: Copy, sequences: Sequence[Ids], scored: Sequence[Scored]) -> tuple[list[float], list[float]]:
+    """The second half of every sequence: as scored anew, and behind its first half from the engine's cache."""
+    anew: list[float] = []
+    behind: list[float] = []
+    for tokens, whole in zip(sequences, scored, strict=True):
+        start = len(tokens) // 2
+        cached = copy.score_cached(tokens, start, None)
+        if cached is not None and cached.tokens:
+            anew += whole.logprobs_T[start + 1 :]
+            behind += cached.logprobs_T
+    return anew, behind
 
 
 def _trainer_readings(trainer: Trainer, sequences: Sequence[Ids]) -> tuple[list[Scored], list[Scored]]:

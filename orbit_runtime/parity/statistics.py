@@ -15,6 +15,11 @@ SMALLEST_LIMIT = 1e-4
 """A floor can be exactly 0; differences below this carry no information about the policy in any precision."""
 
 
+def absolute_limit(precision: str, asked: float | None) -> float:
+    """Args: asked: the manifest's own; None: the precision's."""
+    return ABSOLUTE_LIMITS[precision] if asked is None else asked
+
+
 @dataclass(frozen=True)
 class Difference:
     """Two sides on the same tokens."""

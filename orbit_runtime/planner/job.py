@@ -64,6 +64,8 @@ class Job:
     """Tokens of a whole step at full length: a micro-batch never holds more."""
     asked: Asked
     copies: Literal["Auto", "Shared", "Two"]
+    replicas: int
+    """Servers of the engine; on the CPU all of them are in this machine's memory."""
     is_split: bool
     """Trainer and engine each have half of the GPUs."""
     kept_checkpoints: int
@@ -72,6 +74,11 @@ class Job:
     def in_process(self) -> bool:
         """Trainer and engine are one process, hence one base."""
         return self.engine == "Torch"
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """The engine is on machines that are not ours to plan."""
+        return self.engine == "OpenAI"
 
 
 def build_job(run: OrbitRun, machine: Machine, *, may_choose: bool = True) -> Job:
@@ -101,6 +108,7 @@ def build_job(run: OrbitRun, machine: Machine, *, may_choose: bool = True) -> Jo
         step_tokens=samples * spec.model.max_sequence_length,
         asked=Asked(parallel.tensor, parallel.expert, parallel.pipeline, parallel.context),
         copies=placement.base_copies,
+        replicas=spec.rollout.replicas if machine.gpu is None else 1,
         is_split=placement.layout == "Split" and several,
         kept_checkpoints=spec.checkpoint.keep,
     )

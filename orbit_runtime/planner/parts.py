@@ -59,9 +59,10 @@ class Sizes:
 
 def size_parts(setting: Setting) -> Sizes:
     """Bytes on the fullest device."""
+    job = setting.job
     train = _base(setting, "trainer")
-    rollout = _base(setting, "engine")
-    if setting.job.is_split:
+    rollout = train if job.is_elsewhere else _times(job.replicas, _base(setting, "engine"))
+    if job.is_elsewhere or setting.job.is_split:
         resident = train
     elif setting.copies == "Shared":
         # The one copy is the engine's: it holds what the trainer does not need as well.
@@ -69,19 +70,19 @@ def size_parts(setting: Setting) -> Sizes:
     else:
         train = rollout = resident = {**train, **rollout}
     trainer, engine = _runtime(setting, "trainer"), _runtime(setting, "engine")
-    both = trainer if setting.job.in_process else {**trainer, **engine}
+    both = trainer if job.in_process or job.is_elsewhere else {**trainer, **engine}
     optimizer = _optimizer(setting)
-    slots = _slots(setting)
+    slots = 0 if job.is_elsewhere else job.replicas * _slots(setting)
     per_sequence, running = _kv(setting)
-    alone = setting.job.is_split
+    work = {"KV cache": per_sequence * running, **_engine_work(setting)}
+    alone = job.is_split
     phases: dict[Phase, Parts] = {
         "load": {**(train if alone else resident), **both, "loading buffer": _loading(setting)},
         "rollout": {
             **rollout,
             **(engine if alone else {**both, **optimizer}),
             "adapter slots": slots,
-            "KV cache": per_sequence * running,
-            **_engine_work(setting),
+            **({} if job.is_elsewhere else _times(job.replicas, work)),
         },
         "train": {
             **train,
@@ -98,6 +99,10 @@ def size_parts(setting: Setting) -> Sizes:
     }
     named = {phase: {name: size for name, size in parts.items() if size} for phase, parts in phases.items()}
     return Sizes(named, per_sequence, running)
+
+
+def _times(count: int, parts: Parts) -> Parts:
+    return {name: count * size for name, size in parts.items()}
 
 
 # --- base ---

@@ -114,7 +114,7 @@ def _layouts(model: ModelFacts, job: Job, machine: Machine) -> list[Layout]:
 
 
 def _copies(job: Job) -> tuple[Copies, ...]:
-    if job.in_process:
+    if job.in_process or job.is_elsewhere:
         return ("Shared",)
     if job.is_split:
         return ("Two",)

@@ -89,6 +89,10 @@ LIMITS: tuple[Limit, ...] = (
         "refused", "Orbit reads DeepSeek-V4 in FP4 and FP8, as released, and in BF16",
         "point model.uri at the released checkpoint", format=("INT4", "NVFP4"), family=("deepseek_v4",),
     ),
+    Limit(
+        "refused", "adapters of routed experts are not handed to attached servers in this version",
+        "write adapter.experts: None", experts=("SharedOuter", "Shared", "PerExpert"), engine=("OpenAI",),
+    ),
     Limit("planned", "this version of Orbit has no Megatron trainer yet", trainer=("Megatron",)),
     Limit(
         "planned", "this version of Orbit publishes no adapters of routed experts to SGLang",
@@ -98,7 +102,7 @@ LIMITS: tuple[Limit, ...] = (
         "planned", "the plug-in for SGLang does not rotate the inputs of DeepSeek-V4's attention yet",
         family=("deepseek_v4",), adapter=("OFT",), engine=("SGLang",),
     ),
-    Limit("planned", "Orbit has run SGLang with dense models only", family=MOE_FAMILIES, engine=("SGLang",)),
+    Limit("planned", "Orbit has run servers with dense models only", family=MOE_FAMILIES, engine=("SGLang", "OpenAI")),
     Limit("planned", "SGLang on a GPU is written and not run on hardware", engine=("SGLang",), on_gpu=True),
 )  # fmt: skip
 

@@ -1,7 +1,8 @@
 """Engines: they answer prompts under a named adapter and say which policy version sampled every token.
 
-Belongs here: the torch engine, its key/value cache, token sampling.
-Does not belong here: the model (`policy`), what a completion is worth (`environments`), when to publish (`loop`).
+Belongs here: the torch engine with its key/value cache, and the engine over servers (SGLang of our own, SGLang and vLLM
+of others). Does not belong here: the model (`policy`), what a completion is worth (`environments`), when to publish
+(`loop`).
 """
 
 from orbit_runtime.rollout.torch_engine import TorchEngine

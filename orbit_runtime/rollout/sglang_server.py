@@ -1,6 +1,6 @@
 """An SGLang server of our own: its arguments, its start, its end.
 
-Belongs here: which arguments follow from a run. Does not belong here: requests (`sglang`), processes (`workers`).
+Belongs here: which arguments follow from a run. Does not belong here: requests (`sglang_api`), processes (`workers`).
 
 On a CPU SGLang runs no packed format, so it is given the base dequantised by our codecs: the same values.
 """
@@ -39,6 +39,8 @@ class ServerSettings:
     max_running_requests: int
     max_sequence_length: int
     seed: int
+    gpu: int = 0
+    """Which of the machine's GPUs; several replicas take one each. Not run on hardware."""
     lora_rank: int = 1
     """The largest; OFT needs none."""
     oft_block_size: int = 0
@@ -112,6 +114,8 @@ def server_arguments(settings: ServerSettings, port: int) -> list[str]:
             # An idle server would turn one core in circles, which the trainer needs.
             "--sleep-on-idle",
         ]  # fmt: skip
+    elif settings.gpu:
+        arguments += ["--base-gpu-id", str(settings.gpu)]
     return arguments
 
 
@@ -122,6 +126,7 @@ def _environment(settings: ServerSettings, taps: Path) -> dict[str, str]:
         "ORBIT_SGLANG": "1",
         "ORBIT_SGLANG_OFT_BLOCK_SIZE": str(settings.oft_block_size),
         "ORBIT_SGLANG_TAPS": str(taps),
+        "ORBIT_SGLANG_PARENT": str(os.getpid()),
         "SGLANG_PLUGINS": "orbit",
     }
     return {**os.environ, **own, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}

@@ -81,6 +81,20 @@ class TorchEngine:
         held = slot_files(self._policy.injected.layers, name, self._slot(name).config)
         return explain_difference(published.files, held)
 
+    @property
+    def name(self) -> str:
+        return "the engine"
+
+    @property
+    def reads_back(self) -> bool:
+        return True
+
+    def copies(self) -> tuple[TorchEngine, ...]:
+        return (self,)
+
+    def score_cached(self, token_ids_T: Sequence[int], start: int, adapter: str | None) -> None:
+        """Two calls share no keys and values here."""
+
     def adapters(self) -> tuple[str, ...]:
         return tuple(self._slots)
 

@@ -1,6 +1,6 @@
 """What SGLang loads into its own processes: the read-back that proves an adapter live, OFT, and what a CPU needs.
 
-Belongs here: the only code that imports SGLang. Does not belong here: the client of the server (`rollout.sglang`).
+Belongs here: the only code that imports SGLang. Does not belong here: the client of the server (`rollout.sglang_api`).
 Imports of Orbit: the adapters' maths, files and digests, nothing else.
 
 SGLang finds `activate` as an entry point of `sglang.srt.plugins`; `launch` calls it as well, so that a server that
@@ -15,6 +15,9 @@ VARIABLE = "ORBIT_SGLANG"
 """Set by Orbit for the servers it starts; only then does the plug-in act."""
 OFT_VARIABLE = "ORBIT_SGLANG_OFT_BLOCK_SIZE"
 """Set where the server is to serve OFT: its buffers are allocated before the first adapter is known."""
+
+PARENT_VARIABLE = "ORBIT_SGLANG_PARENT"
+"""Process that a server ends with."""
 
 
 def activate() -> None:

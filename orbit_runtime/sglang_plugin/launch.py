@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 
-from orbit_runtime.sglang_plugin import VARIABLE, activate, cpu
+from orbit_runtime.sglang_plugin import PARENT_VARIABLE, VARIABLE, activate, cpu
 
 os.environ.update({VARIABLE: "1"})
 if "cpu" in sys.argv:
@@ -23,7 +23,9 @@ activate()
 
 
 def main() -> None:
-    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+    # The parent may have died while this process imported what it needs; then somebody else is the parent by now.
+    parent = int(os.environ.get(PARENT_VARIABLE) or os.getppid())
+    threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
     from sglang.launch_server import run_server
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree

@@ -27,6 +27,7 @@ from orbit_runtime.adapters.state import (
     PEFT_PREFIX,
     ROTATIONS_FILE,
     applied_digest,
+    config_file,
     files_digest,
 )
 from orbit_runtime.sglang_plugin.rotation import Published, Rotations, parts
@@ -108,7 +109,7 @@ def _slot_files(manager: Any, key: str, slot: int, folder: Path) -> dict[str, by
     """
     adapter, config = manager.loras[key], manager.loras[key].config
     published, rotations = _oft(manager, key)
-    settings = (folder / CONFIG_FILE).read_bytes()
+    settings = config_file(config.hf_config) if config.path is None else (folder / CONFIG_FILE).read_bytes()
     if published is not None and rotations is not None:
         suffix = f".rank={config.r}" if config.r else ""
         turned = {f"{name}{suffix}": R for name, R in _rotations(rotations, slot)}

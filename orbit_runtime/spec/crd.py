@@ -21,6 +21,7 @@ SCHEMA_HASH = "orbitrl.dev/schema-hash"
 LIST_TYPES: dict[str, Schema] = {
     "spec.adapter.targets": {"x-kubernetes-list-type": "set"},
     "spec.environment.rewards": {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
+    "spec.rollout.endpoints": {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["url"]},
     "spec.placement.envFromSecrets": {"x-kubernetes-list-type": "set"},
     "spec.placement.egress[].ports": {"x-kubernetes-list-type": "set"},
     "status.attempts": {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["number"]},

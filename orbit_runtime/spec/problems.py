@@ -28,6 +28,8 @@ _OBJECT_NAME = "the name of a Kubernetes object: lower-case letters, digits, `-`
 _LABEL_VALUE = "letters, digits, `-`, `_` and `.`, with a letter or digit at both ends"
 _QUANTITY = "a number of bytes such as `512Mi` or `64Gi`"
 _HINTS = {
+    "spec.rollout.endpoints[].url": "`http://host:port`, without a path",
+    "spec.rollout.adapterFolder": "an absolute path",
     "metadata.name": "lower-case letters, digits and `-`, with a letter or digit at both ends",
     "metadata.namespace": "lower-case letters, digits and `-`, with a letter or digit at both ends",
     "metadata.labels.*": _LABEL_VALUE,

@@ -5,11 +5,14 @@ Belongs here: the engine and the distribution. Does not belong here: generation 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from orbit_runtime.spec.block import IDENTITY, LAYOUT, AsTuple, Block
+from orbit_runtime.spec.block import IDENTITY, LAYOUT, AsTuple, Block, Contradiction
+
+URL_PATTERN = r"^https?://[A-Za-z0-9.:\[\]_-]+$"
 
 
 class Sampling(Block):
@@ -30,13 +33,49 @@ class Sampling(Block):
     """Texts that end a completion, besides the model's own end tokens."""
 
 
+class Endpoint(Block):
+    """A server that is there already."""
+
+    url: Annotated[
+        str, LAYOUT, Field(min_length=1, max_length=1024, pattern=URL_PATTERN, examples=["http://engine:30000"])
+    ]
+    """Address of SGLang, or of vLLM's OpenAI server, without a path."""
+    adapter_method: Annotated[Literal["Auto", "Folder", "Upload"], LAYOUT] = "Auto"
+    """How adapters get there: `Folder`, as a path that the server sees too, or `Upload`, LoRA's tensors in the request,
+    which only SGLang takes. `Auto` is `Folder` on this machine and where `adapterFolder` is set, else `Upload`."""
+
+
 class Rollout(Block):
     """Sampling."""
 
-    engine: Annotated[Literal["Auto", "Torch", "SGLang"], LAYOUT] = "Auto"
+    engine: Annotated[Literal["Auto", "Torch", "SGLang", "OpenAI"], LAYOUT] = "Auto"
     """What samples: `Torch` runs in the trainer's process on the same weights; `SGLang` is a server that Orbit starts
-    beside it, for LoRA and OFT with `topP: 1`."""
+    beside it, for LoRA and OFT with `topP: 1`; `OpenAI` are the servers of `endpoints`."""
+    replicas: Annotated[int, LAYOUT, Field(ge=1, le=64)] = 1
+    """Servers that Orbit starts, with `engine: SGLang`. One that dies is replaced; the others do its work meanwhile."""
+    endpoints: Annotated[
+        tuple[Endpoint, ...], AsTuple, Field(max_length=64, examples=[[{"url": "http://engine:30000"}]])
+    ] = ()
+    """Servers that somebody else runs, with `engine: OpenAI`: all of one version, serving the model of `model.uri`."""
+    adapter_folder: Annotated[str | None, LAYOUT, Field(min_length=1, max_length=1024, pattern="^/")] = None
+    """With `engine: OpenAI`: a folder that Orbit and the endpoints see under this path, for published adapters."""
     sampling: Sampling = Sampling()
     """The distribution that tokens are drawn from."""
     max_running_requests: Annotated[int, LAYOUT, Field(ge=1, le=1_000_000)] = 512
-    """Completions that are sampled at the same time; lower it to save memory."""
+    """Completions that are sampled at the same time, by each server; lower it to save memory."""
+
+    def contradictions(self) -> Iterator[Contradiction]:
+        if self.replicas > 1 and self.engine != "SGLang":
+            message = f"{self.replicas} servers are not started with `engine: {self.engine}`"
+            yield Contradiction(("replicas",), (("engine",),), message, "remove `replicas`, or write `engine: SGLang`")
+        if self.engine == "OpenAI" and not self.endpoints:
+            fix = "add `endpoints` with the address of each server"
+            yield Contradiction(("engine",), (("endpoints",),), "`engine: OpenAI` starts no server", fix)
+        for name, given in (("endpoints", bool(self.endpoints)), ("adapterFolder", self.adapter_folder is not None)):
+            if given and self.engine != "OpenAI":
+                message = f"`engine: {self.engine}` asks no endpoints"
+                yield Contradiction((name,), (("engine",),), message, f"remove `{name}`, or write `engine: OpenAI`")
+        urls = [endpoint.url for endpoint in self.endpoints]
+        for index, url in enumerate(urls):
+            if urls[:index].count(url) == 1:
+                yield Contradiction(("endpoints", index), (), f"`{url}` stands here twice", "name each once")

@@ -99,6 +99,24 @@ CHECKS: dict[str, tuple[Rule, ...]] = {
         Rule("has(self.type) || has(self.entrypoint)", "add type: ExactMatch, or entrypoint: module:function"),
         Rule("!has(self.type) || !has(self.entrypoint)", "remove type or entrypoint", ".entrypoint"),
     ),
+    "spec.rollout": (
+        Rule("self.replicas == 1 || self.engine == 'SGLang'", "remove replicas, or write engine: SGLang", ".replicas"),
+        Rule(
+            "self.engine != 'OpenAI' || (has(self.endpoints) && size(self.endpoints) > 0)",
+            "add endpoints with the address of each server",
+            ".engine",
+        ),
+        Rule(
+            "self.engine == 'OpenAI' || !has(self.endpoints) || size(self.endpoints) == 0",
+            "remove endpoints, or write engine: OpenAI",
+            ".endpoints",
+        ),
+        Rule(
+            "self.engine == 'OpenAI' || !has(self.adapterFolder)",
+            "remove adapterFolder, or write engine: OpenAI",
+            ".adapterFolder",
+        ),
+    ),
     "spec.training": (
         Rule(
             "!has(self.miniBatchPrompts) || self.miniBatchPrompts < 1"

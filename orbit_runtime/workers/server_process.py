@@ -1,7 +1,7 @@
 """A server in a process of its own: start, wait until it answers, watch, stop with all its children.
 
 Belongs here: processes and their logs. Does not belong here: which command (`rollout.sglang_server`) or what is asked
-of the server (`rollout.sglang`).
+of the server (`rollout.sglang_api`).
 """
 
 from __future__ import annotations

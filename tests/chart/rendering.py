@@ -37,6 +37,7 @@ COMBINATIONS: dict[str, Object] = {
             "engineImage": "images.example.com/orbit-engine:1.2.3",
             "imagePullSecrets": ["pull"],
             "cpu": 16,
+            "cpuRequestPerGPU": 2.5,
             "memory": "1Ti",
             "ttlSecondsAfterFinished": 86400,
             "protectFromEviction": True,

@@ -47,6 +47,7 @@ def test_values_reach_the_operator(helm: str) -> None:
         engine_image="images.example.com/orbit-engine:1.2.3",
         image_pull_secrets=("pull",),
         run_cpu=16,
+        run_cpu_per_gpu=2.5,
         run_memory="1Ti",
         log_level="Debug",
         poll_seconds=1.5,

@@ -1,13 +1,14 @@
 """What kubectl prints of a run, for the operations guide: taken from the real thing, never written by hand.
 
 `ORBIT_TEST_WRITE_GOLDEN=1` writes them into the guide anew; without it, what is printed must have the guide's shape:
-the same lines in any order, names, numbers and times apart.
+the same lines in any order, names, numbers and times apart. What belongs together is one line: a condition, an ending.
 """
 
 from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from cluster.guide import FOLDER
@@ -23,6 +24,8 @@ DESCRIBE = (
 )
 """Without the manifest, and without the two lines of each condition that say when."""
 WRITE = "ORBIT_TEST_WRITE_GOLDEN"
+BLOCKS = {"Message": "Type", "Budget": "Who Acts"}
+"""First and last line of what belongs together, where `kubectl describe` sorts fields by name."""
 _VARIABLE = (
     (r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", "TIME"),
     (r"sha256:[0-9a-f]+", "DIGEST"),
@@ -64,11 +67,27 @@ def take(shell: Shell, run: str) -> str:
 def shape(text: str) -> set[str]:
     """Its lines, with everything that differs between two runs of the same kind replaced by what it is."""
     lines = set()
-    for line in text.splitlines():
+    for line in join_blocks(text.splitlines()):
         for pattern, word in _VARIABLE:
             line = re.sub(pattern, word, line)
         lines.add(line.strip())
     return lines
+
+
+def join_blocks(lines: list[str]) -> Iterator[str]:
+    """Each condition, from its message to its type, and each ending, from its budget to who acts, as one line."""
+    block: list[str] = []
+    for line in lines:
+        name = line.strip().partition(":")[0]
+        inner = line.startswith("    ")
+        if (inner and name in BLOCKS) or block:
+            block.append(line.strip())
+            if not inner or name == BLOCKS[block[0].partition(":")[0]]:
+                yield "; ".join(block)
+                block = []
+        else:
+            yield line
+    yield from block
 
 
 def _session(shell: Shell, command: str) -> str:

@@ -80,7 +80,9 @@ GOOD_BLOCKS: dict[str, tuple[str, ...]] = {
     ),
     "rollout": (
         "{sampling: {}}", "{sampling: {stop: []}}", "{sampling: {stop: ['終わり', '🛑']}}",
-        "{sampling: {stop: [" + "🛑" * 256 + "]}}",
+        "{sampling: {stop: [" + "🛑" * 256 + "]}}", "{engine: SGLang, replicas: 4}", "{engine: Auto, endpoints: []}",
+        "{engine: OpenAI, endpoints: [{url: 'http://engine:30000'}, {url: 'https://[::1]:1', adapterMethod: Upload}]}",
+        "{engine: OpenAI, endpoints: [{url: 'http://a'}], adapterFolder: /adapters}",
     ),
     "training": (
         "{steps: 1e2, promptsPerStep: 16.0}", "{steps: 5, learningRate: 1}", "{steps: 5, learningRate: 1e-3}",
@@ -152,7 +154,18 @@ BAD_BLOCKS: dict[str, tuple[tuple[str, str], ...]] = {
         ("{code: {uri: 'hf://x'}, rewards: [{name: a, type: Math}]}", "code.uri"),
         ("{code: {}, rewards: [{name: a, type: Math}]}", "code.uri"),
     ),
-    "rollout": (("{sampling: {maxNewTokens: 2048}}", "sampling.maxNewTokens"),),
+    "rollout": (
+        ("{sampling: {maxNewTokens: 2048}}", "sampling.maxNewTokens"), ("{replicas: 2}", "replicas"),
+        ("{engine: Torch, replicas: 2}", "replicas"), ("{engine: OpenAI}", "engine"),
+        ("{engine: OpenAI, endpoints: []}", "engine"), ("{endpoints: [{url: 'http://a'}]}", "endpoints"),
+        ("{engine: SGLang, adapterFolder: /a}", "adapterFolder"),
+        ("{engine: OpenAI, endpoints: [{url: 'http://a'}, {url: 'http://a'}]}", "endpoints[1]"),
+        ("{engine: OpenAI, endpoints: [{url: 'http://a'}], adapterFolder: a}", "adapterFolder"),
+        *(
+            (f"{{engine: OpenAI, endpoints: [{{url: '{url}'}}]}}", "endpoints[0].url")
+            for url in ("engine:30000", "ftp://a", "http://", "http://a/v1", "http://me:word@a", "http://a b")
+        ),
+    ),
     "training": (
         ("", ""), (" # empty", ""), ("{}", "steps"), ("{steps: }", "steps"), ("{steps: '5'}", "steps"),
         ("{steps: true}", "steps"), ("{steps: 5.5}", "steps"), ("{steps: 5, learningRate: '1e-3'}", "learningRate"),

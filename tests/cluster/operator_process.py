@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from cluster.bed.processes import WITH_ITS_PARENT
 from cluster.by_hand import ROOT, Team
 
 FAST = {
@@ -38,8 +39,9 @@ class Operator:
         }
         with log.open("ab") as output:
             self.process = subprocess.Popen(
-                [sys.executable, *program], env={**inherited, **mine, **environment}, stdout=output, stderr=output
-            )
+                [*WITH_ITS_PARENT, sys.executable, *program],
+                env={**inherited, **mine, **environment}, stdout=output, stderr=output,
+            )  # fmt: skip
 
     @property
     def text(self) -> str:

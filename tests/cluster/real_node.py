@@ -25,12 +25,15 @@ SCRIPTED = "localhost/orbit-scripted:1"
 QUICK = {
     "ORBIT_OPERATOR_NODE_LOST_SECONDS": "3", "ORBIT_OPERATOR_RESYNC_SECONDS": "2", "ORBIT_OPERATOR_POLL_SECONDS": "1",
     "ORBIT_OPERATOR_PROGRESS_SECONDS": "1", "ORBIT_OPERATOR_RUNTIME_IMAGE": SCRIPTED,
+    # Dozens of pods that wait, on two cores.
+    "ORBIT_OPERATOR_RUN_CPU_PER_GPU": "0",
 }  # fmt: skip
 
 
 def build_scripted_image() -> Path:
     """The local base and `fakes/scripted_orbit.py` as its `orbit`; returns the archive."""
-    archive = images_folder() / f"scripted-{hashlib.sha256(SCRIPT.read_bytes()).hexdigest()[:12]}.tar"
+    recipe = BASE_IMAGE.encode() + SCRIPT.read_bytes()
+    archive = images_folder() / f"scripted-{hashlib.sha256(recipe).hexdigest()[:12]}.tar"
     if not archive.exists():
         build_base_image()
         with tempfile.TemporaryDirectory(dir=images_folder()) as name:

@@ -1,4 +1,4 @@
-"""The bed itself: what a test may count on."""
+"""The bed itself: what a test may count on. That a node can be lost and come back: `test_node_real_runs`."""
 
 from __future__ import annotations
 
@@ -27,14 +27,3 @@ def test_the_api_server_answers_at_its_service_address(cluster: Cluster) -> None
 def test_the_object_store_answers(cluster: Cluster) -> None:
     answer = httpx.get(store_environment()["AWS_ENDPOINT_URL"], trust_env=False)
     assert answer.status_code == 403, "it knows that nobody signed this"
-
-
-def test_a_frozen_kubelet_makes_its_node_not_ready_and_its_return_ready_again(cluster: Cluster) -> None:
-    lost = cluster.nodes[1]
-    lost.freeze()
-    try:
-        wait_for(lambda: not cluster.is_ready(lost), "the node is NotReady", 60)
-        assert cluster.is_ready(cluster.nodes[0])
-    finally:
-        lost.thaw()
-    wait_for(lambda: cluster.is_ready(lost), "the node is Ready again", 60)

@@ -32,7 +32,7 @@ def team(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     cluster.import_image(archive)
     (cluster.buckets / BUCKET).mkdir()
     log = tmp_path_factory.mktemp("real-runs") / "operator.log"
-    settings = {"ORBIT_OPERATOR_RUNTIME_IMAGE": image, "ORBIT_OPERATOR_RUN_CPU": "1"}
+    settings = {"ORBIT_OPERATOR_RUNTIME_IMAGE": image, "ORBIT_OPERATOR_RUN_CPU_PER_GPU": "0.125"}
     with open_real_team(cluster, BUCKET, log, **settings) as (team, _):
         # One thread each: how many there are decides the order of sums, and with it the last bits.
         right = {**store_environment(), "OMP_NUM_THREADS": "1", "ORBIT_STORE_DEADLINE_SECONDS": "5"}

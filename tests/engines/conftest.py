@@ -12,9 +12,9 @@ import psutil
 import pytest
 
 from orbit_runtime.rollout import TorchEngine
-from orbit_runtime.rollout.sglang import SGLangEngine
+from orbit_runtime.rollout.served_engine import ServedEngine
 from orbit_runtime.types import Engine
-from tests.engines.servers import LORA, OFT, Adder, load_adder, server_of, start_server
+from tests.engines.servers import LORA, OFT, Adder, attach, load_adder, server_of, start_server
 
 
 @pytest.fixture(scope="session")
@@ -38,17 +38,37 @@ def inside(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
-def lora_server(lora_adder: Adder, inside: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangEngine]:
+def lora_server(lora_adder: Adder, inside: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedEngine]:
     yield from start_server(lora_adder, tmp_path_factory.mktemp("sglang"), oft_block_size=0)
 
 
 @pytest.fixture(scope="session")
-def oft_server(oft_adder: Adder, inside: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangEngine]:
+def oft_server(oft_adder: Adder, inside: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedEngine]:
     """It serves LoRA as well."""
     yield from start_server(oft_adder, tmp_path_factory.mktemp("sglang-oft"), oft_block_size=OFT.block_size)
 
 
-@pytest.fixture(params=["Torch", "Torch-OFT", "SGLang", "SGLang-OFT"])
+@pytest.fixture(scope="session")
+def attached(
+    lora_adder: Adder, lora_server: ServedEngine, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Engine]:
+    """The same server, as one that somebody else started; adapters go as folders."""
+    engine = attach(lora_adder, server_of(lora_server).url, tmp_path_factory.mktemp("attached"), "Folder")
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="session")
+def uploading(
+    lora_adder: Adder, lora_server: ServedEngine, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Engine]:
+    """The same, and adapters go as tensors in the request."""
+    engine = attach(lora_adder, server_of(lora_server).url, tmp_path_factory.mktemp("uploading"), "Upload")
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(params=["Torch", "Torch-OFT", "SGLang", "SGLang-OFT", "Attached", "Attached-upload"])
 def case(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -67,7 +87,8 @@ def engine(case: str, adder: Adder, request: pytest.FixtureRequest) -> Iterator[
     if case.startswith("Torch"):
         made = TorchEngine(*adder, max_running_requests=16)
     else:
-        made = request.getfixturevalue("oft_server" if case.endswith("OFT") else "lora_server")
+        names = {"SGLang": "lora_server", "SGLang-OFT": "oft_server", "Attached": "attached"}
+        made = request.getfixturevalue(names.get(case, "uploading"))
     yield made
     for name in made.adapters():
         made.unload_adapter(name)
@@ -81,14 +102,14 @@ def new_name() -> Callable[[], str]:
 
 
 @pytest.fixture
-def run_inside(inside: Path) -> Callable[[SGLangEngine, str], None]:
+def run_inside(inside: Path) -> Callable[..., None]:
     """Runs code in the server's process that holds the adapters, with its LoRAManager as `manager`."""
 
-    def run(engine: SGLangEngine, code: str) -> None:
+    def run(engine: ServedEngine, code: str, index: int = 0) -> None:
         done = inside.with_suffix(".done")
         done.unlink(missing_ok=True)
         inside.write_text(code)
-        for child in psutil.Process(server_of(engine).pid).children(recursive=True):
+        for child in psutil.Process(server_of(engine, index).pid).children(recursive=True):
             if "scheduler" in child.name() or "scheduler" in " ".join(child.cmdline()):
                 child.send_signal(signal.SIGUSR2)
         until = time.monotonic() + 30

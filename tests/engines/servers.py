@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -17,8 +19,10 @@ from orbit_runtime.checkpoints.target import Target
 from orbit_runtime.data.chat import ChatTokenizer
 from orbit_runtime.model_info.builtin_models import builtin_folder
 from orbit_runtime.policy import Policy, load_policy
-from orbit_runtime.rollout.sglang import SGLangEngine
+from orbit_runtime.rollout.attached import Endpoint, Wanted, attach_engine
+from orbit_runtime.rollout.served_engine import ServedEngine
 from orbit_runtime.rollout.sglang_server import PYTHON_VARIABLE, ServerSettings, SGLangServer, lora_targets
+from orbit_runtime.rollout.starting import start_engine
 from tests.integration.tiny_models import TARGETS
 
 LORA = AdapterConfig(type="LoRA", targets=TARGETS, rank=4, alpha=8.0)
@@ -33,12 +37,22 @@ def load_adder(config: AdapterConfig) -> Adder:
 
 
 def start_server(
-    adder: Adder, folder: Path, *, oft_block_size: int, base: Path | None = None
-) -> Iterator[SGLangEngine]:
+    adder: Adder, folder: Path, *, oft_block_size: int, base: Path | None = None, replicas: int = 1
+) -> Iterator[ServedEngine]:
     """Args: base: the model's folder; the shipped one, unpacked, unless given."""
+    servers = build_servers(adder, folder, oft_block_size=oft_block_size, base=base, replicas=replicas)
+    engine = start_engine(servers, adder[1], folder=folder / "adapters", max_running_requests=16, patience=10)
+    yield engine
+    engine.close()
+
+
+def build_servers(
+    adder: Adder, folder: Path, *, oft_block_size: int, base: Path | None = None, replicas: int = 1
+) -> list[SGLangServer]:
+    """Not started yet."""
     if not os.environ.get(PYTHON_VARIABLE):
         pytest.fail(f"{PYTHON_VARIABLE} is not set: run `make test-engines`")
-    policy, tokenizer = adder
+    policy, _ = adder
     if base is None:
         base = folder / "base"
         convert(builtin_folder("tiny-adder", "INT4"), base, Target("BF16"), show=lambda *_: None)
@@ -53,17 +67,29 @@ def start_server(
         lora_rank=4,
         oft_block_size=oft_block_size,
     )
-    server = SGLangServer(settings, log=folder / "sglang.log")
-    try:
-        engine = SGLangEngine(server, tokenizer, folder=folder / "adapters", max_running_requests=16, taps=server.taps)
-    except BaseException:
-        server.stop()
-        raise
-    yield engine
-    engine.close()
+    return [
+        SGLangServer(replace(settings, seed=index), log=folder / f"replica-{index}" / "sglang.log")
+        for index in range(replicas)
+    ]
 
 
-def server_of(engine: SGLangEngine) -> SGLangServer:
-    server = engine._server
+def attach(adder: Adder, url: str, folder: Path, method: Literal["Folder", "Upload"]) -> ServedEngine:
+    """An engine over a server that is there already; it is not ended with the engine."""
+    policy, tokenizer = adder
+    wanted = Wanted(
+        adapter=policy.injected.config,
+        targets=lora_targets(tuple(policy.injected.layers)),
+        max_tokens=256,
+        temperature=1.0,
+        architectures=("Qwen3ForCausalLM",),
+        probes=(tuple(tokenizer.encode_chat([{"role": "user", "content": "12+34="}])),),
+        tolerance=1e-3,
+    )
+    endpoint = Endpoint(url, method)
+    return attach_engine([endpoint], wanted, tokenizer, folder=folder / "adapters", max_running_requests=16)
+
+
+def server_of(engine: ServedEngine, index: int = 0) -> SGLangServer:
+    server = engine.replicas[index].server
     assert isinstance(server, SGLangServer)
     return server

@@ -16,7 +16,7 @@ from orbit_runtime.errors import GateError
 from orbit_runtime.policy import Policy
 from orbit_runtime.policy.packed import Branch
 from orbit_runtime.rollout import TorchEngine
-from orbit_runtime.rollout.sglang import SGLangEngine
+from orbit_runtime.rollout.served_engine import ServedEngine
 from orbit_runtime.types import AdapterFiles, Engine, Sampling
 from tests.integration.engine_inputs import by_id, random_adapter, requests_for
 
@@ -72,8 +72,8 @@ def test_scores_are_the_policys_and_the_passes_applied_the_published_bytes(
     name, adapter = new_name(), random_adapter(policy, 3)
     engine.load_adapter(name, adapter)
     tokens = [*tokenizer.encode_chat([{"role": "user", "content": "12+34="}]), 9, 12, 7]
-    adapted, base = engine.score(tokens, [name, None])
-    assert engine.adapter_digest(name) == adapter.digest
+    adapted, base = engine.copies()[0].score(tokens, [name, None])
+    assert engine.copies()[0].adapter_digest(name) == adapter.digest
     assert adapted.applied_digest == expected_applied_digest(adapter.files)
     assert base.applied_digest is None
     for scored, files in ((adapted, adapter), (base, None)):
@@ -140,7 +140,7 @@ def test_versions_share_no_cache(engine: Engine, adder: Adder, new_name: NewName
         name, adapter = new_name(), random_adapter(policy, version)
         engine.load_adapter(name, adapter)
         for _ in range(2):
-            (scored,) = engine.score(tokens, [name])
+            (scored,) = engine.copies()[0].score(tokens, [name])
             expected = policy_logprobs(policy, adapter, tokens[:1], tokens[1:])
             torch.testing.assert_close(torch.tensor(scored.logprobs_T[1:]), expected, rtol=0, atol=5e-5)
         seen.append(scored.logprobs_T)
@@ -149,7 +149,7 @@ def test_versions_share_no_cache(engine: Engine, adder: Adder, new_name: NewName
 
 
 def test_lora_two_rotations_and_none_in_one_batch_give_the_torch_engines_logprobs(
-    oft_server: SGLangEngine, oft_adder: Adder, lora_adder: Adder, new_name: NewName
+    oft_server: ServedEngine, oft_adder: Adder, lora_adder: Adder, new_name: NewName
 ) -> None:
     """Four kinds of rows in the same passes, sampled and scored; the LoRA is of another policy on the same base."""
     tokenizer = oft_adder[1]
@@ -171,14 +171,14 @@ def test_lora_two_rotations_and_none_in_one_batch_give_the_torch_engines_logprob
         if name:
             torch_engine.load_adapter(name, adapters[name])
         answer = found[request.request_id]
-        (scored,) = torch_engine.score([*request.prompt_ids_T, *answer.token_ids_T], [name])
+        (scored,) = torch_engine.copies()[0].score([*request.prompt_ids_T, *answer.token_ids_T], [name])
         expected = torch.tensor(scored.logprobs_T[len(request.prompt_ids_T) :])
         torch.testing.assert_close(torch.tensor(answer.logprobs_T), expected, rtol=0, atol=5e-5)
         torch_engine.close()
     tokens = [*requests[0].prompt_ids_T, *found[0].token_ids_T]
-    *scores, base = oft_server.score(tokens, [*adapters, None])
+    *scores, base = oft_server.copies()[0].score(tokens, [*adapters, None])
     for name, scored in zip(adapters, scores, strict=True):
-        assert oft_server.adapter_digest(name) == adapters[name].digest
+        assert oft_server.copies()[0].adapter_digest(name) == adapters[name].digest
         assert scored.applied_digest == expected_applied_digest(adapters[name].files)
         assert max(abs(a - b) for a, b in zip(scored.logprobs_T, base.logprobs_T, strict=True)) > 0.01
         oft_server.unload_adapter(name)

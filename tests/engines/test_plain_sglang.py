@@ -14,8 +14,12 @@ import pytest
 from orbit_runtime.checkpoints.convert import convert
 from orbit_runtime.checkpoints.target import Target
 from orbit_runtime.model_info.builtin_models import builtin_folder
+from orbit_runtime.parity.liveness import Limits, prove
 from orbit_runtime.rollout.sglang_server import PYTHON_VARIABLE, ServerSettings, server_arguments
 from orbit_runtime.workers.server_process import ServerProcess, free_port
+from tests.engines.servers import Adder, attach
+from tests.engines.test_sglang_faults import canary, policy_scores
+from tests.integration.engine_inputs import random_adapter
 from tests.integration.tiny_models import TARGETS
 
 ROOT = Path(__file__).parents[2]
@@ -32,7 +36,33 @@ def train(out: Path) -> Path:
     return out / "adapters" / f"policy-v{STEPS}"
 
 
-def test_plain_sglang_gives_the_trainers_logprobs(tmp_path: Path) -> None:
+def check_attached(adder: Adder, url: str, folder: Path) -> None:
+    """Attached without the plug-in: proven by log-probs alone, and another adapter under the name is seen."""
+    policy, tokenizer = adder
+    engine = attach(adder, url, folder, "Folder")
+    (copy,) = engine.copies()
+    assert not copy.reads_back
+    previous = None
+    for version in (1, 2):
+        name, adapter = f"policy-v{version}", random_adapter(policy, version)
+        engine.load_adapter(name, adapter)
+        proof, previous = prove(
+            adapter, name, copy, policy_scores(policy, adapter, canary(tokenizer)), canary(tokenizer),
+            limits=Limits(1e-3, 0.02), previous=previous,
+        )  # fmt: skip
+        assert proof.failures == ()
+        assert proof.slot_digest is None
+        assert proof.cached_error is not None
+    other = random_adapter(policy, 3)
+    proof, _ = prove(
+        other, "policy-v2", copy, policy_scores(policy, other, canary(tokenizer)), canary(tokenizer),
+        limits=Limits(1e-3), previous=None,
+    )  # fmt: skip
+    assert "effect on the canary differs" in proof.failures[0]
+    engine.close()
+
+
+def test_plain_sglang_gives_the_trainers_logprobs(lora_adder: Adder, tmp_path: Path) -> None:
     if not os.environ.get(PYTHON_VARIABLE):
         pytest.fail(f"{PYTHON_VARIABLE} is not set: run `make test-engines`")
     adapter = train(tmp_path / "run")
@@ -75,5 +105,6 @@ def test_plain_sglang_gives_the_trainers_logprobs(tmp_path: Path) -> None:
             assert [entry[0] for entry in entries] == pytest.approx(canary[kind][1:], abs=5e-5)
         moved = [abs(a - b) for a, b in zip(canary["logprobs"], canary["base_logprobs"], strict=True)]
         assert max(moved) > 0.01
+        check_attached(lora_adder, url, tmp_path)
     finally:
         server.stop()

@@ -19,10 +19,10 @@ from orbit_runtime.adapters.state import CONFIG_FILE, MODEL_FILE, ROTATIONS_FILE
 from orbit_runtime.data.chat import ChatTokenizer
 from orbit_runtime.errors import EngineDiedError, GateError
 from orbit_runtime.model_info.builtin_models import builtin_folder
-from orbit_runtime.parity.liveness import prove
+from orbit_runtime.parity.liveness import Limits, prove
 from orbit_runtime.policy import Policy
 from orbit_runtime.rollout import TorchEngine
-from orbit_runtime.rollout.sglang import SGLangEngine
+from orbit_runtime.rollout.served_engine import ServedEngine
 from orbit_runtime.types import AdapterFiles, Engine, Sampling, Scored
 from orbit_runtime.workers.server_process import ServerProcess
 from tests.engines.servers import server_of
@@ -30,7 +30,7 @@ from tests.integration.engine_inputs import by_id, random_adapter, requests_for
 
 Adder = tuple[Policy, ChatTokenizer]
 NewName = Callable[[], str]
-RunInside = Callable[[SGLangEngine, str], None]
+RunInside = Callable[[ServedEngine, str], None]
 
 
 @pytest.fixture(params=["SGLang", "SGLang-OFT"])
@@ -39,12 +39,12 @@ def case(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def sglang(engine: Engine) -> SGLangEngine:
-    assert isinstance(engine, SGLangEngine)
+def sglang(engine: Engine) -> ServedEngine:
+    assert isinstance(engine, ServedEngine)
     return engine
 
 
-def post(engine: SGLangEngine, path: str, body: dict) -> dict:
+def post(engine: ServedEngine, path: str, body: dict) -> dict:
     answer = httpx.post(f"{server_of(engine).url}{path}", json=body, timeout=60, trust_env=False)
     return dict(answer.json())
 
@@ -54,7 +54,7 @@ def canary(tokenizer: ChatTokenizer) -> list[int]:
 
 
 def test_other_bytes_under_the_same_name_show_in_both_digests(
-    sglang: SGLangEngine, adder: Adder, new_name: NewName, tmp_path: Path
+    sglang: ServedEngine, adder: Adder, new_name: NewName, tmp_path: Path
 ) -> None:
     policy, tokenizer = adder
     name, published, other = new_name(), random_adapter(policy, 1), random_adapter(policy, 2)
@@ -63,40 +63,40 @@ def test_other_bytes_under_the_same_name_show_in_both_digests(
     for file, content in other.files.items():
         (tmp_path / file).write_bytes(content)
     assert post(sglang, "/load_lora_adapter", {"lora_name": name, "lora_path": str(tmp_path)})["success"]
-    (scored,) = sglang.score(canary(tokenizer), [name])
-    assert sglang.adapter_digest(name) == other.digest != published.digest
+    (scored,) = sglang.copies()[0].score(canary(tokenizer), [name])
+    assert sglang.copies()[0].adapter_digest(name) == other.digest != published.digest
     assert scored.applied_digest == expected_applied_digest(other.files)
     assert scored.applied_digest != expected_applied_digest(published.files)
-    assert str(tmp_path) in sglang.explain_slot(name, published)
+    assert str(tmp_path) in sglang.copies()[0].explain_slot(name, published)
     sglang.unload_adapter(name)
 
 
 @pytest.mark.parametrize("case", ["SGLang"], indirect=True)
-def test_a_changed_scaling_shows(sglang: SGLangEngine, adder: Adder, new_name: NewName, tmp_path: Path) -> None:
+def test_a_changed_scaling_shows(sglang: ServedEngine, adder: Adder, new_name: NewName, tmp_path: Path) -> None:
     policy, tokenizer = adder
     name, published = new_name(), random_adapter(policy, 1)
     doubled = json.loads(published.files["adapter_config.json"])
     doubled["lora_alpha"] *= 2
     files = {**published.files, "adapter_config.json": json.dumps(doubled).encode()}
     sglang.load_adapter(name, AdapterFiles(1, files, published.digest))
-    (scored,) = sglang.score(canary(tokenizer), [name])
-    assert sglang.adapter_digest(name) != published.digest
+    (scored,) = sglang.copies()[0].score(canary(tokenizer), [name])
+    assert sglang.copies()[0].adapter_digest(name) != published.digest
     assert scored.applied_digest != expected_applied_digest(published.files)
-    assert "lora_alpha is 16, published was 8" in sglang.explain_slot(name, published)
+    assert "lora_alpha is 16, published was 8" in sglang.copies()[0].explain_slot(name, published)
     sglang.unload_adapter(name)
 
 
 def test_an_adapter_that_the_server_dropped_comes_back_as_the_same_bytes_and_a_retired_one_never(
-    sglang: SGLangEngine, adder: Adder, new_name: NewName
+    sglang: ServedEngine, adder: Adder, new_name: NewName
 ) -> None:
     """SGLang loads a name that it once knew again, from its files, as soon as a request asks for it."""
     policy, tokenizer = adder
     name, adapter = new_name(), random_adapter(policy, 1)
     sglang.load_adapter(name, adapter)
     post(sglang, "/unload_lora_adapter", {"lora_name": name})
-    (scored,) = sglang.score(canary(tokenizer), [name])
+    (scored,) = sglang.copies()[0].score(canary(tokenizer), [name])
     assert scored.applied_digest == expected_applied_digest(adapter.files)
-    assert sglang.adapter_digest(name) == adapter.digest
+    assert sglang.copies()[0].adapter_digest(name) == adapter.digest
     sglang.unload_adapter(name)
     body = {"input_ids": canary(tokenizer), "lora_path": name, "sampling_params": {"max_new_tokens": 1}}
     answer = httpx.post(f"{server_of(sglang).url}/generate", json=body, timeout=60, trust_env=False)
@@ -120,7 +120,7 @@ def test_an_adapter_that_the_server_dropped_comes_back_as_the_same_bytes_and_a_r
     indirect=["case"],
 )
 def test_an_adapter_that_does_not_fit_is_refused_by_name(
-    sglang: SGLangEngine, oft_adder: Adder, adder: Adder, new_name: NewName, fault: str, says: str
+    sglang: ServedEngine, oft_adder: Adder, adder: Adder, new_name: NewName, fault: str, says: str
 ) -> None:
     adapter = random_adapter((oft_adder if fault == "OFT" else adder)[0], 1)
     config = json.loads(adapter.files[CONFIG_FILE])
@@ -171,16 +171,16 @@ SPOILED = {
 @pytest.mark.parametrize("case", ["SGLang-OFT"], indirect=True)
 @pytest.mark.parametrize("fault", sorted(SPOILED))
 def test_a_rotation_that_changed_in_the_engine_is_caught_by_its_digest_and_named(
-    sglang: SGLangEngine, adder: Adder, new_name: NewName, run_inside: RunInside, fault: str
+    sglang: ServedEngine, adder: Adder, new_name: NewName, run_inside: RunInside, fault: str
 ) -> None:
     policy, tokenizer = adder
     stale, name = new_name(), new_name()
     adapters = {stale: random_adapter(policy, 1), name: random_adapter(policy, 2)}
     for each, adapter in adapters.items():
         sglang.load_adapter(each, adapter)
-    sglang.score(canary(tokenizer), [stale, name])
-    assert sglang.adapter_digest(name) == adapters[name].digest
-    assert sglang.explain_slot(name, adapters[name]) == ""
+    sglang.copies()[0].score(canary(tokenizer), [stale, name])
+    assert sglang.copies()[0].adapter_digest(name) == adapters[name].digest
+    assert sglang.copies()[0].explain_slot(name, adapters[name]) == ""
     code, says = SPOILED[fault]
     keys = "{each.lora_name: key for key, each in manager.lora_refs.items()}"
     run_inside(
@@ -190,8 +190,9 @@ def test_a_rotation_that_changed_in_the_engine_is_caught_by_its_digest_and_named
     )
     trainer, expected = policy_scores(policy, adapters[name], canary(tokenizer))
     proof, _ = prove(
-        adapters[name], name, sglang, (trainer, expected), canary(tokenizer), change_limit=1e-3, previous=None
-    )
+        adapters[name], name, sglang.copies()[0], (trainer, expected), canary(tokenizer), limits=Limits(1e-3),
+        previous=None,
+    )  # fmt: skip
     assert not proof.proven
     assert proof.slot_digest != adapters[name].digest
     assert proof.applied_digest != proof.expected_applied_digest
@@ -202,18 +203,18 @@ def policy_scores(policy: Policy, adapter: AdapterFiles, tokens: list[int]) -> t
     """What the trainer would say of the canary, read by the torch engine."""
     engine = TorchEngine(policy, ChatTokenizer(builtin_folder("tiny-adder", "INT4")), max_running_requests=4)
     engine.load_adapter("trainer's", adapter)
-    adapted, base = engine.score(tokens, ["trainer's", None])
+    adapted, base = engine.copies()[0].score(tokens, ["trainer's", None])
     engine.close()
     return adapted, base
 
 
 def test_a_server_killed_in_mid_generation_loses_and_doubles_nothing(
-    sglang: SGLangEngine, adder: Adder, new_name: NewName
+    sglang: ServedEngine, adder: Adder, new_name: NewName
 ) -> None:
     policy, tokenizer = adder
     name, adapter = new_name(), random_adapter(policy, 7)
     sglang.load_adapter(name, adapter)
-    before = sglang.restarts
+    before = sglang.replicas[0].restarts
     requests = requests_for(
         tokenizer, [f"{a}+{a}=" for a in range(10, 60)], 8, sampling=Sampling(max_new_tokens=24), adapter=name
     )
@@ -221,12 +222,12 @@ def test_a_server_killed_in_mid_generation_loses_and_doubles_nothing(
     killed.start()
     completions = list(sglang.generate(requests))
     killed.join()
-    assert sglang.restarts == before + 1
+    assert sglang.replicas[0].restarts == before + 1
     assert len(completions) == len(by_id(completions)) == len(requests)
     assert {version for completion in completions for version in completion.versions_T} == {7}
-    (scored,) = sglang.score(canary(tokenizer), [name])
+    (scored,) = sglang.copies()[0].score(canary(tokenizer), [name])
     assert scored.applied_digest == expected_applied_digest(adapter.files)
-    assert sglang.adapter_digest(name) == adapter.digest
+    assert sglang.copies()[0].adapter_digest(name) == adapter.digest
     sglang.unload_adapter(name)
 
 

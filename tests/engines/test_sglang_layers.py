@@ -18,14 +18,14 @@ from orbit_runtime.data.chat import ChatTokenizer
 from orbit_runtime.parity.locate import Location, locate
 from orbit_runtime.policy import Policy
 from orbit_runtime.policy.snapshot import ROTARY, take_snapshot
-from orbit_runtime.rollout.sglang import SGLangEngine
+from orbit_runtime.rollout.served_engine import ServedEngine
 from orbit_runtime.types import AdapterFiles
 from tests.engines.servers import Adder, server_of, start_server
 from tests.integration.engine_inputs import random_adapter
 
 
 def compare(
-    engine: SGLangEngine, policy: Policy, tokens: list[int], adapter: AdapterFiles, name: str | None
+    engine: ServedEngine, policy: Policy, tokens: list[int], adapter: AdapterFiles, name: str | None
 ) -> Location:
     """The trainer holds `adapter` in a slot of its own."""
     slot = "compared" if name else None
@@ -37,25 +37,25 @@ def compare(
     finally:
         if slot:
             remove_slot(policy.injected.layers, slot)
-    return locate(ours, again, engine.snapshot(tokens, name), dtype=torch.float32, group=32)
+    return locate(ours, again, engine.copies()[0].snapshot(tokens, name), dtype=torch.float32, group=32)
 
 
 def tokens_of(tokenizer: ChatTokenizer) -> list[int]:
     return [*tokenizer.encode_chat([{"role": "user", "content": "12+34="}]), 9, 12]
 
 
-def base_folder(engine: SGLangEngine) -> Path:
+def base_folder(engine: ServedEngine) -> Path:
     return server_of(engine)._settings.model
 
 
 @pytest.mark.parametrize("case", ["SGLang", "SGLang-OFT"], indirect=True)
-def test_a_healthy_server_parts_nowhere(engine: SGLangEngine, adder: Adder, new_name: Callable[[], str]) -> None:
+def test_a_healthy_server_parts_nowhere(engine: ServedEngine, adder: Adder, new_name: Callable[[], str]) -> None:
     policy, tokenizer = adder
     name, adapter = new_name(), random_adapter(policy, 3)
     engine.load_adapter(name, adapter)
     tokens = tokens_of(tokenizer)
     for asked in (None, name):
-        snapshot = engine.snapshot(tokens, asked)
+        snapshot = engine.copies()[0].snapshot(tokens, asked)
         assert len(snapshot.points) == 1 + 4 * 12 + 1, list(snapshot.points)
         found = compare(engine, policy, tokens, adapter, asked)
         assert not found.found, found.sentence()
@@ -64,7 +64,7 @@ def test_a_healthy_server_parts_nowhere(engine: SGLangEngine, adder: Adder, new_
 
 @pytest.mark.parametrize("layer", range(4))
 def test_another_value_in_a_servers_weight_is_named(
-    lora_server: SGLangEngine, lora_adder: Adder, layer: int, tmp_path: Path
+    lora_server: ServedEngine, lora_adder: Adder, layer: int, tmp_path: Path
 ) -> None:
     """Through SGLang's own endpoint for new weights, so that the server runs on."""
     policy, tokenizer = lora_adder
@@ -88,7 +88,7 @@ def test_another_value_in_a_servers_weight_is_named(
 
 
 def test_a_slice_of_a_servers_adapter_is_named(
-    lora_server: SGLangEngine, lora_adder: Adder, new_name: Callable[[], str]
+    lora_server: ServedEngine, lora_adder: Adder, new_name: Callable[[], str]
 ) -> None:
     policy, tokenizer = lora_adder
     name, published, held = new_name(), random_adapter(policy, 1), random_adapter(policy, 2)
@@ -103,8 +103,8 @@ def test_a_slice_of_a_servers_adapter_is_named(
 
 @pytest.fixture
 def misconfigured(
-    request: pytest.FixtureRequest, lora_server: SGLangEngine, lora_adder: Adder, tmp_path: Path
-) -> Iterator[SGLangEngine]:
+    request: pytest.FixtureRequest, lora_server: ServedEngine, lora_adder: Adder, tmp_path: Path
+) -> Iterator[ServedEngine]:
     """A server whose config.json says something else than the checkpoint's."""
     folder = tmp_path / "base"
     shutil.copytree(base_folder(lora_server), folder)
@@ -126,7 +126,7 @@ def other_rope(config: dict) -> None:
 
 @pytest.mark.parametrize("misconfigured", [other_epsilon, other_rope], indirect=True)
 def test_another_configuration_is_named(
-    request: pytest.FixtureRequest, misconfigured: SGLangEngine, lora_adder: Adder
+    request: pytest.FixtureRequest, misconfigured: ServedEngine, lora_adder: Adder
 ) -> None:
     policy, tokenizer = lora_adder
     found = compare(misconfigured, policy, tokens_of(tokenizer), random_adapter(policy, 1), None)
@@ -136,7 +136,7 @@ def test_another_configuration_is_named(
     assert found.causes[0].name == ("model.layers.0.input_layernorm.eps" if epsilon else ROTARY)
 
 
-def update_weights(engine: SGLangEngine, folder: Path) -> None:
+def update_weights(engine: ServedEngine, folder: Path) -> None:
     body = {"model_path": str(folder), "flush_cache": True}
     answer = httpx.post(f"{server_of(engine).url}/update_weights_from_disk", json=body, timeout=120, trust_env=False)
     assert answer.json()["success"], answer.text

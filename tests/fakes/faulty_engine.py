@@ -75,6 +75,20 @@ class FaultyEngine:
         if not self.never_switches:
             self.engine.unload_adapter(name)
 
+    @property
+    def name(self) -> str:
+        return "the engine"
+
+    @property
+    def reads_back(self) -> bool:
+        return True
+
+    def copies(self) -> tuple[FaultyEngine, ...]:
+        return (self,)
+
+    def score_cached(self, token_ids_T: Sequence[int], start: int, adapter: str | None) -> None:
+        return None
+
     def adapter_digest(self, name: str) -> str:
         return self.engine.adapter_digest(name)
 

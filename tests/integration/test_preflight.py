@@ -12,6 +12,7 @@ from fakes.faulty_engine import zero_one
 
 from orbit_runtime.errors import GateError
 from orbit_runtime.parity.preflight import GATED, Preflight, check_preflight, measure_preflight
+from orbit_runtime.parity.statistics import ABSOLUTE_LIMITS
 from orbit_runtime.types import Engine
 from tests.integration.test_publish_proof import Rig
 
@@ -27,9 +28,8 @@ def measure(rig: Rig, engine: Engine | None = None) -> Preflight:
         SEQUENCES,
         adapter=rig.publication.name,
         probing=partial(masters.probing, seed=0),
-        precision="INT4",
         factor=4.0,
-        absolute=None,
+        absolute=ABSOLUTE_LIMITS["INT4"],
     )
 
 

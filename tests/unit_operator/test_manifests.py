@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,8 @@ def test_every_pod_is_restricted(spec: dict[str, Any]) -> None:
             assert security["allowPrivilegeEscalation"] is False
             assert security["readOnlyRootFilesystem"] is True
             assert security["capabilities"] == {"drop": ["ALL"]}
-            assert container["resources"].get("requests") == container["resources"].get("limits")
+            requests, limits = container["resources"]["requests"], container["resources"]["limits"]
+            assert {**limits, "cpu": requests["cpu"]} == requests, "but for cores that nobody named"
 
 
 def test_the_attempt_is_one_pod_and_one_try() -> None:
@@ -123,6 +125,31 @@ def test_a_split_pod_shares_everything_by_halves() -> None:
     for container in (engine, run):
         limits = container["resources"]["limits"]
         assert (limits["nvidia.com/gpu"], limits["cpu"], limits["memory"]) == ("4", "32500m", "512Gi")
+
+
+@pytest.mark.parametrize(
+    ("placement", "settings", "requested", "limit"),
+    [
+        ({"gpus": 8}, {}, "32000m", None),
+        ({"gpus": 1}, {}, "4000m", None),
+        ({"gpus": 0}, {}, "1000m", None),
+        ({"gpus": 8, "layout": "Split"}, {}, "16000m", None),
+        ({"gpus": 8}, {"run_cpu_per_gpu": 0.03}, "240m", None),
+        ({"gpus": 8}, {"run_cpu_per_gpu": 0.0}, None, None),
+        ({"gpus": 0}, {"run_cpu_per_gpu": 0.0}, None, None),
+        ({"gpus": 2}, {"run_cpu": 16}, "16", "16"),
+        ({"gpus": 8, "resources": {"cpu": 64}}, {"run_cpu": 16}, "64", "64"),
+        ({"gpus": 8, "resources": {"cpu": 64}}, {}, "64", "64"),
+    ],
+)
+def test_cores_that_are_named_are_a_limit_too_and_others_a_share_for_each_gpu(
+    placement: Object, settings: dict[str, Any], requested: str | None, limit: str | None
+) -> None:
+    run = source({**SMALL, "placement": placement})
+    pod = build_job(run, 1, (), replace(SETTINGS, **settings))["spec"]["template"]["spec"]
+    for container in [*pod["containers"], *pod.get("initContainers", [])]:
+        resources = container["resources"]
+        assert (resources.get("requests", {}).get("cpu"), resources.get("limits", {}).get("cpu")) == (requested, limit)
 
 
 def test_the_longest_name_fits_every_object() -> None:

@@ -40,6 +40,12 @@ def test_what_does_not_fit_is_refused_with_the_number_and_the_fix() -> None:
     assert ";" in message
 
 
+def test_the_memory_that_the_pod_asks_for_is_planned_with() -> None:
+    status, reason, message = check_plan(build_run(placement={"resources": {"memory": "1Gi"}}))
+    assert (status, reason) == ("False", "DoesNotFit")
+    assert message.startswith("spec.placement.resources.memory: the run needs 88.9 GiB")
+
+
 def test_a_precision_that_is_not_the_checkpoints_is_refused_by_its_field() -> None:
     status, reason, message = check_plan(build_run(model={"precision": "MXFP4"}))
     assert (status, reason) == ("False", "ModelMismatch")

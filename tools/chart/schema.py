@@ -32,6 +32,7 @@ BOUNDS: dict[str, Schema] = {
     "runs.imagePullPolicy": _PULL_POLICY,
     "runs.imagePullSecrets": {"items": {"type": "string", "minLength": 1}},
     "runs.cpu": {"minimum": 0, "maximum": 1024},
+    "runs.cpuRequestPerGPU": {"type": "number", "minimum": 0, "maximum": 128},
     "runs.memory": {"type": "string", "pattern": f"^$|{QUANTITY['pattern']}"},
     "runs.ttlSecondsAfterFinished": {"minimum": -1},
     "operator.logLevel": {"enum": ["Debug", "Info", "Warning", "Error"]},

@@ -7,6 +7,7 @@
   "IMAGE_PULL_POLICY" .Values.runs.imagePullPolicy
   "IMAGE_PULL_SECRETS" (join "," .Values.runs.imagePullSecrets)
   "RUN_CPU" (int64 .Values.runs.cpu)
+  "RUN_CPU_PER_GPU" .Values.runs.cpuRequestPerGPU
   "RUN_MEMORY" .Values.runs.memory
   "METRICS_PORT" 8080
   "HEALTH_PORT" 8081

@@ -6,6 +6,7 @@ It meets the *restricted* pod security standard, has no service-account token, a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from orbit_operator.manifests.config_map import MANIFEST_FILE
@@ -132,7 +133,10 @@ def _engine(run: Object, settings: Settings) -> Object:
 
 
 def _resources(placement: Placement, settings: Settings, *, halved: bool) -> Object:
-    """Requests equal limits: nothing on the node can take them away, and the CPU manager may pin cores."""
+    """Requests equal limits: nothing on the node can take them away, and the CPU manager may pin cores.
+
+    Cores that nobody named are a request alone: a share that holds where cores are short, and all of them elsewhere.
+    """
     asked = placement.resources
     cpu = asked.cpu if asked.cpu is not None else settings.run_cpu
     memory = asked.memory if asked.memory is not None else settings.run_memory
@@ -145,7 +149,12 @@ def _resources(placement: Placement, settings: Settings, *, halved: bool) -> Obj
         amounts["ephemeral-storage"] = halve(asked.ephemeral_storage) if halved else asked.ephemeral_storage
     if placement.gpus:
         amounts[GPU] = str(placement.gpus // 2 if halved else placement.gpus)
-    return {"requests": dict(amounts), "limits": dict(amounts)} if amounts else {}
+    requests = dict(amounts)
+    if not cpu and settings.run_cpu_per_gpu:
+        # A run without GPUs loads and trains on one core, slowly; the share is what keeps it alive.
+        cores = settings.run_cpu_per_gpu * placement.gpus if placement.gpus else 1.0
+        requests["cpu"] = f"{math.ceil(cores * (500 if halved else 1000))}m"
+    return {name: each for name, each in (("requests", requests), ("limits", amounts)) if each}
 
 
 def _volumes(source: RunSource) -> list[Object]:

@@ -75,7 +75,7 @@ def _processes() -> list[int]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and f"{FOLDER}/" in (command := _command(int(entry.name))) and "shim" in command:
             pids.add(int(entry.name))
-    return sorted(pid for pid in pids if not _is_zombie(pid))
+    return sorted(pid for pid in pids if not has_ended(pid))
 
 
 def _command(pid: int) -> str:
@@ -85,8 +85,8 @@ def _command(pid: int) -> str:
         return ""
 
 
-def _is_zombie(pid: int) -> bool:
-    """Ended, and not yet looked at by its parent."""
+def has_ended(pid: int) -> bool:
+    """Also where its parent has not looked at it yet."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except OSError:

@@ -23,6 +23,7 @@ from cluster.bed.node import GPU_PRODUCT, NUM_GPUS, Node
 from cluster.bed.pki import NODES
 from cluster.bed.processes import Processes, run
 from cluster.bed.programs import check_machine, find_program
+from cluster.bed.reaper import reap_after_us
 
 LOCK = Path("/run/lock/orbit-bed")
 API_PORT = 6443
@@ -85,12 +86,16 @@ class Cluster:
 
 @contextmanager
 def hold_machine() -> Iterator[None]:
-    """One bed at a time: waits until another has ended, and removes what is left of one whose tests were killed."""
+    """One bed at a time: waits until another has ended.
+
+    What is left of one whose tests were killed is removed by its reaper, and here once more if that was killed too.
+    """
     check_machine()
     with LOCK.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         remove_leftovers()
-        yield
+        with reap_after_us(lock):
+            yield
 
 
 @contextmanager
@@ -138,9 +143,10 @@ def stop(cluster: Cluster) -> None:
 
 
 def wait_for(probe: Any, what: str, seconds: float = 60.0) -> Any:
-    """The first answer that is true."""
-    until = time.monotonic() + seconds
+    """The first answer that is true. Asks less and less often: many a probe starts a `kubectl`."""
+    until, pause = time.monotonic() + seconds, 0.1
     while not (found := probe()):
         assert time.monotonic() < until, f"not within {seconds:.0f} s: {what}"
-        time.sleep(0.2)
+        time.sleep(pause)
+        pause = min(1.3 * pause, 0.6)
     return found

@@ -83,7 +83,7 @@ CONTEXT = ("pyproject.toml", "README.md", "LICENSE", "orbit_runtime", "operator"
 """What `.dockerignore` lets through."""
 NUM_KEPT = 4
 """Archives of each image that are kept: a change that is taken back need not be built again."""
-BASE_IMAGE = "localhost/orbit-test-base:1"
+BASE_IMAGE = "localhost/orbit-test-base:2"
 LEFT_OUT = ("test", "idlelib", "tkinter", "turtledemo", "lib2to3", "site-packages", "__pycache__")
 
 
@@ -127,6 +127,9 @@ def _add_python(root: Path) -> None:
         if not list(root.glob(f"usr/lib/*/{path.name}")) + list(root.glob(f"lib/*/{path.name}")):
             shutil.copy(path, root / "usr/local/lib" / path.name)
     run("chroot", root, "ldconfig")
+    # Pods cannot keep byte code on their read-only root: each would make that of what it imports again.
+    compiling = ("-m", "compileall", "-q", "-j", "0", "--invalidation-mode", "unchecked-hash")
+    run("chroot", root, f"/usr/local/bin/{version}", *compiling, f"/usr/local/lib/{version}")
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Processes of the bed: started with a log each, remembered on disk by id, ended by id.
+"""Processes of the bed: started with a log each, remembered on disk by id, ended by id or with the tests.
 
 Belongs here: starting, ending, and the record from which a crashed bed is cleaned up (`cleanup`). Does not belong here:
 what is started.
@@ -16,6 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 Flags = Mapping[str, object]
+WITH_ITS_PARENT = ("setpriv", "--pdeathsig", "KILL", "--")
+"""Words before a command that the kernel kills when whoever started it ends, and be it by SIGKILL.
+
+To the kernel that is the thread which started it: servers are started by the tests' main thread.
+"""
 
 
 @dataclass
@@ -38,7 +43,7 @@ class Processes:
         with self.log(name).open("ab") as log:
             # A session of its own: Ctrl-C reaches the tests, which then end these in order.
             process = subprocess.Popen(
-                [*inside(self.netns), *command],
+                [*WITH_ITS_PARENT, *inside(self.netns), *command],
                 stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True,
                 env={**os.environ, **environment},
             )  # fmt: skip
@@ -103,9 +108,15 @@ def started_at(pid: int) -> int | None:
     return int(text.rpartition(")")[2].split()[19])
 
 
-def run(*command: str | Path, netns: str | None = None, stdin: str | None = None, seconds: float = 300.0) -> str:
+def run(
+    *command: str | Path,
+    netns: str | None = None,
+    stdin: str | None = None,
+    seconds: float = 300.0,
+    environment: Mapping[str, str] | None = None,
+) -> str:
     """Runs a command to its end; fails with what it printed."""
     words = [*inside(netns), *(str(word) for word in command)]
-    done = subprocess.run(words, input=stdin, capture_output=True, text=True, timeout=seconds)
+    done = subprocess.run(words, input=stdin, capture_output=True, text=True, timeout=seconds, env=environment)
     assert done.returncode == 0, f"{' '.join(words)}: {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done.stdout

@@ -1,0 +1,162 @@
+"""The engine of a run: the trainer's own process, SGLang servers that Orbit starts, or servers that are there already.
+
+Belongs here: what a manifest asks of an engine, and what each kind refuses. Does not belong here: the rest of a run
+(`build`), what engines do (`rollout`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+from orbit_runtime.errors import UnsupportedError
+from orbit_runtime.spec import Resolved
+from orbit_runtime.types import Engine, Tokenizer
+
+if TYPE_CHECKING:
+    from orbit_runtime.policy.model import Policy
+
+PROBES = 4
+"""Real prompts whose text both tokenizers must agree on."""
+
+
+def build_engine(
+    resolved: Resolved,
+    policy: Policy,
+    tokenizer: Tokenizer,
+    folder: Path,
+    sequences: Sequence[Sequence[int]],
+    closing: ExitStack,
+) -> Engine:
+    """
+    Args:
+        folder: the model's.
+        sequences: real prompts as token ids.
+        closing: what must outlive the engine is pushed here; the caller closes the engine itself.
+    """
+    if resolved.engine == "Torch":
+        from orbit_runtime.rollout.torch_engine import TorchEngine
+
+        return TorchEngine(policy, tokenizer, max_running_requests=resolved.run.spec.rollout.max_running_requests)
+    if resolved.run.spec.rollout.sampling.top_p != 1:
+        raise UnsupportedError(
+            "servers tell log-probs before topP cuts the distribution",
+            where="spec.rollout.sampling.topP",
+            fix="use engine: Torch, or topP: 1",
+        )
+    from orbit_runtime.rollout.sglang_server import check_served
+
+    modules = {name for name, _ in policy.model.named_modules()}
+    check_served(policy.injected.config, tuple(policy.injected.layers), modules)
+    if resolved.engine == "OpenAI":
+        return _attach(resolved, policy, tokenizer, folder, sequences, closing)
+    return _start(resolved, policy, tokenizer, folder, closing)
+
+
+def _start(resolved: Resolved, policy: Policy, tokenizer: Tokenizer, folder: Path, closing: ExitStack) -> Engine:
+    from orbit_runtime.checkpoints.convert import convert
+    from orbit_runtime.checkpoints.target import Target
+    from orbit_runtime.rollout.sglang_server import ServerSettings, SGLangServer, lora_targets
+    from orbit_runtime.rollout.starting import start_engine
+
+    spec, adapter = resolved.run.spec, policy.injected.config
+    on_cpu = resolved.device == "cpu"
+    scratch = Path(closing.enter_context(TemporaryDirectory(prefix="orbit-sglang-")))
+    base = folder
+    if on_cpu and policy.precision != "BF16":
+        base = scratch / "base"
+        convert(folder, base, Target("BF16"), show=lambda *_: None)
+    settings = ServerSettings(
+        model=base,
+        device=resolved.device,
+        dtype=resolved.compute_dtype,
+        targets=lora_targets(tuple(policy.injected.layers)),
+        max_running_requests=spec.rollout.max_running_requests,
+        max_sequence_length=spec.model.max_sequence_length,
+        seed=spec.data.seed,
+        lora_rank=adapter.rank if adapter.type == "LoRA" else 1,
+        oft_block_size=adapter.block_size if adapter.type == "OFT" else 0,
+    )
+    count = spec.rollout.replicas
+    if not on_cpu:
+        _check_gpus(count)
+    # Of one seed, two servers would draw the same tokens for the same prompt.
+    servers = [
+        SGLangServer(replace(settings, seed=settings.seed + index, gpu=index), log=_log(scratch, index))
+        for index in range(count)
+    ]
+    for server in servers:
+        closing.callback(server.stop)
+    return start_engine(
+        servers,
+        tokenizer,
+        folder=scratch / "adapters",
+        max_running_requests=settings.max_running_requests,
+        at_once=1 if on_cpu else count,
+    )
+
+
+def _check_gpus(replicas: int) -> None:
+    import torch
+
+    found = torch.cuda.device_count()
+    if replicas > max(1, found):
+        raise UnsupportedError(
+            f"{replicas} replicas take a GPU each, and this machine has {found}",
+            where="spec.rollout.replicas",
+            fix=f"write replicas: {found}",
+        )
+
+
+def _log(scratch: Path, index: int) -> Path:
+    return scratch / f"replica-{index}" / "sglang.log"
+
+
+def _attach(
+    resolved: Resolved,
+    policy: Policy,
+    tokenizer: Tokenizer,
+    folder: Path,
+    sequences: Sequence[Sequence[int]],
+    closing: ExitStack,
+) -> Engine:
+    from orbit_runtime.rollout.attached import Endpoint, Wanted, attach_engine
+    from orbit_runtime.rollout.sglang_server import lora_targets
+
+    spec = resolved.run.spec
+    shared = spec.rollout.adapter_folder
+    parent = closing.enter_context(TemporaryDirectory(prefix="orbit-adapters-", dir=shared))
+    # The server may run as another user.
+    Path(parent).chmod(0o755)
+    endpoints = [
+        Endpoint(each.url, "Folder" if shared and each.adapter_method == "Auto" else each.adapter_method)
+        for each in spec.rollout.endpoints
+    ]
+    wanted = Wanted(
+        adapter=policy.injected.config,
+        targets=lora_targets(tuple(policy.injected.layers)),
+        max_tokens=spec.model.max_sequence_length,
+        temperature=spec.rollout.sampling.temperature,
+        architectures=tuple(json.loads((folder / "config.json").read_text()).get("architectures") or ()),
+        probes=tuple(tuple(ids) for ids in sequences[:PROBES]),
+        tolerance=change_limit(policy),
+    )
+    return attach_engine(
+        endpoints,
+        wanted,
+        tokenizer,
+        folder=Path(parent) / "adapters",
+        max_running_requests=spec.rollout.max_running_requests,
+    )
+
+
+def change_limit(policy: Policy) -> float:
+    """How far the adapter's effect may differ between the two sides' passes; coarser where activations are BF16."""
+    from orbit_runtime.parity.liveness import CHANGE_LIMITS
+
+    return CHANGE_LIMITS[str(policy.compute_dtype).removeprefix("torch.")]

@@ -1,0 +1,257 @@
+"""Servers that somebody else started: finding out what they are, and whether they can serve this run.
+
+Belongs here: what is asked of them before anything is trained, each refusal with what to do.
+Does not belong here: servers of our own (`sglang_server`), asking them for rollouts (`served_engine`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+import httpx
+
+from orbit_runtime.adapters.config import AdapterConfig
+from orbit_runtime.errors import EngineDiedError, GateError, ModelError, UnsupportedError
+from orbit_runtime.rollout.replica import Replica
+from orbit_runtime.rollout.served import About, Api, LostError
+from orbit_runtime.rollout.served_engine import ServedEngine
+from orbit_runtime.rollout.sglang_api import SGLangApi
+from orbit_runtime.rollout.vllm_api import VllmApi
+from orbit_runtime.rollout.wire import Wire, build_client
+from orbit_runtime.types import Tokenizer
+
+ATTACH_SECONDS = 60.0
+RETURN_SECONDS = 600.0
+"""How long a server that was lost may take to come back."""
+POLL_SECONDS = 1.0
+Method = Literal["Auto", "Folder", "Upload"]
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """As the manifest has it."""
+
+    url: str
+    method: Method = "Auto"
+
+    @property
+    def is_local(self) -> bool:
+        return urlsplit(self.url).hostname in ("127.0.0.1", "localhost", "::1")
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a run needs of a server."""
+
+    adapter: AdapterConfig
+    targets: tuple[str, ...]
+    """Last parts of the adapted modules' names."""
+    max_tokens: int
+    temperature: float
+    architectures: tuple[str, ...]
+    """Of the run's own model."""
+    probes: tuple[tuple[int, ...], ...]
+    """Token ids without special ones, whose text both sides' tokenizers must agree on."""
+    tolerance: float
+
+
+class AttachedServer:
+    """Somebody else's: it is waited for, and never started or stopped."""
+
+    def __init__(self, url: str, *, seconds: float = RETURN_SECONDS) -> None:
+        self._url = url.rstrip("/")
+        self._seconds = seconds
+
+    @property
+    def url(self) -> str:
+        return self._url
+
+    def start(self) -> None:
+        until = time.monotonic() + self._seconds
+        while not self.is_alive():
+            if time.monotonic() > until:
+                raise EngineDiedError(f"{self._url} did not answer within {self._seconds:.0f} s", fix=self.describe())
+            time.sleep(POLL_SECONDS)
+
+    def is_alive(self) -> bool:
+        try:
+            return httpx.get(f"{self._url}/health", timeout=10, trust_env=False).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    def describe(self) -> str:
+        return f"look at the log of the server at {self._url}: Orbit did not start it"
+
+    def stop(self) -> None:
+        pass
+
+
+def attach_engine(
+    endpoints: Sequence[Endpoint],
+    wanted: Wanted,
+    tokenizer: Tokenizer,
+    *,
+    folder: Path,
+    max_running_requests: int,
+    attach_seconds: float = ATTACH_SECONDS,
+) -> ServedEngine:
+    """Attaches to all of them, or to none.
+
+    Args:
+        folder: where adapters are handed over; the servers see it under this path.
+
+    Raises:
+        EngineDiedError: one does not answer (82).
+        UnsupportedError: one cannot serve this run, or two are of different versions (78).
+        ModelError: one serves another model or tokenizer (66).
+    """
+    client = build_client()
+    engine = ServedEngine(tokenizer, client, folder=folder, max_running_requests=max_running_requests)
+    try:
+        replicas = []
+        for index, endpoint in enumerate(endpoints):
+            AttachedServer(endpoint.url, seconds=attach_seconds).start()
+            server = AttachedServer(endpoint.url)
+            wire, name = Wire(client, server), f"endpoint {index} ({server.url})"
+            api = _ask(engine, name, partial(_recognise, wire, endpoint, wanted))
+            replicas.append(Replica(name, server, api, engine.loaded, tolerance=wanted.tolerance))
+        for replica, about in zip(replicas, engine.attach(replicas), strict=True):
+            check_about(replica.name, about, wanted)
+            _ask(engine, replica.name, partial(_check_inside, replica, wanted, tokenizer))
+        check_alike({replica.name: replica.about for replica in replicas if replica.about})
+    except BaseException:
+        engine.close()
+        raise
+    return engine
+
+
+def check_about(name: str, about: About, wanted: Wanted) -> None:
+    """Raises UnsupportedError (78) or ModelError (66) for a server that cannot serve this run."""
+    adapter = wanted.adapter
+    if about.serves_lora is False:
+        raise UnsupportedError(f"{name} serves no adapters", fix="start the server with --enable-lora")
+    if adapter.type == "OFT" and about.plugin is None:
+        raise UnsupportedError(
+            f"{name} serves no OFT: Orbit's plug-in does not run in it",
+            where="spec.adapter.type",
+            fix="install Orbit beside SGLang and start it with ORBIT_SGLANG=1 and ORBIT_SGLANG_OFT_BLOCK_SIZE",
+        )
+    if adapter.type == "LoRA" and about.max_rank is not None and adapter.rank > about.max_rank:
+        raise UnsupportedError(
+            f"{name} takes adapters up to rank {about.max_rank}, this run's is {adapter.rank}",
+            where="spec.adapter.lora.rank",
+            fix=f"start the server with --max-lora-rank {adapter.rank}, or lower the rank",
+        )
+    missing = sorted(set(wanted.targets) - set(about.targets)) if about.targets is not None else []
+    if missing and about.targets != ("all",):
+        raise UnsupportedError(
+            f"{name} adapts no {', '.join(missing)}",
+            where="spec.adapter.targets",
+            fix=f"start the server with --lora-target-modules {' '.join(sorted(wanted.targets))}",
+        )
+    if about.max_tokens is not None and about.max_tokens < wanted.max_tokens:
+        raise UnsupportedError(
+            f"{name} takes sequences up to {about.max_tokens} tokens, this run's are up to {wanted.max_tokens}",
+            where="spec.model.maxSequenceLength",
+            fix=f"start the server with a context length of {wanted.max_tokens}, or lower maxSequenceLength",
+        )
+    if about.architectures is not None and set(about.architectures) != set(wanted.architectures):
+        raise ModelError(
+            f"{name} serves {about.model}, a {', '.join(about.architectures)}; this run's model is a "
+            f"{', '.join(wanted.architectures)}",
+            where="spec.rollout.endpoints",
+            fix="let the server serve the model of spec.model.uri",
+        )
+
+
+def check_alike(abouts: Mapping[str, About]) -> None:
+    """Raises UnsupportedError (78) where two servers of one run are not of one kind and version."""
+    (first, one), *others = abouts.items()
+    for name, other in others:
+        for what in ("kind", "version", "plugin"):
+            a, b = getattr(one, what), getattr(other, what)
+            if a != b:
+                raise UnsupportedError(
+                    f"the endpoints differ in their {what}: {first} has {a}, {name} has {b}",
+                    where="spec.rollout.endpoints",
+                    fix="serve one run with servers of one version",
+                )
+
+
+async def _recognise(wire: Wire, endpoint: Endpoint, wanted: Wanted) -> Api:
+    """SGLang tells of itself under `/server_info`, vLLM under `/version`."""
+    try:
+        info: Any = await wire.get("/server_info")
+    except GateError:
+        info = None
+    if isinstance(info, dict) and "internal_states" in info:
+        return SGLangApi(wire, method=_method(endpoint, wanted))
+    try:
+        version = await wire.get("/version")
+    except GateError:
+        version = None
+    if not isinstance(version, dict) or "version" not in version:
+        raise UnsupportedError(
+            f"{endpoint.url} is neither SGLang nor vLLM's OpenAI server",
+            where="spec.rollout.endpoints",
+            fix="write the address of the server itself, without a path",
+        )
+    if wanted.adapter.type == "OFT":
+        raise UnsupportedError(
+            f"{endpoint.url} is vLLM, which serves no OFT", where="spec.adapter.type", fix="write type: LoRA"
+        )
+    if endpoint.method == "Upload":
+        raise UnsupportedError(
+            f"{endpoint.url} is vLLM, which reads adapters from a folder only",
+            where="spec.rollout.endpoints",
+            fix="write adapterMethod: Folder, and rollout.adapterFolder",
+        )
+    return VllmApi(wire)
+
+
+def _method(endpoint: Endpoint, wanted: Wanted) -> Literal["Folder", "Upload"]:
+    method = endpoint.method
+    if method == "Auto":
+        method = "Folder" if endpoint.is_local else "Upload"
+    if method == "Upload" and wanted.adapter.type == "OFT":
+        raise UnsupportedError(
+            "an OFT adapter goes to SGLang as a folder",
+            where="spec.rollout.endpoints",
+            fix="write adapterMethod: Folder, and rollout.adapterFolder",
+        )
+    return method
+
+
+async def _check_inside(replica: Replica, wanted: Wanted, tokenizer: Tokenizer) -> None:
+    api = replica.api
+    for probe in wanted.probes:
+        theirs, ours = await api.text(probe), tokenizer.decode(probe)
+        if theirs is not None and theirs != ours:
+            raise ModelError(
+                f"{replica.name} has another tokenizer: tokens {list(probe[:8])}… are {theirs[:60]!r} there and "
+                f"{ours[:60]!r} here",
+                where="spec.rollout.endpoints",
+                fix="let the server serve the model of spec.model.uri with its own tokenizer",
+            )
+    if isinstance(api, VllmApi) and wanted.temperature != 1:
+        await api.check_temperature(wanted.probes[0])
+
+
+def _ask[T](engine: ServedEngine, name: str, work: Callable[[], Awaitable[T]]) -> T:
+    async def once() -> T:
+        try:
+            return await asyncio.wait_for(work(), ATTACH_SECONDS)
+        except (LostError, TimeoutError) as error:
+            raise EngineDiedError(
+                f"{name} answered, and then no more: {error or 'it took too long'}",
+                fix="look at the log of the server",
+            ) from None
+
+    return engine.call(once())

@@ -1,0 +1,255 @@
+"""One of an engine's copies: a server, the adapters it must hold, and how it comes back when it is lost.
+
+Belongs here: what holds for one server. Does not belong here: which of several is asked (`served_engine`, `routing`),
+how a kind of server is asked (`sglang_api`, `vllm_api`).
+
+A lost server gets no work until it answers again, holds every adapter that it must, and each was read back: through the
+plug-in by its digest, and where there is none by the log-probs that it gave when it was proven.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from orbit_runtime.errors import EngineDiedError, GateError, OrbitError
+from orbit_runtime.rollout.served import About, Api, Loaded, LostError, Server
+
+FACTS_VERSION = 2
+"""Of what the plug-in tells in `/server_info`."""
+TRIES = 3
+CHECKS = 3
+"""Times in a row that a server must show no progress before it counts as hung."""
+PATIENCE_SECONDS = 60.0
+"""A request that takes longer makes its server be asked whether it still computes."""
+
+
+class Replica:
+    """For one event loop. `name` tells people which one it is."""
+
+    def __init__(
+        self,
+        name: str,
+        server: Server,
+        api: Api,
+        adapters: Mapping[str, Loaded],
+        *,
+        taps: Path | None = None,
+        tolerance: float = 1e-3,
+        patience: float = PATIENCE_SECONDS,
+    ) -> None:
+        """
+        Args:
+            adapters: what every copy must hold; the engine's own table, which changes.
+            taps: where the plug-in is asked for a snapshot; None: this server's layers cannot be looked at.
+            tolerance: how far log-probs of the same adapter may differ before and after a restart.
+        """
+        self.name = name
+        self.server = server
+        self.api = api
+        self.taps = taps
+        self.about: About | None = None
+        self.restarts = 0
+        self.failure: OrbitError | None = None
+        """Why it could not be brought back."""
+        self.on_change: Callable[[], Awaitable[None]] | None = None
+        """Called when it came back, or could not."""
+        self._adapters = adapters
+        self._held: set[str] = set()
+        self._witnesses: dict[str, tuple[tuple[int, ...], tuple[float, ...]]] = {}
+        self._tolerance = tolerance
+        self._patience = patience
+        self._revival: asyncio.Task[None] | None = None
+
+    @property
+    def is_up(self) -> bool:
+        return self._revival is None and self.failure is None
+
+    @property
+    def reads_back(self) -> bool:
+        """The plug-in runs in it."""
+        return self.about is not None and self.about.plugin is not None
+
+    async def introduce(self) -> About:
+        """Asks it who it is; after a restart it must be what it was."""
+        found = await self.api.about()
+        if found.plugin is not None and found.plugin != FACTS_VERSION:
+            raise EngineDiedError(
+                f"{self.name} runs Orbit's plug-in of another version ({found.plugin}, this Orbit reads "
+                f"{FACTS_VERSION})",
+                fix="install the same version of Orbit beside the server",
+            )
+        if found.unhooked:
+            raise EngineDiedError(
+                f"{self.name}: this SGLang has no {', '.join(found.unhooked)} that Orbit's plug-in could hook",
+                fix="use the version of SGLang that Orbit is made for",
+            )
+        before = self.about
+        if before is not None and (before.version, before.model, before.plugin) != (
+            found.version,
+            found.model,
+            found.plugin,
+        ):
+            raise GateError(
+                f"{self.name} came back as {found.kind} {found.version} with {found.model}; it was {before.kind} "
+                f"{before.version} with {before.model}"
+                + ("" if before.plugin == found.plugin else ", with Orbit's plug-in in only one of them"),
+                where="rollout",
+            )
+        self.about = found
+        return found
+
+    # --- asking ---
+
+    async def ask[T](self, work: Callable[[], Awaitable[T]]) -> T:
+        """Asks; where the server is lost meanwhile, waits until it is back and asks again.
+
+        Raises:
+            EngineDiedError: it was lost again and again, or did not come back.
+        """
+        for attempt in range(TRIES):
+            await self.wait_up()
+            try:
+                return await self.attempt(work)
+            except LostError as error:
+                if attempt + 1 == TRIES:
+                    raise self.died(error) from None
+        raise AssertionError("unreachable")
+
+    async def attempt[T](self, work: Callable[[], Awaitable[T]], *, needs: str | None = None) -> T:
+        """One try. A loss starts bringing it back, and is raised; so is an adapter that it no longer holds."""
+        try:
+            return await self._watched(work)
+        except LostError:
+            self._begin_revival()
+            raise
+        except GateError:
+            if needs is None or await self._holds(needs):
+                raise
+            self._begin_revival()
+            raise LostError(f"it no longer holds {needs}: it was restarted, or dropped it by itself") from None
+
+    def died(self, error: LostError) -> EngineDiedError:
+        return EngineDiedError(f"{self.name} was lost {TRIES} times: {error}", fix=self.server.describe())
+
+    async def wait_up(self) -> None:
+        while self._revival is not None:
+            await asyncio.shield(self._revival)
+        if self.failure is not None:
+            raise self.failure
+
+    async def _watched[T](self, work: Callable[[], Awaitable[T]]) -> T:
+        """A server that hangs takes requests and answers none: while one waits long, it is asked for progress."""
+        task = asyncio.ensure_future(work())
+        silent = 0
+        try:
+            while True:
+                done, _ = await asyncio.wait({task}, timeout=self._patience)
+                if done:
+                    return task.result()
+                silent = 0 if await self.api.makes_progress() else silent + 1
+                if silent == CHECKS:
+                    raise LostError(f"{self.server.url} answers, but shows no progress")
+        finally:
+            task.cancel()
+
+    # --- adapters ---
+
+    async def load(self, name: str) -> None:
+        """Safe to call again: a server that came back meanwhile holds it already."""
+        if name in self._held:
+            return
+        try:
+            await self.api.load(name, self._adapters[name])
+        except GateError as error:
+            raise GateError(f"{self.name} refused adapter {name}: {error.message}", where="publish") from None
+        self._held.add(name)
+
+    async def unload(self, name: str) -> None:
+        self._witnesses.pop(name, None)
+        if name in self._held:
+            await self.api.unload(name)
+            self._held.discard(name)
+
+    async def score(self, token_ids_T: Sequence[int], adapter: str | None) -> tuple[float, ...]:
+        """Log-prob of every token, 0 for the first. The first reading of an adapter is what it is known by."""
+        logprobs = (0.0, *await self.api.score(token_ids_T, adapter))
+        if adapter is not None:
+            self._witnesses.setdefault(adapter, (tuple(token_ids_T), logprobs))
+        return logprobs
+
+    async def facts(self) -> Mapping[str, Mapping[str, Any]]:
+        return await self.api.facts() or {}
+
+    async def _holds(self, name: str) -> bool:
+        """True where it cannot be asked: then the refusal itself is what to tell."""
+        try:
+            return name in await self.api.names()
+        except (LostError, GateError):
+            return True
+
+    # --- coming back ---
+
+    def _begin_revival(self) -> None:
+        if self.is_up:
+            self._revival = asyncio.ensure_future(self._revive())
+
+    async def _revive(self) -> None:
+        try:
+            await self._bring_back()
+        except OrbitError as error:
+            self.failure = error
+        except LostError as error:
+            self.failure = self.died(error)
+        finally:
+            self._revival = None
+            if self.on_change is not None:
+                await self.on_change()
+
+    async def _bring_back(self) -> None:
+        """A new server with the same adapters, each read back before it may answer."""
+        if self.server.is_alive() and await self.api.is_healthy() and self._held <= await self.api.names():
+            return
+        for attempt in range(TRIES):
+            await asyncio.to_thread(self.server.stop)
+            await asyncio.to_thread(self.server.start)
+            self.restarts += 1
+            self._held.clear()
+            try:
+                await self._fill()
+                return
+            except LostError:
+                if attempt + 1 == TRIES:
+                    raise
+
+    async def _fill(self) -> None:
+        await self.introduce()
+        standing = await self.api.names()
+        for name in [*self._adapters]:
+            if name in standing:
+                self._held.add(name)
+            await self.load(name)
+            await self._check_held(name)
+
+    async def _check_held(self, name: str) -> None:
+        published = self._adapters[name].adapter
+        if self.reads_back:
+            await self.api.score((0, 0), name)
+            found = (await self.facts()).get(name, {}).get("slot_digest")
+            if found != published.digest:
+                raise GateError(
+                    f"after a restart {self.name} holds {str(found)[:19]}… as {name}, not {published.digest[:19]}…",
+                    where="rollout",
+                )
+        elif name in self._witnesses:
+            tokens, before = self._witnesses[name]
+            now = (0.0, *await self.api.score(tokens, name))
+            moved = max(abs(a - b) for a, b in zip(before, now, strict=True))
+            if not moved <= self._tolerance:
+                raise GateError(
+                    f"after a restart {self.name} gives other log-probs under {name}: they moved by {moved:.3g}, "
+                    f"limit {self._tolerance:.3g}",
+                    where="rollout",
+                )

@@ -1,0 +1,161 @@
+"""The nouns of engines that are servers: what is asked, what is answered, and what every kind of server can do.
+
+Belongs here: records and Protocols between the engine (`served_engine`), its copies (`replica`) and the kinds of server
+(`sglang_api`, `vllm_api`). Does not belong here: HTTP (`wire`), starting servers (`sglang_server`, `attached`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from orbit_runtime.errors import GateError
+from orbit_runtime.types import AdapterFiles, FinishReason, Request
+
+FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+
+
+class LostError(Exception):
+    """The server did not answer: it died, was cut off, hangs, or answered with an error of its own."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """An adapter that every copy must hold."""
+
+    adapter: AdapterFiles
+    folder: Path
+    """Its files, as Orbit and the server see them."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """Requests that differ in nothing but their draws: asked together, they share the prefill of their prompt."""
+
+    requests: tuple[Request, ...]
+
+    @property
+    def first(self) -> Request:
+        return self.requests[0]
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """One answer to a call."""
+
+    token_ids_T: tuple[int, ...]
+    logprobs_T: tuple[float, ...]
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True)
+class Tail:
+    """Log-probs of the end of given tokens."""
+
+    logprobs_T: tuple[float, ...]
+    """Of the tokens after `start`."""
+    cached: int
+    """Tokens at the beginning whose keys and values came from the server's cache."""
+
+
+@dataclass(frozen=True)
+class About:
+    """What a server tells of itself; None: it does not tell."""
+
+    kind: str
+    """`SGLang` or `vLLM`."""
+    version: str
+    model: str
+    serves_lora: bool | None = None
+    max_rank: int | None = None
+    targets: tuple[str, ...] | None = None
+    max_tokens: int | None = None
+    """Longest sequence."""
+    architectures: tuple[str, ...] | None = None
+    plugin: int | None = None
+    """Version of the facts that Orbit's plug-in tells; None: it runs without."""
+    unhooked: tuple[str, ...] = ()
+    """What the plug-in could not hook."""
+
+
+class Server(Protocol):
+    """A process somewhere, that can be waited for or brought back."""
+
+    @property
+    def url(self) -> str: ...
+
+    def start(self) -> None:
+        """Returns once it answers. Raises EngineDiedError (82) where it does not come to answer."""
+        ...
+
+    def is_alive(self) -> bool: ...
+
+    def describe(self) -> str:
+        """What to read about its end, for an error's message."""
+        ...
+
+    def stop(self) -> None:
+        """Safe to call twice."""
+        ...
+
+
+class Api(Protocol):
+    """How one kind of server is asked. Every method raises LostError where no answer comes."""
+
+    async def about(self) -> About: ...
+
+    async def is_healthy(self) -> bool:
+        """It answers at all."""
+        ...
+
+    async def makes_progress(self) -> bool:
+        """It computes, or has nothing to do."""
+        ...
+
+    async def names(self) -> frozenset[str]:
+        """Adapters that it says it holds."""
+        ...
+
+    async def load(self, name: str, loaded: Loaded) -> None: ...
+
+    async def unload(self, name: str) -> None: ...
+
+    async def generate(self, call: Call, eos: Sequence[int]) -> list[Sampled]: ...
+
+    async def score(self, token_ids_T: Sequence[int], adapter: str | None) -> tuple[float, ...]:
+        """Of every token after the first, computed anew: nothing comes from a cache."""
+        ...
+
+    async def tail(self, token_ids_T: Sequence[int], start: int, adapter: str | None) -> Tail | None:
+        """The same of the tokens after `start`, those before it from the cache where it has them; None: no such way."""
+        ...
+
+    async def facts(self) -> Mapping[str, Mapping[str, Any]] | None:
+        """By adapter: what the plug-in reads in the slots; None: it runs without."""
+        ...
+
+    async def text(self, token_ids_T: Sequence[int]) -> str | None:
+        """The server's tokenizer's text of these tokens, special ones left out; None: it does not tell."""
+        ...
+
+
+def check_sampled(call: Call, tokens: Sequence[Any], logprobs: Sequence[Any], reason: object) -> Sampled:
+    """Raises GateError where an answer does not fit its request."""
+    first = call.first
+    finish = FINISH.get(str(reason))
+    if not tokens or len(tokens) != len(logprobs) or finish is None or len(tokens) > first.sampling.max_new_tokens:
+        raise GateError(
+            f"request {first.request_id} was answered with {len(tokens)} tokens, {len(logprobs)} log-probs and finish "
+            f"reason {reason}",
+            where="rollout",
+        )
+    return Sampled(tuple(int(token) for token in tokens), tuple(number(value) for value in logprobs), finish)
+
+
+def number(value: Any) -> float:
+    """Raises GateError for anything that is no log-prob."""
+    if isinstance(value, bool) or not isinstance(value, float | int) or value != value or value > 1e-3:
+        raise GateError(f"the engine answered the log-prob {value!r}", where="rollout")
+    return float(value)

@@ -1,0 +1,121 @@
+"""What a publish is proven on: one server of an engine, read by the thread that runs the loop.
+
+Belongs here: readings of one copy. Does not belong here: answering prompts (`served_engine`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from orbit_runtime.adapters.difference import explain_difference
+from orbit_runtime.errors import GateError, UnsupportedError
+from orbit_runtime.policy.snapshot import Snapshot
+from orbit_runtime.rollout.taps import ANSWER, build_snapshot, write_request
+from orbit_runtime.types import AdapterFiles, Cached, Scored
+
+if TYPE_CHECKING:
+    from orbit_runtime.rollout.replica import Replica
+    from orbit_runtime.rollout.served_engine import ServedEngine
+
+EXPLAIN_FILE = "explain"
+"""Beside an adapter's files: the plug-in tells the difference between them and the slot."""
+
+
+class ServedCopy:
+    """A view; nothing of its own changes."""
+
+    def __init__(self, engine: ServedEngine, replica: Replica) -> None:
+        self._engine = engine
+        self._replica = replica
+
+    @property
+    def name(self) -> str:
+        return self._replica.name
+
+    @property
+    def reads_back(self) -> bool:
+        return self._replica.reads_back
+
+    @property
+    def is_tapped(self) -> bool:
+        return self._replica.taps is not None
+
+    def score(self, token_ids_T: Sequence[int], adapters: Sequence[str | None]) -> list[Scored]:
+        """Prefills of the same tokens, one per adapter; all of them are under way at once."""
+        replica = self._replica
+
+        async def readings() -> list[tuple[float, ...]]:
+            asked = [replica.ask(partial(replica.score, token_ids_T, name)) for name in adapters]
+            return list(await asyncio.gather(*asked))
+
+        scores = self._engine.call(readings())
+        facts = self._facts() if self.reads_back and any(adapters) else {}
+        return [
+            Scored(logprobs, facts.get(name, {}).get("applied_digest") if name else None)
+            for name, logprobs in zip(adapters, scores, strict=True)
+        ]
+
+    def score_cached(self, token_ids_T: Sequence[int], start: int, adapter: str | None) -> Cached | None:
+        replica = self._replica
+        tail = self._engine.call(replica.ask(partial(replica.api.tail, tuple(token_ids_T), start, adapter)))
+        return None if tail is None else Cached(tail.logprobs_T, tail.cached)
+
+    def adapter_digest(self, name: str) -> str | None:
+        """Of what stands in the server's buffers now, as the plug-in reads them."""
+        self._engine.slot(name)
+        if not self.reads_back:
+            return None
+        facts = self._facts().get(name)
+        if facts is not None and facts["slot_digest"] is None:
+            # Loaded, and in no slot just now: a pass brings it into one.
+            self._engine.call(self._replica.ask(partial(self._replica.api.score, (0, 0), name)))
+            facts = self._facts().get(name)
+        return str((facts or {}).get("slot_digest"))
+
+    def explain_slot(self, name: str, published: AdapterFiles) -> str:
+        if not self.reads_back:
+            return ""
+        loaded = self._engine.slot(name)
+        question = loaded.folder / EXPLAIN_FILE
+        question.touch()
+        try:
+            facts = self._facts().get(name)
+        finally:
+            question.unlink()
+        if facts is None:
+            return "the server does not hold it: it was evicted, or unloaded by someone else"
+        folder = Path(facts["path"])
+        if folder.is_absolute() and folder != loaded.folder:
+            found = {each.name: each.read_bytes() for each in folder.iterdir()} if folder.is_dir() else {}
+            return f"the server loaded it from {folder}: {explain_difference(published.files, found)}"
+        return explain_difference(published.files, loaded.adapter.files) or str(facts["difference"] or "")
+
+    def snapshot(self, token_ids_T: Sequence[int], adapter: str | None) -> Snapshot:
+        """What the server's layers compute for these tokens, and hold; for one caller at a time.
+
+        Raises:
+            GateError: the plug-in gave no answer.
+            UnsupportedError: there is nobody to ask.
+        """
+        if self._replica.taps is None:
+            raise UnsupportedError("this server's layers cannot be looked at", fix="let Orbit start the server")
+        asked = partial(self._tapped, self._replica.taps, tuple(token_ids_T), adapter)
+        return build_snapshot(asked(()), len(token_ids_T) - 1, values=lambda names: asked(names))
+
+    def _tapped(self, taps: Path, token_ids_T: tuple[int, ...], adapter: str | None, names: Sequence[str]) -> bytes:
+        answer = taps / ANSWER
+        answer.unlink(missing_ok=True)
+        write_request(taps, token_ids_T, adapter, names)
+        replica = self._replica
+        self._engine.call(replica.ask(partial(replica.api.score, token_ids_T, adapter)))
+        try:
+            return answer.read_bytes()
+        except OSError:
+            raise GateError("the plug-in told nothing of the pass that it was asked for", where="rollout") from None
+
+    def _facts(self) -> Mapping[str, Mapping[str, Any]]:
+        return self._engine.call(self._replica.ask(self._replica.facts))

@@ -1,0 +1,150 @@
+"""Asking an SGLang server through its own API: token ids in, token ids and log-probs out.
+
+Belongs here: SGLang's endpoints and fields. Does not belong here: HTTP (`wire`), starting it (`sglang_server`), what
+runs inside it (`sglang_plugin`).
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import pickle
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from orbit_runtime.adapters import tensorfile
+from orbit_runtime.adapters.state import CONFIG_FILE, MODEL_FILE
+from orbit_runtime.errors import GateError
+from orbit_runtime.rollout.served import About, Call, Loaded, LostError, Sampled, Tail, check_sampled, number
+from orbit_runtime.rollout.wire import Wire
+
+HEALTH_SECONDS = 10.0
+PROGRESS_SECONDS = 60.0
+"""SGLang itself gives up after 20 s without a sign of its scheduler."""
+
+
+class SGLangApi:
+    """Of SGLang 0.5."""
+
+    def __init__(self, wire: Wire, *, method: Literal["Folder", "Upload"] = "Folder") -> None:
+        """Args: method: adapters go as the path of their folder, or as tensors in the request."""
+        self._wire = wire
+        self._method = method
+
+    async def about(self) -> About:
+        info, model = await self._wire.get("/server_info"), await self._wire.get("/model_info")
+        states = [state.get("orbit") or {} for state in info.get("internal_states") or ()]
+        versions = {state.get("version") for state in states}
+        targets = info.get("lora_target_modules")
+        return About(
+            kind="SGLang",
+            version=str(info.get("version")),
+            model=str(model.get("model_path")),
+            serves_lora=bool(info.get("enable_lora")),
+            max_rank=info.get("max_lora_rank"),
+            targets=tuple(sorted(targets)) if targets else None,
+            max_tokens=info.get("context_length"),
+            architectures=tuple(model["architectures"]) if model.get("architectures") else None,
+            plugin=versions.pop() if len(versions) == 1 else None,
+            unhooked=tuple(sorted({name for state in states for name in state.get("unhooked", ())})),
+        )
+
+    async def is_healthy(self) -> bool:
+        return await self._answers("/health", HEALTH_SECONDS)
+
+    async def makes_progress(self) -> bool:
+        return await self._answers("/health_generate", PROGRESS_SECONDS)
+
+    async def names(self) -> frozenset[str]:
+        models = (await self._wire.get("/v1/models"))["data"]
+        return frozenset(str(model["id"]) for model in models if model.get("parent"))
+
+    async def load(self, name: str, loaded: Loaded) -> None:
+        if self._method == "Folder":
+            await self._wire.post("/load_lora_adapter", {"lora_name": name, "lora_path": str(loaded.folder)})
+            return
+        files = loaded.adapter.files
+        # SGLang's own format for this endpoint; it unpickles nothing but tensors, and we unpickle nothing of its.
+        tensors = pickle.dumps(dict(tensorfile.parse(files[MODEL_FILE], where=MODEL_FILE)))
+        body = {
+            "lora_name": name,
+            "config_dict": json.loads(files[CONFIG_FILE]),
+            "serialized_named_tensors": [base64.b64encode(tensors).decode()],
+        }
+        await self._wire.post("/load_lora_adapter_from_tensors", body)
+
+    async def unload(self, name: str) -> None:
+        await self._wire.post("/unload_lora_adapter", {"lora_name": name})
+
+    async def generate(self, call: Call, eos: Sequence[int]) -> list[Sampled]:
+        sampling = call.first.sampling
+        body = {
+            "input_ids": list(call.first.prompt_ids_T),
+            "sampling_params": {
+                "n": len(call.requests),
+                "temperature": sampling.temperature,
+                "top_p": sampling.top_p,
+                "max_new_tokens": sampling.max_new_tokens,
+                "stop": list(sampling.stop),
+                "stop_token_ids": list(eos),
+            },
+            "return_logprob": True,
+            "lora_path": call.first.adapter,
+        }
+        answers = await self._wire.post("/generate", body)
+        found = []
+        for answer in answers if isinstance(answers, list) else [answers]:
+            meta = _meta(answer)
+            entries = meta.get("output_token_logprobs") or []
+            reason = (meta.get("finish_reason") or {}).get("type")
+            found.append(check_sampled(call, [entry[1] for entry in entries], [entry[0] for entry in entries], reason))
+        return found
+
+    async def score(self, token_ids_T: Sequence[int], adapter: str | None) -> tuple[float, ...]:
+        return (await self.tail(token_ids_T, 0, adapter)).logprobs_T
+
+    async def tail(self, token_ids_T: Sequence[int], start: int, adapter: str | None) -> Tail:
+        """SGLang takes from its cache what lies before `start`, and computes the rest."""
+        body = {
+            "input_ids": list(token_ids_T),
+            "sampling_params": {"max_new_tokens": 0, "temperature": 0.0},
+            "return_logprob": True,
+            "logprob_start_len": start,
+            "lora_path": adapter,
+        }
+        meta = _meta(await self._wire.post("/generate", body))
+        entries = meta.get("input_token_logprobs") or []
+        if [int(entry[1]) for entry in entries] != list(token_ids_T[start:]):
+            raise GateError("the engine scored other tokens than it was given", where="rollout")
+        return Tail(tuple(number(entry[0]) for entry in entries[1:]), int(meta.get("cached_tokens") or 0))
+
+    async def facts(self) -> Mapping[str, Mapping[str, Any]] | None:
+        """What two ranks tell differently is None, which equals no digest."""
+        states = (await self._wire.get("/server_info")).get("internal_states") or ()
+        if not states or any("orbit" not in state for state in states):
+            return None
+        merged: dict[str, dict[str, Any]] = {}
+        for state in (each["orbit"] for each in states):
+            if "error" in state:
+                raise GateError(f"the plug-in cannot read the engine's slots: {state['error']}", where="publish")
+            for name, facts in state["adapters"].items():
+                before = merged.setdefault(name, facts)
+                merged[name] = {key: value if before.get(key) == value else None for key, value in facts.items()}
+        return merged
+
+    async def text(self, token_ids_T: Sequence[int]) -> str | None:
+        body = {"tokens": list(token_ids_T), "skip_special_tokens": True}
+        return str((await self._wire.post("/detokenize", body))["text"])
+
+    async def _answers(self, path: str, seconds: float) -> bool:
+        try:
+            return await self._wire.status(path, seconds) == 200
+        except LostError:
+            return False
+
+
+def _meta(answer: Any) -> dict[str, Any]:
+    meta = answer.get("meta_info") if isinstance(answer, dict) else None
+    if not isinstance(meta, dict):
+        raise GateError("/generate was answered without meta_info", where="rollout")
+    return meta

@@ -1,0 +1,63 @@
+"""An engine over SGLang servers of our own, started together and ended together.
+
+Belongs here: starting them, and refusing one in which nothing could be proven. Does not belong here: a server's
+arguments (`sglang_server`), attached ones (`attached`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from orbit_runtime.errors import EngineDiedError
+from orbit_runtime.rollout.replica import PATIENCE_SECONDS, Replica
+from orbit_runtime.rollout.served_engine import ServedEngine
+from orbit_runtime.rollout.sglang_api import SGLangApi
+from orbit_runtime.rollout.sglang_server import SGLangServer
+from orbit_runtime.rollout.wire import Wire, build_client
+from orbit_runtime.types import Tokenizer
+
+
+def start_engine(
+    servers: Sequence[SGLangServer],
+    tokenizer: Tokenizer,
+    *,
+    folder: Path,
+    max_running_requests: int,
+    at_once: int = 1,
+    patience: float = PATIENCE_SECONDS,
+) -> ServedEngine:
+    """Starts the servers; where one fails, all are ended.
+
+    Args:
+        folder: adapters are handed over as files below it.
+        at_once: servers that start at the same time; on a CPU they would wait for each other.
+        patience: seconds that a request may take before its server is asked whether it computes.
+
+    Raises:
+        EngineDiedError: one does not start, or answers without Orbit's plug-in.
+    """
+    client = build_client()
+    engine = ServedEngine(tokenizer, client, folder=folder, max_running_requests=max_running_requests)
+    try:
+        with ThreadPoolExecutor(at_once) as pool:
+            list(pool.map(SGLangServer.start, servers))
+        replicas = []
+        for index, server in enumerate(servers):
+            name = "the engine" if len(servers) == 1 else f"replica {index}"
+            api = SGLangApi(Wire(client, server))
+            replicas.append(Replica(name, server, api, engine.loaded, taps=server.taps, patience=patience))
+        engine.attach(replicas)
+        for replica in replicas:
+            if not replica.reads_back:
+                raise EngineDiedError(
+                    f"{replica.name} runs without Orbit's plug-in, so no adapter could be proven in it",
+                    fix=replica.server.describe(),
+                )
+    except BaseException:
+        for server in servers:
+            server.stop()
+        engine.close()
+        raise
+    return engine

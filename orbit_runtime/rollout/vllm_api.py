@@ -1,0 +1,129 @@
+"""Asking vLLM's OpenAI server: token ids in, token ids and log-probs out, adapters loaded while it runs.
+
+Belongs here: vLLM's endpoints and fields. Does not belong here: HTTP (`wire`), SGLang (`sglang_api`).
+
+vLLM must be started with `--enable-lora`, `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1` and, for a temperature other than 1,
+`--logprobs-mode processed_logprobs`: else its log-probs are those at temperature 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from orbit_runtime.errors import GateError, UnsupportedError
+from orbit_runtime.rollout.served import About, Call, Loaded, LostError, Sampled, check_sampled, number
+from orbit_runtime.rollout.wire import Wire
+
+HEALTH_SECONDS = 60.0
+"""vLLM's `/health` asks its engine process."""
+COLD = 0.25
+"""A temperature at which log-probs after it differ plainly from those before it."""
+
+
+class VllmApi:
+    """Of vLLM 0.32."""
+
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
+        self._model = ""
+
+    async def about(self) -> About:
+        version = str((await self._wire.get("/version"))["version"])
+        base, *_ = [model for model in (await self._wire.get("/v1/models"))["data"] if not model.get("parent")]
+        self._model = str(base["id"])
+        return About("vLLM", version, str(base.get("root") or self._model), max_tokens=base.get("max_model_len"))
+
+    async def is_healthy(self) -> bool:
+        try:
+            return await self._wire.status("/health", HEALTH_SECONDS) == 200
+        except LostError:
+            return False
+
+    async def makes_progress(self) -> bool:
+        return await self.is_healthy()
+
+    async def names(self) -> frozenset[str]:
+        models = (await self._wire.get("/v1/models"))["data"]
+        return frozenset(str(model["id"]) for model in models if model.get("parent"))
+
+    async def load(self, name: str, loaded: Loaded) -> None:
+        await self._wire.act("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(loaded.folder)})
+
+    async def unload(self, name: str) -> None:
+        await self._wire.act("/v1/unload_lora_adapter", {"lora_name": name})
+
+    async def generate(self, call: Call, eos: Sequence[int]) -> list[Sampled]:
+        sampling = call.first.sampling
+        body = {
+            "model": call.first.adapter or self._model,
+            "prompt": list(call.first.prompt_ids_T),
+            "n": len(call.requests),
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "max_tokens": sampling.max_new_tokens,
+            "stop": list(sampling.stop),
+            "stop_token_ids": list(eos),
+            "logprobs": 0,
+            "return_token_ids": True,
+        }
+        choices = await self._choices(body)
+        found = []
+        for choice in sorted(choices, key=lambda each: int(each.get("index", 0))):
+            logprobs = (choice.get("logprobs") or {}).get("token_logprobs") or []
+            found.append(check_sampled(call, choice.get("token_ids") or [], logprobs, choice.get("finish_reason")))
+        return found
+
+    async def score(self, token_ids_T: Sequence[int], adapter: str | None) -> tuple[float, ...]:
+        """vLLM reads nothing from its cache for a request that asks for log-probs of its prompt."""
+        body = {
+            "model": adapter or self._model,
+            "prompt": list(token_ids_T),
+            "max_tokens": 1,
+            "temperature": 0.0,
+            "prompt_logprobs": 0,
+        }
+        entries = (await self._choices(body))[0].get("prompt_logprobs") or []
+        if len(entries) != len(token_ids_T):
+            raise GateError(f"asked for {len(token_ids_T)} log-probs, the engine answered {len(entries)}")
+        found = []
+        for token, entry in zip(token_ids_T[1:], entries[1:], strict=True):
+            if not entry or str(token) not in entry:
+                raise GateError("the engine scored other tokens than it was given", where="rollout")
+            found.append(number(entry[str(token)]["logprob"]))
+        return tuple(found)
+
+    async def tail(self, token_ids_T: Sequence[int], start: int, adapter: str | None) -> None:
+        """vLLM has no way to score given tokens behind a cached prefix."""
+
+    async def facts(self) -> Mapping[str, Mapping[str, Any]] | None:
+        return None
+
+    async def text(self, token_ids_T: Sequence[int]) -> str | None:
+        """vLLM writes special tokens out, so the caller gives none."""
+        body = {"model": self._model, "tokens": list(token_ids_T)}
+        return str((await self._wire.post("/detokenize", body))["prompt"])
+
+    async def check_temperature(self, token_ids_T: Sequence[int]) -> None:
+        """Raises UnsupportedError (78) where log-probs are told as they were before the temperature."""
+        seen = []
+        for temperature in (1.0, COLD):
+            body = {
+                "model": self._model, "prompt": list(token_ids_T), "max_tokens": 1, "temperature": temperature,
+                "logprobs": 1, "seed": 0,
+            }  # fmt: skip
+            top = ((await self._choices(body))[0].get("logprobs") or {}).get("top_logprobs") or [{}]
+            seen.append(max((value for value in top[0].values()), default=0.0))
+        if abs(seen[0] - seen[1]) < 1e-6:
+            raise UnsupportedError(
+                "this vLLM tells log-probs before the temperature divides the logits",
+                where="spec.rollout.sampling.temperature",
+                fix="start it with --logprobs-mode processed_logprobs, or write temperature: 1",
+            )
+
+    async def _choices(self, body: Mapping[str, Any]) -> list[dict[str, Any]]:
+        answer = await self._wire.post("/v1/completions", body)
+        choices = answer.get("choices") if isinstance(answer, dict) else None
+        if not isinstance(choices, list) or not choices:
+            raise GateError("/v1/completions was answered without choices", where="rollout")
+        return choices

@@ -1,0 +1,76 @@
+"""HTTP to one server: JSON in, JSON out, and what may go wrong on the way told apart.
+
+Belongs here: connections, and which failures mean that the server is lost. Does not belong here: what is asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import httpx
+
+from orbit_runtime.errors import GateError
+from orbit_runtime.rollout.served import LostError, Server
+
+REQUEST_SECONDS = 3600.0
+"""Longest that one request may take. A server that hangs is noticed long before, by asking for its progress."""
+ASK_SECONDS = 60.0
+SHOWN = 500
+
+
+def build_client() -> httpx.AsyncClient:
+    """One for all servers of a run; proxies of the environment are for other things."""
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
+    return httpx.AsyncClient(timeout=httpx.Timeout(REQUEST_SECONDS, connect=10.0), limits=limits, trust_env=False)
+
+
+class Wire:
+    """To one server, wherever it is now: a restarted one has another port."""
+
+    def __init__(self, client: httpx.AsyncClient, server: Server) -> None:
+        self._client = client
+        self._server = server
+
+    @property
+    def url(self) -> str:
+        return self._server.url
+
+    async def post(self, path: str, body: Mapping[str, Any]) -> Any:
+        """Raises LostError, or GateError for a request that the server refuses."""
+        return _read(path, await self._send("POST", path, json=body))
+
+    async def act(self, path: str, body: Mapping[str, Any]) -> None:
+        """`post` where the answer is only that it was done."""
+        _check(path, await self._send("POST", path, json=body))
+
+    async def get(self, path: str) -> Any:
+        return _read(path, await self._send("GET", path, timeout=ASK_SECONDS))
+
+    async def status(self, path: str, seconds: float) -> int:
+        """Raises LostError."""
+        return (await self._send("GET", path, timeout=seconds)).status_code
+
+    async def _send(self, method: str, path: str, **how: Any) -> httpx.Response:
+        try:
+            return await self._client.request(method, f"{self.url}{path}", **how)
+        except httpx.InvalidURL as error:
+            raise LostError(f"{self.url}: {error}") from None
+        except httpx.RequestError as error:
+            raise LostError(f"{self.url}{path}: {error or type(error).__name__}") from None
+
+
+def _check(path: str, answer: httpx.Response) -> None:
+    told = f"{path} was answered with {answer.status_code}: {answer.text[:SHOWN]}"
+    if answer.status_code >= 500:
+        raise LostError(told)
+    if answer.status_code != 200:
+        raise GateError(told, where="rollout")
+
+
+def _read(path: str, answer: httpx.Response) -> Any:
+    _check(path, answer)
+    try:
+        return answer.json()
+    except ValueError:
+        raise GateError(f"{path} was answered with something that is not JSON", where="rollout") from None

@@ -1,0 +1,291 @@
+"""SGLang and vLLM by hand, over real HTTP: for the faults that a healthy server does not make.
+
+A fake on purpose: it holds no model. Log-probs are a function of adapter, position and token, so that tests can tell
+what was asked of whom. What a real SGLang and a real vLLM do is in `tests/engines`.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from orbit_runtime.adapters.state import expected_applied_digest, files_digest
+from orbit_runtime.errors import EngineDiedError, OrbitError
+
+Answer = tuple[int, Any]
+Fault = Callable[["FakeServer", str, dict], Answer | None]
+"""Gets path and body of one request; what it returns is answered instead. `None`: as usual."""
+CUT = (-1, None)
+"""The connection ends without an answer."""
+
+
+@dataclass
+class FakeServer:
+    """Speaks SGLang's API, or vLLM's with `kind="vLLM"`. Also a `Server` that can be started again."""
+
+    kind: str = "SGLang"
+    version: str = "0.5.23"
+    plugin: bool = True
+    words: str = "word"
+    """What its tokenizer decodes a token to, before the number."""
+    architecture: str = "Qwen3ForCausalLM"
+    max_tokens: int = 4096
+    lora: bool = True
+    rank: int = 64
+    base: float = 0.0
+    """Added to every log-prob: another base."""
+    shares_cache: bool = False
+    held: dict[str, Path | None] = field(default_factory=dict)
+    served: list[list[int]] = field(default_factory=list)
+    """Prompts that were answered with samples."""
+    faults: deque[Fault] = field(default_factory=deque)
+    """Each is asked about every request until it answers one, and is then used up."""
+    delay: float = 0.0
+    hangs: bool = False
+    starts: int = 0
+    refuses_to_start: bool = False
+    stays_away: bool = False
+    _http: ThreadingHTTPServer | None = None
+    _port: int = 0
+
+    # --- a process, as far as an engine sees it ---
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._port}"
+
+    def start(self) -> None:
+        if self.refuses_to_start:
+            raise EngineDiedError("the fake did not start", fix="look at its log")
+        self.starts += 1
+        self.held.clear()
+        self._http = _listen(self)
+        self._port = self._http.server_address[1]
+
+    def is_alive(self) -> bool:
+        return self._http is not None
+
+    def describe(self) -> str:
+        return "the end of the fake's log"
+
+    def stop(self) -> None:
+        http, self._http = self._http, None
+        if http is not None:
+            http.shutdown()
+            http.server_close()
+
+    kill = stop
+
+    # --- what it knows ---
+
+    def answer(self, path: str, body: dict) -> Answer:
+        for fault in list(self.faults):
+            given = fault(self, path, body)
+            if given is not None:
+                self.faults.remove(fault)
+                return given
+        known = SGLANG if self.kind == "SGLang" else VLLM
+        return known[path](self, body) if path in known else (404, {"detail": "Not Found"})
+
+    def logprob(self, adapter: str | None, position: int, token: int) -> float:
+        shift = 0.0 if adapter is None else 0.01 * (1 + sum(map(ord, adapter)) % 7)
+        return -1.0 - 0.001 * ((position * 31 + token * 17) % 100) - shift - self.base
+
+    def is_known(self, adapter: str | None) -> bool:
+        return adapter is None or adapter in self.held
+
+    def text(self, tokens: list[int]) -> str:
+        return "".join(f"{self.words}{token}" for token in tokens)
+
+
+def once(path: str, status: int, body: Any = None, when: Callable[[dict], bool] = lambda _: True) -> Fault:
+    """One request to `path` is answered like this."""
+    return lambda _, asked, given: (status, body) if asked == path and when(given) else None
+
+
+def dies_at(path: str, when: Callable[[dict], bool] = lambda _: True) -> Fault:
+    """The process ends while it works on a request to `path`."""
+
+    def die(server: FakeServer, asked: str, given: dict) -> Answer | None:
+        if asked != path or not when(given):
+            return None
+        threading.Thread(target=server.kill).start()
+        time.sleep(0.05)
+        return CUT
+
+    return die
+
+
+# --- SGLang ---
+
+
+def _server_info(fake: FakeServer, _: dict) -> Answer:
+    state: dict[str, Any] = {}
+    if fake.plugin:
+        adapters = {name: _slot(folder) for name, folder in fake.held.items() if folder is not None}
+        state["orbit"] = {"version": 2, "unhooked": [], "adapters": adapters}
+    return 200, {
+        "version": fake.version, "enable_lora": fake.lora, "max_lora_rank": fake.rank, "lora_target_modules": ["all"],
+        "context_length": fake.max_tokens, "internal_states": [state],
+    }  # fmt: skip
+
+
+def _slot(folder: Path) -> dict[str, Any]:
+    names = ("adapter_model.safetensors", "adapter_config.json")
+    files = {name: (folder / name).read_bytes() for name in names if (folder / name).exists()}
+    try:
+        applied = expected_applied_digest(files)
+    except (OrbitError, KeyError):
+        applied = None
+    digest = files_digest(files)
+    return {"path": str(folder), "slot": 1, "slot_digest": digest, "applied_digest": applied, "difference": None}
+
+
+def _model_info(fake: FakeServer, _: dict) -> Answer:
+    return 200, {"model_path": "/models/fake", "architectures": [fake.architecture]}
+
+
+def _models(fake: FakeServer, _: dict) -> Answer:
+    base = {"id": "base", "root": "/models/fake", "parent": None, "max_model_len": fake.max_tokens}
+    return 200, {"data": [base, *({"id": name, "parent": "base"} for name in fake.held)]}
+
+
+def _load(fake: FakeServer, body: dict) -> Answer:
+    name = body["lora_name"]
+    if name in fake.held:
+        return 400, {"success": False, "error_message": f"{name} is already loaded"}
+    fake.held[name] = Path(body["lora_path"]) if "lora_path" in body else None
+    return 200, {"success": True}
+
+
+def _unload(fake: FakeServer, body: dict) -> Answer:
+    if fake.held.pop(body["lora_name"], 0) == 0:
+        return 400, {"success": False, "error_message": "not loaded"}
+    return 200, {"success": True}
+
+
+def _generate(fake: FakeServer, body: dict) -> Answer:
+    adapter, prompt = body.get("lora_path"), body["input_ids"]
+    if not fake.is_known(adapter):
+        return 400, {"error": {"message": f"{adapter} is not loaded"}}
+    sampling = body["sampling_params"]
+    if sampling["max_new_tokens"] == 0:
+        start = body["logprob_start_len"]
+        other = 0.5 if fake.shares_cache and start else 0.0
+        entries = [
+            [fake.logprob(adapter, at, prompt[at]) - other, prompt[at], None] for at in range(start, len(prompt))
+        ]
+        entries[0][0] = None
+        return 200, {"meta_info": {"input_token_logprobs": entries, "cached_tokens": start}}
+    fake.served.append(prompt)
+    count = sampling["max_new_tokens"]
+    entries = [[fake.logprob(adapter, len(prompt) + at, at), at, None] for at in range(count)]
+    meta = {"output_token_logprobs": entries, "finish_reason": {"type": "length"}}
+    found = [{"output_ids": list(range(count)), "meta_info": meta} for _ in range(sampling["n"])]
+    return 200, found if len(found) > 1 else found[0]
+
+
+SGLANG: dict[str, Callable[[FakeServer, dict], Answer]] = {
+    "/health": lambda *_: (200, None),
+    "/health_generate": lambda fake, _: (503 if fake.hangs else 200, None),
+    "/server_info": _server_info,
+    "/model_info": _model_info,
+    "/v1/models": _models,
+    "/load_lora_adapter": _load,
+    "/load_lora_adapter_from_tensors": _load,
+    "/unload_lora_adapter": _unload,
+    "/generate": _generate,
+    "/detokenize": lambda fake, body: (200, {"text": fake.text(body["tokens"])}),
+}
+
+
+# --- vLLM ---
+
+
+def _completions(fake: FakeServer, body: dict) -> Answer:
+    adapter, prompt = None if body["model"] == "base" else body["model"], body["prompt"]
+    if not fake.is_known(adapter):
+        return 404, {"error": {"message": f"The model `{adapter}` does not exist."}}
+    choices = []
+    for index in range(body.get("n", 1)):
+        count = body["max_tokens"]
+        logprobs = [fake.logprob(adapter, len(prompt) + at, at) for at in range(count)]
+        choice = {
+            "index": index, "finish_reason": "length", "token_ids": list(range(count)),
+            "logprobs": {"token_logprobs": logprobs, "top_logprobs": [{"a": -0.5 / body["temperature"]}]}
+            if body["temperature"] else None,
+        }  # fmt: skip
+        if "prompt_logprobs" in body:
+            told = [{str(t): {"logprob": fake.logprob(adapter, at, t)}} for at, t in enumerate(prompt)]
+            choice["prompt_logprobs"] = [None, *told[1:]]
+        choices.append(choice)
+    if "prompt_logprobs" not in body:
+        fake.served.append(prompt)
+    return 200, {"choices": choices[::-1]}
+
+
+VLLM: dict[str, Callable[[FakeServer, dict], Answer]] = {
+    "/health": lambda *_: (200, None),
+    "/version": lambda fake, _: (200, {"version": fake.version}),
+    "/v1/models": _models,
+    "/v1/load_lora_adapter": lambda fake, body: _plain(_load(fake, body)),
+    "/v1/unload_lora_adapter": lambda fake, body: _plain(_unload(fake, body)),
+    "/v1/completions": _completions,
+    "/detokenize": lambda fake, body: (200, {"prompt": fake.text(body["tokens"])}),
+}
+
+
+def _plain(answer: Answer) -> Answer:
+    """vLLM answers these with a sentence."""
+    return (200, b"Success: done.") if answer[0] == 200 else answer
+
+
+# --- HTTP ---
+
+
+def _listen(fake: FakeServer) -> ThreadingHTTPServer:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            self._reply({})
+
+        def do_POST(self) -> None:
+            self._reply(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+
+        def _reply(self, body: dict) -> None:
+            if self.path in ("/generate", "/v1/completions"):
+                time.sleep(fake.delay)
+                while fake.hangs and fake.is_alive():
+                    time.sleep(0.02)
+            status, content = fake.answer(self.path, body)
+            if status < 0 or not fake.is_alive():
+                self.close_connection = True
+                self.connection.close()
+                return
+            sent = content if isinstance(content, bytes) else json.dumps(content).encode()
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(sent)))
+            self.end_headers()
+            self.wfile.write(sent)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    class Server(ThreadingHTTPServer):
+        daemon_threads = True
+
+        def handle_error(self, *_: Any) -> None:
+            pass
+
+    server = Server(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    return server

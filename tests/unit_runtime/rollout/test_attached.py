@@ -1,0 +1,180 @@
+"""Servers that somebody else started: what is wrong with one is said in one error, before anything is trained.
+
+The servers are fakes (`tests/fakes/fake_servers.py`); real SGLang, attached, is in the contract of `tests/engines`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes.fake_servers import FakeServer, dies_at, once
+
+from orbit_runtime.adapters.config import AdapterConfig
+from orbit_runtime.errors import EngineDiedError, GateError, OrbitError
+from orbit_runtime.rollout.attached import Endpoint, Wanted, attach_engine
+from orbit_runtime.rollout.served_engine import ServedEngine
+from tests.unit_runtime.rollout.test_served_engine import Words, adapter, check_whole, prove_on, requests
+
+WANTED = Wanted(
+    adapter=AdapterConfig(type="LoRA", targets=("q_proj",), rank=8),
+    targets=("q_proj",),
+    max_tokens=1024,
+    temperature=1.0,
+    architectures=("Qwen3ForCausalLM",),
+    probes=((5, 6, 7), (8, 9)),
+    tolerance=1e-3,
+)
+
+
+@pytest.fixture
+def servers() -> Iterator[list[FakeServer]]:
+    made: list[FakeServer] = []
+    yield made
+    for server in made:
+        server.stop()
+
+
+def attach(
+    servers: list[FakeServer], folder: Path, *found: FakeServer, wanted: Wanted = WANTED, **endpoint: Any
+) -> ServedEngine:
+    for server in found:
+        server.start()
+        servers.append(server)
+    endpoints = [Endpoint(server.url, **endpoint) for server in found]
+    return attach_engine(
+        endpoints, wanted, Words(), folder=folder / "adapters", max_running_requests=64, attach_seconds=1
+    )
+
+
+@pytest.mark.parametrize("kind", ["SGLang", "vLLM"])
+def test_an_attached_server_answers_and_is_proven_and_is_never_stopped(
+    servers: list[FakeServer], tmp_path: Path, kind: str
+) -> None:
+    engine = attach(servers, tmp_path, FakeServer(kind), FakeServer(kind))
+    engine.load_adapter("policy-v1", adapter(1))
+    readings = prove_on(engine, 1, None)
+    assert [copy.reads_back for copy in engine.copies()] == [kind == "SGLang"] * 2
+    assert all((reading.digest is None) == (kind == "vLLM") for reading in readings)
+    asked = requests(12)
+    check_whole(asked, list(engine.generate(asked)))
+    assert all(server.served for server in servers)
+    engine.unload_adapter("policy-v1")
+    engine.close()
+    assert all(server.is_alive() and not server.held for server in servers)
+
+
+def vllm(**settings: Any) -> FakeServer:
+    return FakeServer("vLLM", version="0.32.0", **settings)
+
+
+OFT = replace(WANTED, adapter=AdapterConfig(type="OFT", targets=("q_proj",)))
+
+
+@pytest.mark.parametrize(
+    ("found", "wanted", "endpoint", "code", "says"),
+    [
+        ([FakeServer(lora=False)], WANTED, {}, 78, "endpoint 0 .* serves no adapters"),
+        ([FakeServer(rank=4)], WANTED, {}, 78, "up to rank 4, this run's is 8"),
+        ([FakeServer(max_tokens=512)], WANTED, {}, 78, "up to 512 tokens, this run's are up to 1024"),
+        ([vllm(max_tokens=512)], WANTED, {}, 78, "up to 512 tokens"),
+        ([FakeServer(architecture="LlamaForCausalLM")], WANTED, {}, 66, "a LlamaForCausalLM; this run's .* Qwen3For"),
+        ([FakeServer(), FakeServer(words="Wort")], WANTED, {}, 66, "endpoint 1 .* another tokenizer.*Wort5"),
+        ([vllm(words="Wort")], WANTED, {}, 66, "another tokenizer"),
+        ([FakeServer(), FakeServer(version="0.5.22")], WANTED, {}, 78, "differ in their version: .*0.5.23.*0.5.22"),
+        ([FakeServer(), vllm()], WANTED, {}, 78, "differ in their kind: .*SGLang.*vLLM"),
+        ([FakeServer(), FakeServer(plugin=False)], WANTED, {}, 78, "differ in their plugin"),
+        ([FakeServer("else")], WANTED, {}, 78, "neither SGLang nor vLLM"),
+        ([FakeServer(plugin=False)], OFT, {}, 78, "serves no OFT: Orbit's plug-in does not run"),
+        ([FakeServer()], OFT, {"method": "Upload"}, 78, "goes to SGLang as a folder"),
+        ([vllm()], OFT, {}, 78, "vLLM, which serves no OFT"),
+        ([vllm()], WANTED, {"method": "Upload"}, 78, "reads adapters from a folder only"),
+    ],
+)
+def test_a_server_that_cannot_serve_the_run_is_refused_with_the_reason(
+    servers: list[FakeServer],
+    tmp_path: Path,
+    found: list[FakeServer],
+    wanted: Wanted,
+    endpoint: dict,
+    code: int,
+    says: str,
+) -> None:
+    if found[0].kind == "else":
+        found[0].faults += [once(path, 404, {"detail": "Not Found"}) for path in ("/server_info", "/version")]
+        found[0].kind = "SGLang"
+    with pytest.raises(OrbitError, match=says) as caught:
+        attach(servers, tmp_path, *found, wanted=wanted, **endpoint)
+    assert caught.value.exit_code == code
+    assert caught.value.fix
+
+
+def test_an_endpoint_that_is_absent_is_named(servers: list[FakeServer], tmp_path: Path) -> None:
+    server = FakeServer()
+    server.start()
+    url = server.url
+    server.stop()
+    with pytest.raises(EngineDiedError, match=url) as caught:
+        attach_engine([Endpoint(url)], WANTED, Words(), folder=tmp_path, max_running_requests=4, attach_seconds=0.1)
+    assert caught.value.exit_code == 82
+
+
+def test_log_probs_from_before_the_temperature_are_noticed(servers: list[FakeServer], tmp_path: Path) -> None:
+    cold = replace(WANTED, temperature=0.7)
+    attach(servers, tmp_path / "a", vllm(), wanted=cold).close()
+    raw = vllm()
+    same = {"choices": [{"index": 0, "logprobs": {"top_logprobs": [{"a": -0.5}]}}]}
+    raw.faults += [once("/v1/completions", 200, same)] * 2
+    with pytest.raises(OrbitError, match="before the temperature") as caught:
+        attach(servers, tmp_path / "b", raw, wanted=cold)
+    assert caught.value.exit_code == 78
+
+
+@pytest.mark.parametrize("plugin", [True, False])
+def test_an_attached_server_that_was_restarted_by_its_owner_is_filled_again_before_it_gets_work(
+    servers: list[FakeServer], tmp_path: Path, plugin: bool
+) -> None:
+    server = FakeServer(plugin=plugin)
+    engine = attach(servers, tmp_path, server)
+    engine.load_adapter("policy-v1", adapter(1))
+    prove_on(engine, 1, None)
+    server.held.clear()
+    server.faults.append(once("/generate", 500, None, lambda body: body["sampling_params"]["max_new_tokens"] > 0))
+    asked = requests(6)
+    check_whole(asked, list(engine.generate(asked)))
+    assert set(server.held) == {"policy-v1"}
+    engine.close()
+
+
+def test_one_that_came_back_with_another_base_or_version_stops_the_run(
+    servers: list[FakeServer], tmp_path: Path
+) -> None:
+    for change, says in (("base", "gives other log-probs under policy-v1"), ("version", "came back as SGLang 0.6")):
+        server = FakeServer(plugin=False)
+        engine = attach(servers, tmp_path / change, server)
+        engine.load_adapter("policy-v1", adapter(1))
+        prove_on(engine, 1, None)
+        server.held.clear()
+        setattr(server, change, {"base": 0.3, "version": "0.6.0"}[change])
+        server.faults.append(once("/generate", 500, None, lambda body: body["sampling_params"]["max_new_tokens"] > 0))
+        with pytest.raises(GateError, match=says):
+            list(engine.generate(requests(2)))
+        engine.close()
+
+
+def test_tensors_go_in_the_request_where_no_folder_is_shared(servers: list[FakeServer], tmp_path: Path) -> None:
+    engine = attach(servers, tmp_path, FakeServer(plugin=False), method="Upload")
+    engine.load_adapter("policy-v1", adapter(1))
+    assert servers[0].held == {"policy-v1": None}
+    prove_on(engine, 1, None)
+    engine.close()
+
+
+def test_a_server_that_dies_while_it_is_asked_who_it_is_is_told(servers: list[FakeServer], tmp_path: Path) -> None:
+    server = FakeServer()
+    server.faults.append(dies_at("/server_info"))
+    with pytest.raises(EngineDiedError):
+        attach(servers, tmp_path, server)

@@ -1,0 +1,345 @@
+"""The engine over servers, held against servers that fail in every way: nothing is lost, doubled or believed.
+
+The servers are fakes (`tests/fakes/fake_servers.py`); the same faults with real SGLang are in `tests/engines`.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from fakes.fake_servers import CUT, FakeServer, dies_at, once
+from safetensors.torch import save
+
+from orbit_runtime.adapters.state import expected_applied_digest, files_digest
+from orbit_runtime.errors import EngineDiedError, GateError
+from orbit_runtime.parity.liveness import Limits, check_proofs, prove
+from orbit_runtime.rollout.replica import Replica
+from orbit_runtime.rollout.served_engine import ServedEngine
+from orbit_runtime.rollout.sglang_api import SGLangApi
+from orbit_runtime.rollout.vllm_api import VllmApi
+from orbit_runtime.rollout.wire import Wire, build_client
+from orbit_runtime.types import AdapterFiles, Completion, Request, Sampling, Scored
+
+CANARY = tuple(range(3, 35))
+Build = Callable[..., ServedEngine]
+
+
+class Words:
+    """A tokenizer of numbers."""
+
+    eos_ids = (2,)
+
+    def encode_many(self, conversations: object) -> list[list[int]]:
+        raise NotImplementedError
+
+    def decode(self, token_ids: object) -> str:
+        return "".join(f"word{token}" for token in token_ids)  # type: ignore[attr-defined]
+
+
+def adapter(version: int) -> AdapterFiles:
+    tensors = {f"base_model.model.x.lora_{side}.weight": torch.full((2, 2), float(version)) for side in "AB"}
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "use_rslora": False}
+    files = {"adapter_model.safetensors": save(tensors), "adapter_config.json": json.dumps(config).encode()}
+    return AdapterFiles(version, files, files_digest(files))
+
+
+def requests(prompts: int, samples: int = 4, name: str | None = "policy-v1", tokens: int = 3) -> list[Request]:
+    return [
+        Request(prompt * samples + sample, 0, (100 + prompt, 7, 8), Sampling(max_new_tokens=tokens), name)
+        for prompt in range(prompts)
+        for sample in range(samples)
+    ]
+
+
+@pytest.fixture
+def build(tmp_path: Path) -> Iterator[Build]:
+    made: list[ServedEngine] = []
+
+    def start(*servers: FakeServer, capacity: int = 64, patience: float = 5.0) -> ServedEngine:
+        client = build_client()
+        engine = ServedEngine(Words(), client, folder=tmp_path / "adapters", max_running_requests=capacity)
+        made.append(engine)
+        replicas = []
+        for index, server in enumerate(servers):
+            server.start()
+            wire = Wire(client, server)
+            api = SGLangApi(wire) if server.kind == "SGLang" else VllmApi(wire)
+            replicas.append(Replica(f"replica {index}", server, api, engine.loaded, patience=patience))
+        engine.attach(replicas)
+        return engine
+
+    yield start
+    for engine in made:
+        engine.close()
+
+
+def check_whole(asked: list[Request], found: list[Completion]) -> None:
+    assert sorted(each.request_id for each in found) == [each.request_id for each in asked]
+
+
+# --- several replicas ---
+
+
+def test_prompts_are_spread_over_replicas_and_a_prompts_samples_stay_together(build: Build) -> None:
+    servers = FakeServer(), FakeServer()
+    engine = build(*servers)
+    engine.load_adapter("policy-v1", adapter(1))
+    asked = requests(20)
+    check_whole(asked, list(engine.generate(asked)))
+    counts = [len(server.served) for server in servers]
+    assert sum(counts) == 20, "one call per prompt"
+    assert min(counts) >= 6
+
+
+@pytest.mark.parametrize("when", ["first", "half-way", "both"])
+def test_a_replica_that_dies_costs_no_rollout_and_doubles_none(build: Build, when: str) -> None:
+    servers = FakeServer(delay=0.01), FakeServer(delay=0.01)
+    engine = build(*servers, capacity=8)
+    engine.load_adapter("policy-v1", adapter(1))
+    for server in servers if when == "both" else servers[:1]:
+        server.faults.append(
+            dies_at("/generate", lambda body, late=when != "first": not late or body["input_ids"][0] >= 108)
+        )
+    asked = requests(24)
+    check_whole(asked, list(engine.generate(asked)))
+    assert servers[0].starts == 2
+    assert engine.replicas[0].restarts == 1
+    assert servers[0].held.keys() == {"policy-v1"}, "it was brought to the current policy"
+    assert servers[1].starts == (2 if when == "both" else 1)
+
+
+def test_a_restarted_replica_gets_no_work_before_it_holds_the_policy(build: Build) -> None:
+    servers = FakeServer(), FakeServer(delay=0.05)
+    engine = build(*servers, capacity=4)
+    engine.load_adapter("policy-v1", adapter(1))
+    seen: list[tuple[str, bool]] = []
+
+    def watch(server: FakeServer, path: str, body: dict) -> None:
+        if path == "/generate" and body["sampling_params"]["max_new_tokens"]:
+            seen.append((path, "policy-v1" in server.held))
+
+    servers[0].faults += [dies_at("/generate"), watch]
+    asked = requests(16)
+    check_whole(asked, list(engine.generate(asked)))
+    assert seen
+    assert all(held for _, held in seen)
+
+
+def test_other_bytes_after_a_restart_stop_the_run(build: Build, tmp_path: Path) -> None:
+    server = FakeServer()
+    engine = build(server)
+    engine.load_adapter("policy-v1", adapter(1))
+    (tmp_path / "adapters" / "policy-v1" / "adapter_model.safetensors").write_bytes(b"other")
+    server.faults.append(dies_at("/generate"))
+    with pytest.raises(GateError, match="after a restart replica 0 holds"):
+        list(engine.generate(requests(2)))
+
+
+def test_a_replica_that_does_not_come_back_ends_the_run_with_its_log(build: Build) -> None:
+    servers = FakeServer(), FakeServer(delay=0.05)
+    engine = build(*servers, capacity=4)
+    engine.load_adapter("policy-v1", adapter(1))
+    servers[0].refuses_to_start = True
+    servers[0].faults.append(dies_at("/generate"))
+    with pytest.raises(EngineDiedError, match="did not start") as caught:
+        list(engine.generate(requests(64)))
+    assert caught.value.exit_code == 82
+
+
+def test_a_replica_killed_in_a_publish_holds_the_new_version_afterwards(build: Build) -> None:
+    servers = FakeServer(), FakeServer()
+    engine = build(*servers)
+    engine.load_adapter("policy-v1", adapter(1))
+    servers[1].faults.append(dies_at("/load_lora_adapter"))
+    engine.load_adapter("policy-v2", adapter(2))
+    assert [copy.adapter_digest("policy-v2") for copy in engine.copies()] == [adapter(2).digest] * 2
+    servers[0].faults.append(dies_at("/unload_lora_adapter"))
+    engine.unload_adapter("policy-v1")
+    assert [set(server.held) for server in servers] == [{"policy-v2"}] * 2
+
+
+def test_a_request_that_kills_every_server_ends_the_run(build: Build) -> None:
+    servers = FakeServer(), FakeServer()
+    engine = build(*servers)
+    for server in servers:
+        server.faults += [dies_at("/generate", lambda body: body["input_ids"][0] == 100)] * 3
+    with pytest.raises(EngineDiedError, match="lost 3 times"):
+        list(engine.generate(requests(4, name=None)))
+
+
+def test_a_server_that_hangs_is_noticed_by_its_progress_and_replaced(build: Build) -> None:
+    servers = FakeServer(), FakeServer()
+    engine = build(*servers, patience=0.1)
+    engine.load_adapter("policy-v1", adapter(1))
+    servers[0].hangs = True
+    stopped = threading.Timer(0.5, lambda: setattr(servers[0], "hangs", False))
+    stopped.start()
+    asked = requests(8)
+    check_whole(asked, list(engine.generate(asked)))
+    stopped.join()
+
+
+def test_a_slow_replica_gets_less_and_loses_nothing(build: Build) -> None:
+    servers = FakeServer(delay=0.2), FakeServer()
+    engine = build(*servers, capacity=4, patience=0.05)
+    asked = requests(20, name=None)
+    check_whole(asked, list(engine.generate(asked)))
+    assert len(servers[0].served) < len(servers[1].served)
+    assert servers[0].starts == 1, "slow is not dead"
+
+
+def test_what_is_no_longer_wanted_is_cancelled(build: Build) -> None:
+    server = FakeServer(delay=0.2)
+    engine = build(server, capacity=4)
+    answers = engine.generate(requests(20, name=None))
+    next(answers)
+    answers.close()  # type: ignore[attr-defined]
+    time.sleep(0.5)
+    done = len(server.served)
+    assert done < 5
+    check_whole(requests(1, name=None), list(engine.generate(requests(1, name=None))))
+
+
+# --- answers ---
+
+
+def sampled(**change: object) -> dict:
+    meta = {"output_token_logprobs": [[-1.0, 5, None]] * 3, "finish_reason": {"type": "length"}, **change}
+    return {"meta_info": meta}
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "says"),
+    [
+        (200, [sampled()] * 3, "asked for 4 samples, the engine answered 3"),
+        (200, [sampled()] * 5, "asked for 4 samples, the engine answered 5"),
+        (200, [sampled(output_token_logprobs=None)] * 4, "answered with 0 tokens"),
+        (200, [sampled(output_token_logprobs=[[-1.0, 5, None]] * 4)] * 4, "answered with 4 tokens"),
+        (200, [sampled(output_token_logprobs=[[float("nan"), 5, None]])] * 4, "log-prob nan"),
+        (200, [sampled(output_token_logprobs=[[None, 5, None]])] * 4, "log-prob None"),
+        (200, [sampled(output_token_logprobs=[[0.5, 5, None]])] * 4, "log-prob 0.5"),
+        (200, [sampled(finish_reason=None)] * 4, "finish reason None"),
+        (200, [{}] * 4, "without meta_info"),
+        (200, b'[{"meta_info": {"outp', "not JSON"),
+        (200, b"<html>", "not JSON"),
+        (400, {"error": {"message": "no such thing"}}, "answered with 400.*no such thing"),
+    ],
+)
+def test_an_answer_that_does_not_fit_stops_the_run(build: Build, status: int, body: object, says: str) -> None:
+    server = FakeServer()
+    engine = build(server)
+    server.faults.append(once("/generate", status, body))
+    with pytest.raises(GateError, match=says):
+        list(engine.generate(requests(1, name=None)))
+
+
+@pytest.mark.parametrize("fault", [(500, {"error": "oops"}), (503, None), CUT])
+def test_a_single_failure_is_asked_again_and_three_end_the_run(build: Build, fault: tuple) -> None:
+    server = FakeServer()
+    engine = build(server)
+    server.faults.append(once("/generate", *fault))
+    check_whole(requests(2, name=None), list(engine.generate(requests(2, name=None))))
+    assert server.starts == 1, "it is alive and holds all that it should"
+    server.faults += [once("/generate", *fault)] * 3
+    with pytest.raises(EngineDiedError, match="lost 3 times"):
+        list(engine.generate(requests(1, name=None)))
+
+
+def test_a_refused_adapter_stands_nowhere_and_its_name_is_spent(build: Build) -> None:
+    servers = FakeServer(), FakeServer()
+    engine = build(*servers)
+    servers[1].faults.append(once("/load_lora_adapter", 400, {"error_message": "rank 128 is above 64"}))
+    with pytest.raises(GateError, match=r"replica 1 refused adapter policy-v1.*rank 128"):
+        engine.load_adapter("policy-v1", adapter(1))
+    assert engine.adapters() == ()
+    assert [set(server.held) for server in servers] == [set(), set()]
+    with pytest.raises(GateError, match="used before"):
+        engine.load_adapter("policy-v1", adapter(1))
+
+
+# --- proofs ---
+
+
+def prove_on(engine: ServedEngine, version: int, previous: list | None, *, base: float = 0.02) -> list:
+    """Against what the fakes compute, so that a healthy one is proven."""
+    name, published = f"policy-v{version}", adapter(version)
+    healthy = FakeServer()
+    on, off = (
+        (0.0, *[healthy.logprob(which, at, CANARY[at]) for at in range(1, len(CANARY))]) for which in (name, None)
+    )
+    trainer = Scored(on, expected_applied_digest(published.files)), Scored(off, None)
+    proven = [
+        prove(published, name, copy, trainer, CANARY, limits=Limits(1e-3, base),
+              previous=previous[index] if previous else None)
+        for index, copy in enumerate(engine.copies())
+    ]  # fmt: skip
+    check_proofs([proof for proof, _ in proven])
+    return [reading for _, reading in proven]
+
+
+@pytest.mark.parametrize("plugin", [True, False])
+@pytest.mark.parametrize("kind", ["SGLang", "vLLM"])
+def test_a_healthy_publish_is_proven_on_every_copy(build: Build, kind: str, plugin: bool) -> None:
+    engine = build(FakeServer(kind, plugin=plugin), FakeServer(kind, plugin=plugin))
+    previous = None
+    for version in range(5):
+        engine.load_adapter(f"policy-v{version}", adapter(version))
+        previous = prove_on(engine, version, previous)
+        if version:
+            engine.unload_adapter(f"policy-v{version - 1}")
+        assert all((reading.digest is None) == (kind == "vLLM" or not plugin) for reading in previous)
+
+
+def planted(engine: ServedEngine, servers: tuple[FakeServer, ...], fault: str, tmp_path: Path) -> None:
+    second = servers[1]
+    if fault == "stale":
+        old = tmp_path / "adapters" / "policy-v1"
+        stale = tmp_path / "stale"
+        stale.mkdir()
+        for file in old.iterdir():
+            (stale / file.name).write_bytes(file.read_bytes())
+        second.held["policy-v2"] = stale
+        second.logprob = lambda adapter, at, token: FakeServer.logprob(  # type: ignore[method-assign]
+            second, adapter and "policy-v1", at, token
+        )
+    elif fault == "base":
+        second.base = 0.4
+    elif fault == "cache":
+        second.shares_cache = True
+    elif fault == "evicted":
+        del second.held["policy-v1"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "plugin", "says"),
+    [
+        ("stale", True, "replica 1: .*the server loaded it from .*stale"),
+        ("stale", True, "replica 1: .*still holds the previous version's bytes"),
+        ("stale", False, "replica 1: .*still samples from the previous version"),
+        ("base", True, "replica 1: the engine serves another base.*moved by 0.4"),
+        ("base", False, "replica 1: the engine serves another base.*is another one than at the previous publish"),
+        ("cache", True, "replica 1: versions share cached keys and values"),
+        ("cache", False, "replica 1: versions share cached keys and values"),
+        ("evicted", True, "replica 1: policy-v1, which sampled until now.*evicted"),
+        ("evicted", False, "replica 1: policy-v1, which sampled until now.*evicted"),
+    ],
+)
+def test_a_fault_of_one_replica_is_named_by_the_next_proof(
+    build: Build, tmp_path: Path, fault: str, plugin: bool, says: str
+) -> None:
+    servers = FakeServer(plugin=plugin), FakeServer(plugin=plugin)
+    engine = build(*servers)
+    engine.load_adapter("policy-v1", adapter(1))
+    previous = prove_on(engine, 1, None)
+    engine.load_adapter("policy-v2", adapter(2))
+    planted(engine, servers, fault, tmp_path)
+    with pytest.raises(GateError, match=says) as caught:
+        prove_on(engine, 2, previous)
+    assert caught.value.exit_code == 84
+    assert "replica 0" not in str(caught.value)
