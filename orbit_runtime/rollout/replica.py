@@ -170,7 +170,12 @@ class Replica:
     async def unload(self, name: str) -> None:
         self._witnesses.pop(name, None)
         if name in self._held:
-            await self.api.unload(name)
+            try:
+                await self.api.unload(name)
+            except GateError:
+                # Gone already is what was asked for; the next proof told whoever must know.
+                if await self._holds(name):
+                    raise
             self._held.discard(name)
 
     async def score(self, token_ids_T: Sequence[int], adapter: str | None) -> tuple[float, ...]:

@@ -114,8 +114,8 @@ COPY = (
 SHARE = (
     "import sglang.srt.mem_cache.radix_cache as cache\n"
     "cache.RadixKey.kept = cache.RadixKey.__init__\n"
-    "def init(self, *args, **named):\n"
-    "    cache.RadixKey.kept(self, *args, **{**named, 'extra_key': None})\n"
+    "def init(self, token_ids, extra_key=None, *args, **named):\n"
+    "    cache.RadixKey.kept(self, token_ids, None, *args, **named)\n"
     "cache.RadixKey.__init__ = init\n"
 )
 UNSHARE = (

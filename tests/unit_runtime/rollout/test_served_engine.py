@@ -343,3 +343,16 @@ def test_a_fault_of_one_replica_is_named_by_the_next_proof(
         prove_on(engine, 2, previous)
     assert caught.value.exit_code == 84
     assert "replica 0" not in str(caught.value)
+
+
+def test_unloading_what_the_server_dropped_by_itself_is_no_failure(build: Build) -> None:
+    server = FakeServer()
+    engine = build(server)
+    engine.load_adapter("policy-v1", adapter(1))
+    server.held.clear()
+    engine.unload_adapter("policy-v1")
+    assert engine.adapters() == ()
+    engine.load_adapter("policy-v2", adapter(2))
+    server.faults.append(once("/unload_lora_adapter", 400, {"error_message": "busy"}))
+    with pytest.raises(GateError, match="busy"):
+        engine.unload_adapter("policy-v2")
