@@ -58,7 +58,7 @@ def measure(adapter: str, repetitions: int) -> tuple[list[harness.Comparison], d
         rig.move(0, 0.02)
         rig.publish()
         publishing = _publishing(rig, repetitions)
-        url = rig.engine._server.url
+        url = rig.engine.replicas[0].server.url
         # Answers run on an adapter that stays: a publish waits for its predecessor's answers before it unloads it.
         rig.engine.load_adapter("stays", rig.publication.adapter)
         quiet = _gaps(url, "stays", lambda: None)
