@@ -30,7 +30,7 @@ from orbit_runtime.loop.publish import Publisher
 from orbit_runtime.loop.show import Show
 from orbit_runtime.loop.state import RunState
 from orbit_runtime.model_info.content import kept_weights_digest
-from orbit_runtime.parity.statistics import absolute_limit
+from orbit_runtime.parity.statistics import base_limit
 from orbit_runtime.spec import OrbitRun, Resolved, identity_digest
 from orbit_runtime.spec.run import RunSpec
 from orbit_runtime.storage import Execution, Store
@@ -180,7 +180,7 @@ def build_parts(
         _canary(sequences[0], tokenizer),
         change_limit(policy),
         base_weights=kept_weights_digest(folder, Cache(default_cache(os.environ))),
-        base_limit=absolute_limit(policy.precision, spec.parity.mean_limit)
+        base_limit=base_limit(policy.precision, spec.parity.mean_limit)
         if spec.parity.preflight == "Enforce"
         else math.inf,
     )

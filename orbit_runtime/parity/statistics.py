@@ -20,6 +20,11 @@ def absolute_limit(precision: str, asked: float | None) -> float:
     return ABSOLUTE_LIMITS[precision] if asked is None else asked
 
 
+def base_limit(precision: str, asked: float | None) -> float:
+    """Largest mean |d| with no adapter that may still be the same base; a narrower `asked` is the gate's to enforce."""
+    return max(ABSOLUTE_LIMITS[precision], asked or 0.0)
+
+
 @dataclass(frozen=True)
 class Difference:
     """Two sides on the same tokens."""

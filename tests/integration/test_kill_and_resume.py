@@ -23,6 +23,7 @@ def nursery() -> Iterator[Nursery]:
     made.close()
 
 
+@pytest.mark.timeout(600)  # twelve starts: a machine that is busy with something else may take minutes
 @pytest.mark.parametrize(("adapter", "every_steps"), [("LoRA", 1), ("OFT", 3)])
 def test_ten_kills_change_no_bit(tmp_path: Path, nursery: Nursery, adapter: str, every_steps: int) -> None:
     manifest = small_manifest(steps=60, adapter=adapter, every_steps=every_steps)

@@ -23,6 +23,8 @@ PATTERNS = {
     "name": st.from_regex(r"\A[a-z][a-z0-9]{0,7}\Z"),
     "uri": PLACES,
     "cidr": st.sampled_from(["10.0.0.0/8", "fd00::/8"]),
+    "url": st.sampled_from(["http://engine:30000", "https://10.0.0.1"]),
+    "adapterFolder": st.sampled_from(["/shared", "/dev/shm/a"]),
     "managedBy": st.just("kueue.x-k8s.io/multikueue"),
 }
 KEYS = st.from_regex(r"\A[a-z0-9]{1,8}\Z")

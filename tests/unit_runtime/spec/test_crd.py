@@ -85,7 +85,7 @@ def test_a_required_field_has_no_default_and_every_other_block_is_filled_in() ->
 def test_the_default_of_a_block_with_rules_is_written_out() -> None:
     """The API server refuses a CRD whose default breaks a rule, and looks before it fills in nested defaults."""
     assert NODES["spec.algorithm.clip"]["default"] == {"low": 0.2, "high": 0.2}
-    assert NODES["spec.rollout"]["default"] == {}
+    assert NODES["spec.rollout.sampling"]["default"] == {}
     for path in CHECKS:
         scalars = [name for name, node in NODES[path].get("properties", {}).items() if "default" in node]
         if "default" in NODES[path]:

@@ -95,7 +95,8 @@ FIELDS = [
     (
         "    engine: Auto",
         "    engine: 7",
-        "run.yaml:20: spec.rollout.engine: `7` is not one of its values\n  fix: allowed: `Auto` `Torch` `SGLang`",
+        "run.yaml:20: spec.rollout.engine: `7` is not one of its values\n"
+        "  fix: allowed: `Auto` `Torch` `SGLang` `OpenAI`",
     ),
     (
         "    steps: 5",
