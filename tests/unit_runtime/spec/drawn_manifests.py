@@ -23,7 +23,7 @@ PATTERNS = {
     "name": st.from_regex(r"\A[a-z][a-z0-9]{0,7}\Z"),
     "uri": PLACES,
     "cidr": st.sampled_from(["10.0.0.0/8", "fd00::/8"]),
-    "url": st.sampled_from(["http://engine:30000", "https://10.0.0.1"]),
+    "url": st.sampled_from(["http://engine:30000", "http://127.0.0.1:30000"]),
     "adapterFolder": st.sampled_from(["/shared", "/dev/shm/a"]),
     "managedBy": st.just("kueue.x-k8s.io/multikueue"),
 }
