@@ -60,19 +60,15 @@ class Comparison:
 
 def measure_parity(parts: Parts, publication: Publication) -> list[Preflight]:
     """With the adapter that stands in the engine's slot; of every copy."""
-    return [
-        measure_preflight(
-            parts.engine,
-            parts.trainer,
-            parts.sequences,
-            adapter=publication.name,
-            probing=parts.probing,
-            factor=parts.spec.parity.floor_factor,
-            absolute=absolute_limit(parts.precision, parts.spec.parity.mean_limit),
-            copy=index,
-        )
-        for index in range(len(parts.engine.copies()))
-    ]
+    return measure_preflight(
+        parts.engine,
+        parts.trainer,
+        parts.sequences,
+        adapter=publication.name,
+        probing=parts.probing,
+        factor=parts.spec.parity.floor_factor,
+        absolute=absolute_limit(parts.precision, parts.spec.parity.mean_limit),
+    )
 
 
 def worst(preflights: Sequence[Preflight]) -> Preflight:

@@ -82,37 +82,36 @@ def measure_preflight(
     probing: Callable[[Probe], AbstractContextManager[None]],
     factor: float,
     absolute: float,
-    copy: int = 0,
-) -> Preflight:
+) -> list[Preflight]:
     """Scores whole sequences on both sides, adapter off and on. Engine and trainer are left as they were found.
+
+    The trainer is read once; what is returned is of each of the engine's copies.
 
     Args:
         sequences: token ids, at least two each; real prompts with their chat template.
         adapter: the engine's slot that holds the trainer's current values.
         probing: a context within which the trainer holds another adapter.
         absolute: largest mean, whatever the floor.
-        copy: which of the engine's is measured.
     """
-    measured = engine.copies()[copy]
-    alone = _joined([measured.score(tokens, [None])[0] for tokens in sequences])
-    crowded = [measured.score(tokens, [adapter, None]) for tokens in sequences]
+    readings = [_read_copy(copy, sequences, adapter) for copy in engine.copies()]
     trainer_on, trainer_off = _trainer_readings(trainer, sequences)
-    anew, cached = _cached_readings(measured, sequences, [off for _, off in crowded])
-    engine_floor = build_difference([*alone, *anew], [*_joined([off for _, off in crowded]), *cached])
     trainer_floor = build_difference(*_trainer_halves(trainer, sequences, trainer_off))
-    floor = max(trainer_floor.mean, engine_floor.mean)
     probed = sequences[:PROBED_SEQUENCES]
-    random, random_effect = _probe((engine, copy), trainer, probed, "random", probing)
-    return Preflight(
-        engine_floor,
-        trainer_floor,
-        base=build_difference(_joined(trainer_off), alone),
-        identity=_probe((engine, copy), trainer, probed, "identity", probing)[0],
-        random=random,
-        policy=build_difference(_joined(trainer_on), _joined([on for on, _ in crowded])),
-        random_effect=random_effect,
-        limit=resolve_limit(floor, factor=factor, absolute=absolute),
-    )
+    random, random_effect = _probe(engine, trainer, probed, "random", probing)
+    identity, _ = _probe(engine, trainer, probed, "identity", probing)
+    return [
+        Preflight(
+            reading.floor,
+            trainer_floor,
+            base=build_difference(_joined(trainer_off), reading.off),
+            identity=identity[index],
+            random=random[index],
+            policy=build_difference(_joined(trainer_on), reading.on),
+            random_effect=random_effect,
+            limit=resolve_limit(max(trainer_floor.mean, reading.floor.mean), factor=factor, absolute=absolute),
+        )
+        for index, reading in enumerate(readings)
+    ]
 
 
 def check_preflight(result: Preflight, location: Location | None = None) -> None:
@@ -126,29 +125,44 @@ def check_preflight(result: Preflight, location: Location | None = None) -> None
         )
 
 
+@dataclass(frozen=True)
+class CopyReading:
+    """Log-probs of all sequences on one copy of the engine, one after the other."""
+
+    on: list[float]
+    off: list[float]
+    floor: Difference
+
+
+def _read_copy(copy: Copy, sequences: Sequence[Ids], adapter: str) -> CopyReading:
+    alone = _joined([copy.score(tokens, [None])[0] for tokens in sequences])
+    crowded = [copy.score(tokens, [adapter, None]) for tokens in sequences]
+    off = [without for _, without in crowded]
+    anew, cached = _cached_readings(copy, sequences, off)
+    floor = build_difference([*alone, *anew], [*_joined(off), *cached])
+    return CopyReading(_joined([on for on, _ in crowded]), alone, floor)
+
+
 def _probe(
-    sampling: tuple[Engine, int],
+    engine: Engine,
     trainer: Trainer,
     sequences: Sequence[Ids],
     probe: Probe,
     probing: Callable[[Probe], AbstractContextManager[None]],
-) -> tuple[Difference, float]:
-    """Trainer against engine under an untrained adapter, and how far it moved the trainer from its base.
+) -> tuple[list[Difference], float]:
+    """Trainer against each copy under an untrained adapter, and how far it moved the trainer from its base.
 
     The adapter goes to the engine as bytes, as a publish would, but is not stored, and its slot is gone afterwards.
     """
-    engine, copy = sampling
-    # An engine never takes a name twice.
-    name = f"preflight-{probe}-{copy}" if copy else f"preflight-{probe}"
+    name = f"preflight-{probe}"
     with probing(probe):
-        readings = _trainer_readings(trainer, sequences)
+        on, off = map(_joined, _trainer_readings(trainer, sequences))
         engine.load_adapter(name, trainer.publishable(version=-1))
         try:
-            measured = _joined([engine.copies()[copy].score(tokens, [name])[0] for tokens in sequences])
+            measured = [_joined([copy.score(tokens, [name])[0] for tokens in sequences]) for copy in engine.copies()]
         finally:
             engine.unload_adapter(name)
-    on, off = map(_joined, readings)
-    return build_difference(on, measured), build_difference(on, off).mean
+    return [build_difference(on, each) for each in measured], build_difference(on, off).mean
 
 
 def _cached_readings(copy: Copy, sequences: Sequence[Ids], scored: Sequence[Scored]) -> tuple[list[float], list[float]]:

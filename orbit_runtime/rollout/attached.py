@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-import httpx
-
 from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.errors import EngineDiedError, GateError, ModelError, UnsupportedError
 from orbit_runtime.rollout.replica import Replica
@@ -24,7 +22,7 @@ from orbit_runtime.rollout.served import About, Api, LostError
 from orbit_runtime.rollout.served_engine import ServedEngine
 from orbit_runtime.rollout.sglang_api import SGLangApi
 from orbit_runtime.rollout.vllm_api import VllmApi
-from orbit_runtime.rollout.wire import Wire, build_client
+from orbit_runtime.rollout.wire import Wire, build_client, is_serving
 from orbit_runtime.types import Tokenizer
 
 ATTACH_SECONDS = 60.0
@@ -81,10 +79,7 @@ class AttachedServer:
             time.sleep(POLL_SECONDS)
 
     def is_alive(self) -> bool:
-        try:
-            return httpx.get(f"{self._url}/health", timeout=10, trust_env=False).status_code == 200
-        except httpx.HTTPError:
-            return False
+        return is_serving(self._url, seconds=10)
 
     def describe(self) -> str:
         return f"look at the log of the server at {self._url}: Orbit did not start it"

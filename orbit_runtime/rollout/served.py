@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from orbit_runtime.errors import GateError
-from orbit_runtime.types import AdapterFiles, FinishReason, Request
+from orbit_runtime.types import AdapterFiles, Cached, FinishReason, Request
 
 FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
@@ -48,16 +48,6 @@ class Sampled:
     token_ids_T: tuple[int, ...]
     logprobs_T: tuple[float, ...]
     finish_reason: FinishReason
-
-
-@dataclass(frozen=True)
-class Tail:
-    """Log-probs of the end of given tokens."""
-
-    logprobs_T: tuple[float, ...]
-    """Of the tokens after `start`."""
-    cached: int
-    """Tokens at the beginning whose keys and values came from the server's cache."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +118,7 @@ class Api(Protocol):
         """Of every token after the first, computed anew: nothing comes from a cache."""
         ...
 
-    async def tail(self, token_ids_T: Sequence[int], start: int, adapter: str | None) -> Tail | None:
+    async def tail(self, token_ids_T: Sequence[int], start: int, adapter: str | None) -> Cached | None:
         """The same of the tokens after `start`, those before it from the cache where it has them; None: no such way."""
         ...
 

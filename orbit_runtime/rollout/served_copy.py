@@ -61,8 +61,7 @@ class ServedCopy:
 
     def score_cached(self, token_ids_T: Sequence[int], start: int, adapter: str | None) -> Cached | None:
         replica = self._replica
-        tail = self._engine.call(replica.ask(partial(replica.api.tail, tuple(token_ids_T), start, adapter)))
-        return None if tail is None else Cached(tail.logprobs_T, tail.cached)
+        return self._engine.call(replica.ask(partial(replica.api.tail, tuple(token_ids_T), start, adapter)))
 
     def adapter_digest(self, name: str) -> str | None:
         """Of what stands in the server's buffers now, as the plug-in reads them."""

@@ -15,8 +15,9 @@ from typing import Any, Literal
 from orbit_runtime.adapters import tensorfile
 from orbit_runtime.adapters.state import CONFIG_FILE, MODEL_FILE
 from orbit_runtime.errors import GateError
-from orbit_runtime.rollout.served import About, Call, Loaded, LostError, Sampled, Tail, check_sampled, number
-from orbit_runtime.rollout.wire import Wire
+from orbit_runtime.rollout.served import About, Call, Loaded, Sampled, check_sampled, number
+from orbit_runtime.rollout.wire import Wire, adapter_names
+from orbit_runtime.types import Cached
 
 HEALTH_SECONDS = 10.0
 PROGRESS_SECONDS = 60.0
@@ -50,14 +51,13 @@ class SGLangApi:
         )
 
     async def is_healthy(self) -> bool:
-        return await self._answers("/health", HEALTH_SECONDS)
+        return await self._wire.answers("/health", HEALTH_SECONDS)
 
     async def makes_progress(self) -> bool:
-        return await self._answers("/health_generate", PROGRESS_SECONDS)
+        return await self._wire.answers("/health_generate", PROGRESS_SECONDS)
 
     async def names(self) -> frozenset[str]:
-        models = (await self._wire.get("/v1/models"))["data"]
-        return frozenset(str(model["id"]) for model in models if model.get("parent"))
+        return await adapter_names(self._wire)
 
     async def load(self, name: str, loaded: Loaded) -> None:
         if self._method == "Folder":
@@ -103,7 +103,7 @@ class SGLangApi:
     async def score(self, token_ids_T: Sequence[int], adapter: str | None) -> tuple[float, ...]:
         return (await self.tail(token_ids_T, 0, adapter)).logprobs_T
 
-    async def tail(self, token_ids_T: Sequence[int], start: int, adapter: str | None) -> Tail:
+    async def tail(self, token_ids_T: Sequence[int], start: int, adapter: str | None) -> Cached:
         """SGLang takes from its cache what lies before `start`, and computes the rest."""
         body = {
             "input_ids": list(token_ids_T),
@@ -116,7 +116,7 @@ class SGLangApi:
         entries = meta.get("input_token_logprobs") or []
         if [int(entry[1]) for entry in entries] != list(token_ids_T[start:]):
             raise GateError("the engine scored other tokens than it was given", where="rollout")
-        return Tail(tuple(number(entry[0]) for entry in entries[1:]), int(meta.get("cached_tokens") or 0))
+        return Cached(tuple(number(entry[0]) for entry in entries[1:]), int(meta.get("cached_tokens") or 0))
 
     async def facts(self) -> Mapping[str, Mapping[str, Any]] | None:
         """What two ranks tell differently is None, which equals no digest."""
@@ -135,12 +135,6 @@ class SGLangApi:
     async def text(self, token_ids_T: Sequence[int]) -> str | None:
         body = {"tokens": list(token_ids_T), "skip_special_tokens": True}
         return str((await self._wire.post("/detokenize", body))["text"])
-
-    async def _answers(self, path: str, seconds: float) -> bool:
-        try:
-            return await self._wire.status(path, seconds) == 200
-        except LostError:
-            return False
 
 
 def _meta(answer: Any) -> dict[str, Any]:

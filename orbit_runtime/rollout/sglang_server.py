@@ -13,11 +13,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
-
 from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.adapters.inject import SHARED_INPUTS
 from orbit_runtime.errors import UnsupportedError
+from orbit_runtime.rollout.wire import is_serving
 from orbit_runtime.workers.server_process import ServerProcess, free_port
 
 PYTHON_VARIABLE = "ORBIT_SGLANG_PYTHON"
@@ -88,10 +87,7 @@ class SGLangServer:
             self._process.stop()
 
     def _answers(self) -> bool:
-        try:
-            return httpx.get(f"{self.url}/health", timeout=30, trust_env=False).status_code == 200
-        except httpx.HTTPError:
-            return False
+        return is_serving(self.url, seconds=30)
 
 
 def server_arguments(settings: ServerSettings, port: int) -> list[str]:

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from orbit_runtime.errors import GateError, UnsupportedError
-from orbit_runtime.rollout.served import About, Call, Loaded, LostError, Sampled, check_sampled, number
-from orbit_runtime.rollout.wire import Wire
+from orbit_runtime.rollout.served import About, Call, Loaded, Sampled, check_sampled, number
+from orbit_runtime.rollout.wire import Wire, adapter_names
 
 HEALTH_SECONDS = 60.0
 """vLLM's `/health` asks its engine process."""
@@ -35,17 +35,13 @@ class VllmApi:
         return About("vLLM", version, str(base.get("root") or self._model), max_tokens=base.get("max_model_len"))
 
     async def is_healthy(self) -> bool:
-        try:
-            return await self._wire.status("/health", HEALTH_SECONDS) == 200
-        except LostError:
-            return False
+        return await self._wire.answers("/health", HEALTH_SECONDS)
 
     async def makes_progress(self) -> bool:
         return await self.is_healthy()
 
     async def names(self) -> frozenset[str]:
-        models = (await self._wire.get("/v1/models"))["data"]
-        return frozenset(str(model["id"]) for model in models if model.get("parent"))
+        return await adapter_names(self._wire)
 
     async def load(self, name: str, loaded: Loaded) -> None:
         await self._wire.act("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(loaded.folder)})

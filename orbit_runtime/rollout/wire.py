@@ -1,6 +1,7 @@
 """HTTP to one server: JSON in, JSON out, and what may go wrong on the way told apart.
 
-Belongs here: connections, and which failures mean that the server is lost. Does not belong here: what is asked.
+Belongs here: connections, which failures mean that the server is lost, and the questions that every kind of server
+answers alike. Does not belong here: what only one kind is asked.
 """
 
 from __future__ import annotations
@@ -47,9 +48,12 @@ class Wire:
     async def get(self, path: str) -> Any:
         return _read(path, await self._send("GET", path, timeout=ASK_SECONDS))
 
-    async def status(self, path: str, seconds: float) -> int:
-        """Raises LostError."""
-        return (await self._send("GET", path, timeout=seconds)).status_code
+    async def answers(self, path: str, seconds: float) -> bool:
+        """With 200, in this time."""
+        try:
+            return (await self._send("GET", path, timeout=seconds)).status_code == 200
+        except LostError:
+            return False
 
     async def _send(self, method: str, path: str, **how: Any) -> httpx.Response:
         try:
@@ -58,6 +62,20 @@ class Wire:
             raise LostError(f"{self.url}: {error}") from None
         except httpx.RequestError as error:
             raise LostError(f"{self.url}{path}: {error or type(error).__name__}") from None
+
+
+def is_serving(url: str, *, seconds: float) -> bool:
+    """Whether the server there answers in this time that it is up; for who waits for one, outside of an event loop."""
+    try:
+        return httpx.get(f"{url}/health", timeout=seconds, trust_env=False).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+async def adapter_names(wire: Wire) -> frozenset[str]:
+    """Adapters that the server holds, by the list of models that every kind has from OpenAI."""
+    models = (await wire.get("/v1/models"))["data"]
+    return frozenset(str(model["id"]) for model in models if model.get("parent"))
 
 
 def _check(path: str, answer: httpx.Response) -> None:

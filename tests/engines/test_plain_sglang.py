@@ -16,6 +16,7 @@ from orbit_runtime.checkpoints.target import Target
 from orbit_runtime.model_info.builtin_models import builtin_folder
 from orbit_runtime.parity.liveness import Limits, prove
 from orbit_runtime.rollout.sglang_server import PYTHON_VARIABLE, ServerSettings, server_arguments
+from orbit_runtime.rollout.wire import is_serving
 from orbit_runtime.workers.server_process import ServerProcess, free_port
 from tests.engines.servers import Adder, attach
 from tests.engines.test_sglang_faults import canary, policy_scores
@@ -80,19 +81,13 @@ def test_plain_sglang_gives_the_trainers_logprobs(lora_adder: Adder, tmp_path: P
     server = ServerProcess("SGLang", command, environment=environment, log=tmp_path / "log")
     url = f"http://127.0.0.1:{port}"
 
-    def answers() -> bool:
-        try:
-            return httpx.get(f"{url}/health", timeout=30, trust_env=False).status_code == 200
-        except httpx.HTTPError:
-            return False
-
     def ask(path: str, body: dict) -> dict:
         answer = httpx.post(f"{url}{path}", json=body, timeout=120, trust_env=False)
         assert answer.status_code == 200, answer.text
         return dict(answer.json())
 
     try:
-        server.wait_until(answers, seconds=800)
+        server.wait_until(lambda: is_serving(url, seconds=30), seconds=800)
         state = httpx.get(f"{url}/server_info", timeout=60, trust_env=False).json()
         assert "orbit" not in state["internal_states"][0]
         assert ask("/load_lora_adapter", {"lora_name": "mine", "lora_path": str(adapter)})["success"]

@@ -18,6 +18,7 @@ from orbit_runtime.checkpoints.target import Target
 from orbit_runtime.model_info.builtin_models import builtin_folder
 from orbit_runtime.parity.liveness import Limits, prove
 from orbit_runtime.rollout.served_engine import ServedEngine
+from orbit_runtime.rollout.wire import is_serving
 from orbit_runtime.types import Sampling
 from orbit_runtime.workers.server_process import ServerProcess, free_port
 from tests.engines.servers import Adder, attach
@@ -49,14 +50,8 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     server = ServerProcess("vLLM", command, environment=environment, log=folder / "log")
     address = f"http://127.0.0.1:{port}"
 
-    def answers() -> bool:
-        try:
-            return httpx.get(f"{address}/health", timeout=30, trust_env=False).status_code == 200
-        except httpx.HTTPError:
-            return False
-
     try:
-        server.wait_until(answers, seconds=800)
+        server.wait_until(lambda: is_serving(address, seconds=30), seconds=800)
         yield address
     finally:
         server.stop()

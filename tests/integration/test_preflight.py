@@ -22,7 +22,7 @@ SEQUENCES = [list(range(3, 3 + length)) for length in (9, 14, 6)]
 def measure(rig: Rig, engine: Engine | None = None) -> Preflight:
     assert rig.publication is not None
     masters = rig.masters_owner
-    return measure_preflight(
+    (result,) = measure_preflight(
         engine or rig.engine.engine,
         rig.trainer,
         SEQUENCES,
@@ -31,6 +31,7 @@ def measure(rig: Rig, engine: Engine | None = None) -> Preflight:
         factor=4.0,
         absolute=ABSOLUTE_LIMITS["INT4"],
     )
+    return result
 
 
 @pytest.mark.parametrize("adapter", ["LoRA", "OFT"])
