@@ -1,7 +1,8 @@
 """Starts runs that can be killed: imports once, then forks a child per run, so that a life costs no import.
 
-Run as a program. Each line on stdin is a JSON object `{"manifest": {...}, "out": "..."}`; the answer is the child's
-pid, and when it ended, its exit code. The parent never computes, so the children fork from a process without threads.
+Run as a program. Each line on stdin is a JSON object `{"manifest": {...}, "out": "...", "environment": {...}}`; the
+answer is the child's pid, and when it ended, its exit code. The parent never computes, so the children fork from a
+process without threads.
 """
 
 from __future__ import annotations
@@ -28,17 +29,17 @@ class Nursery:
         )
         assert self._read() == {"ready": True}
 
-    def start(self, manifest: dict[str, Any], out: str) -> int:
-        """Pid of a run that has just started."""
-        self._write({"manifest": manifest, "out": out})
+    def start(self, manifest: dict[str, Any], out: str, environment: dict[str, str] | None = None) -> int:
+        """Pid of a run that has just started, with these variables on top of the nursery's."""
+        self._write({"manifest": manifest, "out": out, "environment": environment or {}})
         return int(self._read()["pid"])
 
     def wait(self) -> int:
         """Exit code of the run, negative where a signal ended it."""
         return int(self._read()["code"])
 
-    def run(self, manifest: dict[str, Any], out: str) -> int:
-        self.start(manifest, out)
+    def run(self, manifest: dict[str, Any], out: str, environment: dict[str, str] | None = None) -> int:
+        self.start(manifest, out, environment)
         return self.wait()
 
     def close(self) -> None:
@@ -90,6 +91,7 @@ def main() -> None:
         if pid == 0:
             code = 70
             try:
+                os.environ.update(message["environment"])
                 code = _life(message["manifest"], message["out"])
             finally:
                 sys.stderr.flush()

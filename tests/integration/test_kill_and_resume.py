@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,17 +15,10 @@ from tests.integration.killing import kill_until_done, small_manifest, timeless_
 from tests.integration.run_nursery import Nursery
 
 
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    made = Nursery()
-    yield made
-    made.close()
-
-
 @pytest.mark.timeout(600)  # twelve starts: a machine that is busy with something else may take minutes
 @pytest.mark.parametrize(("adapter", "every_steps"), [("LoRA", 1), ("OFT", 3)])
 def test_ten_kills_change_no_bit(tmp_path: Path, nursery: Nursery, adapter: str, every_steps: int) -> None:
-    manifest = small_manifest(steps=60, adapter=adapter, every_steps=every_steps)
+    manifest = small_manifest(steps=44, adapter=adapter, every_steps=every_steps)
     started = time.monotonic()
     assert nursery.run(manifest, str(tmp_path / "alone")) == 0
     undisturbed = time.monotonic() - started
@@ -36,16 +28,16 @@ def test_ten_kills_change_no_bit(tmp_path: Path, nursery: Nursery, adapter: str,
     report, expected = (json.loads(store.get("report.json")) for store in (killed, alone))
     assert report["adapter_digest"] == expected["adapter_digest"]
     assert report["base_digest_before"] == report["base_digest_after"] == expected["base_digest_before"]
-    assert report["publishes"] == report["publishes_proven"] > 60
+    assert report["publishes"] == report["publishes_proven"] > 44
     assert report["executions"] == 11
     assert 5 <= report["resumed"] <= 10, "an execution that saved after another had saved resumed from it"
-    for step in (1, 30, 60):
+    for step in (1, 22, 44):
         name = f"rollouts/step-{step:06d}.jsonl.zst"
         assert killed.get(name) == alone.get(name), "a recorded batch is the same batch"
 
 
 def test_sigterm_finishes_the_step_and_the_same_command_continues(tmp_path: Path, nursery: Nursery) -> None:
-    manifest = small_manifest(steps=60, every_steps=1000)
+    manifest = small_manifest(steps=25, every_steps=1000)
     assert nursery.run(manifest, str(tmp_path / "alone")) == 0
     out = str(tmp_path / "stopped")
     pid = nursery.start(manifest, out)
@@ -56,7 +48,7 @@ def test_sigterm_finishes_the_step_and_the_same_command_continues(tmp_path: Path
     assert nursery.wait() == 75
     newest = json.loads(store.get("report.json"))
     assert newest["status"] == "stopped"
-    assert 5 <= newest["steps"] < 60
+    assert 5 <= newest["steps"] < 25
     assert newest["last_checkpoint"].rstrip("/").endswith(f"{newest['steps']:06d}")
     assert newest["base_digest_after"] == newest["base_digest_before"]
     assert nursery.run(manifest, out) == 0
