@@ -215,6 +215,19 @@ class Copy(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class ServerReading:
+    """How one of an engine's servers stands."""
+
+    replica: str
+    is_up: bool
+    restarts: int
+    exposition: str
+    """Its own metrics in Prometheus' text format; empty where it does not answer."""
+    memory_bytes: int | None
+    """What its device holds, or on a CPU its processes; None: another machine's, or not known here."""
+
+
 class Engine(Protocol):
     """Answers prompts. Slots hold published adapters under their names; a name once retired cannot come back."""
 
@@ -232,6 +245,18 @@ class Engine(Protocol):
 
     def copies(self) -> Sequence[Copy]:
         """At least one, always in the same order."""
+        ...
+
+    def sleep(self) -> None:
+        """Gives memory back, as the engine was made to. Until `wake` nothing else may be asked of it."""
+        ...
+
+    def wake(self) -> None:
+        """Holds again what it held: every adapter that can be read back was."""
+        ...
+
+    def read_servers(self) -> Sequence[ServerReading]:
+        """What its servers tell of themselves, none for an engine without servers. May be called from any thread."""
         ...
 
     def close(self) -> None: ...

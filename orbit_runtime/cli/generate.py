@@ -14,6 +14,7 @@ import typer
 
 from orbit_runtime.cli.environment import VARIABLES
 from orbit_runtime.cli.main import app
+from orbit_runtime.observability.engine_metrics import ENGINE_METRICS, PREFIXES, REPLICA_LABEL
 from orbit_runtime.observability.metrics import METRICS
 from orbit_runtime.spec.generate import write_pages
 
@@ -99,6 +100,13 @@ def render_metrics() -> str:
     times = ", ".join(f"`{metric.name}`" for metric in METRICS if metric.is_time)
     lines += ["", "Two runs of the same manifest on the same CPU, or one that was killed and continued, agree in every",
               f"field to the last bit, but for {times}.", ""]  # fmt: skip
+    prefixes = " and ".join(f"`{prefix}:`" for prefix in PREFIXES)
+    lines += ["## The engine's", "",
+              "Where an engine runs in servers, `/metrics` asks each of them at every scrape and tells all that it",
+              f"says under {prefixes}, with the run's labels and `{REPLICA_LABEL}`. Of a server that is attached these",
+              "are the numbers of all who use it. Beside them:", "",
+              "| Prometheus | meaning |", "|---|---|",
+              *(f"| `{name}` | {text} |" for name, text in ENGINE_METRICS.items()), ""]  # fmt: skip
     return "\n".join(lines)
 
 

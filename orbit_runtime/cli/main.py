@@ -207,6 +207,18 @@ def parity(
 
 
 @app.command()
+def replay(
+    run: Annotated[str, typer.Argument(metavar="DIR", help="A run folder: a path or URI.")],
+    steps: Annotated[int | None, typer.Option(min=1, help="Only the first so many.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Train a run's recorded rollouts again. Without an engine or rewards, every adapter must be the same."""
+    from orbit_runtime.cli.replay import run_replay
+
+    raise typer.Exit(run_replay(run, steps=steps, as_json=as_json))
+
+
+@app.command()
 def report(
     runs: Annotated[list[str], typer.Argument(metavar="DIR", help="Run folders: paths or URIs.")],
     html: Annotated[

@@ -15,10 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from orbit_runtime.algorithms.kl_reward import kl_penalised_rewards
 from orbit_runtime.data.prompts import PromptStream, PromptTable, check_fields, check_lengths, load_prompts
 from orbit_runtime.data.rows import PromptSource
-from orbit_runtime.data.samples import build_samples
 from orbit_runtime.environments.rewards import REWARDS
 from orbit_runtime.environments.single_turn import SingleTurn
 from orbit_runtime.errors import UnsupportedError
@@ -35,7 +33,7 @@ from orbit_runtime.spec import OrbitRun, Resolved, identity_digest
 from orbit_runtime.spec.run import RunSpec
 from orbit_runtime.storage import Execution, Store
 from orbit_runtime.storage.cache import Cache, default_cache
-from orbit_runtime.types import Engine, Group, Probe, Rollout, Sampling, Tokenizer, Trainer
+from orbit_runtime.types import Engine, Probe, Sampling, Tokenizer, Trainer
 from orbit_runtime.workers.reward_protocol import RewardScorer, RewardTarget
 
 if TYPE_CHECKING:
@@ -90,31 +88,6 @@ class Parts:
         """Digest of all that changes the run's numbers: settings, model and prompts."""
         return identity_digest(self.run, self.content)
 
-    def advantages(self, groups_P: Sequence[Group]) -> list[list[float]]:
-        """Advantages of every group, with the KL penalty in the reward where the manifest places it there."""
-        normalize = self.spec.algorithm.advantage.normalize
-        penalised = self._penalised_rewards(groups_P) if _kl_in_reward(self.spec) else None
-        advantages = []
-        for index, group in enumerate(groups_P):
-            rewards = penalised[index] if penalised else [rollout.reward for rollout in group.rollouts_G]
-            advantages.append(self.algorithm.advantages(rewards, normalize=normalize))
-        return advantages
-
-    def _penalised_rewards(self, groups_P: Sequence[Group]) -> list[list[float | None]]:
-        samples = build_samples(groups_P, [[0.0] * len(group.rollouts_G) for group in groups_P])
-        reference = iter(self.trainer.reference_logprobs(samples))
-        kl = self.spec.algorithm.kl
-        penalised = []
-        for group in groups_P:
-            # `build_samples` leaves out the same rollouts: those without a reward or without a sampled token.
-            pairs = [(_sampled(r), next(reference)) if _trains(r) else ((), ()) for r in group.rollouts_G]
-            rewards = [rollout.reward for rollout in group.rollouts_G]
-            policy, base = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-            penalised.append(
-                kl_penalised_rewards(rewards, policy, base, coefficient=kl.coefficient, estimator=kl.estimator)
-            )
-        return penalised
-
     def keep_checkpoint(self, state: RunState, cursor: Mapping[str, Any]) -> None:
         keep_checkpoint(
             self.store,
@@ -162,16 +135,15 @@ def build_parts(
     tokenizer = ChatTokenizer(folder)
     new_tokens = spec.rollout.sampling.max_new_tokens
     check_lengths(table, tokenizer.encode_many, max_prompt_tokens=spec.model.max_sequence_length - new_tokens)
-    policy = _build_policy(resolved, folder, show.note)
-    from orbit_runtime.algorithms.table import ALGORITHMS
+    policy = build_policy(resolved, folder, show.note)
     from orbit_runtime.policy.snapshot import group_size_of, take_snapshot
 
-    algorithm = ALGORITHMS[spec.algorithm.type]
-    trainer = _build_trainer(resolved, policy, algorithm, base_model=names.model)
+    trainer, algorithm = build_trainer(resolved, policy, base_model=names.model)
     show.stage("engine")
     sequences = _sequences(table, tokenizer)
     engine = build_engine(resolved, policy, tokenizer, folder, sequences, closing)
     closing.callback(engine.close)
+    show.metrics.add_engine(engine.read_servers)
     publisher = Publisher(
         store,
         execution,
@@ -247,7 +219,8 @@ def _fields_read(spec: RunSpec, functions: Mapping[str, Callable[..., Any]]) -> 
     return {str(each.arguments.get("field", "answer")): each.name for each in shipped}
 
 
-def _build_policy(resolved: Resolved, folder: Path, note: Callable[[str], None]) -> Policy:
+def build_policy(resolved: Resolved, folder: Path, note: Callable[[str], None]) -> Policy:
+    """The frozen base with a new adapter. Raises UnsupportedError (78) where torch is not installed."""
     try:
         import torch
     except ImportError:
@@ -285,10 +258,13 @@ def _build_policy(resolved: Resolved, folder: Path, note: Callable[[str], None])
     )
 
 
-def _build_trainer(resolved: Resolved, policy: Policy, algorithm: Algorithm, *, base_model: str) -> Trainer:
+def build_trainer(resolved: Resolved, policy: Policy, *, base_model: str) -> tuple[Trainer, Algorithm]:
+    """As the first step finds it."""
+    from orbit_runtime.algorithms.table import ALGORITHMS
     from orbit_runtime.training.torch_trainer import TorchTrainer
 
-    return TorchTrainer(policy, _trainer_settings(resolved, base_model), algorithm.loss)
+    algorithm = ALGORITHMS[resolved.run.spec.algorithm.type]
+    return TorchTrainer(policy, _trainer_settings(resolved, base_model), algorithm.loss), algorithm
 
 
 def _trainer_settings(resolved: Resolved, base_model: str) -> TrainerSettings:
@@ -341,15 +317,3 @@ def _canary(prompt_T: tuple[int, ...], tokenizer: Tokenizer) -> tuple[int, ...]:
     prompt = prompt_T[-CANARY_PROMPT_TOKENS:]
     answer = [prompt[index % len(prompt)] for index in range(CANARY_ANSWER_TOKENS)]
     return (*prompt, *answer)
-
-
-def _kl_in_reward(spec: RunSpec) -> bool:
-    return spec.algorithm.kl.placement == "Reward" and spec.algorithm.kl.coefficient > 0
-
-
-def _trains(rollout: Rollout) -> bool:
-    return rollout.reward is not None and 1 in rollout.loss_mask_T
-
-
-def _sampled(rollout: Rollout) -> tuple[float, ...]:
-    return tuple(value for value, flag in zip(rollout.logprobs_T, rollout.loss_mask_T, strict=True) if flag)

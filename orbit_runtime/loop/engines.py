@@ -61,7 +61,7 @@ def build_engine(
 def _start(resolved: Resolved, policy: Policy, tokenizer: Tokenizer, folder: Path, closing: ExitStack) -> Engine:
     from orbit_runtime.checkpoints.convert import convert
     from orbit_runtime.checkpoints.target import Target
-    from orbit_runtime.rollout.sglang_server import ServerSettings, SGLangServer, lora_targets
+    from orbit_runtime.rollout.sglang_server import ServerSettings, SGLangServer, lora_targets, sleeping_parts
     from orbit_runtime.rollout.starting import start_engine
 
     spec, adapter = resolved.run.spec, policy.injected.config
@@ -81,6 +81,7 @@ def _start(resolved: Resolved, policy: Policy, tokenizer: Tokenizer, folder: Pat
         seed=spec.data.seed,
         lora_rank=adapter.rank if adapter.type == "LoRA" else 1,
         oft_block_size=adapter.block_size if adapter.type == "OFT" else 0,
+        sleep=spec.rollout.sleep,
     )
     count = spec.rollout.replicas
     if not on_cpu:
@@ -98,6 +99,7 @@ def _start(resolved: Resolved, policy: Policy, tokenizer: Tokenizer, folder: Pat
         folder=scratch / "adapters",
         max_running_requests=settings.max_running_requests,
         at_once=1 if on_cpu else count,
+        sleeping=sleeping_parts(spec.rollout.sleep),
     )
 
 

@@ -21,10 +21,11 @@ from orbit_runtime.loop.machine import machine_facts
 from orbit_runtime.loop.publish import Publication
 from orbit_runtime.loop.show import Show
 from orbit_runtime.loop.signals import stop_on_signals
+from orbit_runtime.loop.state import RunState
 from orbit_runtime.observability.metrics import RunMetrics
 from orbit_runtime.observability.progress import Progress
 from orbit_runtime.observability.status import RunStatus
-from orbit_runtime.parity.preflight import Preflight, measure_preflight
+from orbit_runtime.parity.preflight import Preflight, check_preflight, measure_preflight
 from orbit_runtime.parity.statistics import absolute_limit
 from orbit_runtime.spec import OrbitRun, resolve
 from orbit_runtime.storage import claim_execution, open_store
@@ -71,9 +72,35 @@ def measure_parity(parts: Parts, publication: Publication) -> list[Preflight]:
     )
 
 
-def worst(preflights: Sequence[Preflight]) -> Preflight:
-    """The first that fails, else the first."""
-    return next((each for each in preflights if each.failures), preflights[0])
+def worst(preflights: Sequence[Preflight]) -> int:
+    """Index of the first that fails, else 0."""
+    return next((index for index, each in enumerate(preflights) if each.failures), 0)
+
+
+def check_sides(parts: Parts, state: RunState, when: str) -> None:
+    """Measures every copy against the trainer and keeps the figures as `parity/{when}-e…json`.
+
+    Raises:
+        GateError: they differ by more than the manifest allows; with the first layer that does, where that can be seen.
+    """
+    assert state.publication is not None
+    measured = measure_parity(parts, state.publication)
+    copies = parts.engine.copies()
+    for index, (each, copy) in enumerate(zip(measured, copies, strict=True)):
+        key = f"parity/{when}-e{parts.execution.number:06d}{f'-{index}' if index else ''}.json"
+        parts.store.put(key, json.dumps({**each.to_json(), "engine": copy.name}, indent=1).encode())
+    index = worst(measured)
+    # A resumed run keeps the limit it started with, so that its rows equal those of an uninterrupted one.
+    state.parity_limit = state.parity_limit or measured[index].limit
+    if not measured[index].failures:
+        return
+    parts.show.stage("looking for the layer")
+    location = find_difference(parts, state.publication)
+    if location:
+        keep_location(parts, location)
+        parts.show.note(f"trainer and engine part {location.sentence()}")
+    if parts.spec.parity.preflight == "Enforce":
+        check_preflight(measured[index], location, copies[index].name if len(copies) > 1 else "")
 
 
 def find_difference(parts: Parts, publication: Publication) -> Location | None:
@@ -133,7 +160,8 @@ def compare_sides(
         parts = build_parts(resolved, store, execution, show, rewards=None, inputs=inputs, names=names, closing=closing)
         publication = parts.publisher.publish(0, None)
         started = time.monotonic()
-        preflight = worst(measure_parity(parts, publication))
+        measured = measure_parity(parts, publication)
+        preflight = measured[worst(measured)]
         seconds = time.monotonic() - started
         location = find_difference(parts, publication) if layers or preflight.failures else None
         return Comparison(resolved.engine, parts.precision, preflight, location, seconds)

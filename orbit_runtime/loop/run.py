@@ -21,7 +21,8 @@ from orbit_runtime.loop.build import Parts, build_parts
 from orbit_runtime.loop.content import WEIGHTS, check_content, resolve_names
 from orbit_runtime.loop.inputs import Inputs, build_patience
 from orbit_runtime.loop.machine import machine_facts
-from orbit_runtime.loop.parity import find_difference, keep_location, measure_parity, worst
+from orbit_runtime.loop.origin import Origin, begin_from, find_origin
+from orbit_runtime.loop.parity import check_sides
 from orbit_runtime.loop.resume import RUN_FILE, check_same_run, find_checkpoint, read_run_file, restore
 from orbit_runtime.loop.show import Show
 from orbit_runtime.loop.signals import StopFlag, stop_on_signals
@@ -34,7 +35,6 @@ from orbit_runtime.observability.report import build_report
 from orbit_runtime.observability.report_html import render_html
 from orbit_runtime.observability.status import RunStatus
 from orbit_runtime.observability.versions import installed_versions
-from orbit_runtime.parity.preflight import check_preflight
 from orbit_runtime.spec import OrbitRun, Resolved, identity_fields, keep_decisions, resolve
 from orbit_runtime.storage import Execution, Store, claim_execution, compact_rows, open_store
 
@@ -113,6 +113,7 @@ def _run(
         resolved = keep_decisions(resolved, before["resolved"])
     changes = check_same_run(store, before, resolved) if before else []
     bundle, skipped = find_checkpoint(store)
+    origin = find_origin(resolved.run, before) if bundle is None else None
     names = resolve_names(resolved, before)
     patience = build_patience(show, stop, store.deadline_seconds)
     inputs = Inputs(resolved.run.spec, (before or {}).get("inputs", {}), patience, search_path)
@@ -123,12 +124,14 @@ def _run(
     if bundle is not None:
         restore(parts, state, bundle)
         show.note(f"continuing after step {state.step} of {store.uri}", resumed_at=state.step)
+    elif origin is not None:
+        begin_from(parts, state, origin)
     for reason in skipped:
         state.warn(f"a damaged checkpoint was passed over: {reason}")
     for change in changes:
         show.note(f"changed since the last start: {change}")
     _warn(parts, state, rewards)
-    _write_run_file(parts, state, before, rewards)
+    _write_run_file(parts, state, before, rewards, origin)
     total = parts.spec.training.steps
     if state.step >= total:
         show.note(f"nothing left to train: {state.step} steps are done; to go on, raise spec.training.steps ({total})")
@@ -156,22 +159,7 @@ def _start_policy(parts: Parts, state: RunState) -> None:
         )
     state.publishes += 1
     state.publishes_proven += 1
-    measured = measure_parity(parts, state.publication)
-    for index, (each, copy) in enumerate(zip(measured, parts.engine.copies(), strict=True)):
-        key = f"parity/preflight-e{parts.execution.number:06d}{f'-{index}' if index else ''}.json"
-        parts.store.put(key, json.dumps({**each.to_json(), "engine": copy.name}, indent=1).encode())
-    result = worst(measured)
-    # A resumed run keeps the limit it started with, so that its rows equal those of an uninterrupted one.
-    state.parity_limit = state.parity_limit or result.limit
-    if not result.failures:
-        return
-    parts.show.stage("looking for the layer")
-    location = find_difference(parts, state.publication)
-    if location:
-        keep_location(parts, location)
-        parts.show.note(f"trainer and engine part {location.sentence()}")
-    if parts.spec.parity.preflight == "Enforce":
-        check_preflight(result, location)
+    check_sides(parts, state, "preflight")
 
 
 def _build_show(
@@ -222,7 +210,11 @@ def _warn(parts: Parts, state: RunState, rewards: Mapping[str, Callable[..., Any
 
 
 def _write_run_file(
-    parts: Parts, state: RunState, before: Mapping[str, Any] | None, rewards: Mapping[str, Any] | None
+    parts: Parts,
+    state: RunState,
+    before: Mapping[str, Any] | None,
+    rewards: Mapping[str, Any] | None,
+    origin: Origin | None,
 ) -> None:
     """`run.json`: what was asked, what it was resolved to, digests, versions and the seed."""
     content = {
@@ -232,6 +224,7 @@ def _write_run_file(
         "identity_digest": parts.identity,
         "names": parts.names.to_json(),
         "inputs": parts.inputs.to_json(),
+        "origin": origin.to_json() if origin else (before or {}).get("origin"),
         "base_digest": state.base_digest,
         "seed": parts.spec.data.seed,
         "rewards_from_python": sorted(rewards or {}),

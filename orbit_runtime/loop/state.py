@@ -37,6 +37,10 @@ class RunState:
     base_digest_after: str | None = None
     trainable_parameters: int = 0
     warnings: list[str] = field(default_factory=list)
+    sleep: dict[str, int] | None = None
+    """Bytes that the engine held before it first slept, and meanwhile; of this execution."""
+    woken: bool = False
+    """Parity was measured after the first wake of this execution."""
 
     @property
     def version(self) -> int:
@@ -57,6 +61,7 @@ class RunState:
             "base_digest_after": self.base_digest_after,
             "trainable_parameters": self.trainable_parameters,
             "warnings": list(self.warnings),
+            "sleep": self.sleep,
         }
 
     def restore(self, facts: Mapping[str, Any]) -> None:

@@ -11,9 +11,11 @@ from typing import Any
 
 from orbit_runtime.data.samples import build_samples
 from orbit_runtime.errors import OrbitError, StoppedOnRequest
+from orbit_runtime.loop.advantages import compute_advantages
 from orbit_runtime.loop.build import Parts
 from orbit_runtime.loop.collect import check_failures, collect
 from orbit_runtime.loop.keep import keep_failure, keep_row, keep_step
+from orbit_runtime.loop.rest import check_first_wake, engine_at_rest
 from orbit_runtime.loop.row import check_parity, step_row, with_checkpoint
 from orbit_runtime.loop.signals import StopFlag
 from orbit_runtime.loop.state import RunState
@@ -53,11 +55,12 @@ def run_sync(parts: Parts, state: RunState, stop: StopFlag) -> str:
             groups = collected.groups_P
             check_failures(collected, parts.spec.environment.failure_limit)
 
-            advantages_PG = parts.advantages(groups)
+            advantages_PG = compute_advantages(parts.spec, parts.algorithm, parts.trainer, groups)
             samples_D = build_samples(groups, advantages_PG)
             parts.show.stage("train", step)
             training_started = time.monotonic()
-            result = parts.trainer.update(samples_D)
+            with engine_at_rest(parts, state):
+                result = parts.trainer.update(samples_D)
             check_parity(result, state.parity_limit, enforce=parts.spec.parity.preflight == "Enforce")
 
             parts.show.stage("publish", step)
@@ -65,6 +68,7 @@ def run_sync(parts: Parts, state: RunState, stop: StopFlag) -> str:
             state.publication = parts.publisher.publish(state.version + 1, state.publication)
             state.publishes += 1
             state.publishes_proven += 1
+            check_first_wake(parts, state)
 
             keep_started = time.monotonic()
             state.step, cursor = step, parts.prompts.state()

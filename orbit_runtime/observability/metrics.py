@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from orbit_runtime.errors import InternalError
+from orbit_runtime.types import ServerReading
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry, Counter, Gauge
@@ -243,6 +244,12 @@ class RunMetrics:
 
     def set_progress(self, timestamp: float) -> None:
         self._progress.labels(**self._labels).set(timestamp)
+
+    def add_engine(self, read: Callable[[], Sequence[ServerReading]]) -> None:
+        """From now on `render` asks the engine's servers too."""
+        from orbit_runtime.observability.engine_metrics import EngineCollector
+
+        self.registry.register(EngineCollector(read, self._labels))
 
     def render(self) -> bytes:
         """Prometheus text exposition format 0.0.4."""

@@ -88,6 +88,7 @@ class Report:
                 "max_max": _largest(row.number("parity_max") for row in rows),
                 "limit": last.number("parity_limit") if last else None,
             },
+            "engine_sleep": summary.get("sleep"),
             "last_checkpoint": self.folder.checkpoints[0]["prefix"] if self.folder.checkpoints else None,
             "warnings": list(self.warnings),
             "failures": [dict(failure) for failure in self.folder.failures],

@@ -51,8 +51,9 @@ def build_app(status: RunStatus, metrics: RunMetrics) -> FastAPI:
 
     app = FastAPI(title="orbit run", docs_url=None, redoc_url=None, openapi_url=None)
 
+    # In a thread of its own: it may wait for the engine's servers, and the other answers may not.
     @app.get("/metrics")
-    async def _metrics() -> Response:
+    def _metrics() -> Response:
         return Response(metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @app.get("/status")

@@ -114,12 +114,12 @@ def measure_preflight(
     ]
 
 
-def check_preflight(result: Preflight, location: Location | None = None) -> None:
-    """Raises GateError (84) naming every side and number that failed, and the layer where that is known."""
+def check_preflight(result: Preflight, location: Location | None = None, copy: str = "") -> None:
+    """Raises GateError (84) naming every side and number that failed, layer and copy where they are known."""
     if result.failures:
         found = [f"they part {location.sentence()}"] if location else []
         raise GateError(
-            "; ".join([*result.failures, *found]),
+            (f"{copy}: " if copy else "") + "; ".join([*result.failures, *found]),
             where="parity preflight",
             fix="see parity/ in the run folder; spec.parity.preflight: Report measures without stopping",
         )

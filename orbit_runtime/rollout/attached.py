@@ -87,6 +87,9 @@ class AttachedServer:
     def stop(self) -> None:
         pass
 
+    def memory_bytes(self) -> None:
+        """It may be another machine's."""
+
 
 def attach_engine(
     endpoints: Sequence[Endpoint],

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from orbit_runtime.errors import EngineDiedError, GateError, OrbitError
-from orbit_runtime.rollout.served import About, Api, Loaded, LostError, Server
+from orbit_runtime.rollout.served import About, Api, Loaded, LostError, Server, Sleeping
+from orbit_runtime.types import ServerReading
 
 FACTS_VERSION = 2
 """Of what the plug-in tells in `/server_info`."""
@@ -62,6 +64,7 @@ class Replica:
         self._tolerance = tolerance
         self._patience = patience
         self._revival: asyncio.Task[None] | None = None
+        self._asleep = False
 
     @property
     def is_up(self) -> bool:
@@ -100,6 +103,29 @@ class Replica:
             )
         self.about = found
         return found
+
+    async def read(self) -> ServerReading:
+        """For metrics: a server that is lost or refuses to tell is no failure here."""
+        told = ""
+        if self.is_up:
+            with suppress(LostError, GateError):
+                told = await self.api.exposition()
+        return ServerReading(self.name, self.is_up, self.restarts, told, self.server.memory_bytes())
+
+    # --- sleeping ---
+
+    async def sleep(self, parts: Sequence[Sleeping]) -> None:
+        await self.api.sleep(parts)
+        self._asleep = True
+
+    async def wake(self, parts: Sequence[Sleeping]) -> None:
+        """One that was lost in its sleep came back awake. Every adapter is read back where that can be."""
+        if not self._asleep:
+            return
+        await self.api.wake(parts)
+        self._asleep = False
+        for name in [*self._adapters]:
+            await self._check_held(name, "its sleep")
 
     # --- asking ---
 
@@ -222,6 +248,7 @@ class Replica:
             await asyncio.to_thread(self.server.start)
             self.restarts += 1
             self._held.clear()
+            self._asleep = False
             try:
                 await self._fill()
                 return
@@ -236,16 +263,16 @@ class Replica:
             if name in standing:
                 self._held.add(name)
             await self.load(name)
-            await self._check_held(name)
+            await self._check_held(name, "a restart")
 
-    async def _check_held(self, name: str) -> None:
+    async def _check_held(self, name: str, what: str) -> None:
         published = self._adapters[name].adapter
         if self.reads_back:
             await self.api.score((0, 0), name)
             found = (await self.facts()).get(name, {}).get("slot_digest")
             if found != published.digest:
                 raise GateError(
-                    f"after a restart {self.name} holds {str(found)[:19]}… as {name}, not {published.digest[:19]}…",
+                    f"after {what} {self.name} holds {str(found)[:19]}… as {name}, not {published.digest[:19]}…",
                     where="rollout",
                 )
         elif name in self._witnesses:
@@ -254,7 +281,7 @@ class Replica:
             moved = max(abs(a - b) for a, b in zip(before, now, strict=True))
             if not moved <= self._tolerance:
                 raise GateError(
-                    f"after a restart {self.name} gives other log-probs under {name}: they moved by {moved:.3g}, "
+                    f"after {what} {self.name} gives other log-probs under {name}: they moved by {moved:.3g}, "
                     f"limit {self._tolerance:.3g}",
                     where="rollout",
                 )

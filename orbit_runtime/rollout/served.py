@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from orbit_runtime.errors import GateError
 from orbit_runtime.types import AdapterFiles, Cached, FinishReason, Request
@@ -70,6 +70,10 @@ class About:
     """What the plug-in could not hook."""
 
 
+Sleeping = Literal["cache", "weights", "graphs"]
+"""What a server can give back for a while."""
+
+
 class Server(Protocol):
     """A process somewhere, that can be waited for or brought back."""
 
@@ -88,6 +92,10 @@ class Server(Protocol):
 
     def stop(self) -> None:
         """Safe to call twice."""
+        ...
+
+    def memory_bytes(self) -> int | None:
+        """What its device holds, or on a CPU its processes; None: not known here."""
         ...
 
 
@@ -124,6 +132,16 @@ class Api(Protocol):
 
     async def facts(self) -> Mapping[str, Mapping[str, Any]] | None:
         """By adapter: what the plug-in reads in the slots; None: it runs without."""
+        ...
+
+    async def sleep(self, parts: Sequence[Sleeping]) -> None:
+        """Once nothing runs."""
+        ...
+
+    async def wake(self, parts: Sequence[Sleeping]) -> None: ...
+
+    async def exposition(self) -> str:
+        """Its metrics, in Prometheus' text format."""
         ...
 
     async def text(self, token_ids_T: Sequence[int]) -> str | None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Coroutine, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,31 +23,41 @@ import httpx
 from orbit_runtime.errors import EngineDiedError, GateError
 from orbit_runtime.rollout.replica import TRIES, Replica
 from orbit_runtime.rollout.routing import PrefixRouter
-from orbit_runtime.rollout.served import About, Call, Loaded, LostError, Sampled
+from orbit_runtime.rollout.served import About, Call, Loaded, LostError, Sampled, Sleeping
 from orbit_runtime.rollout.served_copy import ServedCopy
 from orbit_runtime.rollout.text import answer_text
-from orbit_runtime.types import AdapterFiles, Completion, Request, Tokenizer
+from orbit_runtime.types import AdapterFiles, Completion, Request, ServerReading, Tokenizer
 
 BASE_VERSION = -1
+READ_SECONDS = 5.0
+"""Each server has less to answer with its metrics; longer waits only who asks while the engine is closed."""
 
 
 class ServedEngine:
     """Answers prompts with one or several servers. For one thread at a time."""
 
     def __init__(
-        self, tokenizer: Tokenizer, client: httpx.AsyncClient, *, folder: Path, max_running_requests: int
+        self,
+        tokenizer: Tokenizer,
+        client: httpx.AsyncClient,
+        *,
+        folder: Path,
+        max_running_requests: int,
+        sleeping: Sequence[Sleeping] = (),
     ) -> None:
         """
         Args:
             client: closed with the engine.
             folder: adapters are handed over as files below it; both sides see it.
             max_running_requests: completions that one server samples at the same time.
+            sleeping: what its servers give back between `sleep` and `wake`.
         """
         self._tokenizer = tokenizer
         self._eos = tuple(tokenizer.eos_ids)
         self._client = client
         self._folder = folder
         self._capacity = max_running_requests
+        self._sleeping = tuple(sleeping)
         self.loaded: dict[str, Loaded] = {}
         """What every copy must hold; replicas look here."""
         self._retired: set[str] = set()
@@ -98,6 +108,28 @@ class ServedEngine:
 
     def copies(self) -> tuple[ServedCopy, ...]:
         return tuple(ServedCopy(self, replica) for replica in self.replicas)
+
+    def sleep(self) -> None:
+        if self._sleeping:
+            self._everywhere(lambda replica: replica.sleep(self._sleeping))
+
+    def wake(self) -> None:
+        if self._sleeping:
+            self._everywhere(lambda replica: replica.wake(self._sleeping))
+
+    def read_servers(self) -> list[ServerReading]:
+        async def all_of_them() -> list[ServerReading]:
+            return list(await asyncio.gather(*(replica.read() for replica in self.replicas)))
+
+        if self._loop.is_closed():
+            return []
+        reading = all_of_them()
+        try:
+            return asyncio.run_coroutine_threadsafe(reading, self._loop).result(READ_SECONDS)
+        except (CancelledError, TimeoutError, RuntimeError):
+            # The engine is being closed.
+            reading.close()
+            return []
 
     def close(self) -> None:
         """Ends the servers that are ours, and the client. Safe to call twice."""

@@ -15,13 +15,16 @@ from typing import Any, Literal
 from orbit_runtime.adapters import tensorfile
 from orbit_runtime.adapters.state import CONFIG_FILE, MODEL_FILE
 from orbit_runtime.errors import GateError
-from orbit_runtime.rollout.served import About, Call, Loaded, Sampled, check_sampled, number
-from orbit_runtime.rollout.wire import Wire, adapter_names
+from orbit_runtime.rollout.served import About, Call, Loaded, Sampled, Sleeping, check_sampled, number
+from orbit_runtime.rollout.wire import Wire, adapter_names, exposition
 from orbit_runtime.types import Cached
 
 HEALTH_SECONDS = 10.0
 PROGRESS_SECONDS = 60.0
 """SGLang itself gives up after 20 s without a sign of its scheduler."""
+
+IDLE_SECONDS = 30
+TAGS: Mapping[Sleeping, str] = {"cache": "kv_cache", "weights": "weights", "graphs": "cuda_graph"}
 
 
 class SGLangApi:
@@ -131,6 +134,17 @@ class SGLangApi:
                 before = merged.setdefault(name, facts)
                 merged[name] = {key: value if before.get(key) == value else None for key, value in facts.items()}
         return merged
+
+    async def sleep(self, parts: Sequence[Sleeping]) -> None:
+        # It ends its scheduler where something still runs; emptying the cache waits for that.
+        await self._wire.act(f"/flush_cache?timeout={IDLE_SECONDS}", {})
+        await self._wire.act("/release_memory_occupation", {"tags": [TAGS[part] for part in parts]})
+
+    async def wake(self, parts: Sequence[Sleeping]) -> None:
+        await self._wire.act("/resume_memory_occupation", {"tags": [TAGS[part] for part in parts]})
+
+    async def exposition(self) -> str:
+        return await exposition(self._wire)
 
     async def text(self, token_ids_T: Sequence[int]) -> str | None:
         body = {"tokens": list(token_ids_T), "skip_special_tokens": True}

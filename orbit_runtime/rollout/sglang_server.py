@@ -12,10 +12,12 @@ import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.adapters.inject import SHARED_INPUTS
 from orbit_runtime.errors import UnsupportedError
+from orbit_runtime.rollout.served import Sleeping
 from orbit_runtime.rollout.wire import is_serving
 from orbit_runtime.workers.server_process import ServerProcess, free_port
 
@@ -44,6 +46,8 @@ class ServerSettings:
     """The largest; OFT needs none."""
     oft_block_size: int = 0
     """0: OFT is refused."""
+    sleep: Literal["None", "Cache", "All"] = "None"
+    """What it must be able to give back for a while. Not run on hardware."""
 
 
 class SGLangServer:
@@ -86,6 +90,16 @@ class SGLangServer:
         if self._process:
             self._process.stop()
 
+    def memory_bytes(self) -> int | None:
+        if self._process is None:
+            return None
+        if self._settings.device == "cpu":
+            return self._process.resident_bytes()
+        import torch
+
+        free, total = torch.cuda.mem_get_info(self._settings.gpu)
+        return total - free
+
     def _answers(self) -> bool:
         return is_serving(self.url, seconds=30)
 
@@ -110,9 +124,20 @@ def server_arguments(settings: ServerSettings, port: int) -> list[str]:
             # An idle server would turn one core in circles, which the trainer needs.
             "--sleep-on-idle",
         ]  # fmt: skip
-    elif settings.gpu:
+        return arguments
+    if settings.gpu:
         arguments += ["--base-gpu-id", str(settings.gpu)]
+    if settings.sleep != "None":
+        arguments += ["--enable-memory-saver"]
+    if settings.sleep == "All":
+        arguments += ["--enable-weights-cpu-backup"]
     return arguments
+
+
+def sleeping_parts(sleep: str) -> tuple[Sleeping, ...]:
+    """What a server with this setting gives back."""
+    parts: dict[str, tuple[Sleeping, ...]] = {"Cache": ("cache",), "All": ("cache", "weights", "graphs")}
+    return parts.get(sleep, ())
 
 
 def _environment(settings: ServerSettings, taps: Path) -> dict[str, str]:

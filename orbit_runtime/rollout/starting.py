@@ -12,6 +12,7 @@ from pathlib import Path
 
 from orbit_runtime.errors import EngineDiedError
 from orbit_runtime.rollout.replica import PATIENCE_SECONDS, Replica
+from orbit_runtime.rollout.served import Sleeping
 from orbit_runtime.rollout.served_engine import ServedEngine
 from orbit_runtime.rollout.sglang_api import SGLangApi
 from orbit_runtime.rollout.sglang_server import SGLangServer
@@ -27,19 +28,23 @@ def start_engine(
     max_running_requests: int,
     at_once: int = 1,
     patience: float = PATIENCE_SECONDS,
+    sleeping: Sequence[Sleeping] = (),
 ) -> ServedEngine:
     """Starts the servers; where one fails, all are ended.
 
     Args:
         folder: adapters are handed over as files below it.
         at_once: servers that start at the same time; on a CPU they would wait for each other.
+        sleeping: what the servers, which were started for it, give back while the trainer works.
         patience: seconds that a request may take before its server is asked whether it computes.
 
     Raises:
         EngineDiedError: one does not start, or answers without Orbit's plug-in.
     """
     client = build_client()
-    engine = ServedEngine(tokenizer, client, folder=folder, max_running_requests=max_running_requests)
+    engine = ServedEngine(
+        tokenizer, client, folder=folder, max_running_requests=max_running_requests, sleeping=sleeping
+    )
     try:
         with ThreadPoolExecutor(at_once) as pool:
             list(pool.map(SGLangServer.start, servers))

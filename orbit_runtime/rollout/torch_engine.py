@@ -28,7 +28,16 @@ from orbit_runtime.rollout.history import TokenHistory
 from orbit_runtime.rollout.rows import Finished, Rows, Work, merge_segments
 from orbit_runtime.rollout.sampling import draw, uniforms
 from orbit_runtime.rollout.text import answer_text
-from orbit_runtime.types import AdapterFiles, Completion, FinishReason, Request, Sampling, Scored, Tokenizer
+from orbit_runtime.types import (
+    AdapterFiles,
+    Completion,
+    FinishReason,
+    Request,
+    Sampling,
+    Scored,
+    ServerReading,
+    Tokenizer,
+)
 
 BASE_VERSION = -1
 PREFILL_TOKENS = 16384
@@ -91,6 +100,14 @@ class TorchEngine:
 
     def copies(self) -> tuple[TorchEngine, ...]:
         return (self,)
+
+    def sleep(self) -> None:
+        """It computes with the trainer's own weights, and keeps no cache between calls."""
+
+    def wake(self) -> None: ...
+
+    def read_servers(self) -> tuple[ServerReading, ...]:
+        return ()
 
     def score_cached(self, token_ids_T: Sequence[int], start: int, adapter: str | None) -> None:
         """Two calls share no keys and values here."""

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from orbit_runtime.errors import GateError, UnsupportedError
-from orbit_runtime.rollout.served import About, Call, Loaded, Sampled, check_sampled, number
-from orbit_runtime.rollout.wire import Wire, adapter_names
+from orbit_runtime.rollout.served import About, Call, Loaded, Sampled, Sleeping, check_sampled, number
+from orbit_runtime.rollout.wire import Wire, adapter_names, exposition
 
 HEALTH_SECONDS = 60.0
 """vLLM's `/health` asks its engine process."""
@@ -94,6 +94,15 @@ class VllmApi:
 
     async def facts(self) -> Mapping[str, Mapping[str, Any]] | None:
         return None
+
+    async def sleep(self, parts: Sequence[Sleeping]) -> None:
+        raise NotImplementedError("Orbit starts no vLLM, and only its own servers sleep")
+
+    async def wake(self, parts: Sequence[Sleeping]) -> None:
+        raise NotImplementedError("Orbit starts no vLLM, and only its own servers sleep")
+
+    async def exposition(self) -> str:
+        return await exposition(self._wire)
 
     async def text(self, token_ids_T: Sequence[int]) -> str | None:
         """vLLM writes special tokens out, so the caller gives none."""

@@ -17,6 +17,8 @@ from orbit_runtime.rollout.served import LostError, Server
 REQUEST_SECONDS = 3600.0
 """Longest that one request may take. A server that hangs is noticed long before, by asking for its progress."""
 ASK_SECONDS = 60.0
+METRICS_SECONDS = 2.0
+"""A scrape waits for it, and Prometheus gives up after ten by default."""
 SHOWN = 500
 
 
@@ -48,6 +50,12 @@ class Wire:
     async def get(self, path: str) -> Any:
         return _read(path, await self._send("GET", path, timeout=ASK_SECONDS))
 
+    async def text(self, path: str, seconds: float) -> str:
+        """Raises LostError, or GateError where it is refused."""
+        answer = await self._send("GET", path, timeout=seconds)
+        _check(path, answer)
+        return answer.text
+
     async def answers(self, path: str, seconds: float) -> bool:
         """With 200, in this time."""
         try:
@@ -62,6 +70,11 @@ class Wire:
             raise LostError(f"{self.url}: {error}") from None
         except httpx.RequestError as error:
             raise LostError(f"{self.url}{path}: {error or type(error).__name__}") from None
+
+
+async def exposition(wire: Wire) -> str:
+    """Metrics in Prometheus' text format, where every kind tells them. Raises LostError or GateError."""
+    return await wire.text("/metrics", METRICS_SECONDS)
 
 
 def is_serving(url: str, *, seconds: float) -> bool:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from orbit_runtime.spec.block import DISPLAY, Block
+from orbit_runtime.spec.block import DISPLAY, IDENTITY, Block
 
 
 class Checkpoint(Block):
@@ -16,3 +16,8 @@ class Checkpoint(Block):
     """A checkpoint after every so many steps, and always after the last one."""
     keep: Annotated[int, DISPLAY, Field(ge=1, le=1_000_000)] = 3
     """The newest complete checkpoints that stay; older ones are deleted."""
+    resume_from: Annotated[
+        str | None, IDENTITY, Field(min_length=1, max_length=1024, examples=["s3://bucket/runs/quickstart"])
+    ] = None
+    """Another run's folder, or one checkpoint in it (`…/checkpoints/step-000060`): a new run begins with its adapter,
+    its optimizer and its step. The base and `adapter` must be the same; all else may differ."""

@@ -59,6 +59,9 @@ class Rollout(Block):
     """Servers that somebody else runs, with `engine: OpenAI`: all of one version, serving the model of `model.uri`."""
     adapter_folder: Annotated[str | None, LAYOUT, Field(min_length=1, max_length=1024, pattern="^/")] = None
     """With `engine: OpenAI`: a folder that Orbit and the endpoints see under this path, for published adapters."""
+    sleep: Annotated[Literal["None", "Cache", "All"], LAYOUT] = "None"
+    """What servers that Orbit starts give back while the trainer works, on a GPU that both use: nothing, the key-value
+    cache, or the weights as well, which meanwhile wait in the host's memory. On a CPU nothing is freed by it."""
     sampling: Sampling = Sampling()
     """The distribution that tokens are drawn from."""
     max_running_requests: Annotated[int, LAYOUT, Field(ge=1, le=1_000_000)] = 512
@@ -68,6 +71,9 @@ class Rollout(Block):
         if self.replicas > 1 and self.engine != "SGLang":
             message = f"{self.replicas} servers are not started with `engine: {self.engine}`"
             yield Contradiction(("replicas",), (("engine",),), message, "remove `replicas`, or write `engine: SGLang`")
+        if self.sleep != "None" and self.engine != "SGLang":
+            message = f"with `engine: {self.engine}` there is no server of ours that could sleep"
+            yield Contradiction(("sleep",), (("engine",),), message, "remove `sleep`, or write `engine: SGLang`")
         if self.engine == "OpenAI" and not self.endpoints:
             fix = "add `endpoints` with the address of each server"
             yield Contradiction(("engine",), (("endpoints",),), "`engine: OpenAI` starts no server", fix)

@@ -59,6 +59,19 @@ class ServerProcess:
         lines = self.log.read_text(errors="replace").splitlines()[-TAIL_LINES:]
         return "read the end of its log:\n" + "\n".join(lines)
 
+    def resident_bytes(self) -> int | None:
+        """Of the whole group; None where the system has no /proc."""
+        found = 0
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                fields = stat.read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            # proc(5): the third field after the name is the group, the twenty-second the resident pages.
+            if int(fields[2]) == self.pid:
+                found += int(fields[21]) * os.sysconf("SC_PAGE_SIZE")
+        return found or None
+
     def stop(self, seconds: float = STOP_SECONDS) -> None:
         """Asks the whole group to end, then ends it. Safe to call twice."""
         for number, patience in ((signal.SIGTERM, seconds), (signal.SIGKILL, seconds)):

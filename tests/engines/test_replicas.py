@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ import torch
 
 from orbit_runtime.adapters.state import expected_applied_digest
 from orbit_runtime.errors import GateError
+from orbit_runtime.observability.metrics import RunMetrics
 from orbit_runtime.parity.liveness import Limits, Reading, check_proofs, prove
 from orbit_runtime.rollout.served_engine import ServedEngine
 from orbit_runtime.types import AdapterFiles, Sampling
@@ -21,6 +23,7 @@ from tests.engines.servers import Adder, server_of, start_server
 from tests.engines.test_contract import policy_logprobs
 from tests.engines.test_sglang_faults import canary, policy_scores
 from tests.integration.engine_inputs import by_id, random_adapter, requests_for
+from tools.chart.dashboards import RUN
 
 RunInside = Callable[..., None]
 NewName = Callable[[], str]
@@ -70,6 +73,19 @@ def test_both_answer_with_the_policys_log_probs(engine: ServedEngine, lora_adder
         torch.testing.assert_close(torch.tensor(answer.logprobs_T), expected, rtol=0, atol=5e-5)
     done = [_metric(engine, index) for index in (0, 1)]
     assert min(done) > 0, done
+
+
+def test_the_runs_metrics_hold_what_the_dashboard_asks_of_every_server(engine: ServedEngine) -> None:
+    metrics = RunMetrics(run="r", namespace="a")
+    metrics.add_engine(engine.read_servers)
+    told = metrics.render().decode()
+    queries = " ".join(query for panel in RUN.rows["Engine"] for query in panel.queries.values())
+    wanted = set(re.findall(r"(?:sglang:|orbit_engine_)\w+", queries))
+    assert len(wanted) >= 6
+    for name in wanted:
+        for replica in ("replica 0", "replica 1"):
+            found = [line for line in told.splitlines() if line.startswith(f"{name}{{")]
+            assert any(f'replica="{replica}"' in line and 'run="r"' in line for line in found), (name, replica)
 
 
 def _metric(engine: ServedEngine, index: int) -> float:

@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from orbit_runtime.cli.main import run_command
 from orbit_runtime.storage import open_store
 
 ROOT = Path(__file__).parents[2]
@@ -81,13 +82,17 @@ def check_report(out: Path, steps: int) -> dict:
     return report
 
 
-def test_a_run_with_oft_is_proven_at_every_publish_and_at_parity_in_every_step(tmp_path: Path) -> None:
+def test_a_run_with_oft_that_sleeps_is_proven_at_every_publish_and_at_parity_in_every_step(tmp_path: Path) -> None:
+    """On a CPU nothing is freed; what is asked of SGLang, and what must hold after it, is the same."""
     out = tmp_path / "oft"
-    run = start(out, "spec.adapter={type: OFT}", "spec.training.learningRate=1e-3", steps=3)
+    run = start(out, "spec.adapter={type: OFT}", "spec.training.learningRate=1e-3", "spec.rollout.sleep=All", steps=3)
     assert run.wait(1000) == 0, out.with_suffix(".log").read_text()[-3000:]
     report = check_report(out, 3)
     assert report["publishes"] == 4
     assert len({row["adapter_digest"] for row in rows(out)}) == 3
+    assert min(report["engine_sleep"].values()) > 2**28
+    before, after = (json.loads((out / f"parity/{when}-e000001.json").read_text()) for when in ("preflight", "wake"))
+    assert after["policy"]["mean"] <= before["limit"]
 
 
 def test_a_killed_server_costs_no_step(tmp_path: Path) -> None:
@@ -130,3 +135,5 @@ def test_a_killed_run_leaves_no_server_and_goes_on_without_losing_or_doubling_a_
     report = check_report(out, STEPS)
     assert report["executions"] == 2
     assert report["resumed"] == 1
+    # What was recorded is what was trained on, before the kill and after it: no engine has a part in this.
+    assert run_command(["replay", str(out)]) == 0

@@ -47,6 +47,9 @@ class FakeServer:
     """Prompts that were answered with samples."""
     faults: deque[Fault] = field(default_factory=deque)
     """Each is asked about every request until it answers one, and is then used up."""
+    asleep: set[str] = field(default_factory=set)
+    forgets_in_sleep: bool = False
+    """Its slots are empty after it."""
     delay: float = 0.0
     hangs: bool = False
     starts: int = 0
@@ -66,6 +69,7 @@ class FakeServer:
             raise EngineDiedError("the fake did not start", fix="look at its log")
         self.starts += 1
         self.held.clear()
+        self.asleep.clear()
         self._http = _listen(self)
         self._port = self._http.server_address[1]
 
@@ -74,6 +78,9 @@ class FakeServer:
 
     def describe(self) -> str:
         return "the end of the fake's log"
+
+    def memory_bytes(self) -> int | None:
+        return 100 - sum({"kv_cache": 40, "weights": 50, "cuda_graph": 5}[tag] for tag in self.asleep)
 
     def stop(self) -> None:
         http, self._http = self._http, None
@@ -171,7 +178,23 @@ def _unload(fake: FakeServer, body: dict) -> Answer:
     return 200, {"success": True}
 
 
+def _sleep(fake: FakeServer, body: dict) -> Answer:
+    fake.asleep.update(body["tags"])
+    return 200, None
+
+
+def _wake(fake: FakeServer, body: dict) -> Answer:
+    if not fake.asleep.issuperset(body["tags"]):
+        return CUT
+    fake.asleep.difference_update(body["tags"])
+    if fake.forgets_in_sleep:
+        fake.held = dict.fromkeys(fake.held)
+    return 200, None
+
+
 def _generate(fake: FakeServer, body: dict) -> Answer:
+    if fake.asleep:
+        return CUT
     adapter, prompt = body.get("lora_path"), body["input_ids"]
     if not fake.is_known(adapter):
         return 400, {"error": {"message": f"{adapter} is not loaded"}}
@@ -192,8 +215,21 @@ def _generate(fake: FakeServer, body: dict) -> Answer:
     return 200, found if len(found) > 1 else found[0]
 
 
+def _metrics(fake: FakeServer, _: dict) -> Answer:
+    name = "sglang:num_running_reqs" if fake.kind == "SGLang" else "vllm:num_requests_running"
+    lines = (
+        f"# HELP {name} Requests that run.",
+        f"# TYPE {name} gauge",
+        f'{name}{{model_name="fake"}} {len(fake.served)}',
+        "# TYPE process_open_fds gauge",
+        "process_open_fds 7",
+    )
+    return 200, "\n".join((*lines, "")).encode()
+
+
 SGLANG: dict[str, Callable[[FakeServer, dict], Answer]] = {
     "/health": lambda *_: (200, None),
+    "/metrics": _metrics,
     "/health_generate": lambda fake, _: (503 if fake.hangs else 200, None),
     "/server_info": _server_info,
     "/model_info": _model_info,
@@ -202,6 +238,9 @@ SGLANG: dict[str, Callable[[FakeServer, dict], Answer]] = {
     "/load_lora_adapter_from_tensors": _load,
     "/unload_lora_adapter": _unload,
     "/generate": _generate,
+    "/flush_cache?timeout=30": lambda *_: (200, None),
+    "/release_memory_occupation": _sleep,
+    "/resume_memory_occupation": _wake,
     "/detokenize": lambda fake, body: (200, {"text": fake.text(body["tokens"])}),
 }
 
@@ -233,6 +272,7 @@ def _completions(fake: FakeServer, body: dict) -> Answer:
 
 VLLM: dict[str, Callable[[FakeServer, dict], Answer]] = {
     "/health": lambda *_: (200, None),
+    "/metrics": _metrics,
     "/version": lambda fake, _: (200, {"version": fake.version}),
     "/v1/models": _models,
     "/v1/load_lora_adapter": lambda fake, body: _plain(_load(fake, body)),

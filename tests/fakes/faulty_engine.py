@@ -13,7 +13,7 @@ from safetensors.torch import load, save
 
 from orbit_runtime.adapters.layer import AdaptedLinear
 from orbit_runtime.rollout import TorchEngine
-from orbit_runtime.types import AdapterFiles, Completion, Request, Scored
+from orbit_runtime.types import AdapterFiles, Completion, Request, Scored, ServerReading
 
 MODEL = "adapter_model.safetensors"
 Spoil = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
@@ -85,6 +85,14 @@ class FaultyEngine:
 
     def copies(self) -> tuple[FaultyEngine, ...]:
         return (self,)
+
+    def sleep(self) -> None:
+        """It computes with the trainer's own weights, and keeps no cache between calls."""
+
+    def wake(self) -> None: ...
+
+    def read_servers(self) -> tuple[ServerReading, ...]:
+        return ()
 
     def score_cached(self, token_ids_T: Sequence[int], start: int, adapter: str | None) -> None:
         return None

@@ -165,6 +165,34 @@ RUN = Dashboard(
             Panel("Policy version", "line", {"version": "orbit_run_policy_version{@}"}),
             Panel("Staleness", "line", {"versions behind": "orbit_run_staleness_max{@}"}),
         ),
+        "Engine": (
+            Panel("Servers up", "stat", {"up": "sum(orbit_engine_up{@})", "of": "count(orbit_engine_up{@})"}),
+            Panel("Servers brought back", "stat", {"times": "sum(orbit_engine_restarts_total{@})"}),
+            Panel(
+                "Requests",
+                "line",
+                {
+                    "{{replica}} runs": "sglang:num_running_reqs{@} or vllm:num_requests_running{@}",
+                    "{{replica}} queued": "sglang:num_queue_reqs{@} or vllm:num_requests_waiting{@}",
+                },
+                text="Of an attached server: of all who use it.",
+            ),
+            Panel(
+                "Key-value cache in use",
+                "line",
+                {"{{replica}}": "sglang:token_usage{@} or vllm:kv_cache_usage_perc{@}"},
+                unit="percentunit",
+            ),
+            Panel("Memory of the engine", "line", {"{{replica}}": "orbit_engine_memory_bytes{@}"}, unit="bytes"),
+            Panel(
+                "Tokens sampled per second, by server",
+                "line",
+                {
+                    "{{replica}}": "sum by (replica) (rate(sglang:generation_tokens_total{@}[$__rate_interval])"
+                    " or rate(vllm:generation_tokens_total{@}[$__rate_interval]))"
+                },
+            ),
+        ),
         "Speed": (
             Panel("Tokens per second", "line", {"tokens/s": "orbit_run_tokens_per_second{@}"}),
             Panel("Seconds of a step", "stack", {"{{stage}}": "orbit_run_stage_seconds{@}"}, unit="s"),

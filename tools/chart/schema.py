@@ -71,6 +71,7 @@ BOUNDS: dict[str, Schema] = {
     "monitoring.rules.limits.klFactor": {"type": "number", "exclusiveMinimum": 1},
     "monitoring.rules.limits.checkpointStaleSeconds": {"type": "number", "minimum": 60},
     "monitoring.rules.limits.restartsPerHour": {"minimum": 1},
+    "monitoring.rules.limits.engineRestartsPerHour": {"minimum": 1},
     "monitoring.rules.limits.pendingFor": _DURATION,
     "monitoring.rules.limits.watchStalledSeconds": {"type": "number", "minimum": 60},
     "monitoring.dashboards.label": {"minLength": 1},

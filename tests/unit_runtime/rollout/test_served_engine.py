@@ -18,8 +18,10 @@ from safetensors.torch import save
 
 from orbit_runtime.adapters.state import expected_applied_digest, files_digest
 from orbit_runtime.errors import EngineDiedError, GateError
+from orbit_runtime.observability.metrics import RunMetrics
 from orbit_runtime.parity.liveness import Limits, check_proofs, prove
 from orbit_runtime.rollout.replica import Replica
+from orbit_runtime.rollout.served import Sleeping
 from orbit_runtime.rollout.served_engine import ServedEngine
 from orbit_runtime.rollout.sglang_api import SGLangApi
 from orbit_runtime.rollout.vllm_api import VllmApi
@@ -61,9 +63,13 @@ def requests(prompts: int, samples: int = 4, name: str | None = "policy-v1", tok
 def build(tmp_path: Path) -> Iterator[Build]:
     made: list[ServedEngine] = []
 
-    def start(*servers: FakeServer, capacity: int = 64, patience: float = 5.0) -> ServedEngine:
+    def start(
+        *servers: FakeServer, capacity: int = 64, patience: float = 5.0, sleeping: tuple[Sleeping, ...] = ()
+    ) -> ServedEngine:
         client = build_client()
-        engine = ServedEngine(Words(), client, folder=tmp_path / "adapters", max_running_requests=capacity)
+        engine = ServedEngine(
+            Words(), client, folder=tmp_path / "adapters", max_running_requests=capacity, sleeping=sleeping
+        )
         made.append(engine)
         replicas = []
         for index, server in enumerate(servers):
@@ -84,6 +90,29 @@ def check_whole(asked: list[Request], found: list[Completion]) -> None:
 
 
 # --- several replicas ---
+
+
+def test_metrics_hold_what_each_server_tells_and_leave_out_a_lost_one(build: Build) -> None:
+    servers = FakeServer(), FakeServer(kind="vLLM")
+    engine = build(*servers)
+    metrics = RunMetrics(run="r", namespace="a")
+    metrics.add_engine(engine.read_servers)
+    (label,) = [line for line in metrics.render().decode().splitlines() if line.startswith("sglang:num_running_reqs")]
+    assert label == (
+        'sglang:num_running_reqs{attempt="1",model_name="fake",namespace="a",replica="replica 0",run="r"} 0.0'
+    )
+    told = metrics.render().decode()
+    assert 'vllm:num_requests_running{attempt="1",model_name="fake",namespace="a",replica="replica 1",run="r"}' in told
+    assert "process_open_fds" not in told
+    assert told.count("orbit_engine_up{") == 2
+    servers[0].faults.append(once("/metrics", 200, b"no such { format"))
+    servers[1].kill()
+    told = metrics.render().decode()
+    assert "sglang:" not in told
+    assert "vllm:" not in told
+    assert told.count("orbit_engine_up{") == 2, "our own numbers need no server"
+    engine.close()
+    assert "orbit_engine_up" not in metrics.render().decode()
 
 
 def test_prompts_are_spread_over_replicas_and_a_prompts_samples_stay_together(build: Build) -> None:
@@ -356,3 +385,50 @@ def test_unloading_what_the_server_dropped_by_itself_is_no_failure(build: Build)
     server.faults.append(once("/unload_lora_adapter", 400, {"error_message": "busy"}))
     with pytest.raises(GateError, match="busy"):
         engine.unload_adapter("policy-v2")
+
+
+# --- sleeping ---
+
+
+def test_every_copy_sleeps_and_wakes_with_what_it_held(build: Build) -> None:
+    servers = FakeServer(), FakeServer()
+    engine = build(*servers, sleeping=("cache", "weights", "graphs"))
+    engine.load_adapter("policy-v1", adapter(1))
+    engine.sleep()
+    assert [server.asleep for server in servers] == [{"kv_cache", "weights", "cuda_graph"}] * 2
+    assert [each.memory_bytes for each in engine.read_servers()] == [5, 5]
+    engine.wake()
+    assert [each.memory_bytes for each in engine.read_servers()] == [100, 100]
+    engine.wake()
+    asked = requests(8)
+    check_whole(asked, list(engine.generate(asked)))
+    assert [server.starts for server in servers] == [1, 1]
+
+
+def test_a_server_that_dies_in_its_sleep_comes_back_awake(build: Build) -> None:
+    servers = FakeServer(), FakeServer()
+    engine = build(*servers, sleeping=("cache",))
+    engine.load_adapter("policy-v1", adapter(1))
+    engine.sleep()
+    servers[0].kill()
+    engine.wake()
+    asked = requests(8)
+    check_whole(asked, list(engine.generate(asked)))
+    assert (servers[0].starts, servers[1].starts) == (2, 1)
+    assert servers[0].held.keys() == {"policy-v1"}
+
+
+def test_another_adapter_after_a_sleep_is_told(build: Build) -> None:
+    engine = build(FakeServer(), FakeServer(forgets_in_sleep=True), sleeping=("cache", "weights"))
+    engine.load_adapter("policy-v1", adapter(1))
+    engine.sleep()
+    with pytest.raises(GateError, match=r"after its sleep replica 1 holds None. as policy-v1, not"):
+        engine.wake()
+
+
+def test_an_engine_that_was_not_made_to_sleep_stays_awake(build: Build) -> None:
+    server = FakeServer()
+    engine = build(server)
+    engine.sleep()
+    assert not server.asleep
+    engine.wake()

@@ -1,0 +1,108 @@
+"""Training a run's recorded rollouts again, with no engine and no rewards: the same adapter comes out, bit for bit.
+
+Belongs here: reading back what a run kept, and comparing. Does not belong here: how a batch trains (`training`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from orbit_runtime.data.records import decompress_rollouts
+from orbit_runtime.data.samples import build_samples
+from orbit_runtime.errors import DataError, ModelError, UsageError
+from orbit_runtime.loop.advantages import compute_advantages
+from orbit_runtime.loop.build import build_policy, build_trainer
+from orbit_runtime.loop.inputs import Inputs
+from orbit_runtime.loop.keep import step_name
+from orbit_runtime.loop.machine import machine_facts
+from orbit_runtime.loop.origin import find_origin
+from orbit_runtime.loop.resume import read_run_file
+from orbit_runtime.observability.metrics import MetricsRow, parse_row
+from orbit_runtime.spec import OrbitRun, resolve
+from orbit_runtime.storage import NotFound, Store
+from orbit_runtime.storage.download import Patience
+from orbit_runtime.types import Group, Prompt, Rollout
+
+
+@dataclass(frozen=True)
+class ReplayedStep:
+    """One step, then and now."""
+
+    step: int
+    recorded: str
+    """Digest of the adapter that the run published after this step."""
+    replayed: str
+
+    @property
+    def is_equal(self) -> bool:
+        return self.recorded == self.replayed
+
+
+def replay(store: Store, *, steps: int | None, show: Callable[[int, int], None]) -> list[ReplayedStep]:
+    """Ends at the first step that differs: every later one would.
+
+    Args:
+        store: a run folder; nothing is written to it.
+        steps: replay only so many.
+        show: is told after each step how many are done, of how many.
+
+    Raises:
+        UsageError: there is no run, or the checkpoint that it began from is gone.
+        ModelError: the base is another one now.
+        DataError: rollouts or row of a step are missing or unreadable.
+    """
+    before = read_run_file(store)
+    rows = _rows(store)
+    if before is None or not rows:
+        raise UsageError("there is no run with a finished step here", where=store.uri, fix="name a run folder")
+    resolved = resolve(OrbitRun.model_validate(before["resolved"]), machine_facts())
+    spec = resolved.run.spec
+    folder = Inputs(spec, before.get("inputs", {}), Patience(), ()).model()
+    policy = build_policy(resolved, folder, lambda _: None)
+    if policy.base_digest() != before["base_digest"]:
+        raise ModelError("the base has other bytes than when the run began", where=spec.model.uri)
+    trainer, algorithm = build_trainer(resolved, policy, base_model=before["names"]["model"])
+    origin = find_origin(resolved.run, before)
+    if origin is not None:
+        trainer.load_state(origin.bundle.parts)
+    done: list[ReplayedStep] = []
+    for row in rows[:steps]:
+        step = int(row.number("step") or 0)
+        groups = _groups(store, step)
+        trainer.update(build_samples(groups, compute_advantages(spec, algorithm, trainer, groups)))
+        version = int(row.number("policy_version") or 0)
+        done.append(ReplayedStep(step, str(row["adapter_digest"]), trainer.publishable(version).digest))
+        show(len(done), len(rows[:steps]))
+        if not done[-1].is_equal:
+            break
+    return done
+
+
+def _rows(store: Store) -> list[MetricsRow]:
+    try:
+        return [parse_row(line) for line in store.get("metrics.jsonl").splitlines()]
+    except NotFound:
+        # The run is under way, or was killed.
+        return [parse_row(store.get(key)) for key in sorted(store.list("metrics/"))]
+
+
+def _groups(store: Store, step: int) -> list[Group]:
+    key = f"rollouts/{step_name(step)}.jsonl.zst"
+    try:
+        rollouts = decompress_rollouts(store.get(key), where=key)
+    except NotFound:
+        raise DataError(f"step {step} has no recorded rollouts", where=f"{store.uri}/{key}") from None
+    groups: list[list[Rollout]] = []
+    for rollout in rollouts:
+        if rollout.sample_index == 0:
+            groups.append([])
+        groups[-1].append(rollout)
+    return [_group(each) for each in groups]
+
+
+def _group(rollouts: Sequence[Rollout]) -> Group:
+    """What trained needs no text of the prompt: its tokens stand in every rollout."""
+    nothing: dict[str, Any] = {}
+    return Group(Prompt(rollouts[0].prompt_id, 0, (), nothing), tuple(rollouts))

@@ -1,0 +1,48 @@
+"""The engine gives memory back while the trainer works on the same device, and is looked at again after it woke.
+
+Belongs here: when it sleeps, what that is worth, and the check of the first wake. Does not belong here: how a server
+does it (`rollout`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from orbit_runtime.loop.build import Parts
+from orbit_runtime.loop.parity import check_sides
+from orbit_runtime.loop.state import RunState
+
+
+@contextmanager
+def engine_at_rest(parts: Parts, state: RunState) -> Iterator[None]:
+    """`rollout.sleep` of the manifest; `None` changes nothing.
+
+    Raises:
+        GateError: an adapter that a server holds is another one after its sleep.
+    """
+    if parts.spec.rollout.sleep == "None":
+        yield
+        return
+    awake = _memory(parts)
+    parts.engine.sleep()
+    asleep = _memory(parts)
+    yield
+    parts.engine.wake()
+    if state.sleep is None:
+        state.sleep = {"awake_bytes": awake, "asleep_bytes": asleep}
+        parts.show.note(
+            f"while it slept the engine kept {asleep / 2**30:.2f} of {awake / 2**30:.2f} GiB", **state.sleep
+        )
+
+
+def check_first_wake(parts: Parts, state: RunState) -> None:
+    """Parity anew, once, with the policy that was just published. Raises GateError."""
+    if parts.spec.rollout.sleep != "None" and not state.woken:
+        parts.show.stage("parity after the first wake")
+        check_sides(parts, state, "wake")
+        state.woken = True
+
+
+def _memory(parts: Parts) -> int:
+    return sum(each.memory_bytes or 0 for each in parts.engine.read_servers())

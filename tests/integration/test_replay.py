@@ -1,0 +1,75 @@
+"""`orbit replay`: what a run recorded is what it trained on, and gives the same adapters again."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from orbit_runtime.cli.main import run_command
+from orbit_runtime.data.records import compress_rollouts, decompress_rollouts
+from tests.integration.killing import small_manifest
+from tests.integration.run_nursery import Nursery
+
+STEPS = 4
+
+
+@pytest.fixture(scope="module", params=["LoRA", "OFT"])
+def out(request: pytest.FixtureRequest, nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose reward holds the KL penalty, so that the trainer has a part in the advantages."""
+    folder = tmp_path_factory.mktemp("replay") / "run"
+    manifest = small_manifest(steps=STEPS, adapter=request.param)
+    manifest["spec"]["algorithm"]["kl"] = {"coefficient": 0.1, "placement": "Reward"}
+    assert nursery.run(manifest, str(folder)) == 0
+    return folder
+
+
+def replay(out: Path, capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, dict]:
+    capsys.readouterr()
+    code = run_command(["replay", str(out), "--json", *options])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_recorded_rollouts_give_the_same_adapter_after_every_step(
+    out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, found = replay(out, capsys)
+    assert (code, found["equal"]) == (0, True)
+    recorded = [json.loads(line)["adapter_digest"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [each["replayed"] for each in found["steps"]] == recorded
+    assert len(set(recorded)) == STEPS
+    assert run_command(["replay", str(out), "--steps", "1"]) == 0
+    assert "1 steps trained again" in capsys.readouterr().out
+
+
+def test_a_rollout_that_was_changed_shows_at_its_step_and_a_missing_one_is_named(
+    out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = out / "rollouts" / "step-000002.jsonl.zst"
+    kept = file.read_bytes()
+    rollouts = decompress_rollouts(kept)
+    changed = next(index for index, each in enumerate(rollouts) if any(each.loss_mask_T))
+    logprobs = tuple(
+        value - 0.5 * mask
+        for value, mask in zip(rollouts[changed].logprobs_T, rollouts[changed].loss_mask_T, strict=True)
+    )
+    rollouts[changed] = replace(rollouts[changed], logprobs_T=logprobs)
+    try:
+        file.write_bytes(compress_rollouts(rollouts))
+        code, found = replay(out, capsys)
+        assert (code, found["equal"]) == (84, False)
+        first, second = found["steps"]
+        assert first["recorded"] == first["replayed"]
+        assert second["recorded"] != second["replayed"]
+        file.unlink()
+        assert run_command(["replay", str(out)]) == 65
+        assert "step 2 has no recorded rollouts" in capsys.readouterr().err
+    finally:
+        file.write_bytes(kept)
+
+
+def test_a_folder_without_a_run_is_the_users_mistake(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["replay", str(tmp_path)]) == 64
+    assert "no run with a finished step" in capsys.readouterr().err
