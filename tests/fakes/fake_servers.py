@@ -293,6 +293,8 @@ def _plain(answer: Answer) -> Answer:
 def _listen(fake: FakeServer) -> ThreadingHTTPServer:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        # Head and body in one packet: in two, each answer waits 40 ms for the other side's acknowledgement.
+        wbufsize = -1
 
         def do_GET(self) -> None:
             self._reply({})
