@@ -141,6 +141,20 @@ def environment_reads(tree: ast.Module) -> set[str]:
     return names
 
 
+def test_what_asks_servers_reads_no_clock_that_somebody_may_set() -> None:
+    """Deadlines and patience are of a monotonic clock, and no server's time is believed: skew costs nothing."""
+    readers = []
+    for package, tree in modules():
+        if package not in ("rollout", "parity", "sglang_plugin", "training"):
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and ast.unparse(node) in ("time.time", "time.time_ns", "time.localtime"):
+                readers.append(f"{package}: line {node.lineno}")
+            if isinstance(node, ast.Import | ast.ImportFrom) and "datetime" in ast.unparse(node):
+                readers.append(f"{package}: line {node.lineno}")
+    assert readers == []
+
+
 def test_every_environment_variable_that_is_read_is_documented() -> None:
     read = {name for _, tree in modules() for name in environment_reads(tree)} - {"?"}
     page = ROOT / "docs" / "reference" / "environment.md"

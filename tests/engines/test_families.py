@@ -1,0 +1,77 @@
+"""Families other than the shipped model's on a real SGLang: what its CPU back end runs, with LoRA and with OFT."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from orbit_runtime.adapters.config import AdapterConfig
+from orbit_runtime.data.chat import ChatTokenizer
+from orbit_runtime.parity.liveness import Limits, prove
+from orbit_runtime.policy import load_policy
+from orbit_runtime.rollout.sglang_server import (
+    PYTHON_VARIABLE,
+    ServerSettings,
+    SGLangServer,
+    check_served,
+    lora_targets,
+)
+from orbit_runtime.rollout.starting import start_engine
+from orbit_runtime.types import Request, Sampling
+from tests.engines.test_contract import policy_logprobs
+from tests.engines.test_sglang_faults import policy_scores
+from tests.integration.engine_inputs import random_adapter
+from tests.integration.tiny_families import make_family
+from tests.models.family_matrix import tokens_of
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+LORA = AdapterConfig(type="LoRA", targets=ATTENTION, rank=4, alpha=8.0)
+OFT = AdapterConfig(type="OFT", targets=ATTENTION, block_size=16)
+PROMPTS = [tuple(tokens_of(count, count)) for count in (3, 11, 29)]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("config", [LORA, OFT], ids=["LoRA", "OFT"])
+@pytest.mark.parametrize(("family", "layout"), [("llama", "INT4"), ("qwen3_moe", "INT4"), ("glm4_moe", "FP8")])
+def test_a_publish_is_proven_and_samples_have_the_policys_log_probs(
+    family: str, layout: str, config: AdapterConfig, tmp_path: Path
+) -> None:
+    if not os.environ.get(PYTHON_VARIABLE):
+        pytest.fail(f"{PYTHON_VARIABLE} is not set: run `make test-engines`")
+    packed, plain = make_family(tmp_path, family, layout)
+    for file in packed.glob("tokenizer*"):
+        shutil.copy(file, plain)
+    policy, tokenizer = load_policy(packed, config), ChatTokenizer(packed)
+    check_served(config, tuple(policy.injected.layers), {name for name, _ in policy.model.named_modules()})
+    settings = ServerSettings(
+        model=plain, device="cpu", dtype="float32", targets=lora_targets(tuple(policy.injected.layers)),
+        max_running_requests=16, max_sequence_length=256, seed=0, lora_rank=config.rank if config.type == "LoRA" else 1,
+        oft_block_size=config.block_size if config.type == "OFT" else 0,
+    )  # fmt: skip
+    server = SGLangServer(settings, log=tmp_path / "server" / "sglang.log")
+    engine = start_engine([server], tokenizer, folder=tmp_path / "adapters", max_running_requests=16)
+    try:
+        adapter = replace(random_adapter(policy, 1), version=1)
+        engine.load_adapter("policy-v1", adapter)
+        canary = PROMPTS[2]
+        (copy,) = engine.copies()
+        proof, _ = prove(adapter, "policy-v1", copy, policy_scores(policy, adapter, canary), canary,
+                         limits=Limits(1e-3, 0.02), previous=None)  # fmt: skip
+        assert proof.failures == ()
+        assert proof.slot_digest == adapter.digest
+        requests = [
+            Request(index, index, prompt, Sampling(max_new_tokens=6), "policy-v1" if index % 2 else None)
+            for index, prompt in enumerate([*PROMPTS, *PROMPTS])
+        ]
+        for answer in engine.generate(requests):
+            request = requests[answer.request_id]
+            with_adapter = adapter if request.adapter else None
+            expected = policy_logprobs(policy, with_adapter, request.prompt_ids_T, answer.token_ids_T)
+            torch.testing.assert_close(torch.tensor(answer.logprobs_T), expected, rtol=0, atol=1e-4)
+    finally:
+        engine.close()
