@@ -201,7 +201,9 @@ class Copy(Protocol):
         """One reading of the same tokens per adapter, all in one batch, by the passes that sampling uses."""
         ...
 
-    def score_cached(self, token_ids_T: Sequence[int], start: int, adapter: str | None) -> Cached | None:
+    def score_cached(
+        self, token_ids_T: Sequence[int], start: int, adapters: Sequence[str | None]
+    ) -> Sequence[Cached | None]:
         """Log-probs of the tokens after `start`, those before it from the cache that requests share; None: there is no
         such cache, or no way to read behind it."""
         ...

@@ -59,7 +59,7 @@ class Comparison:
         }
 
 
-def measure_parity(parts: Parts, publication: Publication) -> list[Preflight]:
+def measure_parity(parts: Parts, publication: Publication, when: str = "preflight") -> list[Preflight]:
     """With the adapter that stands in the engine's slot; of every copy."""
     return measure_preflight(
         parts.engine,
@@ -69,6 +69,7 @@ def measure_parity(parts: Parts, publication: Publication) -> list[Preflight]:
         probing=parts.probing,
         factor=parts.spec.parity.floor_factor,
         absolute=absolute_limit(parts.precision, parts.spec.parity.mean_limit),
+        when=when,
     )
 
 
@@ -84,7 +85,7 @@ def check_sides(parts: Parts, state: RunState, when: str) -> None:
         GateError: they differ by more than the manifest allows; with the first layer that does, where that can be seen.
     """
     assert state.publication is not None
-    measured = measure_parity(parts, state.publication)
+    measured = measure_parity(parts, state.publication, when)
     copies = parts.engine.copies()
     for index, (each, copy) in enumerate(zip(measured, copies, strict=True)):
         key = f"parity/{when}-e{parts.execution.number:06d}{f'-{index}' if index else ''}.json"

@@ -237,8 +237,7 @@ def _cached_error(engine: Copy, canary_T: Sequence[int], anew: Mapping[str | Non
     """The scores before this put the canary's beginning in the engine's cache, under each name."""
     start = max(1, len(canary_T) - CACHED_TAIL)
     errors = []
-    for name, scored in anew.items():
-        cached = engine.score_cached(canary_T, start, name)
+    for scored, cached in zip(anew.values(), engine.score_cached(canary_T, start, tuple(anew)), strict=True):
         if cached is not None and cached.tokens:
             errors.append(_distance(cached.logprobs_T, scored.logprobs_T[start + 1 :]))
     if not errors:

@@ -82,6 +82,7 @@ def measure_preflight(
     probing: Callable[[Probe], AbstractContextManager[None]],
     factor: float,
     absolute: float,
+    when: str = "preflight",
 ) -> list[Preflight]:
     """Scores whole sequences on both sides, adapter off and on. Engine and trainer are left as they were found.
 
@@ -92,13 +93,14 @@ def measure_preflight(
         adapter: the engine's slot that holds the trainer's current values.
         probing: a context within which the trainer holds another adapter.
         absolute: largest mean, whatever the floor.
+        when: begins the names of the untrained adapters; an engine takes each name once.
     """
     readings = [_read_copy(copy, sequences, adapter) for copy in engine.copies()]
     trainer_on, trainer_off = _trainer_readings(trainer, sequences)
     trainer_floor = build_difference(*_trainer_halves(trainer, sequences, trainer_off))
     probed = sequences[:PROBED_SEQUENCES]
-    random, random_effect = _probe(engine, trainer, probed, "random", probing)
-    identity, _ = _probe(engine, trainer, probed, "identity", probing)
+    random, random_effect = _probe(engine, trainer, probed, "random", probing, when)
+    identity, _ = _probe(engine, trainer, probed, "identity", probing, when)
     return [
         Preflight(
             reading.floor,
@@ -149,12 +151,13 @@ def _probe(
     sequences: Sequence[Ids],
     probe: Probe,
     probing: Callable[[Probe], AbstractContextManager[None]],
+    when: str,
 ) -> tuple[list[Difference], float]:
     """Trainer against each copy under an untrained adapter, and how far it moved the trainer from its base.
 
     The adapter goes to the engine as bytes, as a publish would, but is not stored, and its slot is gone afterwards.
     """
-    name = f"preflight-{probe}"
+    name = f"{when}-{probe}"
     with probing(probe):
         on, off = map(_joined, _trainer_readings(trainer, sequences))
         engine.load_adapter(name, trainer.publishable(version=-1))
@@ -171,7 +174,7 @@ def _cached_readings(copy: Copy, sequences: Sequence[Ids], scored: Sequence[Scor
     behind: list[float] = []
     for tokens, whole in zip(sequences, scored, strict=True):
         start = len(tokens) // 2
-        cached = copy.score_cached(tokens, start, None)
+        (cached,) = copy.score_cached(tokens, start, [None])
         if cached is not None and cached.tokens:
             anew += whole.logprobs_T[start + 1 :]
             behind += cached.logprobs_T

@@ -26,11 +26,12 @@ EXPLAIN_FILE = "explain"
 
 
 class ServedCopy:
-    """A view; nothing of its own changes."""
+    """A view for one proof: what the plug-in told after the newest pass answers every question about the slots."""
 
     def __init__(self, engine: ServedEngine, replica: Replica) -> None:
         self._engine = engine
         self._replica = replica
+        self._told: Mapping[str, Mapping[str, Any]] = {}
 
     @property
     def name(self) -> str:
@@ -53,22 +54,29 @@ class ServedCopy:
             return list(await asyncio.gather(*asked))
 
         scores = self._engine.call(readings())
-        facts = self._facts() if self.reads_back and any(adapters) else {}
+        self._told = self._facts() if self.reads_back and any(adapters) else {}
         return [
-            Scored(logprobs, facts.get(name, {}).get("applied_digest") if name else None)
+            Scored(logprobs, self._told.get(name, {}).get("applied_digest") if name else None)
             for name, logprobs in zip(adapters, scores, strict=True)
         ]
 
-    def score_cached(self, token_ids_T: Sequence[int], start: int, adapter: str | None) -> Cached | None:
+    def score_cached(
+        self, token_ids_T: Sequence[int], start: int, adapters: Sequence[str | None]
+    ) -> list[Cached | None]:
         replica = self._replica
-        return self._engine.call(replica.ask(partial(replica.api.tail, tuple(token_ids_T), start, adapter)))
+
+        async def tails() -> list[Cached | None]:
+            asked = [replica.ask(partial(replica.api.tail, tuple(token_ids_T), start, name)) for name in adapters]
+            return list(await asyncio.gather(*asked))
+
+        return self._engine.call(tails())
 
     def adapter_digest(self, name: str) -> str | None:
-        """Of what stands in the server's buffers now, as the plug-in reads them."""
+        """Of what stands in the server's buffers, as the plug-in reads them: after the newest pass, or now."""
         self._engine.slot(name)
         if not self.reads_back:
             return None
-        facts = self._facts().get(name)
+        facts = self._told.get(name) or self._facts().get(name)
         if facts is not None and facts["slot_digest"] is None:
             # Loaded, and in no slot just now: a pass brings it into one.
             self._engine.call(self._replica.ask(partial(self._replica.api.score, (0, 0), name)))

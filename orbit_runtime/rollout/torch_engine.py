@@ -109,8 +109,9 @@ class TorchEngine:
     def read_servers(self) -> tuple[ServerReading, ...]:
         return ()
 
-    def score_cached(self, token_ids_T: Sequence[int], start: int, adapter: str | None) -> None:
+    def score_cached(self, token_ids_T: Sequence[int], start: int, adapters: Sequence[str | None]) -> list[None]:
         """Two calls share no keys and values here."""
+        return [None] * len(adapters)
 
     def adapters(self) -> tuple[str, ...]:
         return tuple(self._slots)

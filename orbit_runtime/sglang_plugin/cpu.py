@@ -37,6 +37,9 @@ def install() -> None:
         sys.meta_path.append(_Finder(missing))
     for name in PINNED:
         setattr(torch, name, _unpinned(getattr(torch, name)))
+    find = torch.get_device_module
+    # A torch that was built for CUDA names CUDA as the device of every machine.
+    torch.get_device_module = lambda device=None: torch.cpu if device is None else find(device)
     torch.Tensor.pin_memory = lambda self, *_, **__: self  # type: ignore[method-assign]
 
 

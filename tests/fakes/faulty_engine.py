@@ -94,8 +94,8 @@ class FaultyEngine:
     def read_servers(self) -> tuple[ServerReading, ...]:
         return ()
 
-    def score_cached(self, token_ids_T: Sequence[int], start: int, adapter: str | None) -> None:
-        return None
+    def score_cached(self, token_ids_T: Sequence[int], start: int, adapters: Sequence[str | None]) -> list[None]:
+        return [None] * len(adapters)
 
     def adapter_digest(self, name: str) -> str:
         return self.engine.adapter_digest(name)
