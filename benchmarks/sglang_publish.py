@@ -24,7 +24,7 @@ import httpx
 from orbit_runtime.rollout.sglang_server import PYTHON_VARIABLE
 from orbit_runtime.types import Request, Sampling
 
-REQUESTS = 64
+REQUESTS, GROUP = 64, 8
 TOKENS = 32
 STREAMS = 8
 STREAM_TOKENS = 200
@@ -70,15 +70,18 @@ def measure(adapter: str, repetitions: int) -> tuple[list[harness.Comparison], d
             for index in range(REQUESTS)
         ]
 
-        def through_client(adapter_name: str | None) -> None:
-            made = [Request(index, index, prompt, sampling, adapter_name) for index, prompt in enumerate(prompts)]
+        def through_client(adapter_name: str | None, samples: int = 1) -> None:
+            made = [
+                Request(index, index, prompts[index // samples], sampling, adapter_name) for index in range(REQUESTS)
+            ]
             assert len(list(rig.engine.generate(made))) == REQUESTS
 
-        def as_one_batch() -> None:
+        def as_one_batch(samples: int = 1) -> None:
+            asked = prompts[: REQUESTS // samples]
             body = {
-                "input_ids": [list(prompt) for prompt in prompts], "return_logprob": True,
-                "lora_path": [name] * REQUESTS,
-                "sampling_params": {"temperature": 1.0, "max_new_tokens": TOKENS,
+                "input_ids": [list(prompt) for prompt in asked], "return_logprob": True,
+                "lora_path": [name] * len(asked),
+                "sampling_params": {"n": samples, "temperature": 1.0, "max_new_tokens": TOKENS,
                                     "stop_token_ids": list(rig.tokenizer.eos_ids)},
             }  # fmt: skip
             answer = httpx.post(f"{url}/generate", json=body, timeout=None, trust_env=False)
@@ -89,6 +92,11 @@ def measure(adapter: str, repetitions: int) -> tuple[list[harness.Comparison], d
             harness.compare(
                 f"{REQUESTS} answers, {adapter}", ("our client", lambda: through_client(name)),
                 ("one batch of SGLang's", as_one_batch), repetitions=repetitions, target=0.9,
+            ),
+            harness.compare(
+                f"{REQUESTS // GROUP} prompts, {GROUP} answers each, {adapter}",
+                ("our client", lambda: through_client(name, GROUP)),
+                ("one batch of SGLang's", lambda: as_one_batch(GROUP)), repetitions=repetitions, target=0.9,
             ),
             harness.compare(
                 f"{REQUESTS} answers", (adapter, lambda: through_client(name)),

@@ -32,13 +32,19 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Call:
-    """Requests that differ in nothing but their draws: asked together, they share the prefill of their prompt."""
+    """Requests that are asked together: samples of one prompt, which share its prefill, or one each of several."""
 
     requests: tuple[Request, ...]
 
     @property
     def first(self) -> Request:
         return self.requests[0]
+
+    @property
+    def prompts(self) -> list[list[int]]:
+        """Token ids; one where all requests are samples of it."""
+        found = [list(request.prompt_ids_T) for request in self.requests]
+        return found[:1] if all(each == found[0] for each in found) else found
 
 
 @dataclass(frozen=True)
@@ -101,6 +107,11 @@ class Server(Protocol):
 
 class Api(Protocol):
     """How one kind of server is asked. Every method raises LostError where no answer comes."""
+
+    @property
+    def takes_prompts(self) -> bool:
+        """A call may hold several."""
+        ...
 
     async def about(self) -> About: ...
 

@@ -4,8 +4,8 @@ Belongs here: who is asked what, and what becomes of the answers. Does not belon
 which one (`routing`), its kind (`sglang_api`, `vllm_api`).
 
 Token ids go in, token ids and log-probs come out; text is never tokenised again. The samples of one prompt are one
-call, so that they share its prefill. A call whose server was lost is asked again of another; nothing of its first try
-was handed on, so no rollout counts twice.
+call, so that they share its prefill; prompts with one short answer each are asked together. A call whose server was
+lost is asked again of another; nothing of its first try was handed on, so no rollout counts twice.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from orbit_runtime.rollout.text import answer_text
 from orbit_runtime.types import AdapterFiles, Completion, Request, ServerReading, Tokenizer
 
 BASE_VERSION = -1
+CALL_TOKENS, MOST_PROMPTS = 512, 16
+"""Of one call with several prompts."""
 READ_SECONDS = 5.0
 """Each server has less to answer with its metrics; longer waits only who asks while the engine is closed."""
 
@@ -189,7 +191,9 @@ class ServedEngine:
         """
         for request in requests:
             self._version(request.adapter)
-        calls = _calls(requests, self._capacity)
+        # Of several servers each prompt goes to the one that knows its beginning.
+        together = len(self.replicas) == 1 and self.replicas[0].api.takes_prompts
+        calls = _calls(requests, self._capacity, CALL_TOKENS if together else 0)
         pending: set[Future[list[Completion]]] = {
             asyncio.run_coroutine_threadsafe(self._generate(call), self._loop) for call in calls
         }
@@ -272,13 +276,22 @@ class ServedEngine:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
 
-def _calls(requests: Sequence[Request], capacity: int) -> list[Call]:
-    """One per prompt; a prompt with more samples than a server runs at the same time is asked in several."""
+def _calls(requests: Sequence[Request], capacity: int, tokens: int) -> list[Call]:
+    """One per prompt; a prompt with more samples than a server runs at the same time is asked in several.
+
+    Prompts with one sample each are asked together as long as their answers stay below `tokens`: each that arrives
+    alone would be a prefill of its own. Long answers are not: a call ends with its longest, the others' places empty.
+    """
     grouped: dict[Any, list[Request]] = {}
     for request in requests:
-        grouped.setdefault((request.prompt_ids_T, request.sampling, request.adapter), []).append(request)
-    return [
-        Call(tuple(group[start : start + capacity]))
-        for group in grouped.values()
-        for start in range(0, len(group), capacity)
-    ]
+        grouped.setdefault((request.sampling, request.adapter, request.prompt_ids_T), []).append(request)
+    calls, single = [], {}
+    for (sampling, adapter, _), group in grouped.items():
+        if len(group) == 1:
+            single.setdefault((sampling, adapter), []).append(group[0])
+            continue
+        calls += [Call(tuple(group[start : start + capacity])) for start in range(0, len(group), capacity)]
+    for (sampling, _), alone in single.items():
+        size = max(1, min(tokens // sampling.max_new_tokens, MOST_PROMPTS, capacity))
+        calls += [Call(tuple(alone[start : start + size])) for start in range(0, len(alone), size)]
+    return calls

@@ -30,6 +30,8 @@ TAGS: Mapping[Sleeping, str] = {"cache": "kv_cache", "weights": "weights", "grap
 class SGLangApi:
     """Of SGLang 0.5."""
 
+    takes_prompts = True
+
     def __init__(self, wire: Wire, *, method: Literal["Folder", "Upload"] = "Folder") -> None:
         """Args: method: adapters go as the path of their folder, or as tensors in the request."""
         self._wire = wire
@@ -80,11 +82,12 @@ class SGLangApi:
         await self._wire.post("/unload_lora_adapter", {"lora_name": name})
 
     async def generate(self, call: Call, eos: Sequence[int]) -> list[Sampled]:
-        sampling = call.first.sampling
+        sampling, prompts = call.first.sampling, call.prompts
+        several = len(prompts) > 1
         body = {
-            "input_ids": list(call.first.prompt_ids_T),
+            "input_ids": prompts if several else prompts[0],
             "sampling_params": {
-                "n": len(call.requests),
+                "n": len(call.requests) // len(prompts),
                 "temperature": sampling.temperature,
                 "top_p": sampling.top_p,
                 "max_new_tokens": sampling.max_new_tokens,
@@ -92,7 +95,7 @@ class SGLangApi:
                 "stop_token_ids": list(eos),
             },
             "return_logprob": True,
-            "lora_path": call.first.adapter,
+            "lora_path": [call.first.adapter] * len(prompts) if several else call.first.adapter,
         }
         answers = await self._wire.post("/generate", body)
         found = []

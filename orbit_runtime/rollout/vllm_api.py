@@ -24,6 +24,8 @@ COLD = 0.25
 class VllmApi:
     """Of vLLM 0.32."""
 
+    takes_prompts = False
+
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
         self._model = ""

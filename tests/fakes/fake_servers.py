@@ -195,6 +195,10 @@ def _wake(fake: FakeServer, body: dict) -> Answer:
 def _generate(fake: FakeServer, body: dict) -> Answer:
     if fake.asleep:
         return CUT
+    if isinstance(body["input_ids"][0], list):
+        asked = zip(body["input_ids"], body["lora_path"], strict=True)
+        answers = [_generate(fake, {**body, "input_ids": ids, "lora_path": name}) for ids, name in asked]
+        return next((each for each in answers if each[0] != 200), (200, [found for _, found in answers]))
     adapter, prompt = body.get("lora_path"), body["input_ids"]
     if not fake.is_known(adapter):
         return 400, {"error": {"message": f"{adapter} is not loaded"}}

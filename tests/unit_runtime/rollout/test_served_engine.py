@@ -9,6 +9,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,23 @@ def build(tmp_path: Path) -> Iterator[Build]:
 
 def check_whole(asked: list[Request], found: list[Completion]) -> None:
     assert sorted(each.request_id for each in found) == [each.request_id for each in asked]
+
+
+def test_prompts_with_one_short_answer_each_are_asked_together(build: Build) -> None:
+    server = FakeServer()
+    engine = build(server)
+    engine.load_adapter("policy-v1", adapter(1))
+    bodies: list[dict] = []
+    server.faults.append(lambda _, path, body: bodies.append(body) if path == "/generate" else None)
+    asked = [replace(each, prompt_ids_T=(7,) * (1 + each.request_id)) for each in requests(40, samples=1)]
+    found = {each.request_id: each for each in engine.generate(asked)}
+    assert sorted(len(body["input_ids"]) for body in bodies) == [8, 16, 16]
+    for request in asked:
+        expected = server.logprob("policy-v1", len(request.prompt_ids_T), 0)
+        assert found[request.request_id].logprobs_T[0] == expected
+    bodies.clear()
+    list(engine.generate(requests(8, samples=1, tokens=300)))
+    assert [isinstance(body["input_ids"][0], list) for body in bodies] == [False] * 8, "long answers go alone"
 
 
 # --- several replicas ---
