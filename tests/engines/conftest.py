@@ -11,10 +11,17 @@ from pathlib import Path
 import psutil
 import pytest
 
+from orbit_runtime.checkpoints.convert import convert
+from orbit_runtime.checkpoints.target import Target
+from orbit_runtime.model_info.builtin_models import builtin_folder
 from orbit_runtime.rollout import TorchEngine
 from orbit_runtime.rollout.served_engine import ServedEngine
+from orbit_runtime.rollout.wire import is_serving
 from orbit_runtime.types import Engine
+from orbit_runtime.workers.server_process import ServerProcess, free_port
 from tests.engines.servers import LORA, OFT, Adder, attach, load_adder, server_of, start_server
+
+VLLM_PYTHON = "ORBIT_VLLM_PYTHON"
 
 
 @pytest.fixture(scope="session")
@@ -68,7 +75,42 @@ def uploading(
     engine.close()
 
 
-@pytest.fixture(params=["Torch", "Torch-OFT", "SGLang", "SGLang-OFT", "Attached", "Attached-upload"])
+@pytest.fixture(scope="session")
+def vllm_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A real vLLM server. vLLM is no dependency of Orbit: name the interpreter of an environment that has it."""
+    if not os.environ.get(VLLM_PYTHON):
+        pytest.skip(f"needs vLLM, whose CPU build will do: {VLLM_PYTHON} names no interpreter")
+    folder, port = tmp_path_factory.mktemp("vllm"), free_port()
+    convert(builtin_folder("tiny-adder", "INT4"), folder / "base", Target("BF16"), show=lambda *_: None)
+    command = [
+        os.environ[VLLM_PYTHON], "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder / "base"),
+        "--dtype", "float32", "--enable-lora", "--max-lora-rank", "8", "--max-loras", "4", "--max-model-len", "256",
+        "--max-num-seqs", "32", "--host", "127.0.0.1", "--port", str(port), "--enforce-eager",
+        "--logprobs-mode", "processed_logprobs",
+    ]  # fmt: skip
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("ORBIT", "PYTHONPATH"))}
+    environment |= {
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "HF_HUB_OFFLINE": "1",
+    }  # fmt: skip
+    server = ServerProcess("vLLM", command, environment=environment, log=folder / "log")
+    address = f"http://127.0.0.1:{port}"
+
+    try:
+        server.wait_until(lambda: is_serving(address, seconds=30), seconds=800)
+        yield address
+    finally:
+        server.stop()
+
+
+@pytest.fixture(scope="session")
+def vllm(lora_adder: Adder, vllm_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedEngine]:
+    engine = attach(lora_adder, vllm_url, tmp_path_factory.mktemp("vllm-adapters"), "Folder")
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(params=["Torch", "Torch-OFT", "SGLang", "SGLang-OFT", "Attached", "Attached-upload", "vLLM"])
 def case(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -87,11 +129,17 @@ def engine(case: str, adder: Adder, request: pytest.FixtureRequest) -> Iterator[
     if case.startswith("Torch"):
         made = TorchEngine(*adder, max_running_requests=16)
     else:
-        names = {"SGLang": "lora_server", "SGLang-OFT": "oft_server", "Attached": "attached"}
+        names = {"SGLang": "lora_server", "SGLang-OFT": "oft_server", "Attached": "attached", "vLLM": "vllm"}
         made = request.getfixturevalue(names.get(case, "uploading"))
     yield made
     for name in made.adapters():
         made.unload_adapter(name)
+
+
+@pytest.fixture
+def close(case: str) -> float:
+    """How near log-probs must be; vLLM's attention on a CPU rounds otherwise than torch's."""
+    return 5e-4 if case == "vLLM" else 5e-5
 
 
 @pytest.fixture(scope="session")

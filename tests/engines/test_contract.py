@@ -45,7 +45,7 @@ def policy_logprobs(policy: Policy, adapter: AdapterFiles | None, prompt: Sequen
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_sampled_logprobs_are_the_policys_with_two_adapters_and_none_in_one_batch(
-    engine: Engine, adder: Adder, new_name: NewName, temperature: float
+    engine: Engine, adder: Adder, new_name: NewName, temperature: float, close: float
 ) -> None:
     policy, tokenizer = adder
     adapters = {new_name(): random_adapter(policy, version) for version in (1, 2)}
@@ -62,24 +62,26 @@ def test_sampled_logprobs_are_the_policys_with_two_adapters_and_none_in_one_batc
         completion, adapter = found[request.request_id], adapters.get(request.adapter or "")
         assert set(completion.versions_T) == {adapter.version if adapter else -1}
         expected = policy_logprobs(policy, adapter, request.prompt_ids_T, completion.token_ids_T, temperature)
-        torch.testing.assert_close(torch.tensor(completion.logprobs_T), expected, rtol=0, atol=5e-5)
+        torch.testing.assert_close(torch.tensor(completion.logprobs_T), expected, rtol=0, atol=close)
 
 
 def test_scores_are_the_policys_and_the_passes_applied_the_published_bytes(
-    engine: Engine, adder: Adder, new_name: NewName
+    engine: Engine, adder: Adder, new_name: NewName, close: float
 ) -> None:
     policy, tokenizer = adder
     name, adapter = new_name(), random_adapter(policy, 3)
     engine.load_adapter(name, adapter)
     tokens = [*tokenizer.encode_chat([{"role": "user", "content": "12+34="}]), 9, 12, 7]
-    adapted, base = engine.copies()[0].score(tokens, [name, None])
-    assert engine.copies()[0].adapter_digest(name) == adapter.digest
-    assert adapted.applied_digest == expected_applied_digest(adapter.files)
+    (copy,) = engine.copies()
+    adapted, base = copy.score(tokens, [name, None])
+    # vLLM has no plug-in of ours that could tell.
+    assert copy.adapter_digest(name) == (adapter.digest if copy.reads_back else None)
+    assert adapted.applied_digest == (expected_applied_digest(adapter.files) if copy.reads_back else None)
     assert base.applied_digest is None
     for scored, files in ((adapted, adapter), (base, None)):
         assert scored.logprobs_T[0] == 0.0
         expected = policy_logprobs(policy, files, tokens[:1], tokens[1:])
-        torch.testing.assert_close(torch.tensor(scored.logprobs_T[1:]), expected, rtol=0, atol=5e-5)
+        torch.testing.assert_close(torch.tensor(scored.logprobs_T[1:]), expected, rtol=0, atol=close)
     assert max(abs(a - b) for a, b in zip(adapted.logprobs_T, base.logprobs_T, strict=True)) > 0.01
 
 
@@ -131,7 +133,7 @@ def test_a_name_is_used_once_and_an_unknown_one_is_refused(engine: Engine, adder
         engine.load_adapter(name, adapter)
 
 
-def test_versions_share_no_cache(engine: Engine, adder: Adder, new_name: NewName) -> None:
+def test_versions_share_no_cache(engine: Engine, adder: Adder, new_name: NewName, close: float) -> None:
     """The same prompt under one version after the other: each gives its own log-probs, not its predecessor's."""
     policy, tokenizer = adder
     tokens = [*tokenizer.encode_chat([{"role": "user", "content": "12+34="}]), 9, 12, 7]
@@ -142,7 +144,7 @@ def test_versions_share_no_cache(engine: Engine, adder: Adder, new_name: NewName
         for _ in range(2):
             (scored,) = engine.copies()[0].score(tokens, [name])
             expected = policy_logprobs(policy, adapter, tokens[:1], tokens[1:])
-            torch.testing.assert_close(torch.tensor(scored.logprobs_T[1:]), expected, rtol=0, atol=5e-5)
+            torch.testing.assert_close(torch.tensor(scored.logprobs_T[1:]), expected, rtol=0, atol=close)
         seen.append(scored.logprobs_T)
         engine.unload_adapter(name)
     assert max(abs(a - b) for a, b in zip(*seen, strict=True)) > 0.01

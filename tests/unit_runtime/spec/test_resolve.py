@@ -132,6 +132,7 @@ def test_the_sets_are_those_of_the_design() -> None:
         "rollout.endpoints[].url",
         "rollout.endpoints[].adapterMethod",
         "rollout.adapterFolder",
+        "rollout.sleep",
         "rollout.maxRunningRequests",
         "training.trainer",
         "training.microBatchTokens",
