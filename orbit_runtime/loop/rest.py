@@ -24,16 +24,12 @@ def engine_at_rest(parts: Parts, state: RunState) -> Iterator[None]:
     if parts.spec.rollout.sleep == "None":
         yield
         return
-    awake = _memory(parts)
-    parts.engine.sleep()
-    asleep = _memory(parts)
+    if state.sleep is None:
+        state.sleep = _measured_sleep(parts)
+    else:
+        parts.engine.sleep()
     yield
     parts.engine.wake()
-    if state.sleep is None:
-        state.sleep = {"awake_bytes": awake, "asleep_bytes": asleep}
-        parts.show.note(
-            f"while it slept the engine kept {asleep / 2**30:.2f} of {awake / 2**30:.2f} GiB", **state.sleep
-        )
 
 
 def check_first_wake(parts: Parts, state: RunState) -> None:
@@ -42,6 +38,15 @@ def check_first_wake(parts: Parts, state: RunState) -> None:
         parts.show.stage("parity after the first wake")
         check_sides(parts, state, "wake")
         state.woken = True
+
+
+def _measured_sleep(parts: Parts) -> dict[str, int]:
+    awake = _memory(parts)
+    parts.engine.sleep()
+    asleep = _memory(parts)
+    found = {"awake_bytes": awake, "asleep_bytes": asleep}
+    parts.show.note(f"while it sleeps the engine keeps {asleep / 2**30:.2f} of {awake / 2**30:.2f} GiB", **found)
+    return found
 
 
 def _memory(parts: Parts) -> int:

@@ -13,7 +13,7 @@ from safetensors.torch import load, save
 
 from orbit_runtime.adapters.layer import AdaptedLinear
 from orbit_runtime.rollout import TorchEngine
-from orbit_runtime.types import AdapterFiles, Completion, Request, Scored, ServerReading
+from orbit_runtime.types import AdapterFiles, Cached, Completion, Request, Scored, ServerReading
 
 MODEL = "adapter_model.safetensors"
 Spoil = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
@@ -87,15 +87,18 @@ class FaultyEngine:
         return (self,)
 
     def sleep(self) -> None:
-        """It computes with the trainer's own weights, and keeps no cache between calls."""
+        self.engine.sleep()
 
-    def wake(self) -> None: ...
+    def wake(self) -> None:
+        self.engine.wake()
 
-    def read_servers(self) -> tuple[ServerReading, ...]:
-        return ()
+    def read_servers(self) -> Sequence[ServerReading]:
+        return self.engine.read_servers()
 
-    def score_cached(self, token_ids_T: Sequence[int], start: int, adapters: Sequence[str | None]) -> list[None]:
-        return [None] * len(adapters)
+    def score_cached(
+        self, token_ids_T: Sequence[int], start: int, adapters: Sequence[str | None]
+    ) -> Sequence[Cached | None]:
+        return self.engine.score_cached(token_ids_T, start, adapters)
 
     def adapter_digest(self, name: str) -> str:
         return self.engine.adapter_digest(name)

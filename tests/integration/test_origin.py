@@ -48,7 +48,9 @@ def test_a_checkpoint_may_be_named_and_stays_the_one_it_was(nursery: Nursery, fi
     made = manifest(steps=4, origin=first / "checkpoints" / "step-000002")
     made["spec"]["training"]["learningRate"] = 1e-4
     assert nursery.run(made, str(out)) == 0
-    assert [row["step"] for row in timeless_rows(open_store(str(out)))] == [3, 4]
+    rows = timeless_rows(open_store(str(out)))
+    assert [row["step"] for row in rows] == [3, 4]
+    assert [row["learning_rate"] for row in rows] == [1e-4, 1e-4], "the optimizer goes on, at this run's rate"
     made["spec"]["training"]["steps"] = 5
     assert nursery.run(made, str(out)) == 0
     told = json.loads((out / "run.json").read_text())
