@@ -9,6 +9,9 @@ BIN := .venv/bin
 export OMP_NUM_THREADS ?= 2
 export MKL_NUM_THREADS ?= 2
 
+# One maths thread per process of tests. A file stays in one process, with what it sets up.
+SPREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses logical --maxprocesses 8 --dist loadfile
+
 PURE := errors types seeds spec storage workers model_info planner algorithms data environments observability
 PURE_PATHS = $(wildcard $(PURE:%=orbit_runtime/%.py) $(PURE:%=orbit_runtime/%))
 
@@ -27,13 +30,13 @@ quickstart: install ## train the shipped model with LoRA on its INT4 base (two c
 	$(BIN)/orbit run examples/quickstart.yaml --out runs/quickstart
 
 test: dev ## the run, its parts, the operator's logic, the structure (Python only)
-	$(BIN)/python -m pytest
+	$(SPREAD)
 
 test-models: dev ## every model family and format: kernels, whole small models, conversion, merging (Python only)
-	$(BIN)/python -m pytest tests/models
+	$(SPREAD) tests/models
 
 test-store: dev ## storage and resume against a real S3 server (needs Go)
-	ORBIT_TEST_VERSITYGW="$$(tools/versitygw.sh)" && export ORBIT_TEST_VERSITYGW && $(BIN)/python -m pytest tests/store
+	ORBIT_TEST_VERSITYGW="$$(tools/versitygw.sh)" && export ORBIT_TEST_VERSITYGW && $(SPREAD) tests/store
 
 test-engines: dev ## the engine contract against a real SGLang server (Linux; makes an environment of 10 GB, once)
 	ORBIT_SGLANG_PYTHON="$$(tools/sglang_python.sh)" && export ORBIT_SGLANG_PYTHON && $(BIN)/python -m pytest tests/engines
