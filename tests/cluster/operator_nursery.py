@@ -89,7 +89,9 @@ def nursery() -> _Nursery:
 
 
 def _live(question: Mapping[str, Any]) -> int:
-    """In the child: the operator, as `python -m orbit_operator` or `crashing_operator.py` would run it."""
+    """In the child: the operator, as `python -m orbit_operator` would run it, or the one of `crashing_operator`."""
+    from kubernetes.aio.config import kube_config
+
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     with open(question["log"], "ab") as log, open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
@@ -97,6 +99,8 @@ def _live(question: Mapping[str, Any]) -> int:
         os.dup2(log.fileno(), 2)
     os.environ.clear()
     os.environ.update(question["environment"])
+    # The client library reads this variable when it is imported.
+    kube_config.KUBE_CONFIG_DEFAULT_LOCATION = os.environ["KUBECONFIG"]
     sys.argv = ["orbit_operator"]
     try:
         if question["crashing"]:
