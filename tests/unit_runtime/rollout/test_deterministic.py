@@ -122,6 +122,7 @@ def test_completions_depend_on_no_order_no_neighbour_and_no_server(build: Build)
 def test_a_rollout_that_is_asked_again_elsewhere_has_the_same_tokens(build: Build) -> None:
     asked = keyed(12)
     first = tokens(build(FakeServer(deterministic=True)), asked)
+    assert len(set(first.values())) == len(asked)
     servers = FakeServer(deterministic=True, delay=0.01), FakeServer(deterministic=True, delay=0.01)
     engine = build(*servers, capacity=8)
     servers[0].faults.append(dies_at("/generate"))
