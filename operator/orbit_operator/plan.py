@@ -17,7 +17,7 @@ from orbit_operator.facts import Observed, PodFacts, RunFacts
 from orbit_operator.policies.accounting import account_all
 from orbit_operator.policies.deadlines import active_deadline, startup_deadline
 from orbit_operator.policies.failure import STARTUP_DEADLINE
-from orbit_operator.policies.patience import look_again
+from orbit_operator.policies.patience import PATIENCE_SECONDS, look_again
 from orbit_operator.policies.restart import decide_restart, num_spent
 from orbit_operator.policies.suspend import is_stranded, live_pods, node_wake
 
@@ -169,4 +169,6 @@ def _start(run: RunFacts, observed: Observed, now: float, base: State) -> Plan:
         return Plan((), state, wake_at=following.not_before)
     event = tell_created(number, base.attempts)
     state = replace(base, phase="Pending", reason=POD_PENDING[0], message=POD_PENDING[1])
-    return Plan((CreateAttempt(number, following.avoid_nodes),), state, (event,))
+    # What follows may bring no news that wakes us: a Job that a queue holds back, or one that is given no pod.
+    wake = now if run.lifecycle.queue_name else now + PATIENCE_SECONDS
+    return Plan((CreateAttempt(number, following.avoid_nodes),), state, (event,), wake_at=wake)

@@ -61,10 +61,18 @@ def build_engine(
 def _start(resolved: Resolved, policy: Policy, tokenizer: Tokenizer, folder: Path, closing: ExitStack) -> Engine:
     from orbit_runtime.checkpoints.convert import convert
     from orbit_runtime.checkpoints.target import Target
-    from orbit_runtime.rollout.sglang_server import ServerSettings, SGLangServer, lora_targets, sleeping_parts
+    from orbit_runtime.rollout.sglang_server import (
+        ServerSettings,
+        SGLangServer,
+        check_deterministic,
+        lora_targets,
+        sleeping_parts,
+    )
     from orbit_runtime.rollout.starting import start_engine
 
     spec, adapter = resolved.run.spec, policy.injected.config
+    if spec.rollout.deterministic:
+        check_deterministic(resolved.device)
     on_cpu = resolved.device == "cpu"
     scratch = Path(closing.enter_context(TemporaryDirectory(prefix="orbit-sglang-")))
     base = folder
@@ -82,6 +90,7 @@ def _start(resolved: Resolved, policy: Policy, tokenizer: Tokenizer, folder: Pat
         lora_rank=adapter.rank if adapter.type == "LoRA" else 1,
         oft_block_size=adapter.block_size if adapter.type == "OFT" else 0,
         sleep=spec.rollout.sleep,
+        deterministic=spec.rollout.deterministic,
     )
     count = spec.rollout.replicas
     if not on_cpu:
@@ -100,6 +109,7 @@ def _start(resolved: Resolved, policy: Policy, tokenizer: Tokenizer, folder: Pat
         max_running_requests=settings.max_running_requests,
         at_once=1 if on_cpu else count,
         sleeping=sleeping_parts(spec.rollout.sleep),
+        deterministic=spec.rollout.deterministic,
     )
 
 

@@ -197,6 +197,11 @@ def _warn(parts: Parts, state: RunState, rewards: Mapping[str, Callable[..., Any
         )
     if parts.resolved.engine == "SGLang" and parts.resolved.device == "cpu" and parts.precision != "BF16":
         state.warn(f"on a CPU SGLang serves the {parts.precision} base dequantised to BF16 (the same values)")
+    if parts.spec.rollout.deterministic and parts.resolved.engine == "SGLang" and parts.precision != "BF16":
+        state.warn(
+            f"rollout.deterministic: SGLang makes products with BF16 weights independent of the batch; with the "
+            f"{parts.precision} base completions may differ from one run to the next"
+        )
     for copy in parts.engine.copies():
         if not copy.reads_back:
             state.warn(

@@ -69,6 +69,8 @@ class Job:
     is_split: bool
     """Trainer and engine each have half of the GPUs."""
     kept_checkpoints: int
+    deterministic: bool
+    """`rollout.deterministic`."""
 
     @property
     def in_process(self) -> bool:
@@ -111,6 +113,7 @@ def build_job(run: OrbitRun, machine: Machine, *, may_choose: bool = True) -> Jo
         replicas=spec.rollout.replicas if machine.gpu is None else 1,
         is_split=placement.layout == "Split" and several,
         kept_checkpoints=spec.checkpoint.keep,
+        deterministic=spec.rollout.deterministic,
     )
 
 

@@ -139,8 +139,9 @@ def _check_precision(job: Job, model: ModelFacts) -> None:
 
 def _combination(job: Job, model: ModelFacts, machine: Machine) -> Combination:
     return Combination(
-        model.precision, model.architecture.family, job.adapter, job.experts, job.engine, job.trainer, machine.num_gpus
-    )
+        model.precision, model.architecture.family, job.adapter, job.experts, job.engine, job.trainer, machine.num_gpus,
+        job.deterministic,
+    )  # fmt: skip
 
 
 def _unsupported(support: Support) -> list[Problem]:

@@ -34,6 +34,7 @@ class Combination:
     trainer: str
     num_gpus: int = 1
     """0: the CPU."""
+    deterministic: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +52,14 @@ class Limit:
     trainer: tuple[str, ...] = ()
     several_gpus: bool = False
     on_gpu: bool = False
+    on_cpu: bool = False
+    deterministic: bool = False
+    """Only where the manifest asks for it."""
 
     def matches(self, asked: Combination) -> bool:
         names = ("format", "family", "adapter", "experts", "engine", "trainer")
         fits = all(not getattr(self, name) or getattr(asked, name) in getattr(self, name) for name in names)
+        fits = fits and not (self.on_cpu and asked.num_gpus) and not (self.deterministic and not asked.deterministic)
         return fits and asked.num_gpus >= (2 if self.several_gpus else 1 if self.on_gpu else 0)
 
 
@@ -72,6 +77,11 @@ LIMITS: tuple[Limit, ...] = (
         "write adapter.experts: None, or adapter.type: OFT",
         format=("MXFP4",), family=("gpt_oss",), adapter=("LoRA",), experts=("SharedOuter", "Shared", "PerExpert"),
         engine=("SGLang",),
+    ),
+    Limit(
+        "refused", "SGLang 0.5.23 samples deterministically on GPUs only",
+        "remove rollout.deterministic, or write rollout.engine: Torch",
+        engine=("SGLang",), on_cpu=True, deterministic=True,
     ),
     Limit(
         "refused", "the torch trainer is one process on one device",

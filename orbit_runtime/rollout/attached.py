@@ -135,6 +135,13 @@ def check_about(name: str, about: About, wanted: Wanted) -> None:
     adapter = wanted.adapter
     if about.serves_lora is False:
         raise UnsupportedError(f"{name} serves no adapters", fix="start the server with --enable-lora")
+    if about.deterministic:
+        raise UnsupportedError(
+            f"{name} draws by the seeds of requests, which attached servers get none of: all samples of a prompt would "
+            "be one and the same",
+            where="spec.rollout.endpoints",
+            fix="start the server without --enable-deterministic-inference, or use engine: SGLang",
+        )
     if adapter.type == "OFT" and about.plugin is None:
         raise UnsupportedError(
             f"{name} serves no OFT: Orbit's plug-in does not run in it",

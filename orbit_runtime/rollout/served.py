@@ -70,6 +70,8 @@ class About:
     max_tokens: int | None = None
     """Longest sequence."""
     architectures: tuple[str, ...] | None = None
+    deterministic: bool = False
+    """It draws by each request's seed, and by one and the same where none is given."""
     plugin: int | None = None
     """Version of the facts that Orbit's plug-in tells; None: it runs without."""
     unhooked: tuple[str, ...] = ()

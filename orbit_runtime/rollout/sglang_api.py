@@ -32,10 +32,17 @@ class SGLangApi:
 
     takes_prompts = True
 
-    def __init__(self, wire: Wire, *, method: Literal["Folder", "Upload"] = "Folder") -> None:
-        """Args: method: adapters go as the path of their folder, or as tensors in the request."""
+    def __init__(
+        self, wire: Wire, *, method: Literal["Folder", "Upload"] = "Folder", deterministic: bool = False
+    ) -> None:
+        """
+        Args:
+            method: adapters go as the path of their folder, or as tensors in the request.
+            deterministic: every sample brings its own seed, which a server without that mode ignores.
+        """
         self._wire = wire
         self._method = method
+        self._deterministic = deterministic
 
     async def about(self) -> About:
         info, model = await self._wire.get("/server_info"), await self._wire.get("/model_info")
@@ -51,6 +58,7 @@ class SGLangApi:
             targets=tuple(sorted(targets)) if targets else None,
             max_tokens=info.get("context_length"),
             architectures=tuple(model["architectures"]) if model.get("architectures") else None,
+            deterministic=bool(info.get("enable_deterministic_inference")),
             plugin=versions.pop() if len(versions) == 1 else None,
             unhooked=tuple(sorted({name for state in states for name in state.get("unhooked", ())})),
         )
@@ -83,17 +91,23 @@ class SGLangApi:
 
     async def generate(self, call: Call, eos: Sequence[int]) -> list[Sampled]:
         sampling, prompts = call.first.sampling, call.prompts
-        several = len(prompts) > 1
+        parameters: Any = {
+            "n": len(call.requests) // len(prompts),
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "max_new_tokens": sampling.max_new_tokens,
+            "stop": list(sampling.stop),
+            "stop_token_ids": list(eos),
+        }
+        if self._deterministic:
+            # The n samples of one entry share its seed, and with it all their tokens.
+            prompts = [list(request.prompt_ids_T) for request in call.requests]
+            seeds = [_signed(request.key) for request in call.requests]
+            parameters = [parameters | {"n": 1, "sampling_seed": seed} for seed in seeds]
+        several = self._deterministic or len(prompts) > 1
         body = {
             "input_ids": prompts if several else prompts[0],
-            "sampling_params": {
-                "n": len(call.requests) // len(prompts),
-                "temperature": sampling.temperature,
-                "top_p": sampling.top_p,
-                "max_new_tokens": sampling.max_new_tokens,
-                "stop": list(sampling.stop),
-                "stop_token_ids": list(eos),
-            },
+            "sampling_params": parameters,
             "return_logprob": True,
             "lora_path": [call.first.adapter] * len(prompts) if several else call.first.adapter,
         }
@@ -158,6 +172,11 @@ def _read_tail(meta: Mapping[str, Any], asked: Sequence[int]) -> Cached:
     if [int(entry[1]) for entry in entries] != asked:
         raise GateError("the engine scored other tokens than it was given", where="rollout")
     return Cached(tuple(number(entry[0]) for entry in entries[1:]), int(meta.get("cached_tokens") or 0))
+
+
+def _signed(key: int) -> int:
+    """The same 64 bits as SGLang takes a seed: within int64 (0.5.23: `sampling_params.py`), whose bits it hashes."""
+    return key - 2**64 if key >= 2**63 else key
 
 
 def _meta(answer: Any) -> dict[str, Any]:

@@ -48,6 +48,8 @@ class ServerSettings:
     """0: OFT is refused."""
     sleep: Literal["None", "Cache", "All"] = "None"
     """What it must be able to give back for a while. Not run on hardware."""
+    deterministic: bool = False
+    """Each request brings the seed of its draws. Not run on hardware."""
 
 
 class SGLangServer:
@@ -114,6 +116,10 @@ def server_arguments(settings: ServerSettings, port: int) -> list[str]:
         "--enable-lora", "--max-lora-rank", str(settings.lora_rank), "--max-loras-per-batch", str(MAX_ADAPTERS),
         "--max-loaded-loras", str(2 * MAX_ADAPTERS), "--lora-target-modules", *settings.targets,
     ]  # fmt: skip
+    if settings.deterministic:
+        # The rest SGLang 0.5.23 sets itself (`attention_hook.py`, `overrides.py`): PyTorch's sampler; FlashAttention 3,
+        # or on Blackwell FlashInfer, with which it turns the radix cache off. CUDA graphs and LoRA's kernels stay.
+        arguments += ["--enable-deterministic-inference"]
     if settings.device == "cpu":
         # Enough for every running sequence at its longest, which tiny models on a CPU can afford.
         tokens = min(settings.max_running_requests * settings.max_sequence_length, 2**20)
@@ -132,6 +138,16 @@ def server_arguments(settings: ServerSettings, port: int) -> list[str]:
     if settings.sleep == "All":
         arguments += ["--enable-weights-cpu-backup"]
     return arguments
+
+
+def check_deterministic(device: str) -> None:
+    """Raises UnsupportedError (78) on a CPU: SGLang 0.5.23 has no such attention or products there."""
+    if device == "cpu":
+        raise UnsupportedError(
+            "SGLang samples deterministically on GPUs only, and this machine has none",
+            where="spec.rollout.deterministic",
+            fix="remove it, or use engine: Torch",
+        )
 
 
 def sleeping_parts(sleep: str) -> tuple[Sleeping, ...]:

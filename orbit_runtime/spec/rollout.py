@@ -62,6 +62,10 @@ class Rollout(Block):
     sleep: Annotated[Literal["None", "Cache", "All"], LAYOUT] = "None"
     """What servers that Orbit starts give back while the trainer works, on a GPU that both use: nothing, the key-value
     cache, or the weights as well, which meanwhile wait in the host's memory. On a CPU nothing is freed by it."""
+    deterministic: Annotated[bool, LAYOUT] = False
+    """The same `data.seed`, policy and prompt give the same completions, whatever else is in the batch, in any order,
+    on any server and after a restart. `SGLang` does it by slower kernels, on GPUs, for BF16 bases; not run on hardware.
+    `Torch` draws by that seed in any case: nothing changes, and another batch may still round otherwise."""
     sampling: Sampling = Sampling()
     """The distribution that tokens are drawn from."""
     max_running_requests: Annotated[int, LAYOUT, Field(ge=1, le=1_000_000)] = 512
@@ -74,6 +78,10 @@ class Rollout(Block):
         if self.sleep != "None" and self.engine != "SGLang":
             message = f"with `engine: {self.engine}` there is no server of ours that could sleep"
             yield Contradiction(("sleep",), (("engine",),), message, "remove `sleep`, or write `engine: SGLang`")
+        if self.deterministic and self.engine == "OpenAI":
+            message = "whether attached servers sample deterministically, their flags decide, which Orbit does not set"
+            fix = "remove `deterministic`, or write `engine: SGLang`"
+            yield Contradiction(("deterministic",), (("engine",),), message, fix)
         if self.engine == "OpenAI" and not self.endpoints:
             fix = "add `endpoints` with the address of each server"
             yield Contradiction(("engine",), (("endpoints",),), "`engine: OpenAI` starts no server", fix)

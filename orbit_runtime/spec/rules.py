@@ -103,6 +103,11 @@ CHECKS: dict[str, tuple[Rule, ...]] = {
         Rule("self.replicas == 1 || self.engine == 'SGLang'", "remove replicas, or write engine: SGLang", ".replicas"),
         Rule("self.sleep == 'None' || self.engine == 'SGLang'", "remove sleep, or write engine: SGLang", ".sleep"),
         Rule(
+            "!self.deterministic || self.engine != 'OpenAI'",
+            "remove deterministic, or write engine: SGLang",
+            ".deterministic",
+        ),
+        Rule(
             "self.engine != 'OpenAI' || (has(self.endpoints) && size(self.endpoints) > 0)",
             "add endpoints with the address of each server",
             ".engine",

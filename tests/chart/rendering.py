@@ -6,11 +6,12 @@ Belongs here: combinations, rendering, and finding an object in the result. Does
 from __future__ import annotations
 
 import json
+import re
 from functools import cache
 from typing import Any
 
+import yaml
 from chart.programs import CHART, find_program, run, run_well
-from ruamel.yaml import YAML
 
 Object = dict[str, Any]
 
@@ -67,6 +68,15 @@ COMBINATIONS: dict[str, Object] = {
 }
 
 
+class _Loader(yaml.CSafeLoader):
+    """In C, because hundreds of renderings hold the CRD each; and `6e-05` is a number, as Kubernetes reads it."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), [*"-+0123456789"]
+)
+
+
 def render_text(helm: str, values: Object, kube_version: str = "1.34.1") -> str:
     """What `helm template` prints, test hooks included."""
     done = _template(helm, json.dumps(values), kube_version)
@@ -76,7 +86,7 @@ def render_text(helm: str, values: Object, kube_version: str = "1.34.1") -> str:
 
 def render(helm: str, values: Object, kube_version: str = "1.34.1") -> list[Object]:
     """All objects of a rendering."""
-    return [each for each in YAML(typ="safe").load_all(render_text(helm, values, kube_version)) if each is not None]
+    return [each for each in yaml.load_all(render_text(helm, values, kube_version), _Loader) if each is not None]
 
 
 def refusal(helm: str, values: Object, *, with_monitoring_api: bool = True) -> str:

@@ -81,7 +81,9 @@ GOOD_BLOCKS: dict[str, tuple[str, ...]] = {
     "rollout": (
         "{sampling: {}}", "{sampling: {stop: []}}", "{sampling: {stop: ['終わり', '🛑']}}",
         "{sampling: {stop: [" + "🛑" * 256 + "]}}", "{engine: SGLang, replicas: 4}", "{engine: Auto, endpoints: []}",
-        "{engine: SGLang, sleep: All}", "{sleep: None}",
+        "{engine: SGLang, sleep: All}", "{sleep: None}", "{engine: SGLang, deterministic: true, replicas: 2}",
+        "{deterministic: true}", "{engine: Torch, deterministic: true}",
+        "{engine: OpenAI, endpoints: [{url: 'http://a'}], deterministic: false}",
         "{engine: OpenAI, endpoints: [{url: 'http://engine:30000'}, {url: 'https://[::1]:1', adapterMethod: Upload}]}",
         "{engine: OpenAI, endpoints: [{url: 'http://a'}], adapterFolder: /adapters}",
     ),
@@ -158,7 +160,8 @@ BAD_BLOCKS: dict[str, tuple[tuple[str, str], ...]] = {
     "rollout": (
         ("{sampling: {maxNewTokens: 2048}}", "sampling.maxNewTokens"), ("{replicas: 2}", "replicas"),
         ("{sleep: Cache}", "sleep"), ("{engine: Torch, sleep: All}", "sleep"),
-        ("{engine: SGLang, sleep: Much}", "sleep"),
+        ("{engine: SGLang, sleep: Much}", "sleep"), ("{deterministic: 'true'}", "deterministic"),
+        ("{engine: OpenAI, endpoints: [{url: 'http://a'}], deterministic: true}", "deterministic"),
         ("{engine: Torch, replicas: 2}", "replicas"), ("{engine: OpenAI}", "engine"),
         ("{engine: OpenAI, endpoints: []}", "engine"), ("{endpoints: [{url: 'http://a'}]}", "endpoints"),
         ("{engine: SGLang, adapterFolder: /a}", "adapterFolder"),

@@ -48,5 +48,6 @@ async def open_faulty(**options: Any) -> Api:
     return api
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """As `orbit_operator.main.main`, under that transport."""
     sys.exit(asyncio.run(run(load_settings(os.environ), open_faulty)))

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from cluster.bed.processes import WITH_ITS_PARENT
-from cluster.by_hand import ROOT, Team
+from cluster.by_hand import Team
+from cluster.operator_nursery import Forked
 
 FAST = {
     "ORBIT_OPERATOR_IDENTITY": "the-operator",
@@ -26,22 +24,15 @@ class Operator:
 
     def __init__(self, team: Team, log: Path, **environment: str) -> None:
         self.log = log
-        program = ["-m", "orbit_operator"]
-        if any(name.startswith("ORBIT_TEST_") for name in environment):
-            program = [str(Path(__file__).parent / "crashing_operator.py")]
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("ORBIT_")}
         mine = {
             "KUBECONFIG": team.server.kubeconfig,
-            "PYTHONPATH": f"{ROOT / 'operator'}{os.pathsep}{ROOT}",
             "ORBIT_OPERATOR_NAMESPACES": team.namespace,
             "ORBIT_OPERATOR_NAMESPACE": team.namespace,
             **FAST,
         }
-        with log.open("ab") as output:
-            self.process = subprocess.Popen(
-                [*WITH_ITS_PARENT, sys.executable, *program],
-                env={**inherited, **mine, **environment}, stdout=output, stderr=output,
-            )  # fmt: skip
+        crashing = any(name.startswith("ORBIT_TEST_") for name in environment)
+        self.process = Forked(log, {**inherited, **mine, **environment}, crashing=crashing)
 
     @property
     def text(self) -> str:

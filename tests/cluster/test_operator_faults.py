@@ -26,7 +26,7 @@ def server(control_plane: ControlPlane) -> Server:
 def shared(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Team, Operator]]:
     """One namespace and one operator for every fault that is not the operator's own."""
     folder = tmp_path_factory.mktemp("operator")
-    fast = {"ORBIT_OPERATOR_NODE_LOST_SECONDS": "3", "ORBIT_OPERATOR_RESYNC_SECONDS": "2"}
+    fast = {"ORBIT_OPERATOR_NODE_LOST_SECONDS": "3"}
     with open_team(server, "faults") as team, run_operator(team, folder / "operator.log", **fast) as operator:
         yield team, operator
 

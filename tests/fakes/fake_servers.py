@@ -42,6 +42,8 @@ class FakeServer:
     base: float = 0.0
     """Added to every log-prob: another base."""
     shares_cache: bool = False
+    deterministic: bool = False
+    """Its tokens follow from the seed of their entry, which it ignores otherwise."""
     held: dict[str, Path | None] = field(default_factory=dict)
     served: list[list[int]] = field(default_factory=list)
     """Prompts that were answered with samples."""
@@ -140,7 +142,8 @@ def _server_info(fake: FakeServer, _: dict) -> Answer:
         state["orbit"] = {"version": 2, "unhooked": [], "adapters": adapters}
     return 200, {
         "version": fake.version, "enable_lora": fake.lora, "max_lora_rank": fake.rank, "lora_target_modules": ["all"],
-        "context_length": fake.max_tokens, "internal_states": [state],
+        "enable_deterministic_inference": fake.deterministic, "context_length": fake.max_tokens,
+        "internal_states": [state],
     }  # fmt: skip
 
 
@@ -196,8 +199,13 @@ def _generate(fake: FakeServer, body: dict) -> Answer:
     if fake.asleep:
         return CUT
     if isinstance(body["input_ids"][0], list):
-        asked = zip(body["input_ids"], body["lora_path"], strict=True)
-        answers = [_generate(fake, {**body, "input_ids": ids, "lora_path": name}) for ids, name in asked]
+        given = body["sampling_params"]
+        parameters = given if isinstance(given, list) else [given] * len(body["input_ids"])
+        asked = zip(body["input_ids"], body["lora_path"], parameters, strict=True)
+        answers = [
+            _generate(fake, {**body, "input_ids": ids, "lora_path": name, "sampling_params": each})
+            for ids, name, each in asked
+        ]
         return next((each for each in answers if each[0] != 200), (200, [found for _, found in answers]))
     adapter, prompt = body.get("lora_path"), body["input_ids"]
     if not fake.is_known(adapter):
@@ -211,11 +219,15 @@ def _generate(fake: FakeServer, body: dict) -> Answer:
         ]
         entries[0][0] = None
         return 200, {"meta_info": {"input_token_logprobs": entries, "cached_tokens": start}}
+    # SGLang 0.5.23: `sampling_params.py` for the range, `sampling_batch_info.py` for the seed of who brings none.
+    seed = sampling.get("sampling_seed", 42)
+    if not -(2**63) <= seed < 2**63:
+        return 400, {"error": {"message": f"sampling_seed must be in [-2**63, 2**63 - 1], got {seed}."}}
     fake.served.append(prompt)
-    count = sampling["max_new_tokens"]
-    entries = [[fake.logprob(adapter, len(prompt) + at, at), at, None] for at in range(count)]
+    tokens = [(seed >> 8 * at) % 256 if fake.deterministic else at for at in range(sampling["max_new_tokens"])]
+    entries = [[fake.logprob(adapter, len(prompt) + at, token), token, None] for at, token in enumerate(tokens)]
     meta = {"output_token_logprobs": entries, "finish_reason": {"type": "length"}}
-    found = [{"output_ids": list(range(count)), "meta_info": meta} for _ in range(sampling["n"])]
+    found = [{"output_ids": tokens, "meta_info": meta} for _ in range(sampling["n"])]
     return 200, found if len(found) > 1 else found[0]
 
 

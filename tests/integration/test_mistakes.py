@@ -13,9 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from orbit_runtime.cli.main import run_command
+from orbit_runtime.errors import UnsupportedError
+from orbit_runtime.loop import run
 from orbit_runtime.model_info.builtin_models import builtin_folder
+from orbit_runtime.observability.progress import SilentProgress
+from orbit_runtime.spec import OrbitRun
 from orbit_runtime.storage import open_store
 from tests.integration.killing import small_manifest, timeless_rows
 from tests.integration.tiny_models import make_checkpoint
@@ -167,6 +172,29 @@ def test_a_mistake_is_named_and_nothing_is_left_behind(shell: Shell, row: str) -
     assert words in shell.shown
     kept = {path.relative_to(shell.out).parts[0] for path in shell.out.rglob("*") if path.is_file()}
     assert kept <= {"executions"}, "no run.json, no checkpoint, no metrics"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here SGLang can do it")
+def test_deterministic_sampling_by_sglang_is_refused_without_a_gpu(shell: Shell) -> None:
+    shell.spec["rollout"] |= {"engine": "SGLang", "deterministic": True}
+    assert shell.run() == 78
+    assert "remove rollout.deterministic, or write rollout.engine: Torch" in shell.shown
+    assert not (shell.out / "run.json").exists()
+    # From Python nothing is planned first: the engine says it.
+    with pytest.raises(UnsupportedError, match="on GPUs only") as caught:
+        run(OrbitRun.model_validate(shell.manifest), out=str(shell.out), progress=SilentProgress())
+    assert (caught.value.exit_code, caught.value.where) == (78, "spec.rollout.deterministic")
+    assert not (shell.out / "run.json").exists()
+
+
+def test_the_torch_engine_draws_the_same_whether_it_is_asked_for_it_or_not(shell: Shell) -> None:
+    shell.spec["rollout"]["deterministic"] = True
+    assert shell.run() == 0
+    assert shell.report()["deterministic"] is True
+    asked = timeless_rows(open_store(str(shell.out)))
+    shell.spec["rollout"]["deterministic"] = False
+    assert shell.run("--out", str(shell.folder / "plain")) == 0
+    assert timeless_rows(open_store(str(shell.folder / "plain"))) == asked
 
 
 def test_scalars_that_two_yaml_versions_read_differently_are_refused(shell: Shell) -> None:

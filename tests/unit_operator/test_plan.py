@@ -59,6 +59,13 @@ def test_a_new_run_gets_its_first_attempt_in_the_first_pass() -> None:
     assert [event.reason for event in chosen.events] == ["RunAttemptCreated"]
 
 
+def test_what_follows_a_first_attempt_is_looked_at_though_nobody_tells_of_it() -> None:
+    """A Job that a queue holds back, or one that is given no pod, changes in nothing that is watched."""
+    plain, queued = build_cluster(), build_cluster(queue_name="team-queue")
+    assert work(plain).wake_at == plain.now + 10
+    assert work(queued).wake_at == queued.now
+
+
 def test_an_attempt_whose_maker_died_is_told_by_its_successor() -> None:
     cluster = build_cluster()
     cluster.carry_out(CreateAttempt(1))

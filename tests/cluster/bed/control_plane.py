@@ -61,7 +61,9 @@ class ControlPlane:
             "root-ca-file": self.pki.authority, "use-service-account-credentials": "true", "leader-elect": "false",
             # A node that says nothing is NotReady after 16 s (40 s in most clusters).
             "node-monitor-period": "2s", "node-monitor-grace-period": "16s", "bind-address": "127.0.0.1",
-            "secure-port": _free_port(), "concurrent-job-syncs": 10, **self._flags,
+            "secure-port": _free_port(), "concurrent-job-syncs": 10,
+            # By default it asks at most 20 times a second: tests that start runs by the dozen would wait for it.
+            "kube-api-qps": 200, "kube-api-burst": 400, **self._flags,
         })  # fmt: skip
         if self._schedules:
             flags = {"kubeconfig": self.kubeconfig, "leader-elect": "false", "bind-address": "127.0.0.1",

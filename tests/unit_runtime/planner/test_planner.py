@@ -189,6 +189,9 @@ def test_every_family_of_the_tables_has_a_place_in_the_support_table() -> None:
             "DeepSeek-V4's attention",
         ),
         (Combination("BF16", "qwen3", "LoRA", "None", "Torch", "Megatron", 8), "refused", "torch trainer's process"),
+        (Combination("BF16", "qwen3", "LoRA", "None", "SGLang", "Torch", 0, True), "refused", "deterministically"),
+        (Combination("BF16", "qwen3", "LoRA", "None", "SGLang", "Torch", 1, True), "planned", "not run on hardware"),
+        (Combination("BF16", "qwen3", "LoRA", "None", "Torch", "Torch", 0, True), "works", ""),
     ],
 )
 def test_what_is_supported_and_why_not(asked: Combination, state: str, says: str) -> None:
@@ -204,6 +207,15 @@ def test_a_refused_combination_does_not_fit_whatever_the_memory() -> None:
     )  # fmt: skip
     assert not made.fits
     assert "SGLang 0.5.23 cannot adapt DeepSeek-V4" in made.problems[0].message
+
+
+def test_deterministic_sampling_by_sglang_on_the_cpu_is_refused_before_anything_is_taken() -> None:
+    made = planned(Machine(None, 0), rollout={"engine": "SGLang", "deterministic": True})
+    with pytest.raises(UnsupportedError, match="on GPUs only") as caught:
+        check_fits(made)
+    assert caught.value.exit_code == 78
+    assert planned(Machine(None, 0), rollout={"engine": "Torch", "deterministic": True}).fits
+    assert planned(Machine(H100, 1), rollout={"engine": "SGLang", "deterministic": True}).fits
 
 
 def test_the_versions_of_the_table_are_the_pinned_ones() -> None:

@@ -78,6 +78,7 @@ OFT = replace(WANTED, adapter=AdapterConfig(type="OFT", targets=("q_proj",)))
     ("found", "wanted", "endpoint", "code", "says"),
     [
         ([FakeServer(lora=False)], WANTED, {}, 78, "endpoint 0 .* serves no adapters"),
+        ([FakeServer(deterministic=True)], WANTED, {}, 78, "all samples of a prompt would be one and the same"),
         ([FakeServer(rank=4)], WANTED, {}, 78, "up to rank 4, this run's is 8"),
         ([FakeServer(max_tokens=512)], WANTED, {}, 78, "up to 512 tokens, this run's are up to 1024"),
         ([vllm(max_tokens=512)], WANTED, {}, 78, "up to 512 tokens"),
