@@ -146,12 +146,15 @@ class Replica:
 
     async def attempt[T](self, work: Callable[[], Awaitable[T]], *, needs: str | None = None) -> T:
         """One try. A loss starts bringing it back, and is raised; so is an adapter that it no longer holds."""
+        restarts = self.restarts
         try:
             return await self._watched(work)
         except LostError:
             self._begin_revival()
             raise
         except GateError:
+            if self.restarts != restarts:
+                raise LostError("it was restarted meanwhile, and did not yet hold what it must") from None
             if needs is None or await self._holds(needs):
                 raise
             self._begin_revival()
