@@ -143,6 +143,15 @@ class AdapterFiles:
 
 
 @dataclass(frozen=True, slots=True)
+class Cached:
+    """Log-probs of the end of given tokens, behind a beginning that the engine may have had in its cache."""
+
+    logprobs_T: tuple[float, ...]
+    tokens: int
+    """How many of the first tokens came from the cache; 0: the reading says nothing."""
+
+
+@dataclass(frozen=True, slots=True)
 class Scored:
     """Log-probs of given tokens, and proof of what computed them."""
 
@@ -150,15 +159,9 @@ class Scored:
     """Entry t is log p(token t | tokens before t) at temperature 1; entry 0 is 0.0."""
     applied_digest: str | None
     """Digest of the adapter tensors that the layers multiplied by in these very passes; `None`: none was applied."""
-
-
-@dataclass(frozen=True, slots=True)
-class Cached:
-    """Log-probs of the end of given tokens, behind a beginning that the engine may have had in its cache."""
-
-    logprobs_T: tuple[float, ...]
-    tokens: int
-    """How many of the first tokens came from the cache; 0: the reading says nothing."""
+    cached: Cached | None = None
+    """The end once more, from the cache that requests share; None: not asked for, no such cache, or no way to read
+    behind it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,15 +200,14 @@ class Copy(Protocol):
         """It can tell what stands in its slots; else a proof rests on log-probs alone, and says so."""
         ...
 
-    def score(self, token_ids_T: Sequence[int], adapters: Sequence[str | None]) -> list[Scored]:
-        """One reading of the same tokens per adapter, all in one batch, by the passes that sampling uses."""
-        ...
+    def score(
+        self, token_ids_T: Sequence[int], adapters: Sequence[str | None], behind: int | None = None
+    ) -> list[Scored]:
+        """One reading of the same tokens per adapter, all in one batch, by the passes that sampling uses.
 
-    def score_cached(
-        self, token_ids_T: Sequence[int], start: int, adapters: Sequence[str | None]
-    ) -> Sequence[Cached | None]:
-        """Log-probs of the tokens after `start`, those before it from the cache that requests share; None: there is no
-        such cache, or no way to read behind it."""
+        Args:
+            behind: then once more the tokens after this one, those up to it from the cache that requests share.
+        """
         ...
 
     def adapter_digest(self, name: str) -> str | None:

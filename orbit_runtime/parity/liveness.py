@@ -20,7 +20,7 @@ Does not belong here: storing and loading the adapter (`loop.publish`).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -113,7 +113,8 @@ def prove(
         trainer_scores: the trainer's own reading of the canary, with its adapter and without.
         previous: of the same copy.
     """
-    adapted, base = engine.score(canary_T, [name, None])
+    start = max(1, len(canary_T) - CACHED_TAIL)
+    adapted, base = engine.score(canary_T, [name, None], behind=start)
     trainer_adapted, trainer_base = trainer_scores
     slot_digest = engine.adapter_digest(name)
     expected = expected_applied_digest(published.files)
@@ -123,7 +124,7 @@ def prove(
     moved = None if previous is None else _distance(reading.trainer_T, previous.trainer_T)
     base_error = _mean_distance(trainer_base.logprobs_T, base.logprobs_T)
     base_moved = None if previous is None else _distance(base.logprobs_T, previous.base_T)
-    cached = _cached_error(engine, canary_T, {name: adapted, None: base})
+    cached = _cached_error(start, (adapted, base))
     failures = _bytes_failures(published, name, engine, slot_digest, adapted, expected)
     if trainer_adapted.applied_digest != expected:
         failures.append(
@@ -233,13 +234,12 @@ def _predecessor_failures(engine: Copy, canary_T: Sequence[int], previous: Readi
     return [] if moved <= limit else [f"{gone}: its log-probs of the canary moved by {moved:.3g}, limit {limit:.3g}"]
 
 
-def _cached_error(engine: Copy, canary_T: Sequence[int], anew: Mapping[str | None, Scored]) -> float | None:
-    """The scores before this put the canary's beginning in the engine's cache, under each name."""
-    start = max(1, len(canary_T) - CACHED_TAIL)
+def _cached_error(start: int, readings: Sequence[Scored]) -> float | None:
+    """The first pass put the canary's beginning in the engine's cache, under each name."""
     errors = []
-    for scored, cached in zip(anew.values(), engine.score_cached(canary_T, start, tuple(anew)), strict=True):
-        if cached is not None and cached.tokens:
-            errors.append(_distance(cached.logprobs_T, scored.logprobs_T[start + 1 :]))
+    for scored in readings:
+        if scored.cached is not None and scored.cached.tokens:
+            errors.append(_distance(scored.cached.logprobs_T, scored.logprobs_T[start + 1 :]))
     if not errors:
         return None
     return math.nan if any(math.isnan(error) for error in errors) else max(errors)

@@ -138,9 +138,9 @@ class CopyReading:
 
 def _read_copy(copy: Copy, sequences: Sequence[Ids], adapter: str) -> CopyReading:
     alone = _joined([copy.score(tokens, [None])[0] for tokens in sequences])
-    crowded = [copy.score(tokens, [adapter, None]) for tokens in sequences]
+    crowded = [copy.score(tokens, [adapter, None], behind=len(tokens) // 2) for tokens in sequences]
     off = [without for _, without in crowded]
-    anew, cached = _cached_readings(copy, sequences, off)
+    anew, cached = _cached_readings(off)
     floor = build_difference([*alone, *anew], [*_joined(off), *cached])
     return CopyReading(_joined([on for on, _ in crowded]), alone, floor)
 
@@ -168,16 +168,14 @@ def _probe(
     return [build_difference(on, each) for each in measured], build_difference(on, off).mean
 
 
-def _cached_readings(copy: Copy, sequences: Sequence[Ids], scored: Sequence[Scored]) -> tuple[list[float], list[float]]:
+def _cached_readings(scored: Sequence[Scored]) -> tuple[list[float], list[float]]:
     """The second half of every sequence: as scored anew, and behind its first half from the engine's cache."""
     anew: list[float] = []
     behind: list[float] = []
-    for tokens, whole in zip(sequences, scored, strict=True):
-        start = len(tokens) // 2
-        (cached,) = copy.score_cached(tokens, start, [None])
-        if cached is not None and cached.tokens:
-            anew += whole.logprobs_T[start + 1 :]
-            behind += cached.logprobs_T
+    for whole in scored:
+        if whole.cached is not None and whole.cached.tokens:
+            anew += whole.logprobs_T[-len(whole.cached.logprobs_T) :]
+            behind += whole.cached.logprobs_T
     return anew, behind
 
 

@@ -146,12 +146,15 @@ class Replica:
 
     async def attempt[T](self, work: Callable[[], Awaitable[T]], *, needs: str | None = None) -> T:
         """One try. A loss starts bringing it back, and is raised; so is an adapter that it no longer holds."""
+        restarts = self.restarts
         try:
             return await self._watched(work)
         except LostError:
             self._begin_revival()
             raise
         except GateError:
+            if self.restarts != restarts:
+                raise LostError("it was restarted meanwhile, and did not yet hold what it must") from None
             if needs is None or await self._holds(needs):
                 raise
             self._begin_revival()
@@ -204,12 +207,13 @@ class Replica:
                     raise
             self._held.discard(name)
 
-    async def score(self, token_ids_T: Sequence[int], adapter: str | None) -> tuple[float, ...]:
-        """Log-prob of every token, 0 for the first. The first reading of an adapter is what it is known by."""
-        logprobs = (0.0, *await self.api.score(token_ids_T, adapter))
-        if adapter is not None:
-            self._witnesses.setdefault(adapter, (tuple(token_ids_T), logprobs))
-        return logprobs
+    async def score(self, token_ids_T: Sequence[int], adapters: Sequence[str | None]) -> list[tuple[float, ...]]:
+        """By adapter, log-prob of every token, 0 for the first. An adapter is known by the first reading of it."""
+        found = [(0.0, *logprobs) for logprobs in await self.api.score(token_ids_T, adapters)]
+        for adapter, logprobs in zip(adapters, found, strict=True):
+            if adapter is not None:
+                self._witnesses.setdefault(adapter, (tuple(token_ids_T), logprobs))
+        return found
 
     async def facts(self) -> Mapping[str, Mapping[str, Any]]:
         return await self.api.facts() or {}
@@ -268,7 +272,7 @@ class Replica:
     async def _check_held(self, name: str, what: str) -> None:
         published = self._adapters[name].adapter
         if self.reads_back:
-            await self.api.score((0, 0), name)
+            await self.api.score((0, 0), [name])
             found = (await self.facts()).get(name, {}).get("slot_digest")
             if found != published.digest:
                 raise GateError(
@@ -277,7 +281,8 @@ class Replica:
                 )
         elif name in self._witnesses:
             tokens, before = self._witnesses[name]
-            now = (0.0, *await self.api.score(tokens, name))
+            (logprobs,) = await self.api.score(tokens, [name])
+            now = (0.0, *logprobs)
             moved = max(abs(a - b) for a, b in zip(before, now, strict=True))
             if not moved <= self._tolerance:
                 raise GateError(

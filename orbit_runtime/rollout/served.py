@@ -135,11 +135,13 @@ class Api(Protocol):
 
     async def generate(self, call: Call, eos: Sequence[int]) -> list[Sampled]: ...
 
-    async def score(self, token_ids_T: Sequence[int], adapter: str | None) -> tuple[float, ...]:
-        """Of every token after the first, computed anew: nothing comes from a cache."""
+    async def score(self, token_ids_T: Sequence[int], adapters: Sequence[str | None]) -> list[tuple[float, ...]]:
+        """By adapter, of every token after the first, computed anew: nothing comes from a cache."""
         ...
 
-    async def tail(self, token_ids_T: Sequence[int], start: int, adapter: str | None) -> Cached | None:
+    async def tail(
+        self, token_ids_T: Sequence[int], start: int, adapters: Sequence[str | None]
+    ) -> Sequence[Cached | None]:
         """The same of the tokens after `start`, those before it from the cache where it has them; None: no such way."""
         ...
 

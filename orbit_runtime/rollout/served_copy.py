@@ -45,31 +45,29 @@ class ServedCopy:
     def is_tapped(self) -> bool:
         return self._replica.taps is not None
 
-    def score(self, token_ids_T: Sequence[int], adapters: Sequence[str | None]) -> list[Scored]:
-        """Prefills of the same tokens, one per adapter; all of them are under way at once."""
+    def score(
+        self, token_ids_T: Sequence[int], adapters: Sequence[str | None], behind: int | None = None
+    ) -> list[Scored]:
+        """Prefills of the same tokens, one per adapter. What follows the first pass is under way at once."""
         replica = self._replica
 
-        async def readings() -> list[tuple[float, ...]]:
-            asked = [replica.ask(partial(replica.score, token_ids_T, name)) for name in adapters]
-            return list(await asyncio.gather(*asked))
+        async def told() -> Mapping[str, Mapping[str, Any]]:
+            return await replica.ask(replica.facts) if self.reads_back and any(adapters) else {}
 
-        scores = self._engine.call(readings())
-        self._told = self._facts() if self.reads_back and any(adapters) else {}
-        return [
-            Scored(logprobs, self._told.get(name, {}).get("applied_digest") if name else None)
-            for name, logprobs in zip(adapters, scores, strict=True)
-        ]
+        async def tails() -> Sequence[Cached | None]:
+            if behind is None:
+                return [None] * len(adapters)
+            return await replica.ask(partial(replica.api.tail, token_ids_T, behind, adapters))
 
-    def score_cached(
-        self, token_ids_T: Sequence[int], start: int, adapters: Sequence[str | None]
-    ) -> list[Cached | None]:
-        replica = self._replica
+        async def readings() -> list[Scored]:
+            scores = await replica.ask(partial(replica.score, token_ids_T, adapters))
+            self._told, ends = await asyncio.gather(told(), tails())
+            return [
+                Scored(logprobs, self._told.get(name, {}).get("applied_digest") if name else None, end)
+                for name, logprobs, end in zip(adapters, scores, ends, strict=True)
+            ]
 
-        async def tails() -> list[Cached | None]:
-            asked = [replica.ask(partial(replica.api.tail, tuple(token_ids_T), start, name)) for name in adapters]
-            return list(await asyncio.gather(*asked))
-
-        return self._engine.call(tails())
+        return self._engine.call(readings())
 
     def adapter_digest(self, name: str) -> str | None:
         """Of what stands in the server's buffers, as the plug-in reads them: after the newest pass, or now."""
@@ -79,7 +77,7 @@ class ServedCopy:
         facts = self._told.get(name) or self._facts().get(name)
         if facts is not None and facts["slot_digest"] is None:
             # Loaded, and in no slot just now: a pass brings it into one.
-            self._engine.call(self._replica.ask(partial(self._replica.api.score, (0, 0), name)))
+            self._engine.call(self._replica.ask(partial(self._replica.api.score, (0, 0), [name])))
             facts = self._facts().get(name)
         return str((facts or {}).get("slot_digest"))
 
@@ -118,7 +116,7 @@ class ServedCopy:
         answer.unlink(missing_ok=True)
         write_request(taps, token_ids_T, adapter, names)
         replica = self._replica
-        self._engine.call(replica.ask(partial(replica.api.score, token_ids_T, adapter)))
+        self._engine.call(replica.ask(partial(replica.api.score, token_ids_T, [adapter])))
         try:
             return answer.read_bytes()
         except OSError:

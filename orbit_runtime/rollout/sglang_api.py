@@ -120,23 +120,22 @@ class SGLangApi:
             found.append(check_sampled(call, [entry[1] for entry in entries], [entry[0] for entry in entries], reason))
         return found
 
-    async def score(self, token_ids_T: Sequence[int], adapter: str | None) -> tuple[float, ...]:
-        return (await self.tail(token_ids_T, 0, adapter)).logprobs_T
+    async def score(self, token_ids_T: Sequence[int], adapters: Sequence[str | None]) -> list[tuple[float, ...]]:
+        return [each.logprobs_T for each in await self.tail(token_ids_T, 0, adapters)]
 
-    async def tail(self, token_ids_T: Sequence[int], start: int, adapter: str | None) -> Cached:
+    async def tail(self, token_ids_T: Sequence[int], start: int, adapters: Sequence[str | None]) -> list[Cached]:
         """SGLang takes from its cache what lies before `start`, and computes the rest."""
         body = {
-            "input_ids": list(token_ids_T),
+            "input_ids": [list(token_ids_T)] * len(adapters),
             "sampling_params": {"max_new_tokens": 0, "temperature": 0.0},
             "return_logprob": True,
             "logprob_start_len": start,
-            "lora_path": adapter,
+            "lora_path": list(adapters),
         }
-        meta = _meta(await self._wire.post("/generate", body))
-        entries = meta.get("input_token_logprobs") or []
-        if [int(entry[1]) for entry in entries] != list(token_ids_T[start:]):
-            raise GateError("the engine scored other tokens than it was given", where="rollout")
-        return Cached(tuple(number(entry[0]) for entry in entries[1:]), int(meta.get("cached_tokens") or 0))
+        answers = await self._wire.post("/generate", body)
+        if not isinstance(answers, list) or len(answers) != len(adapters):
+            raise GateError(f"/generate was not answered with {len(adapters)} readings", where="rollout")
+        return [_read_tail(_meta(answer), list(token_ids_T[start:])) for answer in answers]
 
     async def facts(self) -> Mapping[str, Mapping[str, Any]] | None:
         """What two ranks tell differently is None, which equals no digest."""
@@ -166,6 +165,13 @@ class SGLangApi:
     async def text(self, token_ids_T: Sequence[int]) -> str | None:
         body = {"tokens": list(token_ids_T), "skip_special_tokens": True}
         return str((await self._wire.post("/detokenize", body))["text"])
+
+
+def _read_tail(meta: Mapping[str, Any], asked: Sequence[int]) -> Cached:
+    entries = meta.get("input_token_logprobs") or []
+    if [int(entry[1]) for entry in entries] != asked:
+        raise GateError("the engine scored other tokens than it was given", where="rollout")
+    return Cached(tuple(number(entry[0]) for entry in entries[1:]), int(meta.get("cached_tokens") or 0))
 
 
 def _signed(key: int) -> int:

@@ -109,10 +109,6 @@ class TorchEngine:
     def read_servers(self) -> tuple[ServerReading, ...]:
         return ()
 
-    def score_cached(self, token_ids_T: Sequence[int], start: int, adapters: Sequence[str | None]) -> list[None]:
-        """Two calls share no keys and values here."""
-        return [None] * len(adapters)
-
     def adapters(self) -> tuple[str, ...]:
         return tuple(self._slots)
 
@@ -146,8 +142,13 @@ class TorchEngine:
             for finished in self._run([Work(request) for request in requests]):
                 yield self._completion(finished)
 
-    def score(self, token_ids_T: Sequence[int], adapters: Sequence[str | None]) -> list[Scored]:
-        """Teacher-forced: a prefill of all but the last few tokens, then decode steps, every adapter in one batch."""
+    def score(
+        self, token_ids_T: Sequence[int], adapters: Sequence[str | None], behind: int | None = None
+    ) -> list[Scored]:
+        """Teacher-forced: a prefill of all but the last few tokens, then decode steps, every adapter in one batch.
+
+        Two calls share no keys and values here: there is nothing to read `behind`.
+        """
         tail = min(SCORED_BY_DECODING, len(token_ids_T) - 1)
         prompt, forced = tuple(token_ids_T[:-tail]), tuple(token_ids_T[-tail:])
         work = [Work(Request(index, 0, prompt, Sampling(), name), forced) for index, name in enumerate(adapters)]

@@ -8,6 +8,7 @@ vLLM must be started with `--enable-lora`, `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1` 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -72,7 +73,10 @@ class VllmApi:
             found.append(check_sampled(call, choice.get("token_ids") or [], logprobs, choice.get("finish_reason")))
         return found
 
-    async def score(self, token_ids_T: Sequence[int], adapter: str | None) -> tuple[float, ...]:
+    async def score(self, token_ids_T: Sequence[int], adapters: Sequence[str | None]) -> list[tuple[float, ...]]:
+        return list(await asyncio.gather(*(self._score(token_ids_T, adapter) for adapter in adapters)))
+
+    async def _score(self, token_ids_T: Sequence[int], adapter: str | None) -> tuple[float, ...]:
         """vLLM reads nothing from its cache for a request that asks for log-probs of its prompt."""
         body = {
             "model": adapter or self._model,
@@ -91,8 +95,9 @@ class VllmApi:
             found.append(number(entry[str(token)]["logprob"]))
         return tuple(found)
 
-    async def tail(self, token_ids_T: Sequence[int], start: int, adapter: str | None) -> None:
+    async def tail(self, token_ids_T: Sequence[int], start: int, adapters: Sequence[str | None]) -> list[None]:
         """vLLM has no way to score given tokens behind a cached prefix."""
+        return [None] * len(adapters)
 
     async def facts(self) -> Mapping[str, Mapping[str, Any]] | None:
         return None

@@ -13,7 +13,7 @@ from safetensors.torch import load, save
 
 from orbit_runtime.adapters.layer import AdaptedLinear
 from orbit_runtime.rollout import TorchEngine
-from orbit_runtime.types import AdapterFiles, Cached, Completion, Request, Scored, ServerReading
+from orbit_runtime.types import AdapterFiles, Completion, Request, Scored, ServerReading
 
 MODEL = "adapter_model.safetensors"
 Spoil = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
@@ -95,11 +95,6 @@ class FaultyEngine:
     def read_servers(self) -> Sequence[ServerReading]:
         return self.engine.read_servers()
 
-    def score_cached(
-        self, token_ids_T: Sequence[int], start: int, adapters: Sequence[str | None]
-    ) -> Sequence[Cached | None]:
-        return self.engine.score_cached(token_ids_T, start, adapters)
-
     def adapter_digest(self, name: str) -> str:
         return self.engine.adapter_digest(name)
 
@@ -112,8 +107,10 @@ class FaultyEngine:
     def generate(self, requests: Sequence[Request]) -> Iterator[Completion]:
         return self.engine.generate([replace(request, adapter=self._name(request.adapter)) for request in requests])
 
-    def score(self, token_ids_T: Sequence[int], adapters: Sequence[str | None]) -> list[Scored]:
-        return self.engine.score(token_ids_T, [self._name(name) for name in adapters])
+    def score(
+        self, token_ids_T: Sequence[int], adapters: Sequence[str | None], behind: int | None = None
+    ) -> list[Scored]:
+        return self.engine.score(token_ids_T, [self._name(name) for name in adapters], behind)
 
     def close(self) -> None:
         self.engine.close()

@@ -6,6 +6,9 @@ import asyncio
 from typing import Any
 
 import pytest
+
+pytest.importorskip("kopf", reason="the operator's packages are not installed (extra `operator`)")
+
 from orbit_operator.api import PODS, Api, ApiError
 
 

@@ -5,6 +5,7 @@ The servers are fakes (`tests/fakes/fake_servers.py`); the same faults with real
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 import time
@@ -22,7 +23,7 @@ from orbit_runtime.errors import EngineDiedError, GateError
 from orbit_runtime.observability.metrics import RunMetrics
 from orbit_runtime.parity.liveness import Limits, check_proofs, prove
 from orbit_runtime.rollout.replica import Replica
-from orbit_runtime.rollout.served import Sleeping
+from orbit_runtime.rollout.served import LostError, Sleeping
 from orbit_runtime.rollout.served_engine import ServedEngine
 from orbit_runtime.rollout.sglang_api import SGLangApi
 from orbit_runtime.rollout.vllm_api import VllmApi
@@ -159,6 +160,19 @@ def test_a_replica_that_dies_costs_no_rollout_and_doubles_none(build: Build, whe
     assert engine.replicas[0].restarts == 1
     assert servers[0].held.keys() == {"policy-v1"}, "it was brought to the current policy"
     assert servers[1].starts == (2 if when == "both" else 1)
+
+
+def test_what_a_server_refuses_that_was_restarted_meanwhile_is_asked_again() -> None:
+    """Its request went out before the end, and reached the new process before that held its adapters."""
+    server = FakeServer()
+    replica = Replica("the engine", server, SGLangApi(Wire(build_client(), server)), {})
+
+    async def refused() -> None:
+        replica.restarts += 1
+        raise GateError("policy-v1 is not loaded")
+
+    with pytest.raises(LostError, match="restarted meanwhile"):
+        asyncio.run(replica.attempt(refused, needs="policy-v1"))
 
 
 def test_a_restarted_replica_gets_no_work_before_it_holds_the_policy(build: Build) -> None:
