@@ -66,9 +66,9 @@ class Processes:
             process.wait()
 
     def stop_all(self) -> None:
-        """The last started first."""
+        """The last started first. Nothing that they hold is needed; an API server would wait for its watchers."""
         for name in reversed(list(self.running)):
-            self.stop(name)
+            self.stop(name, seconds=3.0)
 
     def pid(self, name: str) -> int:
         return self.running[name].pid
