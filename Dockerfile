@@ -36,9 +36,11 @@ FROM operator-base AS operator-environment
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 RUN python3 -m venv /opt/build && python3 -m venv --without-pip /opt/orbit
 COPY images/operator.in images/constraints/laptop.txt images/finish.sh /images/
-RUN /opt/build/bin/pip --python /opt/orbit/bin/python install --no-compile -c /images/laptop.txt -r /images/operator.in
+RUN /opt/build/bin/pip --python /opt/orbit/bin/python install --no-compile -c /images/laptop.txt -r /images/operator.in \
+    && sh /images/finish.sh
 COPY --from=wheel /wheels /wheels
-RUN /opt/build/bin/pip --python /opt/orbit/bin/python install --no-compile --no-deps /wheels/*.whl && sh /images/finish.sh
+RUN /opt/build/bin/pip --python /opt/orbit/bin/python install --no-compile --no-deps /wheels/*.whl \
+    && sh /images/finish.sh orbit_operator orbit_runtime
 
 FROM operator-base AS operator
 COPY --from=operator-environment /opt/orbit /opt/orbit
@@ -71,10 +73,16 @@ RUN python3 -m venv /opt/build && python3 -m venv --without-pip /opt/orbit
 COPY images/constraints/laptop.txt /images/constraints.txt
 RUN mkdir /opt/heavy && echo /opt/heavy > "$(/opt/orbit/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/heavy.pth"
 
+# What Orbit itself asks for, where the heavy layer has it not: before its code, which changes more often.
 FROM heavy-${HEAVY} AS runtime-environment
 COPY images/finish.sh /images/
+COPY pyproject.toml /source/
+RUN python3 -c 'import tomllib; print(*tomllib.load(open("/source/pyproject.toml", "rb"))["project"]["dependencies"], sep="\n")' > /images/needs.txt \
+    && /opt/build/bin/pip --python /opt/orbit/bin/python install --no-compile -c /images/constraints.txt -r /images/needs.txt \
+    && sh /images/finish.sh
 COPY --from=wheel /wheels /wheels
-RUN /opt/build/bin/pip --python /opt/orbit/bin/python install --no-compile -c /images/constraints.txt /wheels/*.whl && sh /images/finish.sh
+RUN /opt/build/bin/pip --python /opt/orbit/bin/python install --no-compile -c /images/constraints.txt /wheels/*.whl \
+    && sh /images/finish.sh orbit_operator orbit_runtime
 
 FROM runtime-base AS runtime
 COPY --from=runtime-environment /opt/orbit /opt/orbit

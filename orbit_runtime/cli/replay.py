@@ -38,6 +38,7 @@ def run_replay(uri: str, *, steps: int | None, as_json: bool) -> int:
         print("FAILED: the recorded rollouts give another adapter. On another kind of processor or with another torch")
         print("that may be rounding; on the machine of the run, what was trained on is not what was recorded.")
     else:
-        print(f"{len(done)} steps trained again from their recorded rollouts: every adapter is the same, bit for bit")
+        steps_done = "1 step" if len(done) == 1 else f"{len(done)} steps"
+        print(f"{steps_done} trained again from their recorded rollouts: every adapter is the same, bit for bit")
         print(f"adapter after step {done[-1].step}  {done[-1].replayed}")
     return GateError.exit_code if differs else EXIT_DONE

@@ -82,9 +82,10 @@ def vllm_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         pytest.skip(f"needs vLLM, whose CPU build will do: {VLLM_PYTHON} names no interpreter")
     folder, port = tmp_path_factory.mktemp("vllm"), free_port()
     convert(builtin_folder("tiny-adder", "INT4"), folder / "base", Target("BF16"), show=lambda *_: None)
+    # More slots than adapters: on a CPU vLLM gives a request without one, in one batch with others, the last slot's.
     command = [
         os.environ[VLLM_PYTHON], "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder / "base"),
-        "--dtype", "float32", "--enable-lora", "--max-lora-rank", "8", "--max-loras", "4", "--max-model-len", "256",
+        "--dtype", "float32", "--enable-lora", "--max-lora-rank", "8", "--max-loras", "64", "--max-model-len", "256",
         "--max-num-seqs", "32", "--host", "127.0.0.1", "--port", str(port), "--enforce-eager",
         "--logprobs-mode", "processed_logprobs",
     ]  # fmt: skip

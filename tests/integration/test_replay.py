@@ -41,7 +41,7 @@ def test_recorded_rollouts_give_the_same_adapter_after_every_step(
     assert [each["replayed"] for each in found["steps"]] == recorded
     assert len(set(recorded)) == STEPS
     assert run_command(["replay", str(out), "--steps", "1"]) == 0
-    assert "1 steps trained again" in capsys.readouterr().out
+    assert "1 step trained again" in capsys.readouterr().out
 
 
 def test_a_rollout_that_was_changed_shows_at_its_step_and_a_missing_one_is_named(
