@@ -213,8 +213,8 @@ class Bench:
             await asyncio.sleep(5)
 
     @asynccontextmanager
-    async def episode(self, found: list[Episode]) -> AsyncIterator[None]:
-        """Appends what happened inside of it."""
+    async def episode(self, facts: dict[str, Any], name: str) -> AsyncIterator[None]:
+        """Keeps what happened inside of it under its name."""
         mine = self._cpu()
         first, changes, began = await self.operator.samples(), self.history.changes, _now()
         cpu, machine = cpu_seconds(self.operator.pid), machine_seconds()
@@ -225,13 +225,14 @@ class Bench:
         last = await self.operator.samples()
         passes = _passes(last) - _passes(first)
         total = ("orbit_operator_reconcile_seconds_sum",)
-        found.append(Episode(
+        facts[name] = Episode(
             seconds, {name: round(count - _writes(first).get(name, 0)) for name, count in _writes(last).items()
                       if count > _writes(first).get(name, 0)},
             round(_reads(last) - _reads(first)), self.history.changes - changes, round(passes),
             (last[total] - first.get(total, 0)) / passes if passes else 0.0, quantile("reconcile", first, last, 0.99),
             quantile("queue", first, last, 0.99), used, max(0.0, others), memory_bytes(self.operator.pid),
-        ))  # fmt: skip
+        )  # fmt: skip
+        print(f"{facts['runs']} runs: {name} took {seconds:.0f} s", file=sys.stderr, flush=True)
 
     def _cpu(self) -> float:
         return sum(cpu_seconds(pid) for pid in self._pids)
@@ -272,64 +273,54 @@ async def measure(bench: Bench, num_runs: int, idle_seconds: float, folder: Path
     names = [f"run-{index:05}" for index in range(num_runs)]
     await bench.settle()
 
-    found: list[Episode] = []
-    async with bench.episode(found):
+    async with bench.episode(facts, "create"):
         began = _now()
         await bench.create(names)
         facts["created after"] = _now() - began
         await bench.wait(lambda: len(history.jobs) >= num_runs + 15 and len(history.statuses) >= num_runs + 15,
                          "every run has its Job and its status")  # fmt: skip
-    facts["create"] = found[-1]
     waits = sorted(max(history.jobs[name], history.statuses[name]) - began for name in names)
     facts["served after"] = waits[-1]
-    async with bench.episode(found):
+    async with bench.episode(facts, "start"):
         await bench.wait(lambda: history.num("Running") >= num_runs + 15, "every run trains")
         await bench.settle()
-    facts["start"] = found[-1]
     facts["apply, many runs"] = [await bench.apply_one(kubectl, f"more-{index}", folder) for index in range(15)]
     await bench.wait(lambda: history.num("Running") >= num_runs + 30, "these train as well")
     await bench.settle()
-    async with bench.episode(found):
+    async with bench.episode(facts, "idle"):
         await asyncio.sleep(idle_seconds)
-    facts["idle"] = found[-1]
 
-    async with bench.episode(found):
+    async with bench.episode(facts, "train"):
         until = _now() + 60
         while _now() < until:
             bench.pods.step += 1
             await asyncio.sleep(1)
-    facts["train"] = found[-1]
 
     tenth = len(names) // 10
     crash, pause, rest = names[:tenth], names[tenth : 2 * tenth], names[2 * tenth :]
-    async with bench.episode(found):
+    async with bench.episode(facts, "crash"):
         await bench.end_pods(82, crash)
         again = ("Running", "Running", 2)
         await bench.wait(lambda: all(history.now[name] == again for name in crash), "the second attempts train")
         await bench.settle()
-    facts["crash"] = found[-1]
 
     def suspend(value: bool) -> Callable[[str], Any]:
         return lambda name: client.merge(f"{RUNS}/{name}", {"spec": {"lifecycle": {"suspend": value}}})
 
-    async with bench.episode(found):
+    async with bench.episode(facts, "suspend"):
         await bench.each(pause, suspend(True))
         await bench.wait(lambda: history.num("Suspended") >= tenth, "they are suspended")
         await bench.settle()
-    facts["suspend"] = found[-1]
-    async with bench.episode(found):
+    async with bench.episode(facts, "resume"):
         await bench.each(pause, suspend(False))
         await bench.wait(lambda: all(history.now[name] == again for name in pause), "they train again")
         await bench.settle()
-    facts["resume"] = found[-1]
-    async with bench.episode(found):
+    async with bench.episode(facts, "complete"):
         await bench.end_pods(0, rest)
         await bench.wait(lambda: history.num("Succeeded") >= len(rest), "they have succeeded")
         await bench.settle()
-    facts["complete"] = found[-1]
-    async with bench.episode(found):
+    async with bench.episode(facts, "idle, most finished"):
         await asyncio.sleep(idle_seconds)
-    facts["idle, most finished"] = found[-1]
     facts["resident highest"] = memory_bytes(bench.operator.pid, "VmHWM")
     return facts
 
