@@ -8,13 +8,15 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from orbit_runtime.errors import GateError, OrbitError
 from orbit_runtime.parity.liveness import Limits, Proof, Reading, check_proofs, prove
 from orbit_runtime.storage import Execution, Store, write_bundle
-from orbit_runtime.types import AdapterFiles, Engine, Trainer
+from orbit_runtime.types import AdapterFiles, Copy, Engine, Scored, Trainer
 
 
 def adapter_name(version: int) -> str:
@@ -80,26 +82,30 @@ class Publisher:
                 f"policy version {version} could not be proven live: the engine did not load it: {error}",
                 where="publish",
             ) from error
-        proofs, readings = [], []
-        for index, copy in enumerate(self.engine.copies()):
-            proof, reading = prove(
-                adapter,
-                adapter_name(version),
-                copy,
-                (adapted, base),
-                self.canary_T,
-                limits=Limits(self.change_limit, self.base_limit),
-                previous=previous.readings[index] if previous else None,
-            )
-            proofs.append(proof)
-            readings.append(reading)
-        failed = [(proof, reading) for proof, reading in zip(proofs, readings, strict=True) if not proof.proven]
+        copies = self.engine.copies()
+        pairs = [*zip(copies, previous.readings if previous else (None,) * len(copies), strict=True)]
+        prove_one = partial(self._prove, adapter, (adapted, base))
+        if len(pairs) == 1:
+            found = [prove_one(pairs[0])]
+        else:
+            # Each copy is another server, and most of a proof is waiting for it.
+            with ThreadPoolExecutor(len(pairs)) as pool:
+                found = list(pool.map(prove_one, pairs))
+        proofs, readings = [proof for proof, _ in found], [reading for _, reading in found]
+        failed = [(proof, reading) for proof, reading in found if not proof.proven]
         if failed:
             self._keep_evidence(version, _evidence(failed))
         check_proofs(proofs)
         if previous is not None:
             self.engine.unload_adapter(previous.name)
         return Publication(adapter, tuple(proofs), tuple(readings))
+
+    def _prove(
+        self, adapter: AdapterFiles, scores: tuple[Scored, Scored], pair: tuple[Copy, Reading | None]
+    ) -> tuple[Proof, Reading]:
+        copy, previous = pair
+        name, limits = adapter_name(adapter.version), Limits(self.change_limit, self.base_limit)
+        return prove(adapter, name, copy, scores, self.canary_T, limits=limits, previous=previous)
 
     def _keep_evidence(self, version: int, evidence: Mapping[str, Any]) -> None:
         key = f"parity/publish-v{version}-e{self.execution.number:06d}.json"

@@ -86,11 +86,13 @@ class ServedCopy:
             return ""
         loaded = self._engine.slot(name)
         question = loaded.folder / EXPLAIN_FILE
-        question.touch()
-        try:
-            facts = self._facts().get(name)
-        finally:
-            question.unlink()
+        # One folder for all copies: one question at a time.
+        with self._engine.explaining:
+            question.touch()
+            try:
+                facts = self._facts().get(name)
+            finally:
+                question.unlink()
         if facts is None:
             return "the server does not hold it: it was evicted, or unloaded by someone else"
         folder = Path(facts["path"])

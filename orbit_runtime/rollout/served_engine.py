@@ -66,6 +66,7 @@ class ServedEngine:
         self.replicas: tuple[Replica, ...] = ()
         self._loads: list[int] = []
         self._router = PrefixRouter(0, 1)
+        self.explaining = threading.Lock()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollout-client", daemon=True)
         self._thread.start()

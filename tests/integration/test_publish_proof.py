@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ from orbit_runtime.policy import load_policy
 from orbit_runtime.rollout import TorchEngine
 from orbit_runtime.storage import claim_execution, open_store
 from orbit_runtime.training import TorchTrainer, TrainerSettings
+from orbit_runtime.types import Scored
 from tests.integration.tiny_models import TARGETS
 
 SETTINGS = TrainerSettings(
@@ -114,6 +117,34 @@ FAULTS = {
     "two tensors swapped": spoil(swap_two, strict=True),
     "slot never switched": never_switches,
 }
+
+
+class Meeting:
+    """A copy that answers once all copies were asked."""
+
+    def __init__(self, engine: FaultyEngine, name: str, all_asked: threading.Barrier, turn: threading.Lock) -> None:
+        self.engine, self.name, self.all_asked, self.turn = engine, name, all_asked, turn
+
+    def score(self, *asked: Any, **how: Any) -> list[Scored]:
+        self.all_asked.wait(30)
+        with self.turn:
+            return self.engine.score(*asked, **how)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+
+def test_copies_are_proven_at_the_same_time(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert rig.publication is not None
+    all_asked, turn = threading.Barrier(3), threading.Lock()
+    copies = tuple(Meeting(rig.engine, f"replica {index}", all_asked, turn) for index in range(3))
+    monkeypatch.setattr(rig.engine, "copies", lambda: copies)
+    rig.publication = replace(rig.publication, readings=rig.publication.readings * 3)
+    rig.train(2, 0.02)
+    proofs = rig.publish().proofs
+    assert [proof.engine for proof in proofs] == ["replica 0", "replica 1", "replica 2"]
+    assert all(proof.proven for proof in proofs)
+    assert not all_asked.broken
 
 
 @pytest.mark.parametrize("scale", [0.02, 3e-4])
