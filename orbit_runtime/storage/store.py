@@ -65,7 +65,7 @@ class Store:
         backend: an obstore store whose root is `uri`.
         uri: for messages; holds no credentials.
         root: the folder on this machine, or `None` for an object store.
-        deadline_seconds: how long one call may be retried before it is a `StorageError`.
+        deadline_seconds: how long one call may be retried before it is a `StorageError`; it is tried twice at least.
         clock, sleep: wall clock and waiting; `monotonic` measures the deadline.
     """
 
@@ -240,7 +240,9 @@ class Store:
         started = self.monotonic()
 
         def out_of_time(state: RetryCallState) -> bool:
-            return self.monotonic() - started + state.upcoming_sleep > self.deadline_seconds
+            # One attempt may have used it up because this process stood still: that says nothing of the store.
+            is_late = self.monotonic() - started + state.upcoming_sleep > self.deadline_seconds
+            return is_late and state.attempt_number > 1
 
         def tell(state: RetryCallState) -> None:
             error = state.outcome.exception() if state.outcome else None

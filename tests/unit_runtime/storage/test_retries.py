@@ -34,6 +34,22 @@ def test_the_deadline_ends_it_with_74_and_without_the_stores_own_text() -> None:
     assert caught.value.__cause__ is None
 
 
+def test_a_process_that_stood_still_in_the_midst_of_a_call_asks_once_more() -> None:
+    """A laptop that slept, a container that was paused: the deadline has passed, and nothing is known of the store."""
+    backend, clock = FaultyBackend(), FakeClock()
+    store = faulty_store(backend, clock, deadline=30)
+    store.put("k", b"v")
+    backend.fail("get", 1)
+
+    def stand_still(_: str) -> None:
+        if len(backend.calls) == 2:
+            clock.now += 3600
+
+    backend.hooks["get"] = stand_still
+    assert store.get("k") == b"v"
+    assert [call for call, _ in backend.calls] == ["put", "get", "get"]
+
+
 def test_a_lost_reply_to_a_create_only_put_is_no_clash() -> None:
     backend, clock = FaultyBackend(), FakeClock()
     backend.fail("put", 1, lost_reply=True)
