@@ -86,6 +86,7 @@ class Publisher:
         pairs = [*zip(copies, previous.readings if previous else (None,) * len(copies), strict=True)]
         prove_one = partial(self._prove, adapter, (adapted, base))
         if len(pairs) == 1:
+            # It may compute in this process, and how many threads torch takes is a setting of the caller's thread.
             found = [prove_one(pairs[0])]
         else:
             # Each copy is another server, and most of a proof is waiting for it.

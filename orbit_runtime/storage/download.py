@@ -246,7 +246,9 @@ class _Fetcher:
                 return
             pause = min(MAX_PAUSE_SECONDS, 0.1 * 2**tries) if wanted is None else wanted
             tries += 1
-            if now - last_byte + pause > self._patience.deadline_seconds:
+            # One try may have used the time up because this process stood still: it counts from the second on.
+            waited = now - last_byte if tries > 1 else 0.0
+            if waited + pause > self._patience.deadline_seconds:
                 raise StorageError(
                     f"downloading {self._file.name} failed for {now - last_byte:.0f} s: {reason}",
                     where=self._source.uri,

@@ -218,7 +218,8 @@ class Hub:
                 pause = min(8.0, 0.1 * 2**tries) if cut.wait is None else cut.wait
                 tries += 1
                 seconds = patience.monotonic() - started
-                if seconds + pause > patience.deadline_seconds:
+                # One try may have used the time up because this process stood still.
+                if (seconds if tries > 1 else 0.0) + pause > patience.deadline_seconds:
                     raise StorageError(
                         f"the hub could not be asked for {seconds:.0f} s: {cut.reason}",
                         where=self.uri,

@@ -205,6 +205,15 @@ def test_a_pause_that_the_hub_asks_for_is_kept(hub: HubServer) -> None:
     assert clock.now == pytest.approx(7.0)
 
 
+@pytest.mark.parametrize("path", ["/revision/", DIGEST])
+def test_a_process_that_stood_still_while_it_asked_asks_once_more(hub: HubServer, path: str) -> None:
+    hub.faults = [Fault(path, status=503)]
+    clock = Clock()
+    later = Patience(60.0, sleep=clock.sleep, monotonic=lambda: clock.now + (3600 if hub.asked_for(path) else 0))
+    assert fetch(patience=later).path.is_dir()
+    assert len(hub.asked_for(path)) == 2
+
+
 def test_prompts_keep_their_name(hub: HubServer) -> None:
     hub.add("org/sums", {"data/train.jsonl": b'{"prompt": "1+1"}\n'}, kind="datasets")
     found = fetch("hf://datasets/org/sums@main/data/train.jsonl", "prompts")
