@@ -264,10 +264,9 @@ class Bench:
         await self.each(live, lambda name: self.client.merge(f"{PODS}/{name}", asked))
 
 
-async def measure(bench: Bench, num_runs: int, idle_seconds: float, folder: Path) -> dict[str, Any]:
-    """All episodes; what they were, by name."""
-    history, client = bench.history, bench.client
-    kubectl = find_program("kubectl")
+async def measure(bench: Bench, num_runs: int, idle_seconds: float, folder: Path, *, whole: bool) -> dict[str, Any]:
+    """All episodes, or those that sizes are compared by; what they were, by name."""
+    history, kubectl = bench.history, find_program("kubectl")
     facts: dict[str, Any] = {"runs": num_runs, "resident empty": memory_bytes(bench.operator.pid)}
     facts["apply, few runs"] = [await bench.apply_one(kubectl, f"few-{index}", folder) for index in range(15)]
     names = [f"run-{index:05}" for index in range(num_runs)]
@@ -289,7 +288,15 @@ async def measure(bench: Bench, num_runs: int, idle_seconds: float, folder: Path
     await bench.settle()
     async with bench.episode(facts, "idle"):
         await asyncio.sleep(idle_seconds)
+    if whole:
+        await _live(bench, names, facts, idle_seconds)
+    facts["resident highest"] = memory_bytes(bench.operator.pid, "VmHWM")
+    return facts
 
+
+async def _live(bench: Bench, names: list[str], facts: dict[str, Any], idle_seconds: float) -> None:
+    """Training, crashes, pauses, ends."""
+    history, client = bench.history, bench.client
     async with bench.episode(facts, "train"):
         until = _now() + 60
         while _now() < until:
@@ -321,8 +328,6 @@ async def measure(bench: Bench, num_runs: int, idle_seconds: float, folder: Path
         await bench.settle()
     async with bench.episode(facts, "idle, most finished"):
         await asyncio.sleep(idle_seconds)
-    facts["resident highest"] = memory_bytes(bench.operator.pid, "VmHWM")
-    return facts
 
 
 Samples = dict[tuple[str, ...], float]
@@ -350,8 +355,9 @@ def quantile(what: str, first: Samples, last: Samples, part: float) -> float:
 def rows_of(facts: dict[str, Any]) -> list[Row]:
     """The table, with its bounds; those for a thousand runs are only told where there are more."""
     few = facts["runs"] <= 1000
-    change = [facts[name] for name in ("start", "crash", "suspend", "resume", "complete")]
-    busy = {name: facts[name] for name in ("create", "start", "train", "crash", "suspend", "resume", "complete")}
+    changing = [name for name in ("start", "crash", "suspend", "resume", "complete") if name in facts]
+    change = [facts[name] for name in changing]
+    busy = {name: facts[name] for name in ("create", *changing[:1], "train", *changing[1:]) if name in facts}
     rows = [
         Row("created to each having its Job and its status", facts["served after"], "s", 60 if few else None),
         Row("of that, until the last was created", facts["created after"], "s"),
@@ -365,11 +371,12 @@ def rows_of(facts: dict[str, Any]) -> list[Row]:
         Row("API writes per run, creation", facts["create"].num_writes / facts["runs"], ""),
         Row("API writes per change of state, after creation",
             sum(each.num_writes for each in change) / sum(each.changes for each in change), "", 3.0),
-        *(Row(f"  {name}", facts[name].num_writes / max(1, facts[name].changes), "")
-          for name in ("start", "crash", "suspend", "resume", "complete")),
+        *(Row(f"  {name}", facts[name].num_writes / max(1, facts[name].changes), "") for name in changing),
         Row("CPU, all runs train and nothing changes", _share(facts["idle"]), "%", 2.0 if few else None),
-        Row("CPU, most runs finished", _share(facts["idle, most finished"]), "%", 2.0 if few else None),
-        Row("CPU, every run reports a new step each time", _share(facts["train"]), "%"),
+        *(Row(what, _share(facts[name]), "%", limit) for what, name, limit in (
+            ("CPU, most runs finished", "idle, most finished", 2.0 if few else None),
+            ("CPU, every run reports a new step each time", "train", None),
+        ) if name in facts),
         Row("kubectl apply to pod, few runs, median", median(facts["apply, few runs"]), "s", 1.0),
         Row("kubectl apply to pod, many runs, median", median(facts["apply, many runs"]), "s", 1.0),
         Row("cores taken by others while creating", facts["create"].others, ""),
@@ -401,7 +408,7 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-async def run_size(num_runs: int, idle_seconds: float, folder: Path) -> dict[str, Any]:
+async def run_size(num_runs: int, idle_seconds: float, folder: Path, *, whole: bool) -> dict[str, Any]:
     with run_control_plane(folder) as plane:
         async with open_client(plane) as client:
             crd = build_crd()
@@ -420,7 +427,7 @@ async def run_size(num_runs: int, idle_seconds: float, folder: Path) -> dict[str
                         await client.watch(JOBS, bench.history.told_job, METADATA),
                         await client.watch(PODS, pods.told),
                     ]
-                    facts = await measure(bench, num_runs, idle_seconds, folder)
+                    facts = await measure(bench, num_runs, idle_seconds, folder, whole=whole)
                     for task in watches:
                         assert not task.done(), task.exception()
                         task.cancel()
@@ -458,7 +465,9 @@ def _passes(samples: dict[tuple[str, ...], float]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON file")
-    parser.add_argument("--sizes", default="1000,5000", help="numbers of runs, the first is the one with bounds")
+    parser.add_argument(
+        "--sizes", default="1000,5000", help="numbers of runs: the first lives through it all, the others only start"
+    )
     parser.add_argument(
         "--idle", type=float, default=300, help="seconds of each idle episode of the first size; of others at most 60"
     )
@@ -473,7 +482,7 @@ def main() -> None:
         idle = given.idle if not measured else min(60.0, given.idle)
         with tempfile.TemporaryDirectory(prefix="orbit-scale-") as name:
             began = time.monotonic()
-            measured.append(asyncio.run(run_size(size, idle, Path(name))))
+            measured.append(asyncio.run(run_size(size, idle, Path(name), whole=not measured)))
         rows += rows_of(measured[-1])
         print(f"{size} runs, {time.monotonic() - began:.0f} s\n{table(rows_of(measured[-1]))}\n", flush=True)
     for many in measured[1:]:
