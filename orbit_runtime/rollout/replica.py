@@ -15,9 +15,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from orbit_runtime.adapters.ticket import NOT_ARRIVED
 from orbit_runtime.errors import EngineDiedError, GateError, OrbitError
+from orbit_runtime.rollout.handover import Handover
 from orbit_runtime.rollout.served import About, Api, Loaded, LostError, Server, Sleeping
-from orbit_runtime.types import ServerReading
+from orbit_runtime.types import AdapterFiles, ServerReading
 
 FACTS_VERSION = 2
 """Of what the plug-in tells in `/server_info`."""
@@ -190,11 +192,29 @@ class Replica:
         """Safe to call again: a server that came back meanwhile holds it already."""
         if name in self._held:
             return
+        loaded = self._adapters[name]
         try:
-            await self.api.load(name, self._adapters[name])
+            if loaded.handover is None or not await self._take(name, loaded.adapter, loaded.handover):
+                await self.api.load(name, loaded.adapter, loaded.write_files(loaded.folder))
         except GateError as error:
             raise GateError(f"{self.name} refused adapter {name}: {error.message}", where="publish") from None
         self._held.add(name)
+
+    async def _take(self, name: str, adapter: AdapterFiles, handover: Handover) -> bool:
+        """Whether it came by other means than files. Where this copy fails, the others need not wait for it."""
+        if not handover.take(self.name):
+            return False
+        arrived = False
+        try:
+            await self.api.load(name, adapter, handover.folder)
+            arrived = True
+        except GateError as error:
+            if NOT_ARRIVED not in error.message:
+                raise
+        finally:
+            if not arrived:
+                handover.end()
+        return arrived
 
     async def unload(self, name: str) -> None:
         self._witnesses.pop(name, None)
@@ -266,6 +286,10 @@ class Replica:
         for name in [*self._adapters]:
             if name in standing:
                 self._held.add(name)
+            handover = self._adapters[name].handover
+            if handover is not None and handover.take(self.name):
+                # It was waited for while it was lost; it comes back by files.
+                handover.end()
             await self.load(name)
             await self._check_held(name, "a restart")
 

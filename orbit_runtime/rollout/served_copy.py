@@ -85,18 +85,20 @@ class ServedCopy:
         if not self.reads_back:
             return ""
         loaded = self._engine.slot(name)
-        question = loaded.folder / EXPLAIN_FILE
+        homes = [home for home in (loaded.folder, loaded.ticket) if home.is_dir()]
         # One folder for all copies: one question at a time.
         with self._engine.explaining:
-            question.touch()
+            for home in homes:
+                (loaded.write_files(home) / EXPLAIN_FILE).touch()
             try:
                 facts = self._facts().get(name)
             finally:
-                question.unlink()
+                for home in homes:
+                    (home / EXPLAIN_FILE).unlink()
         if facts is None:
             return "the server does not hold it: it was evicted, or unloaded by someone else"
         folder = Path(facts["path"])
-        if folder.is_absolute() and folder != loaded.folder:
+        if folder.is_absolute() and folder not in homes:
             found = {each.name: each.read_bytes() for each in folder.iterdir()} if folder.is_dir() else {}
             return f"the server loaded it from {folder}: {explain_difference(published.files, found)}"
         return explain_difference(published.files, loaded.adapter.files) or str(facts["difference"] or "")

@@ -10,14 +10,15 @@ import base64
 import json
 import pickle
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 from orbit_runtime.adapters import tensorfile
 from orbit_runtime.adapters.state import CONFIG_FILE, MODEL_FILE
 from orbit_runtime.errors import GateError
-from orbit_runtime.rollout.served import About, Call, Loaded, Sampled, Sleeping, check_sampled, number
+from orbit_runtime.rollout.served import About, Call, Sampled, Sleeping, check_sampled, number
 from orbit_runtime.rollout.wire import Wire, adapter_names, exposition
-from orbit_runtime.types import Cached
+from orbit_runtime.types import AdapterFiles, Cached
 
 HEALTH_SECONDS = 10.0
 PROGRESS_SECONDS = 60.0
@@ -59,6 +60,7 @@ class SGLangApi:
             max_tokens=info.get("context_length"),
             architectures=tuple(model["architectures"]) if model.get("architectures") else None,
             deterministic=bool(info.get("enable_deterministic_inference")),
+            ranks=int(info.get("tp_size") or 1),
             plugin=versions.pop() if len(versions) == 1 else None,
             unhooked=tuple(sorted({name for state in states for name in state.get("unhooked", ())})),
         )
@@ -72,11 +74,11 @@ class SGLangApi:
     async def names(self) -> frozenset[str]:
         return await adapter_names(self._wire)
 
-    async def load(self, name: str, loaded: Loaded) -> None:
+    async def load(self, name: str, adapter: AdapterFiles, folder: Path) -> None:
         if self._method == "Folder":
-            await self._wire.post("/load_lora_adapter", {"lora_name": name, "lora_path": str(loaded.folder)})
+            await self._wire.post("/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
             return
-        files = loaded.adapter.files
+        files = adapter.files
         # SGLang's own format for this endpoint; it unpickles nothing but tensors, and we unpickle nothing of its.
         tensors = pickle.dumps(dict(tensorfile.parse(files[MODEL_FILE], where=MODEL_FILE)))
         body = {

@@ -9,11 +9,13 @@ vLLM must be started with `--enable-lora`, `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1` 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from orbit_runtime.errors import GateError, UnsupportedError
-from orbit_runtime.rollout.served import About, Call, Loaded, Sampled, Sleeping, check_sampled, number
+from orbit_runtime.rollout.served import About, Call, Sampled, Sleeping, check_sampled, number
 from orbit_runtime.rollout.wire import Wire, adapter_names, exposition
+from orbit_runtime.types import AdapterFiles
 
 HEALTH_SECONDS = 60.0
 """vLLM's `/health` asks its engine process."""
@@ -45,8 +47,8 @@ class VllmApi:
     async def names(self) -> frozenset[str]:
         return await adapter_names(self._wire)
 
-    async def load(self, name: str, loaded: Loaded) -> None:
-        await self._wire.act("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(loaded.folder)})
+    async def load(self, name: str, adapter: AdapterFiles, folder: Path) -> None:
+        await self._wire.act("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
 
     async def unload(self, name: str) -> None:
         await self._wire.act("/v1/unload_lora_adapter", {"lora_name": name})

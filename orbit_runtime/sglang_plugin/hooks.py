@@ -1,7 +1,7 @@
 """Hooks into SGLang: `/server_info` tells what stands in its LoRA slots and what the last batches applied.
 
-Belongs here: where SGLang is hooked for the read-back. Does not belong here: what is read there (`readback`), the hooks
-of OFT (`oft_hooks`).
+Belongs here: where SGLang is hooked for every adapter. Does not belong here: what is read there (`readback`), how
+adapters come (`arrival`), the hooks of OFT (`oft_hooks`).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import pkgutil
 from typing import Any
 
-from orbit_runtime.sglang_plugin import oft_hooks, readback, taps
+from orbit_runtime.sglang_plugin import arrival, oft_hooks, readback, taps
 
 KEY = "orbit"
 """Name of our part of an internal state."""
@@ -34,6 +34,7 @@ def register(oft_block_size: int) -> None:
             "AFTER",
         ),
         (f"{LORA}.lora_manager.LoRAManager.prepare_lora_batch", _note_batch, "AFTER"),
+        (f"{LORA}.lora.LoRAAdapter.initialize_weights", arrival.load_lora, "AROUND"),
         ("sglang.srt.model_executor.model_runner.ModelRunner.forward", taps.around_forward, "AROUND"),
         *(oft_hooks.hooks(oft_block_size) if oft_block_size else ()),
     ]

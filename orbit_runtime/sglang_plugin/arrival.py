@@ -1,0 +1,83 @@
+"""How an adapter's files come into SGLang's process: from their folder, from shared memory, or by broadcast.
+
+However they come, they are checked and parsed by the same code, and SGLang takes LoRA's tensors by its own way for
+tensors that are there already.
+
+Belongs here: receiving. Does not belong here: sending (`rollout.handover`), what OFT makes of the files (`rotation`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from orbit_runtime.adapters.group import Group, join
+from orbit_runtime.adapters.state import CONFIG_FILE, MODEL_FILE, ROTATIONS_FILE, parse_tensors
+from orbit_runtime.adapters.ticket import NotArrivedError, Ticket, read_ticket, split_payload
+
+_joined: dict[str, Group] = {}
+"""The newest generation by its name; there is one at most."""
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    """An OFT adapter's files, from the folder or by its ticket. Raises ModelError or NotArrivedError."""
+    ticket = read_ticket(folder)
+    if ticket is not None:
+        return receive(ticket, folder)
+    return {name: (folder / name).read_bytes() for name in (CONFIG_FILE, MODEL_FILE, ROTATIONS_FILE)}
+
+
+def load_lora(original: Callable[..., None], adapter: Any) -> None:
+    """Around SGLang's loading from files. What is raised here SGLang answers to the load call."""
+    folder = Path(adapter.config.path)
+    ticket = read_ticket(folder)
+    if ticket is None or ROTATIONS_FILE in ticket.sizes:
+        original(adapter)
+        return
+    adapter.initialize_weights_from_tensors(parse_tensors(receive(ticket, folder), MODEL_FILE))
+
+
+def receive(ticket: Ticket, folder: Path) -> dict[str, bytes]:
+    """
+    Raises:
+        NotArrivedError: they did not come.
+        ModelError: they are not what was published.
+    """
+    data = RECEIVERS[ticket.kind](ticket)
+    return split_payload(ticket, folder, data)
+
+
+def _from_memory(ticket: Ticket) -> memoryview:
+    """A file without a name, through the trainer's open descriptor of it."""
+    path, title = ticket.source["path"], ticket.source["title"]
+    try:
+        # The number may stand for another file by now, even for one on which reading waits.
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+            if os.readlink(f"/proc/self/fd/{file.fileno()}") != title:
+                raise NotArrivedError("the memory that held it was given back")
+            return memoryview(file.read())
+    except OSError as error:
+        raise NotArrivedError(f"the memory that held it was given back: {error}") from None
+
+
+def _from_group(ticket: Ticket) -> memoryview:
+    name = ticket.source["generation"]
+    # One that fails is over, so it is put back only after it served.
+    group = _joined.pop(name, None)
+    _joined.clear()
+    if group is None:
+        group = join(ticket.source)
+    data = torch.empty(ticket.num_bytes, dtype=torch.uint8)
+    try:
+        group.broadcast(data)
+    except RuntimeError as error:
+        raise NotArrivedError(error) from None
+    _joined[name] = group
+    return memoryview(data.numpy())
+
+
+RECEIVERS: Mapping[str, Callable[[Ticket], memoryview]] = {"SharedMemory": _from_memory, "Broadcast": _from_group}
