@@ -60,8 +60,8 @@ class Rollout(Block):
     adapter_folder: Annotated[str | None, LAYOUT, Field(min_length=1, max_length=1024, pattern="^/")] = None
     """With `engine: OpenAI`: a folder that Orbit and the endpoints see under this path, for published adapters."""
     adapter_transport: Annotated[Literal["Auto", "File", "SharedMemory", "Broadcast"], LAYOUT] = "Auto"
-    """How published adapters reach servers that Orbit starts: as files, in the host's memory, or by one broadcast to all
-    of them. A server that is not reached so gets files. `Auto` is `SharedMemory`; `endpoints` have `adapterMethod`."""
+    """How published adapters reach servers that Orbit starts: as files, in the host's memory, or by one broadcast to
+    all. A server that is not reached so gets files. `Auto` is `SharedMemory`; `endpoints` have `adapterMethod`."""
     sleep: Annotated[Literal["None", "Cache", "All"], LAYOUT] = "None"
     """What servers that Orbit starts give back while the trainer works, on a GPU that both use: nothing, the key-value
     cache, or the weights as well, which meanwhile wait in the host's memory. On a CPU nothing is freed by it."""

@@ -1,4 +1,4 @@
-"""Two real SGLang servers that get adapters in the host's memory and by broadcast: killed, stuck and lied to meanwhile."""
+"""Two real SGLang servers that get adapters in the host's memory and by broadcast; one is killed, stuck, or lied to."""
 
 from __future__ import annotations
 
