@@ -204,17 +204,21 @@ class Replica:
         """Whether it came by other means than files. Where this copy fails, the others need not wait for it."""
         if not handover.take(self.name):
             return False
-        arrived = False
         try:
             await self.api.load(name, adapter, handover.folder)
-            arrived = True
         except GateError as error:
+            handover.end()
             if NOT_ARRIVED not in error.message:
                 raise
-        finally:
-            if not arrived:
-                handover.end()
-        return arrived
+        except BaseException:
+            handover.end()
+            raise
+        else:
+            return True
+        with suppress(GateError):
+            # Where it arrived at some of the server's processes only, the name must be given back by all.
+            await self.api.unload(name)
+        return False
 
     async def unload(self, name: str) -> None:
         self._witnesses.pop(name, None)
