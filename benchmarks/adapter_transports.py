@@ -2,9 +2,9 @@
 
     ORBIT_SGLANG_PYTHON=$(tools/sglang_python.sh) .venv/bin/python benchmarks/adapter_transports.py
 
-Files are the twin. With the shipped model the load call is HTTP and SGLang's own work; alone, a payload of `--megabytes`
-goes from one thread to another. What comes as files is not digested on arrival, and the rest is: its fair twin is
-`files, read and digested`.
+Files are the twin. With the shipped model the load call is HTTP and SGLang's own work. Alone, a payload goes from one
+thread to another: what comes as files is not digested on arrival, and the rest is, so its fair twin is `files, read and
+digested`.
 """
 
 from __future__ import annotations

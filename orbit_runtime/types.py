@@ -226,6 +226,8 @@ class ServerReading:
     replica: str
     is_up: bool
     restarts: int
+    missed: int
+    """Adapters that did not reach it as they were meant to, and came as files."""
     exposition: str
     """Its own metrics in Prometheus' text format; empty where it does not answer."""
     memory_bytes: int | None

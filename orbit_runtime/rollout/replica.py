@@ -56,6 +56,8 @@ class Replica:
         self.taps = taps
         self.about: About | None = None
         self.restarts = 0
+        self.missed = 0
+        """Adapters that came as files, because the other way they did not arrive."""
         self.failure: OrbitError | None = None
         """Why it could not be brought back."""
         self.on_change: Callable[[], Awaitable[None]] | None = None
@@ -112,7 +114,7 @@ class Replica:
         if self.is_up:
             with suppress(LostError, GateError):
                 told = await self.api.exposition()
-        return ServerReading(self.name, self.is_up, self.restarts, told, self.server.memory_bytes())
+        return ServerReading(self.name, self.is_up, self.restarts, self.missed, told, self.server.memory_bytes())
 
     # --- sleeping ---
 
@@ -215,6 +217,7 @@ class Replica:
             raise
         else:
             return True
+        self.missed += 1
         with suppress(GateError):
             # Where it arrived at some of the server's processes only, the name must be given back by all.
             await self.api.unload(name)

@@ -344,6 +344,10 @@ def test_servers_are_told_a_ticket_and_one_that_it_does_not_reach_gets_files(bui
     servers[1].faults.append(once("/load_lora_adapter", 400, {"error_message": f"{NOT_ARRIVED}: given back"}))
     engine.load_adapter("policy-v1", adapter(1))
     assert told(*servers) == ["ticket", "policy-v1"]
+    metrics = RunMetrics(run="r", namespace="a")
+    metrics.add_engine(engine.read_servers)
+    counts = [line for line in metrics.render().decode().splitlines() if line.startswith("orbit_engine_missed")]
+    assert [line.split()[-1] for line in counts] == ["0.0", "1.0"]
     assert engine.copies()[1].adapter_digest("policy-v1") == adapter(1).digest
     folder = engine.loaded["policy-v1"].folder
     engine.unload_adapter("policy-v1")
