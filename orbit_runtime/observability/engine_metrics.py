@@ -21,7 +21,7 @@ ENGINE_METRICS = {
     "orbit_engine_up": "1 where the server takes work, 0 while it is being brought back.",
     "orbit_engine_memory_bytes": "What the server's device holds, or on a CPU its processes.",
     "orbit_engine_restarts_total": "Times that the server was lost and brought back with its adapters.",
-    "orbit_engine_missed_adapters_total": "Adapters that did not arrive by `rollout.adapterTransport` and came as files.",
+    "orbit_engine_missed_adapters_total": "Adapters that did not arrive by `adapterTransport` and came as files.",
 }
 
 
