@@ -24,6 +24,7 @@ from orbit_runtime.adapters.ticket import NotArrivedError
 
 CONNECT_SECONDS = 5.0
 POLL_SECONDS = 0.005
+NOW = "now"
 
 
 class Group:
@@ -31,11 +32,16 @@ class Group:
 
     def __init__(self, store: Store, rank: int, size: int, host: str, seconds: float) -> None:
         """Args: host: this process's own address, at which the others find it."""
+        self._store = store
         self._timeout = timedelta(seconds=seconds)
         options = ProcessGroupGloo._Options()
         options._timeout = self._timeout
         options._devices = [ProcessGroupGloo.create_device(hostname=host)]
         self._group = ProcessGroupGloo(PrefixStore("gloo", store), rank, size, options)
+
+    def carries(self, publish: str) -> bool:
+        """Whether this is what the trainer sends now: nobody else must be waited for. Raises RuntimeError."""
+        return self._store.check([NOW]) and self._store.get(NOW) == publish.encode()
 
     def broadcast(self, data: Tensor) -> None:
         """From rank 0 into the others' `data`, on the CPU. Raises RuntimeError; the generation is over then."""
@@ -74,6 +80,11 @@ class Opening:
             time.sleep(POLL_SECONDS)
         self._store.set("open", "")
         return Group(self._store, 0, self._size, self._host, self._seconds)
+
+    def announce(self, publish: str) -> None:
+        """What is sent from now on; empty: nothing."""
+        if self._store is not None:
+            self._store.set(NOW, publish)
 
     def close(self) -> None:
         """Who waits for the others to join is told at once."""

@@ -50,9 +50,9 @@ class Ticket:
         return sum(self.sizes.values())
 
 
-def payload(adapter: AdapterFiles) -> bytearray:
-    """The bytes that go; what `split_payload` undoes."""
-    return bytearray().join(adapter.files[name] for name in _carried(adapter))
+def payload(adapter: AdapterFiles) -> list[bytes]:
+    """The bytes that go, one part after the other; what `split_payload` undoes."""
+    return [adapter.files[name] for name in _carried(adapter)]
 
 
 def write_ticket(

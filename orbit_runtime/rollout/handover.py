@@ -10,6 +10,7 @@ GPU's memory would only move the bytes twice more. `Broadcast` reaches every ser
 from __future__ import annotations
 
 import os
+import secrets
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, wait
@@ -79,7 +80,7 @@ class SharedMemory:
         descriptor = os.memfd_create(title)
         try:
             with open(descriptor, "wb", closefd=False) as file:
-                file.write(payload(adapter))
+                file.writelines(payload(adapter))
             path = f"/proc/{os.getpid()}/fd/{descriptor}"
             write_ticket(folder, adapter, "SharedMemory", {"path": path, "title": os.readlink(path)})
             yield Handover(folder, copies)
@@ -106,8 +107,9 @@ class Broadcast:
             yield None
             return
         generation = self._open(copies)
-        write_ticket(folder, adapter, "Broadcast", generation.source)
-        sent = generation.send(payload(adapter))
+        publish = secrets.token_hex(8)
+        write_ticket(folder, adapter, "Broadcast", generation.source | {"publish": publish})
+        sent = generation.send(publish, bytearray().join(payload(adapter)))
         try:
             yield Handover(folder, copies, generation.end)
         except BaseException:
@@ -118,6 +120,8 @@ class Broadcast:
             wait([sent], self._seconds)
         if generation.is_over or not sent.done():
             self.close()
+        else:
+            generation.rest()
 
     def close(self) -> None:
         """Safe to call twice."""
@@ -150,9 +154,14 @@ class _Generation:
         """What is under way ends by itself, at the latest when its time is up: gloo cannot be told to stop."""
         self._over.set()
 
-    def send(self, data: bytearray) -> Future[None]:
+    def rest(self) -> None:
+        """A member that comes now, because its server loads a name again by itself, is not to wait for the next one."""
+        self._opening.announce("")
+
+    def send(self, publish: str, data: bytearray) -> Future[None]:
         """In a thread: members are waited for, and they come as their servers take the load call."""
         done: Future[None] = Future()
+        self._opening.announce(publish)
 
         def work() -> None:
             try:

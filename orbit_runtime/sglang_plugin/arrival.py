@@ -66,17 +66,19 @@ def _from_memory(ticket: Ticket) -> memoryview:
 
 def _from_group(ticket: Ticket) -> memoryview:
     name = ticket.source["generation"]
-    # One that fails is over, so it is put back only after it served.
-    group = _joined.pop(name, None)
+    group = _joined.get(name) or join(ticket.source)
+    # One that fails is over, so it is kept only after it served.
     _joined.clear()
-    if group is None:
-        group = join(ticket.source)
     data = torch.empty(ticket.num_bytes, dtype=torch.uint8)
     try:
-        group.broadcast(data)
+        sent = group.carries(ticket.source["publish"])
+        if sent:
+            group.broadcast(data)
     except RuntimeError as error:
         raise NotArrivedError(error) from None
     _joined[name] = group
+    if not sent:
+        raise NotArrivedError("its broadcast is over")
     return memoryview(data.numpy())
 
 
