@@ -108,7 +108,9 @@ class ServedEngine:
         except GateError:
             self._retire(name)
             raise
-        self.loaded[name] = loaded
+        finally:
+            if name in self.loaded:
+                self.loaded[name] = loaded
 
     def _carry(self, loaded: Loaded) -> AbstractContextManager[Handover | None]:
         """A server that is lost just now gets it as files, once it is back."""

@@ -19,11 +19,9 @@ from fakes.fake_servers import CUT, FakeServer, dies_at, once
 from safetensors.torch import save
 
 from orbit_runtime.adapters.state import expected_applied_digest, files_digest
-from orbit_runtime.adapters.ticket import NOT_ARRIVED
 from orbit_runtime.errors import EngineDiedError, GateError
 from orbit_runtime.observability.metrics import RunMetrics
 from orbit_runtime.parity.liveness import Limits, check_proofs, prove
-from orbit_runtime.rollout.handover import Broadcast, SharedMemory, Transport
 from orbit_runtime.rollout.replica import Replica
 from orbit_runtime.rollout.served import LostError, Sleeping
 from orbit_runtime.rollout.served_engine import ServedEngine
@@ -68,17 +66,12 @@ def build(tmp_path: Path) -> Iterator[Build]:
     made: list[ServedEngine] = []
 
     def start(
-        *servers: FakeServer,
-        capacity: int = 64,
-        patience: float = 5.0,
-        sleeping: tuple[Sleeping, ...] = (),
-        transport: Transport | None = None,
+        *servers: FakeServer, capacity: int = 64, patience: float = 5.0, sleeping: tuple[Sleeping, ...] = ()
     ) -> ServedEngine:
         client = build_client()
         engine = ServedEngine(
-            Words(), client, folder=tmp_path / "adapters", max_running_requests=capacity, sleeping=sleeping,
-            transport=transport,
-        )  # fmt: skip
+            Words(), client, folder=tmp_path / "adapters", max_running_requests=capacity, sleeping=sleeping
+        )
         made.append(engine)
         replicas = []
         for index, server in enumerate(servers):
@@ -329,65 +322,6 @@ def test_a_refused_adapter_stands_nowhere_and_its_name_is_spent(build: Build) ->
     assert [set(server.held) for server in servers] == [set(), set()]
     with pytest.raises(GateError, match="used before"):
         engine.load_adapter("policy-v1", adapter(1))
-
-
-# --- transports ---
-
-
-def told(*servers: FakeServer, name: str = "policy-v1") -> list[str]:
-    return [(server.held[name] or Path()).name for server in servers]
-
-
-def test_servers_are_told_a_ticket_and_one_that_it_does_not_reach_gets_files(build: Build) -> None:
-    servers = FakeServer(), FakeServer()
-    engine = build(*servers, transport=SharedMemory())
-    servers[1].faults.append(once("/load_lora_adapter", 400, {"error_message": f"{NOT_ARRIVED}: given back"}))
-    engine.load_adapter("policy-v1", adapter(1))
-    assert told(*servers) == ["ticket", "policy-v1"]
-    metrics = RunMetrics(run="r", namespace="a")
-    metrics.add_engine(engine.read_servers)
-    counts = [line for line in metrics.render().decode().splitlines() if line.startswith("orbit_engine_missed")]
-    assert [line.split()[-1] for line in counts] == ["0.0", "1.0"]
-    assert engine.copies()[1].adapter_digest("policy-v1") == adapter(1).digest
-    folder = engine.loaded["policy-v1"].folder
-    engine.unload_adapter("policy-v1")
-    assert not folder.exists()
-
-
-def test_a_refusal_is_no_reason_for_files(build: Build) -> None:
-    servers = FakeServer(), FakeServer()
-    engine = build(*servers, transport=SharedMemory())
-    servers[1].faults.append(once("/load_lora_adapter", 400, {"error_message": "arrived as sha256:1, not sha256:2"}))
-    with pytest.raises(GateError, match=r"replica 1 refused adapter policy-v1: .*arrived as sha256:1"):
-        engine.load_adapter("policy-v1", adapter(1))
-    assert [set(server.held) for server in servers] == [set(), set()]
-
-
-@pytest.mark.parametrize("transport", [SharedMemory(), Broadcast(seconds=0.5)])
-def test_one_that_dies_while_it_is_handed_an_adapter_comes_back_by_files(build: Build, transport: Transport) -> None:
-    servers = FakeServer(), FakeServer()
-    engine = build(*servers, transport=transport)
-    servers[1].faults.append(dies_at("/load_lora_adapter"))
-    engine.load_adapter("policy-v1", adapter(1))
-    engine.load_adapter("policy-v2", adapter(2))
-    assert (told(*servers), told(*servers, name="policy-v2")) == (["ticket", "policy-v1"], ["ticket", "ticket"])
-    assert engine.copies()[1].adapter_digest("policy-v1") == adapter(1).digest
-
-
-def test_some_processes_of_a_server_having_it_does_not_keep_its_name(build: Build) -> None:
-    """SGLang holds a name back that only some of its ranks loaded, until it is unloaded."""
-    server = FakeServer()
-    engine = build(server, transport=SharedMemory())
-
-    def half(fake: FakeServer, path: str, body: dict) -> tuple[int, dict] | None:
-        if path != "/load_lora_adapter":
-            return None
-        fake.held[body["lora_name"]] = None
-        return 400, {"error_message": f"{NOT_ARRIVED}: given back"}
-
-    server.faults.append(half)
-    engine.load_adapter("policy-v1", adapter(1))
-    assert told(server) == ["policy-v1"]
 
 
 # --- proofs ---
