@@ -17,6 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -188,6 +189,10 @@ def test_it_listens_at_its_own_address_only(pool: ThreadPoolExecutor, tmp_path: 
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", port), 5)
         assert pool.submit(files_of, tmp_path / "v1").result(20) == dict(published.files)
+        # The member's sockets are among them: it listens at the address by which it reached the trainer.
+        listening = {each.laddr.ip for each in psutil.Process().net_connections("tcp") if each.status == "LISTEN"}
+        assert "127.0.0.2" in listening
+        assert all(address.startswith("127.") for address in listening), listening
     transport.close()
 
 
