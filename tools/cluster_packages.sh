@@ -1,5 +1,6 @@
 #!/bin/sh
 # Sees to the Debian packages of the cluster tests; the first call installs what is missing. Prints plainly what stands in the way.
+# usage: tools/cluster_packages.sh [--check]   (--check: only whether this machine can hold a cluster)
 set -eu
 
 PACKAGES="etcd-server etcd-client containerd runc buildah containernetworking-plugins prometheus debootstrap conntrack
@@ -13,7 +14,10 @@ fail() {
 
 [ "$(uname -s)" = Linux ] || fail "it starts Kubernetes nodes, which need Linux" "use a Linux machine"
 [ "$(id -u)" = 0 ] || fail "it starts containers and network devices, and you are not root" "run it as root, on a machine for tests"
+unshare --net --mount true 2>/dev/null ||
+    fail "it makes network devices and mounts, and this machine lets nobody do so" "run it in a virtual machine, not in a container"
 go version >/dev/null 2>&1 || fail "it builds Kubernetes with Go, and no 'go' on PATH runs" "install Go 1.24 or newer"
+[ "${1-}" != --check ] || exit 0
 
 missing=
 for package in $PACKAGES; do

@@ -5,16 +5,17 @@ Belongs here: which field of which object says what, and gathering all of a run.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import orjson
 from pydantic import ValidationError
 
-from orbit_operator.api import EVENTS, JOBS, NODES, PODS, RUNS, WORKLOADS, Api, ApiError, Body
+from orbit_operator.api import EVENTS, JOBS, NODES, PODS, RUNS, WORKLOADS, Api, ApiError, Body, Kind
 from orbit_operator.attempts import newest_pod
 from orbit_operator.cache import Cache, Child, Key
 from orbit_operator.facts import JobFacts, NodeFacts, Observed, PodFacts, Progress, QueueFacts, RunFacts, Stored
@@ -62,25 +63,24 @@ class Observer:
             fresh: read from the API server itself instead of what watching has brought.
         """
         if fresh:
-            body = await self._api.get(RUNS, *key)
+            body, jobs, pods = await asyncio.gather(
+                self._api.get(RUNS, *key), self._children(JOBS, key, read_job), self._children(PODS, key, read_pod)
+            )
             raw = None if body is None else pack_run(body)
-            selector = {"labelSelector": f"{RUN_NAME}={key[1]}"}
-            jobs: Iterable[Child[JobFacts]] = [
-                Child(run_uid_of(item), read_job(item)) async for item in self._api.list(JOBS, key[0], selector)
-            ]
-            pods: Iterable[Child[PodFacts]] = [
-                Child(run_uid_of(item), read_pod(item)) async for item in self._api.list(PODS, key[0], selector)
-            ]
             there = {each.facts.uid for each in pods}
             ended = (each for each in self._cache.pods.of(key) if each.facts.is_terminal)
             pods = [*pods, *(each for each in ended if each.facts.uid not in there)]
         else:
-            raw, jobs, pods = self._cache.run(key), self._cache.jobs.of(key), self._cache.pods.of(key)
+            raw, jobs, pods = self._cache.run(key), [*self._cache.jobs.of(key)], [*self._cache.pods.of(key)]
         if raw is None:
             return None
         body = orjson.loads(raw.body)
         run = self._run(body)
         return run, body, await self._gather(run, body, jobs, pods, now)
+
+    async def _children[F](self, kind: Kind, key: Key, read: Callable[[Body], F]) -> list[Child[F]]:
+        selector = {"labelSelector": f"{RUN_NAME}={key[1]}"}
+        return [Child(run_uid_of(item), read(item)) async for item in self._api.list(kind, key[0], selector)]
 
     def forget(self, key: Key) -> None:
         """The run is gone."""

@@ -5,6 +5,7 @@ Belongs here: that order. Does not belong here: what any of the four does.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from orbit_operator.apply import NameTakenError, Writer
 from orbit_operator.cache import Key
 from orbit_operator.crd_check import drop_fields
 from orbit_operator.events import Recorder
-from orbit_operator.facts import RunFacts, Stored
+from orbit_operator.facts import Observed, RunFacts, Stored
 from orbit_operator.metrics import Metrics, build_text
 from orbit_operator.observe import Observer
 from orbit_operator.plan import Limits, needs_fresh_look, plan
@@ -54,20 +55,28 @@ async def reconcile(key: Key, parts: Parts) -> float | None:
         run, body, observed = seen
         chosen = plan(run, observed, now, parts.limits, run.plan)
     state, events, refused = await _act(chosen, run, body, observed.stored, parts)
-    for event in events:
-        await parts.recorder.post(run, event)
-    wake = None if chosen.wake_at is None else max(0.0, chosen.wake_at - now)
-    if state is not None:
-        status = drop_fields(build_status(run, observed, state, now), parts.writer.crd_lacks)
-        parts.metrics.runs[key] = build_text(*key, body.get("spec") or {}, status, run.gpus)
-        due = write_due(observed.stored, status, now, parts.progress_seconds)
-        if due == 0.0:
-            await parts.writer.write_status(run, body, status)
-        elif due is not None:
-            wake = due if wake is None else min(wake, due)
+    # At the same time: each is told in its own words, and neither waits for the other.
+    posts = (parts.recorder.post(run, event) for event in events)
+    written, *_ = await asyncio.gather(_write(run, body, observed, state, now, parts), *posts)
     if refused is not None:
         raise refused
-    return wake
+    due = [written, None if chosen.wake_at is None else max(0.0, chosen.wake_at - now)]
+    return min((each for each in due if each is not None), default=None)
+
+
+async def _write(
+    run: RunFacts, body: Body, observed: Observed, state: State | None, now: float, parts: Parts
+) -> float | None:
+    """The status, if it is due; else in how many seconds it will be, if it ever is."""
+    if state is None:
+        return None
+    status = drop_fields(build_status(run, observed, state, now), parts.writer.crd_lacks)
+    parts.metrics.runs[run.key] = build_text(*run.key, body.get("spec") or {}, status, run.gpus)
+    due = write_due(observed.stored, status, now, parts.progress_seconds)
+    if due != 0.0:
+        return due
+    await parts.writer.write_status(run, body, status)
+    return None
 
 
 async def _act(
