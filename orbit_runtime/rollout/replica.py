@@ -19,7 +19,7 @@ from orbit_runtime.adapters.ticket import NOT_ARRIVED
 from orbit_runtime.errors import EngineDiedError, GateError, OrbitError
 from orbit_runtime.rollout.handover import Handover
 from orbit_runtime.rollout.served import About, Api, Loaded, LostError, Server, Sleeping
-from orbit_runtime.types import AdapterFiles, ServerReading
+from orbit_runtime.types import AdapterFiles, Scored, ServerReading
 
 FACTS_VERSION = 2
 """Of what the plug-in tells in `/server_info`."""
@@ -234,12 +234,14 @@ class Replica:
                     raise
             self._held.discard(name)
 
-    async def score(self, token_ids_T: Sequence[int], adapters: Sequence[str | None]) -> list[tuple[float, ...]]:
-        """By adapter, log-prob of every token, 0 for the first. An adapter is known by the first reading of it."""
-        found = [(0.0, *logprobs) for logprobs in await self.api.score(token_ids_T, adapters)]
-        for adapter, logprobs in zip(adapters, found, strict=True):
+    async def score(
+        self, token_ids_T: Sequence[int], adapters: Sequence[str | None], behind: int | None = None
+    ) -> list[Scored]:
+        """An adapter is known by the first reading of it."""
+        found = await self.api.score(token_ids_T, adapters, behind)
+        for adapter, scored in zip(adapters, found, strict=True):
             if adapter is not None:
-                self._witnesses.setdefault(adapter, (tuple(token_ids_T), logprobs))
+                self._witnesses.setdefault(adapter, (tuple(token_ids_T), scored.logprobs_T))
         return found
 
     async def facts(self) -> Mapping[str, Mapping[str, Any]]:
@@ -312,9 +314,8 @@ class Replica:
                 )
         elif name in self._witnesses:
             tokens, before = self._witnesses[name]
-            (logprobs,) = await self.api.score(tokens, [name])
-            now = (0.0, *logprobs)
-            moved = max(abs(a - b) for a, b in zip(before, now, strict=True))
+            (now,) = await self.api.score(tokens, [name])
+            moved = max(abs(a - b) for a, b in zip(before, now.logprobs_T, strict=True))
             if not moved <= self._tolerance:
                 raise GateError(
                     f"after {what} {self.name} gives other log-probs under {name}: they moved by {moved:.3g}, "

@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 
 from orbit_runtime.errors import GateError
 from orbit_runtime.rollout.handover import Handover
-from orbit_runtime.types import AdapterFiles, Cached, FinishReason, Request
+from orbit_runtime.types import AdapterFiles, FinishReason, Request, Scored
 
 FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
@@ -154,14 +154,10 @@ class Api(Protocol):
 
     async def generate(self, call: Call, eos: Sequence[int]) -> list[Sampled]: ...
 
-    async def score(self, token_ids_T: Sequence[int], adapters: Sequence[str | None]) -> list[tuple[float, ...]]:
-        """By adapter, of every token after the first, computed anew: nothing comes from a cache."""
-        ...
-
-    async def tail(
-        self, token_ids_T: Sequence[int], start: int, adapters: Sequence[str | None]
-    ) -> Sequence[Cached | None]:
-        """The same of the tokens after `start`, those before it from the cache where it has them; None: no such way."""
+    async def score(
+        self, token_ids_T: Sequence[int], adapters: Sequence[str | None], behind: int | None = None
+    ) -> list[Scored]:
+        """By adapter, computed anew, without digests. `behind`: as for a `Copy`, where there is such a way."""
         ...
 
     async def facts(self) -> Mapping[str, Mapping[str, Any]] | None:

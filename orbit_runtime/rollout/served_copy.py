@@ -5,8 +5,8 @@ Belongs here: readings of one copy. Does not belong here: answering prompts (`se
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ from orbit_runtime.adapters.difference import explain_difference
 from orbit_runtime.errors import GateError, UnsupportedError
 from orbit_runtime.policy.snapshot import Snapshot
 from orbit_runtime.rollout.taps import ANSWER, build_snapshot, write_request
-from orbit_runtime.types import AdapterFiles, Cached, Scored
+from orbit_runtime.types import AdapterFiles, Scored
 
 if TYPE_CHECKING:
     from orbit_runtime.rollout.replica import Replica
@@ -48,23 +48,15 @@ class ServedCopy:
     def score(
         self, token_ids_T: Sequence[int], adapters: Sequence[str | None], behind: int | None = None
     ) -> list[Scored]:
-        """Prefills of the same tokens, one per adapter. What follows the first pass is under way at once."""
+        """Prefills of the same tokens, all in one request; what the plug-in tells of them is asked for at once."""
         replica = self._replica
 
-        async def told() -> Mapping[str, Mapping[str, Any]]:
-            return await replica.ask(replica.facts) if self.reads_back and any(adapters) else {}
-
-        async def tails() -> Sequence[Cached | None]:
-            if behind is None:
-                return [None] * len(adapters)
-            return await replica.ask(partial(replica.api.tail, token_ids_T, behind, adapters))
-
         async def readings() -> list[Scored]:
-            scores = await replica.ask(partial(replica.score, token_ids_T, adapters))
-            self._told, ends = await asyncio.gather(told(), tails())
+            scores = await replica.ask(partial(replica.score, token_ids_T, adapters, behind))
+            self._told = await replica.ask(replica.facts) if self.reads_back and any(adapters) else {}
             return [
-                Scored(logprobs, self._told.get(name, {}).get("applied_digest") if name else None, end)
-                for name, logprobs, end in zip(adapters, scores, ends, strict=True)
+                replace(scored, applied_digest=self._told.get(name, {}).get("applied_digest") if name else None)
+                for name, scored in zip(adapters, scores, strict=True)
             ]
 
         return self._engine.call(readings())

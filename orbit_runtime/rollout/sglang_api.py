@@ -18,7 +18,7 @@ from orbit_runtime.adapters.state import CONFIG_FILE, MODEL_FILE
 from orbit_runtime.errors import GateError
 from orbit_runtime.rollout.served import About, Call, Sampled, Sleeping, check_sampled, number
 from orbit_runtime.rollout.wire import Wire, adapter_names, exposition
-from orbit_runtime.types import AdapterFiles, Cached
+from orbit_runtime.types import AdapterFiles, Cached, Scored
 
 HEALTH_SECONDS = 10.0
 PROGRESS_SECONDS = 60.0
@@ -122,22 +122,28 @@ class SGLangApi:
             found.append(check_sampled(call, [entry[1] for entry in entries], [entry[0] for entry in entries], reason))
         return found
 
-    async def score(self, token_ids_T: Sequence[int], adapters: Sequence[str | None]) -> list[tuple[float, ...]]:
-        return [each.logprobs_T for each in await self.tail(token_ids_T, 0, adapters)]
-
-    async def tail(self, token_ids_T: Sequence[int], start: int, adapters: Sequence[str | None]) -> list[Cached]:
-        """SGLang takes from its cache what lies before `start`, and computes the rest."""
+    async def score(
+        self, token_ids_T: Sequence[int], adapters: Sequence[str | None], behind: int | None = None
+    ) -> list[Scored]:
+        """SGLang takes from its cache what lies before a reading's start, and computes the rest."""
+        starts = [0] if behind is None else [0, behind]
+        asked = [(adapter, start) for start in starts for adapter in adapters]
         body = {
-            "input_ids": [list(token_ids_T)] * len(adapters),
+            "input_ids": [list(token_ids_T)] * len(asked),
             "sampling_params": {"max_new_tokens": 0, "temperature": 0.0},
             "return_logprob": True,
-            "logprob_start_len": start,
-            "lora_path": list(adapters),
+            "logprob_start_len": [start for _, start in asked],
+            "lora_path": [adapter for adapter, _ in asked],
         }
         answers = await self._wire.post("/generate", body)
-        if not isinstance(answers, list) or len(answers) != len(adapters):
-            raise GateError(f"/generate was not answered with {len(adapters)} readings", where="rollout")
-        return [_read_tail(_meta(answer), list(token_ids_T[start:])) for answer in answers]
+        if not isinstance(answers, list) or len(answers) != len(asked):
+            raise GateError(f"/generate was not answered with {len(asked)} readings", where="rollout")
+        found = [
+            _read_end(_meta(answer), list(token_ids_T[start:]))
+            for answer, (_, start) in zip(answers, asked, strict=True)
+        ]
+        whole, ends = found[: len(adapters)], found[len(adapters) :] or [None] * len(adapters)
+        return [Scored((0.0, *each.logprobs_T), None, end) for each, end in zip(whole, ends, strict=True)]
 
     async def facts(self) -> Mapping[str, Mapping[str, Any]] | None:
         """What two ranks tell differently is None, which equals no digest."""
@@ -169,7 +175,7 @@ class SGLangApi:
         return str((await self._wire.post("/detokenize", body))["text"])
 
 
-def _read_tail(meta: Mapping[str, Any], asked: Sequence[int]) -> Cached:
+def _read_end(meta: Mapping[str, Any], asked: Sequence[int]) -> Cached:
     entries = meta.get("input_token_logprobs") or []
     if [int(entry[1]) for entry in entries] != asked:
         raise GateError("the engine scored other tokens than it was given", where="rollout")
