@@ -106,6 +106,7 @@ def measure_load(repetitions: int) -> list[harness.Comparison]:
             harness.compare(name, ("broadcast", load(broadcast)), ("files", load(None)), repetitions=repetitions),
         ]
         broadcast.close()
+        assert rig.engine.replicas[0].missed == 0, "what was measured came as files"
     return found
 
 
