@@ -13,6 +13,7 @@ import argparse
 import importlib.util
 import itertools
 import os
+import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -52,12 +53,13 @@ def measure_medium(megabytes: int, repetitions: int) -> list[harness.Comparison]
     with TemporaryDirectory() as scratch, ThreadPoolExecutor(1) as receiver:
 
         def by_files(*, digested: bool) -> None:
-            folder = Path(scratch) / "files"
-            folder.mkdir(exist_ok=True)
+            folder = Path(scratch) / str(next(numbers))
+            folder.mkdir()
             for name, content in files.items():
                 (folder / name).write_bytes(content)
             found = receiver.submit(files_of, folder).result()
             assert not digested or files_digest(found) == adapter.digest
+            shutil.rmtree(folder)
 
         def by(transport: Transport) -> Callable[[], None]:
             def send() -> None:
@@ -104,6 +106,7 @@ def measure_load(repetitions: int) -> list[harness.Comparison]:
             harness.compare(name, ("broadcast", load(broadcast)), ("files", load(None)), repetitions=repetitions),
         ]
         broadcast.close()
+        assert rig.engine.replicas[0].missed == 0, "what was measured came as files"
     return found
 
 

@@ -15,7 +15,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 from orbit_runtime.adapters.state import CONFIG_FILE, files_digest
 from orbit_runtime.errors import ModelError
@@ -51,7 +51,7 @@ class Ticket:
 
 
 def payload(adapter: AdapterFiles) -> list[bytes]:
-    """The bytes that go, one part after the other; what `split_payload` undoes."""
+    """The bytes that go, one part after the other; what `read_payload` undoes."""
     return [adapter.files[name] for name in _carried(adapter)]
 
 
@@ -73,18 +73,15 @@ def read_ticket(folder: Path) -> Ticket | None:
         return None
 
 
-def split_payload(ticket: Ticket, folder: Path, data: memoryview) -> dict[str, bytes]:
+def read_payload(ticket: Ticket, folder: Path, stream: BinaryIO) -> dict[str, bytes]:
     """The adapter's files. Raises ModelError where they are not those that were published."""
-    files = {CONFIG_FILE: (folder / CONFIG_FILE).read_bytes()}
-    start = 0
-    for name, size in ticket.sizes.items():
-        files[name] = bytes(data[start : start + size])
-        start += size
+    files = {name: stream.read(size) for name, size in ticket.sizes.items()}
+    arrived = sum(map(len, files.values())) + len(stream.read())
+    files[CONFIG_FILE] = (folder / CONFIG_FILE).read_bytes()
     found = files_digest(files)
-    if found != ticket.digest or len(data) != ticket.num_bytes:
+    if found != ticket.digest or arrived != ticket.num_bytes:
         raise ModelError(
-            f"{len(data)} bytes arrived by {ticket.kind} as {found}; published were {ticket.num_bytes} as "
-            f"{ticket.digest}"
+            f"{arrived} bytes arrived by {ticket.kind} as {found}; published were {ticket.num_bytes} as {ticket.digest}"
         )
     return files
 

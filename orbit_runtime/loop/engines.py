@@ -110,7 +110,6 @@ def _start(resolved: Resolved, policy: Policy, tokenizer: Tokenizer, folder: Pat
         max_running_requests=settings.max_running_requests,
         at_once=1 if on_cpu else count,
         sleeping=sleeping_parts(spec.rollout.sleep),
-        deterministic=spec.rollout.deterministic,
         transport=build_transport(spec.rollout.adapter_transport),
     )
 

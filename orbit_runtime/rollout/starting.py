@@ -30,7 +30,6 @@ def start_engine(
     at_once: int = 1,
     patience: float = PATIENCE_SECONDS,
     sleeping: Sequence[Sleeping] = (),
-    deterministic: bool = False,
     transport: Transport | None = None,
 ) -> ServedEngine:
     """Starts the servers; where one fails, all are ended.
@@ -39,7 +38,6 @@ def start_engine(
         folder: adapters are handed over below it.
         at_once: servers that start at the same time; on a CPU they would wait for each other.
         sleeping: what the servers, which were started for it, give back while the trainer works.
-        deterministic: the servers were started for it, so every request brings its seed.
         transport: how they are handed over; None: as files. Closed with the engine.
         patience: seconds that a request may take before its server is asked whether it computes.
 
@@ -57,7 +55,7 @@ def start_engine(
         replicas = []
         for index, server in enumerate(servers):
             name = "the engine" if len(servers) == 1 else f"replica {index}"
-            api = SGLangApi(Wire(client, server), deterministic=deterministic)
+            api = SGLangApi(Wire(client, server), deterministic=server.deterministic)
             replicas.append(Replica(name, server, api, engine.loaded, taps=server.taps, patience=patience))
         engine.attach(replicas)
         for replica in replicas:

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
 from orbit_runtime.adapters.group import Group, join
 from orbit_runtime.adapters.state import CONFIG_FILE, MODEL_FILE, ROTATIONS_FILE, parse_tensors
-from orbit_runtime.adapters.ticket import NotArrivedError, Ticket, read_ticket, split_payload
+from orbit_runtime.adapters.ticket import NotArrivedError, Ticket, read_payload, read_ticket
 
 _joined: dict[str, Group] = {}
 """The newest generation by its name; there is one at most."""
@@ -47,24 +48,25 @@ def receive(ticket: Ticket, folder: Path) -> dict[str, bytes]:
         NotArrivedError: they did not come.
         ModelError: they are not what was published.
     """
-    data = RECEIVERS[ticket.kind](ticket)
-    return split_payload(ticket, folder, data)
+    with RECEIVERS[ticket.kind](ticket) as stream:
+        return read_payload(ticket, folder, stream)
 
 
-def _from_memory(ticket: Ticket) -> memoryview:
+def _from_memory(ticket: Ticket) -> BinaryIO:
     """A file without a name, through the trainer's open descriptor of it."""
     path, title = ticket.source["path"], ticket.source["title"]
     try:
         # The number may stand for another file by now, even for one on which reading waits.
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
-            if os.readlink(f"/proc/self/fd/{file.fileno()}") != title:
-                raise NotArrivedError("the memory that held it was given back")
-            return memoryview(file.read())
+        stream = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")
     except OSError as error:
         raise NotArrivedError(f"the memory that held it was given back: {error}") from None
+    if os.readlink(f"/proc/self/fd/{stream.fileno()}") != title:
+        stream.close()
+        raise NotArrivedError("the memory that held it was given back")
+    return stream
 
 
-def _from_group(ticket: Ticket) -> memoryview:
+def _from_group(ticket: Ticket) -> BinaryIO:
     name = ticket.source["generation"]
     group = _joined.get(name) or join(ticket.source)
     # One that fails is over, so it is kept only after it served.
@@ -79,7 +81,7 @@ def _from_group(ticket: Ticket) -> memoryview:
     _joined[name] = group
     if not sent:
         raise NotArrivedError("its broadcast is over")
-    return memoryview(data.numpy())
+    return BytesIO(data.numpy())
 
 
-RECEIVERS: Mapping[str, Callable[[Ticket], memoryview]] = {"SharedMemory": _from_memory, "Broadcast": _from_group}
+RECEIVERS: Mapping[str, Callable[[Ticket], BinaryIO]] = {"SharedMemory": _from_memory, "Broadcast": _from_group}

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from io import BytesIO
 from pathlib import Path
 
 import psutil
@@ -23,7 +24,7 @@ import torch
 
 from orbit_runtime.adapters.group import Group, join
 from orbit_runtime.adapters.state import files_digest
-from orbit_runtime.adapters.ticket import NotArrivedError, Ticket, read_ticket, split_payload
+from orbit_runtime.adapters.ticket import NotArrivedError, Ticket, read_payload, read_ticket
 from orbit_runtime.errors import ModelError
 from orbit_runtime.rollout.handover import Broadcast, SharedMemory, Transport
 from orbit_runtime.sglang_plugin.arrival import files_of, receive
@@ -66,7 +67,7 @@ def fetch(folder: Path, group: Group | None = None) -> tuple[dict[str, bytes], G
     group = group or join(ticket.source)
     data = torch.empty(ticket.num_bytes, dtype=torch.uint8)
     group.broadcast(data)
-    return split_payload(ticket, folder, memoryview(data.numpy())), group
+    return read_payload(ticket, folder, BytesIO(data.numpy())), group
 
 
 def test_what_arrives_are_the_published_files_publish_after_publish(
