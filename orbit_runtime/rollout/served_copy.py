@@ -6,6 +6,7 @@ Belongs here: readings of one copy. Does not belong here: answering prompts (`se
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from orbit_runtime.adapters.difference import explain_difference
 from orbit_runtime.errors import GateError, UnsupportedError
 from orbit_runtime.policy.snapshot import Snapshot
-from orbit_runtime.rollout.taps import ANSWER, build_snapshot, write_request
+from orbit_runtime.rollout.sglang_api import merge_facts
+from orbit_runtime.rollout.taps import ANSWER, asked_facts, build_snapshot, write_request
 from orbit_runtime.types import AdapterFiles, Scored
 
 if TYPE_CHECKING:
@@ -48,12 +50,17 @@ class ServedCopy:
     def score(
         self, token_ids_T: Sequence[int], adapters: Sequence[str | None], behind: int | None = None
     ) -> list[Scored]:
-        """Prefills of the same tokens, all in one request; what the plug-in tells of them is asked for at once."""
-        replica = self._replica
+        """Prefills of the same tokens, all in one request."""
+        replica, named = self._replica, sorted({name for name in adapters if name})
 
         async def readings() -> list[Scored]:
-            scores = await replica.ask(partial(replica.score, token_ids_T, adapters, behind))
-            self._told = await replica.ask(replica.facts) if self.reads_back and any(adapters) else {}
+            with asked_facts(replica.taps, named) if replica.taps and named else nullcontext(lambda: None) as told:
+                scores = await replica.ask(partial(replica.score, token_ids_T, adapters, behind))
+                told_now = told()
+            if told_now is not None:
+                self._told = merge_facts([told_now])
+            else:
+                self._told = await replica.ask(replica.facts) if self.reads_back and named else {}
             return [
                 replace(scored, applied_digest=self._told.get(name, {}).get("applied_digest") if name else None)
                 for name, scored in zip(adapters, scores, strict=True)

@@ -146,18 +146,10 @@ class SGLangApi:
         return [Scored((0.0, *each.logprobs_T), None, end) for each, end in zip(whole, ends, strict=True)]
 
     async def facts(self) -> Mapping[str, Mapping[str, Any]] | None:
-        """What two ranks tell differently is None, which equals no digest."""
         states = (await self._wire.get("/server_info")).get("internal_states") or ()
         if not states or any("orbit" not in state for state in states):
             return None
-        merged: dict[str, dict[str, Any]] = {}
-        for state in (each["orbit"] for each in states):
-            if "error" in state:
-                raise GateError(f"the plug-in cannot read the engine's slots: {state['error']}", where="publish")
-            for name, facts in state["adapters"].items():
-                before = merged.setdefault(name, facts)
-                merged[name] = {key: value if before.get(key) == value else None for key, value in facts.items()}
-        return merged
+        return merge_facts([state["orbit"] for state in states])
 
     async def sleep(self, parts: Sequence[Sleeping]) -> None:
         # It ends its scheduler where something still runs; emptying the cache waits for that.
@@ -173,6 +165,18 @@ class SGLangApi:
     async def text(self, token_ids_T: Sequence[int]) -> str | None:
         body = {"tokens": list(token_ids_T), "skip_special_tokens": True}
         return str((await self._wire.post("/detokenize", body))["text"])
+
+
+def merge_facts(states: Sequence[Mapping[str, Any]]) -> Mapping[str, Mapping[str, Any]]:
+    """By adapter, what the plug-in told in each rank; what two tell differently is None, which equals no digest."""
+    merged: dict[str, dict[str, Any]] = {}
+    for state in states:
+        if "error" in state:
+            raise GateError(f"the plug-in cannot read the engine's slots: {state['error']}", where="publish")
+        for name, facts in state["adapters"].items():
+            before = merged.setdefault(name, facts)
+            merged[name] = {key: value if before.get(key) == value else None for key, value in facts.items()}
+    return merged
 
 
 def _read_end(meta: Mapping[str, Any], asked: Sequence[int]) -> Cached:
