@@ -5,8 +5,8 @@ Belongs here: putting them together. Does not belong here: measuring (`sglang_fa
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,11 +22,13 @@ from orbit_runtime.loop.publish import Publication, Publisher
 from orbit_runtime.model_info.builtin_models import builtin_folder
 from orbit_runtime.parity.liveness import CHANGE_LIMITS
 from orbit_runtime.policy import Policy, load_policy
+from orbit_runtime.rollout.handover import Handover, Transport
 from orbit_runtime.rollout.served_engine import ServedEngine
 from orbit_runtime.rollout.sglang_server import ServerSettings, SGLangServer, lora_targets
 from orbit_runtime.rollout.starting import start_engine
 from orbit_runtime.storage import claim_execution, open_store
 from orbit_runtime.training import TorchTrainer, TrainerSettings
+from orbit_runtime.types import AdapterFiles
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 ADAPTERS = {
@@ -76,8 +78,22 @@ class Rig:
         return self.publication
 
 
+class Chosen:
+    """The transport that is measured now; None: files."""
+
+    now: Transport | None = None
+
+    def carry(
+        self, adapter: AdapterFiles, folder: Path, copies: Mapping[str, tuple[int, int]]
+    ) -> AbstractContextManager[Handover | None]:
+        return nullcontext() if self.now is None else self.now.carry(adapter, folder, copies)
+
+    def close(self) -> None:
+        pass
+
+
 @contextmanager
-def started(adapter: str) -> Iterator[Rig]:
+def started(adapter: str, transport: Transport | None = None) -> Iterator[Rig]:
     """`LoRA` or `OFT`."""
     model, config = builtin_folder("tiny-adder", "INT4"), ADAPTERS[adapter]
     policy, tokenizer = load_policy(model, config), ChatTokenizer(model)
@@ -97,7 +113,9 @@ def started(adapter: str) -> Iterator[Rig]:
         )
         server = SGLangServer(settings, log=folder / "sglang.log")
         try:
-            engine = start_engine([server], tokenizer, folder=folder / "adapters", max_running_requests=RUNNING)
+            engine = start_engine(
+                [server], tokenizer, folder=folder / "adapters", max_running_requests=RUNNING, transport=transport
+            )
             yield _rig(policy, tokenizer, engine, folder / "run")
             engine.close()
         finally:

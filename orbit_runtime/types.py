@@ -206,7 +206,8 @@ class Copy(Protocol):
         """One reading of the same tokens per adapter, all in one batch, by the passes that sampling uses.
 
         Args:
-            behind: then once more the tokens after this one, those up to it from the cache that requests share.
+            behind: once more the tokens after this one, those up to it from the cache that requests share, where it
+                holds them since an earlier call.
         """
         ...
 
@@ -226,6 +227,8 @@ class ServerReading:
     replica: str
     is_up: bool
     restarts: int
+    missed: int
+    """Adapters that did not reach it as they were meant to, and came as files."""
     exposition: str
     """Its own metrics in Prometheus' text format; empty where it does not answer."""
     memory_bytes: int | None

@@ -61,6 +61,7 @@ def build_engine(
 def _start(resolved: Resolved, policy: Policy, tokenizer: Tokenizer, folder: Path, closing: ExitStack) -> Engine:
     from orbit_runtime.checkpoints.convert import convert
     from orbit_runtime.checkpoints.target import Target
+    from orbit_runtime.rollout.handover import build_transport
     from orbit_runtime.rollout.sglang_server import (
         ServerSettings,
         SGLangServer,
@@ -109,7 +110,7 @@ def _start(resolved: Resolved, policy: Policy, tokenizer: Tokenizer, folder: Pat
         max_running_requests=settings.max_running_requests,
         at_once=1 if on_cpu else count,
         sleeping=sleeping_parts(spec.rollout.sleep),
-        deterministic=spec.rollout.deterministic,
+        transport=build_transport(spec.rollout.adapter_transport),
     )
 
 

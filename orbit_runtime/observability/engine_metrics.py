@@ -21,6 +21,7 @@ ENGINE_METRICS = {
     "orbit_engine_up": "1 where the server takes work, 0 while it is being brought back.",
     "orbit_engine_memory_bytes": "What the server's device holds, or on a CPU its processes.",
     "orbit_engine_restarts_total": "Times that the server was lost and brought back with its adapters.",
+    "orbit_engine_missed_adapters_total": "Adapters that did not arrive by `adapterTransport` and came as files.",
 }
 
 
@@ -54,11 +55,15 @@ class EngineCollector:
         restarts = CounterMetricFamily(
             "orbit_engine_restarts", ENGINE_METRICS["orbit_engine_restarts_total"], labels=names
         )
+        missed = CounterMetricFamily(
+            "orbit_engine_missed_adapters", ENGINE_METRICS["orbit_engine_missed_adapters_total"], labels=names
+        )
         families: dict[str, Metric] = {}
         for each in readings:
             values = (*self._labels.values(), each.replica)
             up.add_metric(values, float(each.is_up))
             restarts.add_metric(values, each.restarts)
+            missed.add_metric(values, each.missed)
             if each.memory_bytes is not None:
                 memory.add_metric(values, each.memory_bytes)
             for family in _relabelled(each.exposition, dict(zip(names, values, strict=True))):
@@ -66,7 +71,7 @@ class EngineCollector:
                     families[family.name].samples += family.samples
                 else:
                     families[family.name] = family
-        yield from (up, restarts, memory, *families.values())
+        yield from (up, restarts, missed, memory, *families.values())
 
 
 def _relabelled(exposition: str, labels: Mapping[str, str]) -> list[Metric]:

@@ -89,6 +89,7 @@ class Report:
                 "limit": last.number("parity_limit") if last else None,
             },
             "engine_sleep": summary.get("sleep"),
+            "adapter_transport": self.spec.get("rollout", {}).get("adapterTransport"),
             "deterministic": bool(self.spec.get("rollout", {}).get("deterministic", False)),
             "last_checkpoint": self.folder.checkpoints[0]["prefix"] if self.folder.checkpoints else None,
             "warnings": list(self.warnings),

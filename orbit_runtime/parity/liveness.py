@@ -13,7 +13,8 @@ Does not belong here: storing and loading the adapter (`loop.publish`).
 4. Base. With no adapter the engine gives the trainer's log-probs within the precision's limit, and its own of the
    publish before: a base is frozen.
 5. Cache. Behind a beginning that came from the engine's cache, the canary's log-probs are those computed anew: no keys
-   and values are shared between versions.
+   and values are shared between versions. What is there comes from earlier publishes: the base's own, and nothing of a
+   version that is new.
 6. Until now. The version that sampled until this publish still stands as it was proven.
 """
 
@@ -235,7 +236,7 @@ def _predecessor_failures(engine: Copy, canary_T: Sequence[int], previous: Readi
 
 
 def _cached_error(start: int, readings: Sequence[Scored]) -> float | None:
-    """The first pass put the canary's beginning in the engine's cache, under each name."""
+    """Earlier publishes left the canary's beginning in the engine's cache, under their names and the base's."""
     errors = []
     for scored in readings:
         if scored.cached is not None and scored.cached.tokens:

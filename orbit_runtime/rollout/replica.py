@@ -15,9 +15,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from orbit_runtime.adapters.ticket import NOT_ARRIVED
 from orbit_runtime.errors import EngineDiedError, GateError, OrbitError
+from orbit_runtime.rollout.handover import Handover
 from orbit_runtime.rollout.served import About, Api, Loaded, LostError, Server, Sleeping
-from orbit_runtime.types import ServerReading
+from orbit_runtime.types import AdapterFiles, Scored, ServerReading
 
 FACTS_VERSION = 2
 """Of what the plug-in tells in `/server_info`."""
@@ -54,6 +56,8 @@ class Replica:
         self.taps = taps
         self.about: About | None = None
         self.restarts = 0
+        self.missed = 0
+        """Adapters that came as files, because the other way they did not arrive."""
         self.failure: OrbitError | None = None
         """Why it could not be brought back."""
         self.on_change: Callable[[], Awaitable[None]] | None = None
@@ -110,7 +114,7 @@ class Replica:
         if self.is_up:
             with suppress(LostError, GateError):
                 told = await self.api.exposition()
-        return ServerReading(self.name, self.is_up, self.restarts, told, self.server.memory_bytes())
+        return ServerReading(self.name, self.is_up, self.restarts, self.missed, told, self.server.memory_bytes())
 
     # --- sleeping ---
 
@@ -190,11 +194,34 @@ class Replica:
         """Safe to call again: a server that came back meanwhile holds it already."""
         if name in self._held:
             return
+        loaded = self._adapters[name]
         try:
-            await self.api.load(name, self._adapters[name])
+            if loaded.handover is None or not await self._take(name, loaded.adapter, loaded.handover):
+                await self.api.load(name, loaded.adapter, loaded.write_files(loaded.folder))
         except GateError as error:
             raise GateError(f"{self.name} refused adapter {name}: {error.message}", where="publish") from None
         self._held.add(name)
+
+    async def _take(self, name: str, adapter: AdapterFiles, handover: Handover) -> bool:
+        """Whether it came by other means than files. Where this copy fails, the others need not wait for it."""
+        if not handover.take(self.name):
+            return False
+        try:
+            await self.api.load(name, adapter, handover.folder)
+        except GateError as error:
+            handover.end()
+            if NOT_ARRIVED not in error.message:
+                raise
+        except BaseException:
+            handover.end()
+            raise
+        else:
+            return True
+        self.missed += 1
+        with suppress(GateError):
+            # Where it arrived at some of the server's processes only, the name must be given back by all.
+            await self.api.unload(name)
+        return False
 
     async def unload(self, name: str) -> None:
         self._witnesses.pop(name, None)
@@ -207,12 +234,14 @@ class Replica:
                     raise
             self._held.discard(name)
 
-    async def score(self, token_ids_T: Sequence[int], adapters: Sequence[str | None]) -> list[tuple[float, ...]]:
-        """By adapter, log-prob of every token, 0 for the first. An adapter is known by the first reading of it."""
-        found = [(0.0, *logprobs) for logprobs in await self.api.score(token_ids_T, adapters)]
-        for adapter, logprobs in zip(adapters, found, strict=True):
+    async def score(
+        self, token_ids_T: Sequence[int], adapters: Sequence[str | None], behind: int | None = None
+    ) -> list[Scored]:
+        """An adapter is known by the first reading of it."""
+        found = await self.api.score(token_ids_T, adapters, behind)
+        for adapter, scored in zip(adapters, found, strict=True):
             if adapter is not None:
-                self._witnesses.setdefault(adapter, (tuple(token_ids_T), logprobs))
+                self._witnesses.setdefault(adapter, (tuple(token_ids_T), scored.logprobs_T))
         return found
 
     async def facts(self) -> Mapping[str, Mapping[str, Any]]:
@@ -266,6 +295,10 @@ class Replica:
         for name in [*self._adapters]:
             if name in standing:
                 self._held.add(name)
+            handover = self._adapters[name].handover
+            if handover is not None and handover.take(self.name):
+                # It was waited for while it was lost; it comes back by files.
+                handover.end()
             await self.load(name)
             await self._check_held(name, "a restart")
 
@@ -281,9 +314,8 @@ class Replica:
                 )
         elif name in self._witnesses:
             tokens, before = self._witnesses[name]
-            (logprobs,) = await self.api.score(tokens, [name])
-            now = (0.0, *logprobs)
-            moved = max(abs(a - b) for a, b in zip(before, now, strict=True))
+            (now,) = await self.api.score(tokens, [name])
+            moved = max(abs(a - b) for a, b in zip(before, now.logprobs_T, strict=True))
             if not moved <= self._tolerance:
                 raise GateError(
                     f"after {what} {self.name} gives other log-probs under {name}: they moved by {moved:.3g}, "

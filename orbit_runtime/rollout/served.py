@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from orbit_runtime.errors import GateError
-from orbit_runtime.types import AdapterFiles, Cached, FinishReason, Request
+from orbit_runtime.rollout.handover import Handover
+from orbit_runtime.types import AdapterFiles, FinishReason, Request, Scored
 
 FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
@@ -27,7 +28,21 @@ class Loaded:
 
     adapter: AdapterFiles
     folder: Path
-    """Its files, as Orbit and the server see them."""
+    """For its files, as Orbit and the server see them; they are written when a server first takes them so."""
+    handover: Handover | None = None
+    """The other way, while it is open."""
+
+    @property
+    def ticket(self) -> Path:
+        """The folder that a server was told which took it the other way."""
+        return self.folder / "ticket"
+
+    def write_files(self, folder: Path) -> Path:
+        """Safe to call twice."""
+        for name, content in self.adapter.files.items():
+            if not (folder / name).exists():
+                (folder / name).write_bytes(content)
+        return folder
 
 
 @dataclass(frozen=True)
@@ -72,6 +87,8 @@ class About:
     architectures: tuple[str, ...] | None = None
     deterministic: bool = False
     """It draws by each request's seed, and by one and the same where none is given."""
+    ranks: int = 1
+    """Processes that each load an adapter."""
     plugin: int | None = None
     """Version of the facts that Orbit's plug-in tells; None: it runs without."""
     unhooked: tuple[str, ...] = ()
@@ -129,20 +146,18 @@ class Api(Protocol):
         """Adapters that it says it holds."""
         ...
 
-    async def load(self, name: str, loaded: Loaded) -> None: ...
+    async def load(self, name: str, adapter: AdapterFiles, folder: Path) -> None:
+        """Args: folder: what the server is told; it holds the files, or their ticket."""
+        ...
 
     async def unload(self, name: str) -> None: ...
 
     async def generate(self, call: Call, eos: Sequence[int]) -> list[Sampled]: ...
 
-    async def score(self, token_ids_T: Sequence[int], adapters: Sequence[str | None]) -> list[tuple[float, ...]]:
-        """By adapter, of every token after the first, computed anew: nothing comes from a cache."""
-        ...
-
-    async def tail(
-        self, token_ids_T: Sequence[int], start: int, adapters: Sequence[str | None]
-    ) -> Sequence[Cached | None]:
-        """The same of the tokens after `start`, those before it from the cache where it has them; None: no such way."""
+    async def score(
+        self, token_ids_T: Sequence[int], adapters: Sequence[str | None], behind: int | None = None
+    ) -> list[Scored]:
+        """By adapter, computed anew, without digests. `behind`: as for a `Copy`, where there is such a way."""
         ...
 
     async def facts(self) -> Mapping[str, Mapping[str, Any]] | None:

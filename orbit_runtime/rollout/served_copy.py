@@ -5,8 +5,9 @@ Belongs here: readings of one copy. Does not belong here: answering prompts (`se
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 from orbit_runtime.adapters.difference import explain_difference
 from orbit_runtime.errors import GateError, UnsupportedError
 from orbit_runtime.policy.snapshot import Snapshot
-from orbit_runtime.rollout.taps import ANSWER, build_snapshot, write_request
-from orbit_runtime.types import AdapterFiles, Cached, Scored
+from orbit_runtime.rollout.sglang_api import merge_facts
+from orbit_runtime.rollout.taps import ANSWER, asked_facts, build_snapshot, write_request
+from orbit_runtime.types import AdapterFiles, Scored
 
 if TYPE_CHECKING:
     from orbit_runtime.rollout.replica import Replica
@@ -48,23 +50,20 @@ class ServedCopy:
     def score(
         self, token_ids_T: Sequence[int], adapters: Sequence[str | None], behind: int | None = None
     ) -> list[Scored]:
-        """Prefills of the same tokens, one per adapter. What follows the first pass is under way at once."""
-        replica = self._replica
-
-        async def told() -> Mapping[str, Mapping[str, Any]]:
-            return await replica.ask(replica.facts) if self.reads_back and any(adapters) else {}
-
-        async def tails() -> Sequence[Cached | None]:
-            if behind is None:
-                return [None] * len(adapters)
-            return await replica.ask(partial(replica.api.tail, token_ids_T, behind, adapters))
+        """Prefills of the same tokens, all in one request."""
+        replica, named = self._replica, sorted({name for name in adapters if name})
 
         async def readings() -> list[Scored]:
-            scores = await replica.ask(partial(replica.score, token_ids_T, adapters))
-            self._told, ends = await asyncio.gather(told(), tails())
+            with asked_facts(replica.taps, named) if replica.taps and named else nullcontext(lambda: None) as told:
+                scores = await replica.ask(partial(replica.score, token_ids_T, adapters, behind))
+                told_now = told()
+            if told_now is not None:
+                self._told = merge_facts([told_now])
+            else:
+                self._told = await replica.ask(replica.facts) if self.reads_back and named else {}
             return [
-                Scored(logprobs, self._told.get(name, {}).get("applied_digest") if name else None, end)
-                for name, logprobs, end in zip(adapters, scores, ends, strict=True)
+                replace(scored, applied_digest=self._told.get(name, {}).get("applied_digest") if name else None)
+                for name, scored in zip(adapters, scores, strict=True)
             ]
 
         return self._engine.call(readings())
@@ -85,18 +84,20 @@ class ServedCopy:
         if not self.reads_back:
             return ""
         loaded = self._engine.slot(name)
-        question = loaded.folder / EXPLAIN_FILE
+        homes = [home for home in (loaded.folder, loaded.ticket) if home.is_dir()]
         # One folder for all copies: one question at a time.
         with self._engine.explaining:
-            question.touch()
+            for home in homes:
+                (loaded.write_files(home) / EXPLAIN_FILE).touch()
             try:
                 facts = self._facts().get(name)
             finally:
-                question.unlink()
+                for home in homes:
+                    (home / EXPLAIN_FILE).unlink()
         if facts is None:
             return "the server does not hold it: it was evicted, or unloaded by someone else"
         folder = Path(facts["path"])
-        if folder.is_absolute() and folder != loaded.folder:
+        if folder.is_absolute() and folder not in homes:
             found = {each.name: each.read_bytes() for each in folder.iterdir()} if folder.is_dir() else {}
             return f"the server loaded it from {folder}: {explain_difference(published.files, found)}"
         return explain_difference(published.files, loaded.adapter.files) or str(facts["difference"] or "")

@@ -11,9 +11,12 @@ lost is asked again of another; nothing of its first try was handed on, so no ro
 from __future__ import annotations
 
 import asyncio
+import shutil
 import threading
 from collections.abc import Coroutine, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,7 @@ from typing import Any
 import httpx
 
 from orbit_runtime.errors import EngineDiedError, GateError
+from orbit_runtime.rollout.handover import Handover, Transport
 from orbit_runtime.rollout.replica import TRIES, Replica
 from orbit_runtime.rollout.routing import PrefixRouter
 from orbit_runtime.rollout.served import About, Call, Loaded, LostError, Sampled, Sleeping
@@ -46,13 +50,15 @@ class ServedEngine:
         folder: Path,
         max_running_requests: int,
         sleeping: Sequence[Sleeping] = (),
+        transport: Transport | None = None,
     ) -> None:
         """
         Args:
             client: closed with the engine.
-            folder: adapters are handed over as files below it; both sides see it.
+            folder: adapters are handed over below it; both sides see it.
             max_running_requests: completions that one server samples at the same time.
             sleeping: what its servers give back between `sleep` and `wake`.
+            transport: how adapters reach its servers; None: as files, and so where it fails.
         """
         self._tokenizer = tokenizer
         self._eos = tuple(tokenizer.eos_ids)
@@ -60,6 +66,7 @@ class ServedEngine:
         self._folder = folder
         self._capacity = max_running_requests
         self._sleeping = tuple(sleeping)
+        self._transport = transport
         self.loaded: dict[str, Loaded] = {}
         """What every copy must hold; replicas look here."""
         self._retired: set[str] = set()
@@ -91,16 +98,26 @@ class ServedEngine:
         """Hands the published bytes to every copy under a name that was never used before."""
         if name in self.loaded or name in self._retired:
             raise GateError(f"adapter name {name!r} was used before", fix="publish every version under a new name")
-        folder = self._folder / name
-        folder.mkdir(parents=True)
-        for file, content in adapter.files.items():
-            (folder / file).write_bytes(content)
-        self.loaded[name] = Loaded(adapter, folder)
+        loaded = Loaded(adapter, self._folder / name)
+        loaded.folder.mkdir(parents=True)
+        self.loaded[name] = loaded
         try:
-            self._everywhere(lambda replica: replica.load(name))
+            with self._carry(loaded) as handover:
+                self.loaded[name] = replace(loaded, handover=handover)
+                self._everywhere(lambda replica: replica.load(name))
         except GateError:
             self._retire(name)
             raise
+        finally:
+            if name in self.loaded:
+                self.loaded[name] = loaded
+
+    def _carry(self, loaded: Loaded) -> AbstractContextManager[Handover | None]:
+        """A server that is lost just now gets it as files, once it is back."""
+        if self._transport is None:
+            return nullcontext()
+        copies = {each.name: (each.restarts, each.about.ranks) for each in self.replicas if each.is_up and each.about}
+        return self._transport.carry(loaded.adapter, loaded.ticket, copies)
 
     def unload_adapter(self, name: str) -> None:
         self.slot(name)
@@ -143,6 +160,8 @@ class ServedEngine:
         finally:
             for replica in self.replicas:
                 replica.server.stop()
+            if self._transport is not None:
+                self._transport.close()
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(10)
             self._loop.close()
@@ -162,9 +181,7 @@ class ServedEngine:
         loaded = self.loaded.pop(name)
         self._retired.add(name)
         self._everywhere(lambda replica: replica.unload(name))
-        for file in loaded.adapter.files:
-            (loaded.folder / file).unlink(missing_ok=True)
-        loaded.folder.rmdir()
+        shutil.rmtree(loaded.folder)
 
     def _everywhere(self, work: Any) -> None:
         """On all copies at once; where some fail, all have ended before the first failure is raised."""

@@ -10,14 +10,15 @@ import base64
 import json
 import pickle
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 from orbit_runtime.adapters import tensorfile
 from orbit_runtime.adapters.state import CONFIG_FILE, MODEL_FILE
 from orbit_runtime.errors import GateError
-from orbit_runtime.rollout.served import About, Call, Loaded, Sampled, Sleeping, check_sampled, number
+from orbit_runtime.rollout.served import About, Call, Sampled, Sleeping, check_sampled, number
 from orbit_runtime.rollout.wire import Wire, adapter_names, exposition
-from orbit_runtime.types import Cached
+from orbit_runtime.types import AdapterFiles, Cached, Scored
 
 HEALTH_SECONDS = 10.0
 PROGRESS_SECONDS = 60.0
@@ -59,6 +60,7 @@ class SGLangApi:
             max_tokens=info.get("context_length"),
             architectures=tuple(model["architectures"]) if model.get("architectures") else None,
             deterministic=bool(info.get("enable_deterministic_inference")),
+            ranks=int(info.get("tp_size") or 1),
             plugin=versions.pop() if len(versions) == 1 else None,
             unhooked=tuple(sorted({name for state in states for name in state.get("unhooked", ())})),
         )
@@ -72,11 +74,11 @@ class SGLangApi:
     async def names(self) -> frozenset[str]:
         return await adapter_names(self._wire)
 
-    async def load(self, name: str, loaded: Loaded) -> None:
+    async def load(self, name: str, adapter: AdapterFiles, folder: Path) -> None:
         if self._method == "Folder":
-            await self._wire.post("/load_lora_adapter", {"lora_name": name, "lora_path": str(loaded.folder)})
+            await self._wire.post("/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
             return
-        files = loaded.adapter.files
+        files = adapter.files
         # SGLang's own format for this endpoint; it unpickles nothing but tensors, and we unpickle nothing of its.
         tensors = pickle.dumps(dict(tensorfile.parse(files[MODEL_FILE], where=MODEL_FILE)))
         body = {
@@ -120,36 +122,34 @@ class SGLangApi:
             found.append(check_sampled(call, [entry[1] for entry in entries], [entry[0] for entry in entries], reason))
         return found
 
-    async def score(self, token_ids_T: Sequence[int], adapters: Sequence[str | None]) -> list[tuple[float, ...]]:
-        return [each.logprobs_T for each in await self.tail(token_ids_T, 0, adapters)]
-
-    async def tail(self, token_ids_T: Sequence[int], start: int, adapters: Sequence[str | None]) -> list[Cached]:
-        """SGLang takes from its cache what lies before `start`, and computes the rest."""
+    async def score(
+        self, token_ids_T: Sequence[int], adapters: Sequence[str | None], behind: int | None = None
+    ) -> list[Scored]:
+        """SGLang takes from its cache what lies before a reading's start, and computes the rest."""
+        starts = [0] if behind is None else [0, behind]
+        asked = [(adapter, start) for start in starts for adapter in adapters]
         body = {
-            "input_ids": [list(token_ids_T)] * len(adapters),
+            "input_ids": [list(token_ids_T)] * len(asked),
             "sampling_params": {"max_new_tokens": 0, "temperature": 0.0},
             "return_logprob": True,
-            "logprob_start_len": start,
-            "lora_path": list(adapters),
+            "logprob_start_len": [start for _, start in asked],
+            "lora_path": [adapter for adapter, _ in asked],
         }
         answers = await self._wire.post("/generate", body)
-        if not isinstance(answers, list) or len(answers) != len(adapters):
-            raise GateError(f"/generate was not answered with {len(adapters)} readings", where="rollout")
-        return [_read_tail(_meta(answer), list(token_ids_T[start:])) for answer in answers]
+        if not isinstance(answers, list) or len(answers) != len(asked):
+            raise GateError(f"/generate was not answered with {len(asked)} readings", where="rollout")
+        found = [
+            _read_end(_meta(answer), list(token_ids_T[start:]))
+            for answer, (_, start) in zip(answers, asked, strict=True)
+        ]
+        whole, ends = found[: len(adapters)], found[len(adapters) :] or [None] * len(adapters)
+        return [Scored((0.0, *each.logprobs_T), None, end) for each, end in zip(whole, ends, strict=True)]
 
     async def facts(self) -> Mapping[str, Mapping[str, Any]] | None:
-        """What two ranks tell differently is None, which equals no digest."""
         states = (await self._wire.get("/server_info")).get("internal_states") or ()
         if not states or any("orbit" not in state for state in states):
             return None
-        merged: dict[str, dict[str, Any]] = {}
-        for state in (each["orbit"] for each in states):
-            if "error" in state:
-                raise GateError(f"the plug-in cannot read the engine's slots: {state['error']}", where="publish")
-            for name, facts in state["adapters"].items():
-                before = merged.setdefault(name, facts)
-                merged[name] = {key: value if before.get(key) == value else None for key, value in facts.items()}
-        return merged
+        return merge_facts([state["orbit"] for state in states])
 
     async def sleep(self, parts: Sequence[Sleeping]) -> None:
         # It ends its scheduler where something still runs; emptying the cache waits for that.
@@ -167,7 +167,19 @@ class SGLangApi:
         return str((await self._wire.post("/detokenize", body))["text"])
 
 
-def _read_tail(meta: Mapping[str, Any], asked: Sequence[int]) -> Cached:
+def merge_facts(states: Sequence[Mapping[str, Any]]) -> Mapping[str, Mapping[str, Any]]:
+    """By adapter, what the plug-in told in each rank; what two tell differently is None, which equals no digest."""
+    merged: dict[str, dict[str, Any]] = {}
+    for state in states:
+        if "error" in state:
+            raise GateError(f"the plug-in cannot read the engine's slots: {state['error']}", where="publish")
+        for name, facts in state["adapters"].items():
+            before = merged.setdefault(name, facts)
+            merged[name] = {key: value if before.get(key) == value else None for key, value in facts.items()}
+    return merged
+
+
+def _read_end(meta: Mapping[str, Any], asked: Sequence[int]) -> Cached:
     entries = meta.get("input_token_logprobs") or []
     if [int(entry[1]) for entry in entries] != asked:
         raise GateError("the engine scored other tokens than it was given", where="rollout")

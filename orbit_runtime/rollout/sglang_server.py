@@ -68,6 +68,11 @@ class SGLangServer:
         return f"http://127.0.0.1:{self._port}"
 
     @property
+    def deterministic(self) -> bool:
+        """It was made so that every request brings its seed."""
+        return self._settings.deterministic
+
+    @property
     def pid(self) -> int:
         assert self._process is not None
         return self._process.pid

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from orbit_runtime.errors import EngineDiedError
+from orbit_runtime.rollout.handover import Transport
 from orbit_runtime.rollout.replica import PATIENCE_SECONDS, Replica
 from orbit_runtime.rollout.served import Sleeping
 from orbit_runtime.rollout.served_engine import ServedEngine
@@ -29,15 +30,15 @@ def start_engine(
     at_once: int = 1,
     patience: float = PATIENCE_SECONDS,
     sleeping: Sequence[Sleeping] = (),
-    deterministic: bool = False,
+    transport: Transport | None = None,
 ) -> ServedEngine:
     """Starts the servers; where one fails, all are ended.
 
     Args:
-        folder: adapters are handed over as files below it.
+        folder: adapters are handed over below it.
         at_once: servers that start at the same time; on a CPU they would wait for each other.
         sleeping: what the servers, which were started for it, give back while the trainer works.
-        deterministic: the servers were started for it, so every request brings its seed.
+        transport: how they are handed over; None: as files. Closed with the engine.
         patience: seconds that a request may take before its server is asked whether it computes.
 
     Raises:
@@ -45,15 +46,16 @@ def start_engine(
     """
     client = build_client()
     engine = ServedEngine(
-        tokenizer, client, folder=folder, max_running_requests=max_running_requests, sleeping=sleeping
-    )
+        tokenizer, client, folder=folder, max_running_requests=max_running_requests, sleeping=sleeping,
+        transport=transport,
+    )  # fmt: skip
     try:
         with ThreadPoolExecutor(at_once) as pool:
             list(pool.map(SGLangServer.start, servers))
         replicas = []
         for index, server in enumerate(servers):
             name = "the engine" if len(servers) == 1 else f"replica {index}"
-            api = SGLangApi(Wire(client, server), deterministic=deterministic)
+            api = SGLangApi(Wire(client, server), deterministic=server.deterministic)
             replicas.append(Replica(name, server, api, engine.loaded, taps=server.taps, patience=patience))
         engine.attach(replicas)
         for replica in replicas:

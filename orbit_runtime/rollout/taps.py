@@ -1,4 +1,4 @@
-"""Asking Orbit's plug-in in an SGLang server for a snapshot: the two files of that exchange.
+"""Asking the plug-in in an SGLang server about a pass, for a snapshot or for the facts of its slots: two files each.
 
 Belongs here: the request, and reading the answer. Does not belong here: what is recorded (`sglang_plugin.taps`).
 """
@@ -6,8 +6,11 @@ Belongs here: the request, and reading the answer. Does not belong here: what is
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -16,13 +19,32 @@ from orbit_runtime.model_info.headers import parse_header
 from orbit_runtime.policy.snapshot import Snapshot
 
 REQUEST, ANSWER = "request.json", "answer.safetensors"
+FACTS_REQUEST, FACTS = "facts-request.json", "facts.json"
 
 
 def write_request(folder: Path, token_ids_T: Sequence[int], adapter: str | None, values: Sequence[str]) -> None:
     """Of the next pass over exactly these tokens. `values`: tensors to hand over whole."""
-    part = folder / "request.part"
-    part.write_text(json.dumps({"token_ids": list(token_ids_T), "adapter": adapter, "values": list(values)}))
-    part.rename(folder / REQUEST)
+    _write(folder / REQUEST, {"token_ids": list(token_ids_T), "adapter": adapter, "values": list(values)})
+
+
+@contextmanager
+def asked_facts(folder: Path, adapters: Sequence[str]) -> Iterator[Callable[[], Mapping[str, Any] | None]]:
+    """Of the passes in this block that hold all these adapters. What it gives reads what was told after the newest."""
+    name = secrets.token_hex(8)
+    _write(folder / FACTS_REQUEST, {"name": name, "adapters": list(adapters)})
+
+    def told() -> Mapping[str, Any] | None:
+        try:
+            found: Mapping[str, Any] = json.loads((folder / FACTS).read_bytes())
+        except FileNotFoundError:
+            return None
+        return found if found["request"] == name else None
+
+    try:
+        yield told
+    finally:
+        for file in (FACTS_REQUEST, FACTS):
+            (folder / file).unlink(missing_ok=True)
 
 
 def build_snapshot(answer: bytes, rows: int, values: Callable[[Sequence[str]], bytes]) -> Snapshot:
@@ -44,3 +66,9 @@ def _parts(answer: bytes) -> Mapping[str, Mapping[str, Tensor]]:
         kind, _, name = key.partition(":")
         parts[kind][name] = tensor
     return parts
+
+
+def _write(file: Path, content: Mapping[str, Any]) -> None:
+    part = file.with_suffix(".part")
+    part.write_text(json.dumps(content))
+    part.rename(file)

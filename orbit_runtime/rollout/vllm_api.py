@@ -9,11 +9,13 @@ vLLM must be started with `--enable-lora`, `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1` 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from orbit_runtime.errors import GateError, UnsupportedError
-from orbit_runtime.rollout.served import About, Call, Loaded, Sampled, Sleeping, check_sampled, number
+from orbit_runtime.rollout.served import About, Call, Sampled, Sleeping, check_sampled, number
 from orbit_runtime.rollout.wire import Wire, adapter_names, exposition
+from orbit_runtime.types import AdapterFiles, Scored
 
 HEALTH_SECONDS = 60.0
 """vLLM's `/health` asks its engine process."""
@@ -45,8 +47,8 @@ class VllmApi:
     async def names(self) -> frozenset[str]:
         return await adapter_names(self._wire)
 
-    async def load(self, name: str, loaded: Loaded) -> None:
-        await self._wire.act("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(loaded.folder)})
+    async def load(self, name: str, adapter: AdapterFiles, folder: Path) -> None:
+        await self._wire.act("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
 
     async def unload(self, name: str) -> None:
         await self._wire.act("/v1/unload_lora_adapter", {"lora_name": name})
@@ -72,10 +74,12 @@ class VllmApi:
             found.append(check_sampled(call, choice.get("token_ids") or [], logprobs, choice.get("finish_reason")))
         return found
 
-    async def score(self, token_ids_T: Sequence[int], adapters: Sequence[str | None]) -> list[tuple[float, ...]]:
+    async def score(
+        self, token_ids_T: Sequence[int], adapters: Sequence[str | None], behind: int | None = None
+    ) -> list[Scored]:
         """One after the other: vLLM's CPU back end computes a request without adapter, in one batch with others, by
-        whatever adapter stands in its last slot (0.32; vllm-project/vllm#48421)."""
-        return [await self._score(token_ids_T, adapter) for adapter in adapters]
+        whatever adapter stands in its last slot (0.32; vllm-project/vllm#48421). Nothing is read `behind` a cache."""
+        return [Scored((0.0, *await self._score(token_ids_T, adapter)), None) for adapter in adapters]
 
     async def _score(self, token_ids_T: Sequence[int], adapter: str | None) -> tuple[float, ...]:
         """vLLM reads nothing from its cache for a request that asks for log-probs of its prompt."""
@@ -95,10 +99,6 @@ class VllmApi:
                 raise GateError("the engine scored other tokens than it was given", where="rollout")
             found.append(number(entry[str(token)]["logprob"]))
         return tuple(found)
-
-    async def tail(self, token_ids_T: Sequence[int], start: int, adapters: Sequence[str | None]) -> list[None]:
-        """vLLM has no way to score given tokens behind a cached prefix."""
-        return [None] * len(adapters)
 
     async def facts(self) -> Mapping[str, Mapping[str, Any]] | None:
         return None

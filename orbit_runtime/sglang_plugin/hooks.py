@@ -1,7 +1,7 @@
 """Hooks into SGLang: `/server_info` tells what stands in its LoRA slots and what the last batches applied.
 
-Belongs here: where SGLang is hooked for the read-back. Does not belong here: what is read there (`readback`), the hooks
-of OFT (`oft_hooks`).
+Belongs here: where SGLang is hooked for every adapter. Does not belong here: what is read there (`readback`), how
+adapters come (`arrival`), the hooks of OFT (`oft_hooks`).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import pkgutil
 from typing import Any
 
-from orbit_runtime.sglang_plugin import oft_hooks, readback, taps
+from orbit_runtime.sglang_plugin import arrival, oft_hooks, readback, taps
 
 KEY = "orbit"
 """Name of our part of an internal state."""
@@ -34,7 +34,8 @@ def register(oft_block_size: int) -> None:
             "AFTER",
         ),
         (f"{LORA}.lora_manager.LoRAManager.prepare_lora_batch", _note_batch, "AFTER"),
-        ("sglang.srt.model_executor.model_runner.ModelRunner.forward", taps.around_forward, "AROUND"),
+        (f"{LORA}.lora.LoRAAdapter.initialize_weights", arrival.load_lora, "AROUND"),
+        ("sglang.srt.model_executor.model_runner.ModelRunner.forward", _around_pass, "AROUND"),
         *(oft_hooks.hooks(oft_block_size) if oft_block_size else ()),
     ]
     for target, hook, kind in hooks:
@@ -43,16 +44,26 @@ def register(oft_block_size: int) -> None:
 
 
 def _add_adapters(result: Any, controller: Any, *_: Any, **__: Any) -> Any:
+    result.internal_state[KEY] = _facts(controller.scheduler.tp_worker.model_runner)
+    return result
+
+
+def _facts(runner: Any) -> dict[str, Any]:
     """A failure is told, not raised: it would take the server down, and the proof fails without the facts."""
     facts: dict[str, Any] = {"version": readback.VERSION}
     try:
         # SGLang logs a hook that it cannot place, and goes on without.
         facts["unhooked"] = [name for name in _targets if not hasattr(pkgutil.resolve_name(name), "__wrapped__")]
-        manager = controller.scheduler.tp_worker.model_runner.lora_manager
+        manager = runner.lora_manager
         facts["adapters"] = readback.describe_adapters(manager) if manager else {}
     except Exception as error:
         facts["error"] = f"{type(error).__name__}: {error}"
-    result.internal_state[KEY] = facts
+    return facts
+
+
+def _around_pass(original: Any, runner: Any, forward_batch: Any, *rest: Any, **named: Any) -> Any:
+    result = taps.around_forward(original, runner, forward_batch, *rest, **named)
+    taps.tell(runner, forward_batch, lambda: _facts(runner))
     return result
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from orbit_runtime.sglang_plugin.arrival import files_of
 from orbit_runtime.sglang_plugin.rotation import UNTURNED, Rotations
 
 LORA = "sglang.srt.lora"
@@ -78,7 +79,7 @@ def _load(original: Callable[..., None], adapter: Any) -> None:
         original(adapter)
         return
     rotations: Rotations = adapter.base_model.rotations
-    adapter.published = rotations.load(Path(adapter.config.path))
+    adapter.published = rotations.load(files_of(Path(adapter.config.path)))
     adapter.config.r = 0
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -178,16 +177,15 @@ class Rotations:
         """Before a pass: the slot and the rows of each of its sequences, OFT or not."""
         self.rows.prepare([slot if self.holds[slot] else UNTURNED for slot in slots], lengths)
 
-    def load(self, folder: Path) -> Published:
+    def load(self, files: Mapping[str, bytes]) -> Published:
         """Raises ModelError naming what does not fit this model. Whether R is the right one, the read-back shows."""
-        settings = json.loads((folder / CONFIG_FILE).read_bytes())
+        settings = json.loads(files[CONFIG_FILE])
         if settings.get("oft_block_size") != self.block_size:
             raise ModelError(
                 f"oft_block_size is {settings.get('oft_block_size')}, this server was started for {self.block_size}",
                 where=CONFIG_FILE,
             )
-        files = {name: (folder / name).read_bytes() for name in (MODEL_FILE, ROTATIONS_FILE)}
-        parameters, turned = (parse_tensors(files, name) for name in files)
+        parameters, turned = (parse_tensors(files, name) for name in (MODEL_FILE, ROTATIONS_FILE))
         blocks = {
             f"{part}.oft_R": layer.in_features // self.block_size
             for name, layer in self.layers.items()

@@ -4,7 +4,8 @@ Belongs here: forward hooks on SGLang's modules, and their names as a checkpoint
 Does not belong here: comparing (`parity.locate`), the trainer's side (`policy.snapshot`).
 
 Orbit puts a request in a folder that both see, sends the sequence, and reads the answer from there. Nothing is hooked
-and nothing is copied while no request lies there.
+and nothing is copied while no request lies there. The facts of the slots go the same way when a publish is proven: they
+are there with the log-probs, and no request of their own stands in the way of those that sample.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from orbit_runtime.sglang_plugin.rotation import FUSED
 VARIABLE = "ORBIT_SGLANG_TAPS"
 """The folder; set by Orbit for the servers it starts."""
 REQUEST, ANSWER = "request.json", "answer.safetensors"
+FACTS_REQUEST, FACTS = "facts-request.json", "facts.json"
 TAPPED = (
     "embed_tokens", "input_layernorm", "qkv_proj", "q_proj", "k_proj", "v_proj", "o_proj", "post_attention_layernorm",
     "gate", "gate_up_proj", "gate_proj", "up_proj", "down_proj", "norm",
@@ -50,6 +52,18 @@ def around_forward(original: Callable[..., Any], runner: Any, forward_batch: Any
         result = original(runner, forward_batch, *args, **named)
     _answer(file.parent / ANSWER, runner, request, points)
     return result
+
+
+def tell(runner: Any, forward_batch: Any, facts: Callable[[], dict[str, Any]]) -> None:
+    """After a pass: answers the request for facts, if this pass is one with the adapters it speaks of."""
+    folder = os.environ.get(VARIABLE)
+    file = Path(folder) / FACTS_REQUEST if folder else None
+    if file is None or not file.exists():
+        return
+    request = json.loads(file.read_text())
+    known = runner.lora_manager.lora_refs
+    if {known[key].lora_name for key in forward_batch.lora_ids if key in known}.issuperset(request["adapters"]):
+        _write(file.parent / FACTS, json.dumps({"request": request["name"], **facts()}).encode())
 
 
 def _tap(model: Any, points: dict[str, Tensor]) -> Iterator[Any]:
@@ -102,7 +116,6 @@ def _heights(module: Any, total: int, parts: tuple[str, ...]) -> list[int]:
 
 
 def _answer(file: Path, runner: Any, request: dict[str, Any], points: dict[str, Tensor]) -> None:
-    """Complete under its name, or not there: a half-written file is never read."""
     base = dict(_base_tensors(runner.model))
     adapter = dict(_adapter_tensors(runner, request.get("adapter")))
     held = {**base, **adapter}
@@ -113,8 +126,13 @@ def _answer(file: Path, runner: Any, request: dict[str, Any], points: dict[str, 
         "order": json.dumps(list(points)),
         "digests": json.dumps({name: tensor_digest(tensor) for name, tensor in held.items()}),
     }
+    _write(file, dump(tensors, torch.float32, facts))
+
+
+def _write(file: Path, content: bytes) -> None:
+    """Complete under its name, or not there: a half-written file is never read."""
     written = file.with_suffix(".part")
-    written.write_bytes(dump(tensors, torch.float32, facts))
+    written.write_bytes(content)
     written.rename(file)
 
 

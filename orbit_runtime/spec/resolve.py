@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 from orbit_runtime.spec.block import Block, FieldSet
 from orbit_runtime.spec.fields import field_sets
+from orbit_runtime.spec.rollout import Rollout
 from orbit_runtime.spec.run import OrbitRun
 
 EMPTY: Mapping[str, str] = MappingProxyType({})
@@ -102,7 +103,7 @@ def resolve(run: OrbitRun, machine: MachineFacts, *, folder: Path | None = None)
         model=_changed(decided.spec.model, uri=absolute_uri(spec.model.uri, base)),
         data=_changed(spec.data, prompts=prompts),
         environment=environment,
-        rollout=_changed(spec.rollout, engine="Torch" if spec.rollout.engine == "Auto" else spec.rollout.engine),
+        rollout=_decide_rollout(spec.rollout),
         training=_changed(training, trainer="Torch", attention=attention),
         placement=_changed(spec.placement, base_copies="Shared"),
     )
@@ -193,6 +194,14 @@ def _decide_identity(run: OrbitRun) -> OrbitRun:
     if run.spec.model.uri.startswith("builtin://") and run.spec.model.precision == "Auto":
         run = _with_spec(run, model=_changed(run.spec.model, precision=AUTO_BUILTIN_PRECISION))
     return run
+
+
+def _decide_rollout(rollout: Rollout) -> Rollout:
+    transport = rollout.adapter_transport
+    if transport == "Auto":
+        transport = "SharedMemory" if rollout.engine == "SGLang" else "File"
+    engine = "Torch" if rollout.engine == "Auto" else rollout.engine
+    return _changed(rollout, engine=engine, adapter_transport=transport)
 
 
 def _with_decay(run: OrbitRun, steps: int) -> OrbitRun:

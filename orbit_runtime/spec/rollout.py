@@ -59,6 +59,9 @@ class Rollout(Block):
     """Servers that somebody else runs, with `engine: OpenAI`: all of one version, serving the model of `model.uri`."""
     adapter_folder: Annotated[str | None, LAYOUT, Field(min_length=1, max_length=1024, pattern="^/")] = None
     """With `engine: OpenAI`: a folder that Orbit and the endpoints see under this path, for published adapters."""
+    adapter_transport: Annotated[Literal["Auto", "File", "SharedMemory", "Broadcast"], LAYOUT] = "Auto"
+    """How published adapters reach servers that Orbit starts: as files, in the host's memory, or by one broadcast to
+    all. A server that is not reached so gets files. `Auto` is `SharedMemory`; `endpoints` have `adapterMethod`."""
     sleep: Annotated[Literal["None", "Cache", "All"], LAYOUT] = "None"
     """What servers that Orbit starts give back while the trainer works, on a GPU that both use: nothing, the key-value
     cache, or the weights as well, which meanwhile wait in the host's memory. On a CPU nothing is freed by it."""
@@ -75,6 +78,10 @@ class Rollout(Block):
         if self.replicas > 1 and self.engine != "SGLang":
             message = f"{self.replicas} servers are not started with `engine: {self.engine}`"
             yield Contradiction(("replicas",), (("engine",),), message, "remove `replicas`, or write `engine: SGLang`")
+        if self.adapter_transport not in ("Auto", "File") and self.engine != "SGLang":
+            message = f"with `engine: {self.engine}` Orbit starts no server that could take adapters so"
+            fix = "remove `adapterTransport`, or write `engine: SGLang`"
+            yield Contradiction(("adapterTransport",), (("engine",),), message, fix)
         if self.sleep != "None" and self.engine != "SGLang":
             message = f"with `engine: {self.engine}` there is no server of ours that could sleep"
             yield Contradiction(("sleep",), (("engine",),), message, "remove `sleep`, or write `engine: SGLang`")

@@ -101,6 +101,11 @@ CHECKS: dict[str, tuple[Rule, ...]] = {
     ),
     "spec.rollout": (
         Rule("self.replicas == 1 || self.engine == 'SGLang'", "remove replicas, or write engine: SGLang", ".replicas"),
+        Rule(
+            "self.adapterTransport in ['Auto', 'File'] || self.engine == 'SGLang'",
+            "remove adapterTransport, or write engine: SGLang",
+            ".adapterTransport",
+        ),
         Rule("self.sleep == 'None' || self.engine == 'SGLang'", "remove sleep, or write engine: SGLang", ".sleep"),
         Rule(
             "!self.deterministic || self.engine != 'OpenAI'",

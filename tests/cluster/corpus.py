@@ -81,6 +81,9 @@ GOOD_BLOCKS: dict[str, tuple[str, ...]] = {
     "rollout": (
         "{sampling: {}}", "{sampling: {stop: []}}", "{sampling: {stop: ['終わり', '🛑']}}",
         "{sampling: {stop: [" + "🛑" * 256 + "]}}", "{engine: SGLang, replicas: 4}", "{engine: Auto, endpoints: []}",
+        "{engine: SGLang, adapterTransport: SharedMemory}", "{engine: SGLang, adapterTransport: Broadcast}",
+        "{engine: SGLang, adapterTransport: File}", "{adapterTransport: Auto}", "{adapterTransport: File}",
+        "{engine: OpenAI, endpoints: [{url: 'http://a'}], adapterTransport: Auto}",
         "{engine: SGLang, sleep: All}", "{sleep: None}", "{engine: SGLang, deterministic: true, replicas: 2}",
         "{deterministic: true}", "{engine: Torch, deterministic: true}",
         "{engine: OpenAI, endpoints: [{url: 'http://a'}], deterministic: false}",
@@ -159,6 +162,10 @@ BAD_BLOCKS: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "rollout": (
         ("{sampling: {maxNewTokens: 2048}}", "sampling.maxNewTokens"), ("{replicas: 2}", "replicas"),
+        ("{adapterTransport: SharedMemory}", "adapterTransport"),
+        ("{engine: Torch, adapterTransport: Broadcast}", "adapterTransport"),
+        ("{engine: OpenAI, endpoints: [{url: 'http://a'}], adapterTransport: Broadcast}", "adapterTransport"),
+        ("{engine: SGLang, adapterTransport: Pigeon}", "adapterTransport"),
         ("{sleep: Cache}", "sleep"), ("{engine: Torch, sleep: All}", "sleep"),
         ("{engine: SGLang, sleep: Much}", "sleep"), ("{deterministic: 'true'}", "deterministic"),
         ("{engine: OpenAI, endpoints: [{url: 'http://a'}], deterministic: true}", "deterministic"),

@@ -20,6 +20,7 @@ from orbit_runtime.data.chat import ChatTokenizer
 from orbit_runtime.model_info.builtin_models import builtin_folder
 from orbit_runtime.policy import Policy, load_policy
 from orbit_runtime.rollout.attached import Endpoint, Wanted, attach_engine
+from orbit_runtime.rollout.handover import Transport
 from orbit_runtime.rollout.served_engine import ServedEngine
 from orbit_runtime.rollout.sglang_server import PYTHON_VARIABLE, ServerSettings, SGLangServer, lora_targets
 from orbit_runtime.rollout.starting import start_engine
@@ -37,11 +38,19 @@ def load_adder(config: AdapterConfig) -> Adder:
 
 
 def start_server(
-    adder: Adder, folder: Path, *, oft_block_size: int, base: Path | None = None, replicas: int = 1
+    adder: Adder,
+    folder: Path,
+    *,
+    oft_block_size: int,
+    base: Path | None = None,
+    replicas: int = 1,
+    transport: Transport | None = None,
 ) -> Iterator[ServedEngine]:
     """Args: base: the model's folder; the shipped one, unpacked, unless given."""
     servers = build_servers(adder, folder, oft_block_size=oft_block_size, base=base, replicas=replicas)
-    engine = start_engine(servers, adder[1], folder=folder / "adapters", max_running_requests=16, patience=10)
+    engine = start_engine(
+        servers, adder[1], folder=folder / "adapters", max_running_requests=16, patience=10, transport=transport
+    )
     yield engine
     engine.close()
 

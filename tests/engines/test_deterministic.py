@@ -32,7 +32,7 @@ def test_completions_depend_on_no_order_and_no_neighbour(tmp_path: Path, kind: s
     )  # fmt: skip
     engine = start_engine(
         [SGLangServer(settings, log=tmp_path / "sglang.log")], tokenizer, folder=tmp_path / "adapters",
-        max_running_requests=32, deterministic=True,
+        max_running_requests=32,
     )  # fmt: skip
     try:
         engine.load_adapter("policy-v1", random_adapter(policy, 1))

@@ -45,15 +45,16 @@ def engine(pair: ServedEngine) -> Iterator[ServedEngine]:
 def publish(
     engine: ServedEngine, adder: Adder, name: str, adapter: AdapterFiles, previous: list[Reading] | None
 ) -> list[Reading]:
-    """Proves what stands under `name`, on every copy."""
+    """Proves what stands under `name`, on every copy: once as a run does, and once more from what that left behind."""
     policy, tokenizer = adder
     trainer = policy_scores(policy, adapter, canary(tokenizer))
-    proven = [
-        prove(adapter, name, copy, trainer, canary(tokenizer), limits=LIMITS,
-              previous=previous[index] if previous else None)
-        for index, copy in enumerate(engine.copies())
-    ]  # fmt: skip
-    check_proofs([proof for proof, _ in proven])
+    for _ in range(2):
+        proven = [
+            prove(adapter, name, copy, trainer, canary(tokenizer), limits=LIMITS,
+                  previous=previous[index] if previous else None)
+            for index, copy in enumerate(engine.copies())
+        ]  # fmt: skip
+        check_proofs([proof for proof, _ in proven])
     assert all(proof.cached_error is not None for proof, _ in proven), "the canary's beginning came from the cache"
     return [reading for _, reading in proven]
 
@@ -73,6 +74,24 @@ def test_both_answer_with_the_policys_log_probs(engine: ServedEngine, lora_adder
         torch.testing.assert_close(torch.tensor(answer.logprobs_T), expected, rtol=0, atol=5e-5)
     done = [_metric(engine, index) for index in (0, 1)]
     assert min(done) > 0, done
+
+
+def test_what_the_plug_in_tells_comes_with_the_proofs_own_pass(
+    engine: ServedEngine, lora_adder: Adder, new_name: NewName, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy, _ = lora_adder
+    name, adapter = new_name(), random_adapter(policy, 3)
+    engine.load_adapter(name, adapter)
+
+    async def refused() -> None:
+        raise AssertionError("asked over HTTP, while others sample")
+
+    for replica in engine.replicas:
+        monkeypatch.setattr(replica.api, "facts", refused)
+    publish(engine, lora_adder, name, adapter, None)
+    for replica in engine.replicas:
+        assert replica.taps is not None
+        assert not list(replica.taps.iterdir())
 
 
 def test_the_runs_metrics_hold_what_the_dashboard_asks_of_every_server(engine: ServedEngine) -> None:

@@ -199,13 +199,10 @@ def _generate(fake: FakeServer, body: dict) -> Answer:
     if fake.asleep:
         return CUT
     if isinstance(body["input_ids"][0], list):
-        given = body["sampling_params"]
-        parameters = given if isinstance(given, list) else [given] * len(body["input_ids"])
-        asked = zip(body["input_ids"], body["lora_path"], parameters, strict=True)
-        answers = [
-            _generate(fake, {**body, "input_ids": ids, "lora_path": name, "sampling_params": each})
-            for ids, name, each in asked
-        ]
+        count, each = len(body["input_ids"]), ("input_ids", "lora_path", "sampling_params", "logprob_start_len")
+        given = {name: body[name] if isinstance(body.get(name), list) else [body.get(name)] * count for name in each}
+        asked = (dict(zip(given, values, strict=True)) for values in zip(*given.values(), strict=True))
+        answers = [_generate(fake, {**body, **own}) for own in asked]
         return next((each for each in answers if each[0] != 200), (200, [found for _, found in answers]))
     adapter, prompt = body.get("lora_path"), body["input_ids"]
     if not fake.is_known(adapter):

@@ -67,6 +67,16 @@ def test_a_report_says_whether_sampling_was_deterministic(tmp_path: Path) -> Non
     assert "deterministic" in render_html(report)
 
 
+def test_a_report_says_how_adapters_reached_the_engine(tmp_path: Path) -> None:
+    folder = write_run_folder(tmp_path, SyntheticRun(steps=3))
+    run = json.loads((folder / "run.json").read_text())
+    run["resolved"]["spec"]["rollout"] = {"adapterTransport": "Broadcast"}
+    (folder / "run.json").write_text(json.dumps(run))
+    report = build_report(open_store(str(folder), writable=False))
+    assert report.to_json()["adapter_transport"] == "Broadcast"
+    assert "Broadcast" in render_html(report)
+
+
 def test_the_loop_that_still_holds_the_folder_says_how_it_ended(tmp_path: Path) -> None:
     folder = write_run_folder(tmp_path, SyntheticRun(steps=3, ended=None))
     assert build_report(open_store(str(folder)), ended="stopped", now=1001).status == "stopped"

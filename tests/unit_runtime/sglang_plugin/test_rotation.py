@@ -12,6 +12,7 @@ from safetensors.torch import save
 from orbit_runtime.adapters.oft import rotate, rotations
 from orbit_runtime.adapters.state import CONFIG_FILE, MODEL_FILE, PEFT_PREFIX, ROTATIONS_FILE
 from orbit_runtime.errors import InternalError, ModelError
+from orbit_runtime.sglang_plugin.arrival import files_of
 from orbit_runtime.sglang_plugin.rotation import UNTURNED, Published, Rotations, parts
 
 SIZE, WIDTH = 4, 16
@@ -133,7 +134,7 @@ def write(folder: Path, *, spoil: str = "") -> None:
 
 def test_files_give_one_R_for_each_input(tmp_path: Path) -> None:
     write(tmp_path)
-    loaded = table().load(tmp_path)
+    loaded = table().load(files_of(tmp_path))
     assert set(loaded.rotations) == set(LAYERS)
     assert torch.equal(loaded.rotations[LAYERS[0]], random_R(1))
     assert len(loaded.parameters) == 4
@@ -152,4 +153,4 @@ def test_files_give_one_R_for_each_input(tmp_path: Path) -> None:
 def test_files_that_do_not_fit_are_refused_by_name(tmp_path: Path, spoil: str, says: str) -> None:
     write(tmp_path, spoil=spoil)
     with pytest.raises(ModelError, match=says):
-        table().load(tmp_path)
+        table().load(files_of(tmp_path))

@@ -55,6 +55,16 @@ def test_auto_precision_of_a_shipped_model_is_its_quantised_variant_and_of_a_fol
     assert resolved("model.uri=m").run.spec.model.precision == "Auto"
 
 
+def test_adapters_reach_servers_of_our_own_through_memory_unless_asked_otherwise() -> None:
+    decided = {
+        engine: resolved(f"rollout.engine={engine}", *more).run.spec.rollout.adapter_transport
+        for engine, *more in (("Torch",), ("SGLang",), ("OpenAI", "rollout.endpoints=[{url: 'http://a'}]"))
+    }
+    assert decided == {"Torch": "File", "SGLang": "SharedMemory", "OpenAI": "File"}
+    asked = resolved("rollout.engine=SGLang", "rollout.adapterTransport=Broadcast")
+    assert asked.run.spec.rollout.adapter_transport == "Broadcast"
+
+
 def test_nothing_that_can_be_decided_stays_auto() -> None:
     text = json.dumps(resolved("data.prompts[0].format=JSONL").run.to_manifest())
     assert "Auto" not in text
@@ -132,6 +142,7 @@ def test_the_sets_are_those_of_the_design() -> None:
         "rollout.endpoints[].url",
         "rollout.endpoints[].adapterMethod",
         "rollout.adapterFolder",
+        "rollout.adapterTransport",
         "rollout.sleep",
         "rollout.deterministic",
         "rollout.maxRunningRequests",

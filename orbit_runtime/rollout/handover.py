@@ -1,0 +1,187 @@
+"""How a published adapter's bytes reach servers that run our plug-in, other than as files.
+
+Belongs here: sending, who may still take it, when it is over. Does not belong here: receiving
+(`sglang_plugin.arrival`), the load call (`replica`), files, which are always possible (`served.Loaded`).
+
+`SharedMemory` is memory of the host: SGLang keeps adapters there and copies them into its slots itself, so handing it a
+GPU's memory would only move the bytes twice more. `Broadcast` reaches every server at once, on other machines too.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, wait
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Literal, Protocol
+
+import torch
+
+from orbit_runtime.adapters.group import Group, Opening
+from orbit_runtime.adapters.ticket import payload, write_ticket
+from orbit_runtime.types import AdapterFiles
+
+BROADCAST_SECONDS = 30.0
+"""Longest that joining and one broadcast may take, each; a server answers nobody meanwhile."""
+LOOPBACK = "127.0.0.1"
+
+
+class Handover:
+    """One publish on its way."""
+
+    def __init__(self, folder: Path, copies: Iterable[str], end: Callable[[], None] = lambda: None) -> None:
+        """
+        Args:
+            folder: the ticket's.
+            end: called where one copy fails, or will not come.
+        """
+        self.folder = folder
+        self.end = end
+        self._waiting = set(copies)
+
+    def take(self, copy: str) -> bool:
+        """Whether this copy is waited for; each once. A second try goes by file."""
+        expected = copy in self._waiting
+        self._waiting.discard(copy)
+        return expected
+
+
+class Transport(Protocol):
+    """Safe to use for one publish after the other, by one thread."""
+
+    def carry(
+        self, adapter: AdapterFiles, folder: Path, copies: Mapping[str, tuple[int, int]]
+    ) -> AbstractContextManager[Handover | None]:
+        """Holds the bytes ready until its end; None: there is nobody to wait for.
+
+        Args:
+            folder: of the ticket; a new one.
+            copies: by name, its restarts and how many processes of it load an adapter.
+        """
+        ...
+
+    def close(self) -> None: ...
+
+
+class SharedMemory:
+    """A file in memory that has no name: it ends with the publish, or with the run, however that ends.
+
+    No POSIX segment: one would outlive a killed run, and /dev/shm is 64 MB in an ordinary container.
+    """
+
+    @contextmanager
+    def carry(
+        self, adapter: AdapterFiles, folder: Path, copies: Mapping[str, tuple[int, int]]
+    ) -> Iterator[Handover | None]:
+        title = f"orbit-{adapter.digest.partition(':')[2]}"
+        descriptor = os.memfd_create(title)
+        try:
+            with open(descriptor, "wb", closefd=False) as file:
+                file.writelines(payload(adapter))
+            path = f"/proc/{os.getpid()}/fd/{descriptor}"
+            write_ticket(folder, adapter, "SharedMemory", {"path": path, "title": os.readlink(path)})
+            yield Handover(folder, copies)
+        finally:
+            os.close(descriptor)
+
+    def close(self) -> None:
+        pass
+
+
+class Broadcast:
+    """A group that stays open from publish to publish, as long as its members are the same and none fails."""
+
+    def __init__(self, host: str = LOOPBACK, seconds: float = BROADCAST_SECONDS) -> None:
+        """Args: host: the address of this machine at which servers find it."""
+        self._host, self._seconds = host, seconds
+        self._generation: _Generation | None = None
+
+    @contextmanager
+    def carry(
+        self, adapter: AdapterFiles, folder: Path, copies: Mapping[str, tuple[int, int]]
+    ) -> Iterator[Handover | None]:
+        if not copies:
+            yield None
+            return
+        generation = self._open(copies)
+        publish = secrets.token_hex(8)
+        write_ticket(folder, adapter, "Broadcast", generation.source | {"publish": publish})
+        sent = generation.send(publish, bytearray().join(payload(adapter)))
+        try:
+            yield Handover(folder, copies, generation.end)
+        except BaseException:
+            generation.end()
+            raise
+        if not generation.is_over:
+            # Every copy has the bytes. Where this side did not come to its end, only the group is of no more use.
+            wait([sent], self._seconds)
+        if generation.is_over or not sent.done():
+            self.close()
+        else:
+            generation.rest()
+
+    def close(self) -> None:
+        """Safe to call twice."""
+        if self._generation is not None:
+            self._generation.end()
+            self._generation = None
+
+    def _open(self, copies: Mapping[str, tuple[int, int]]) -> _Generation:
+        before = self._generation
+        if before is None or before.is_over or before.copies != copies:
+            self.close()
+            self._generation = _Generation(self._host, copies, self._seconds)
+        assert self._generation is not None
+        return self._generation
+
+
+class _Generation:
+    def __init__(self, host: str, copies: Mapping[str, tuple[int, int]], seconds: float) -> None:
+        self.copies = dict(copies)
+        self._opening = Opening(host, sum(ranks for _, ranks in copies.values()), seconds)
+        self.source = self._opening.source
+        self._group: Group | None = None
+        self._over = threading.Event()
+
+    @property
+    def is_over(self) -> bool:
+        return self._over.is_set()
+
+    def end(self) -> None:
+        """What is under way ends by itself, at the latest when its time is up: gloo cannot be told to stop."""
+        self._over.set()
+
+    def rest(self) -> None:
+        """A member that comes now, because its server loads a name again by itself, is not to wait for the next one."""
+        self._opening.announce("")
+
+    def send(self, publish: str, data: bytearray) -> Future[None]:
+        """In a thread: members are waited for, and they come as their servers take the load call."""
+        done: Future[None] = Future()
+        self._opening.announce(publish)
+
+        def work() -> None:
+            try:
+                if self._group is None:
+                    self._group = self._opening.wait(lambda: self.is_over)
+                self._group.broadcast(torch.frombuffer(data, dtype=torch.uint8))
+                done.set_result(None)
+            except BaseException as error:
+                self.end()
+                self._group = None
+                self._opening.close()
+                done.set_exception(error)
+
+        threading.Thread(target=work, name="broadcast", daemon=True).start()
+        return done
+
+
+def build_transport(kind: Literal["Auto", "File", "SharedMemory", "Broadcast"]) -> Transport | None:
+    """For servers of this machine, once `Auto` was decided. None: adapters go as files."""
+    assert kind != "Auto"
+    if kind == "File":
+        return None
+    return SharedMemory() if kind == "SharedMemory" else Broadcast()

@@ -1,0 +1,238 @@
+"""Two real SGLang servers that get adapters in the host's memory and by broadcast; one is killed, stuck, or lied to."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from orbit_runtime.adapters.state import MODEL_FILE
+from orbit_runtime.adapters.ticket import NOT_ARRIVED, read_ticket
+from orbit_runtime.errors import GateError
+from orbit_runtime.parity.liveness import Limits, check_proofs, prove
+from orbit_runtime.rollout.handover import Broadcast, Handover, SharedMemory, Transport
+from orbit_runtime.rollout.served_engine import ServedEngine
+from orbit_runtime.types import AdapterFiles
+from tests.engines.servers import OFT, Adder, server_of, start_server
+from tests.engines.test_sglang_faults import canary, policy_scores
+from tests.integration.engine_inputs import random_adapter
+
+NewName = Callable[[], str]
+RunInside = Callable[..., None]
+
+
+class Chosen:
+    """The transport that a test asks for."""
+
+    def __init__(self) -> None:
+        self.now: Transport | None = None
+
+    def carry(self, adapter: AdapterFiles, folder: Path, copies: Any) -> AbstractContextManager[Handover | None]:
+        return nullcontext() if self.now is None else self.now.carry(adapter, folder, copies)
+
+    def close(self) -> None:
+        if self.now is not None:
+            self.now.close()
+            self.now = None
+
+
+class Spoiled(SharedMemory):
+    """One bit of what it carries is another one."""
+
+    @contextmanager
+    def carry(self, adapter: AdapterFiles, folder: Path, copies: Any) -> Iterator[Handover | None]:
+        with super().carry(adapter, folder, copies) as handover:
+            ticket = read_ticket(folder)
+            assert ticket is not None
+            with open(ticket.source["path"], "r+b") as file:
+                last = ticket.num_bytes - 1
+                value = os.pread(file.fileno(), 1, last)[0]
+                os.pwrite(file.fileno(), bytes([value ^ 1]), last)
+            yield handover
+
+
+@pytest.fixture(scope="module")
+def chosen() -> Chosen:
+    return Chosen()
+
+
+@pytest.fixture(scope="module")
+def pair(
+    oft_adder: Adder, inside: Path, chosen: Chosen, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ServedEngine]:
+    """It serves LoRA as well."""
+    folder = tmp_path_factory.mktemp("transports")
+    yield from start_server(oft_adder, folder, oft_block_size=OFT.block_size, replicas=2, transport=chosen)
+
+
+@pytest.fixture
+def engine(pair: ServedEngine, chosen: Chosen) -> Iterator[ServedEngine]:
+    yield pair
+    for name in pair.adapters():
+        pair.unload_adapter(name)
+    chosen.close()
+
+
+@pytest.fixture(params=["LoRA", "OFT"])
+def adder(request: pytest.FixtureRequest) -> Adder:
+    found: Adder = request.getfixturevalue("oft_adder" if request.param == "OFT" else "lora_adder")
+    return found
+
+
+def check_live(engine: ServedEngine, adder: Adder, name: str, adapter: AdapterFiles) -> None:
+    """On every copy."""
+    policy, tokenizer = adder
+    trainer = policy_scores(policy, adapter, canary(tokenizer))
+    proofs = [
+        prove(adapter, name, copy, trainer, canary(tokenizer), limits=Limits(1e-3, 0.02), previous=None)[0]
+        for copy in engine.copies()
+    ]
+    check_proofs(proofs)
+    assert [proof.slot_digest for proof in proofs] == [adapter.digest] * 2
+
+
+def ask(engine: ServedEngine, path: str, body: dict[str, Any], index: int = 0) -> httpx.Response:
+    return httpx.post(f"{server_of(engine, index).url}{path}", json=body, timeout=60, trust_env=False)
+
+
+def generate(engine: ServedEngine, name: str) -> httpx.Response:
+    return ask(engine, "/generate", {"input_ids": [3, 4], "sampling_params": {"max_new_tokens": 1}, "lora_path": name})
+
+
+def memory_of_transports() -> list[str]:
+    """What this process holds open, and what is left with a name."""
+    here = Path("/proc/self/fd")
+    opened = [os.readlink(each) for each in here.iterdir() if each.is_symlink()]
+    return [each for each in (*opened, *os.listdir("/dev/shm")) if "orbit" in each]
+
+
+def folders_told(engine: ServedEngine, name: str) -> list[str]:
+    """By copy: `ticket` where it came by the transport, else the adapter's own folder."""
+    told = [engine.call(replica.facts())[name]["path"] for replica in engine.replicas]
+    return [Path(each).name for each in told]
+
+
+@pytest.mark.parametrize("transport", [SharedMemory, Broadcast])
+def test_a_publish_arrives_without_files_is_proven_and_is_gone_when_it_is_retired(
+    engine: ServedEngine, chosen: Chosen, adder: Adder, new_name: NewName, transport: Callable[[], Transport]
+) -> None:
+    chosen.now = transport()
+    generations = set()
+    for version in (1, 2):
+        name, adapter = new_name(), random_adapter(adder[0], version)
+        engine.load_adapter(name, adapter)
+        assert folders_told(engine, name) == ["ticket", "ticket"]
+        check_live(engine, adder, name, adapter)
+        assert not list(engine.loaded[name].folder.rglob(MODEL_FILE))
+        assert memory_of_transports() == []
+        ticket = read_ticket(engine.loaded[name].ticket)
+        assert ticket is not None
+        generations.add(ticket.source.get("generation"))
+        assert generate(engine, name).status_code == 200
+        engine.unload_adapter(name)
+        answer = generate(engine, name)
+        assert answer.status_code == 400
+        assert "Failed to implicitly load" in answer.text
+    assert len(generations) == 1
+
+
+@pytest.mark.parametrize("transport", [SharedMemory, Broadcast])
+def test_one_that_somebody_unloaded_cannot_come_back_by_its_ticket(
+    engine: ServedEngine, chosen: Chosen, lora_adder: Adder, new_name: NewName, transport: Callable[[], Transport]
+) -> None:
+    chosen.now = transport()
+    name, adapter = new_name(), random_adapter(lora_adder[0], 3)
+    engine.load_adapter(name, adapter)
+    assert ask(engine, "/unload_lora_adapter", {"lora_name": name}).status_code == 200
+    answer = generate(engine, name)
+    assert answer.status_code == 400
+    assert NOT_ARRIVED in answer.text
+    loaded = engine.loaded[name]
+    again = {"lora_name": name, "lora_path": str(loaded.write_files(loaded.folder))}
+    assert ask(engine, "/load_lora_adapter", again).status_code == 200
+    check_live(engine, lora_adder, name, adapter)
+
+
+def test_other_bytes_on_the_way_are_refused_with_both_digests(
+    engine: ServedEngine, chosen: Chosen, adder: Adder, new_name: NewName
+) -> None:
+    chosen.now = Spoiled()
+    name, adapter = new_name(), random_adapter(adder[0], 4)
+    with pytest.raises(GateError, match=rf"refused adapter {name}.*arrived by SharedMemory as sha256:") as caught:
+        engine.load_adapter(name, adapter)
+    assert adapter.digest in caught.value.message
+    assert caught.value.exit_code == 84
+    assert engine.adapters() == ()
+
+
+def test_what_differs_is_told_of_one_that_came_without_files(
+    engine: ServedEngine, chosen: Chosen, lora_adder: Adder, new_name: NewName, run_inside: RunInside
+) -> None:
+    chosen.now = SharedMemory()
+    name, adapter = new_name(), random_adapter(lora_adder[0], 5)
+    engine.load_adapter(name, adapter)
+    check_live(engine, lora_adder, name, adapter)
+    code = (
+        f"key = next(key for key, each in manager.lora_refs.items() if each.lora_name == {name!r})\n"
+        "manager.lora_modules[0]['model.layers.0.self_attn.o_proj']"
+        ".A_buffer[manager.memory_pool.uid_to_buffer_id[key]].mul_(2)\n"
+    )
+    run_inside(engine, code, index=1)
+    with pytest.raises(GateError, match=r"replica 1: the engine's slot holds .*layers\.0\.self_attn\.o_proj\.lora_A"):
+        check_live(engine, lora_adder, name, adapter)
+
+
+DIES = (
+    "import os, signal\nfrom orbit_runtime.sglang_plugin import arrival\n"
+    "def die(self, data):\n    os.killpg(0, signal.SIGKILL)\n"
+    "arrival.Group.broadcast = die\n"
+)
+STUCK = (
+    "import time\nfrom orbit_runtime.sglang_plugin import arrival\n"
+    "arrival.right = arrival.join\n"
+    "def join(source):\n"
+    "    arrival.join = arrival.right\n    time.sleep(14)\n    return arrival.right(source)\n"
+    "arrival.join = join\n"
+)
+
+
+def test_a_copy_killed_in_the_midst_of_a_broadcast_comes_back_on_the_policy_and_joins_again(
+    engine: ServedEngine, chosen: Chosen, lora_adder: Adder, new_name: NewName, run_inside: RunInside
+) -> None:
+    chosen.now = Broadcast(seconds=10)
+    old, new, after = (new_name() for _ in range(3))
+    adapters = {name: random_adapter(lora_adder[0], seed) for seed, name in enumerate((old, new, after))}
+    engine.load_adapter(old, adapters[old])
+    assert folders_told(engine, old) == ["ticket", "ticket"]
+    restarts = engine.replicas[1].restarts
+    run_inside(engine, DIES, index=1)
+    engine.load_adapter(new, adapters[new])
+    assert [each.restarts for each in engine.replicas] == [0, restarts + 1]
+    assert [folders_told(engine, name)[1] for name in (old, new)] == [old, new]
+    for name in (old, new):
+        check_live(engine, lora_adder, name, adapters[name])
+    engine.load_adapter(after, adapters[after])
+    assert folders_told(engine, after) == ["ticket", "ticket"]
+    check_live(engine, lora_adder, after, adapters[after])
+    assert memory_of_transports() == []
+
+
+def test_a_copy_that_does_not_come_to_the_broadcast_holds_nobody_up(
+    engine: ServedEngine, chosen: Chosen, lora_adder: Adder, new_name: NewName, run_inside: RunInside
+) -> None:
+    chosen.now = Broadcast(seconds=6)
+    names = new_name(), new_name()
+    run_inside(engine, STUCK, index=1)
+    begun = time.monotonic()
+    for seed, name in enumerate(names):
+        engine.load_adapter(name, random_adapter(lora_adder[0], seed))
+    assert time.monotonic() - begun < 60
+    assert [folders_told(engine, name) for name in names] == [[names[0]] * 2, ["ticket"] * 2]
+    for seed, name in enumerate(names):
+        check_live(engine, lora_adder, name, random_adapter(lora_adder[0], seed))

@@ -1,0 +1,240 @@
+"""Both ways that are no files, sent and received by the real code: what arrives is what was published, or it is said.
+
+Members of a broadcast are threads here; with SGLang's own processes, killed ones among them, it is in `tests/engines`.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from io import BytesIO
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from orbit_runtime.adapters.group import Group, join
+from orbit_runtime.adapters.state import files_digest
+from orbit_runtime.adapters.ticket import NotArrivedError, Ticket, read_payload, read_ticket
+from orbit_runtime.errors import ModelError
+from orbit_runtime.rollout.handover import Broadcast, SharedMemory, Transport
+from orbit_runtime.sglang_plugin.arrival import files_of, receive
+from orbit_runtime.types import AdapterFiles
+
+ALONE = {"replica 0": (0, 1)}
+PAIR = {"replica 0": (0, 1), "replica 1": (0, 1)}
+
+
+def adapter(seed: int) -> AdapterFiles:
+    files = {
+        name: random.Random(f"{seed} {name}").randbytes(1000 + seed)
+        for name in ("rotations.safetensors", "adapter_config.json", "adapter_model.safetensors")
+    }
+    return AdapterFiles(seed, files, files_digest(files))
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(4) as made:
+        yield made
+
+
+@pytest.fixture(params=["SharedMemory", "Broadcast"])
+def transport(request: pytest.FixtureRequest) -> Iterator[Transport]:
+    made: Transport = SharedMemory() if request.param == "SharedMemory" else Broadcast(seconds=5)
+    yield made
+    made.close()
+
+
+def ticket_of(folder: Path) -> Ticket:
+    found = read_ticket(folder)
+    assert found is not None
+    return found
+
+
+def fetch(folder: Path, group: Group | None = None) -> tuple[dict[str, bytes], Group]:
+    """As one of several members does, of which one process has room for one only."""
+    ticket = ticket_of(folder)
+    group = group or join(ticket.source)
+    data = torch.empty(ticket.num_bytes, dtype=torch.uint8)
+    group.broadcast(data)
+    return read_payload(ticket, folder, BytesIO(data.numpy())), group
+
+
+def test_what_arrives_are_the_published_files_publish_after_publish(
+    transport: Transport, pool: ThreadPoolExecutor, tmp_path: Path
+) -> None:
+    for seed in (1, 2, 3):
+        published, folder = adapter(seed), tmp_path / f"v{seed}"
+        with transport.carry(published, folder, ALONE):
+            assert pool.submit(files_of, folder).result(20) == dict(published.files)
+        assert sorted(each.name for each in folder.iterdir()) == ["adapter_config.json", "transport.json"]
+
+
+def test_a_folder_without_a_ticket_holds_the_files_themselves(tmp_path: Path) -> None:
+    published = adapter(1)
+    for name, content in published.files.items():
+        (tmp_path / name).write_bytes(content)
+    assert files_of(tmp_path) == dict(published.files)
+
+
+def test_other_bytes_are_refused_with_both_digests(
+    transport: Transport, pool: ThreadPoolExecutor, tmp_path: Path
+) -> None:
+    published, folder = adapter(1), tmp_path / "v1"
+    with transport.carry(published, folder, ALONE):
+        if isinstance(transport, SharedMemory):
+            with open(ticket_of(folder).source["path"], "r+b") as file:
+                file.seek(1500)
+                file.write(bytes([published.files["rotations.safetensors"][499] ^ 1]))
+            changed = dict(published.files)
+        else:
+            changed = dict(published.files) | {"adapter_config.json": b"{}"}
+            (folder / "adapter_config.json").write_bytes(b"{}")
+        receiving = pool.submit(files_of, folder)
+        with pytest.raises(
+            ModelError, match=rf"arrived by \w+ as sha256:.*published were .*{published.digest}"
+        ) as told:
+            receiving.result(20)
+    if isinstance(transport, Broadcast):
+        assert files_digest(changed) in told.value.message
+
+
+def test_an_adapter_is_nowhere_once_its_publish_has_ended(
+    transport: Transport, pool: ThreadPoolExecutor, tmp_path: Path
+) -> None:
+    """An engine that loads a name again by itself finds the ticket, and nothing behind it."""
+    folder = tmp_path / "v1"
+    with transport.carry(adapter(1), folder, ALONE):
+        ticket = ticket_of(folder)
+        pool.submit(receive, ticket, folder).result(20)
+    with (tmp_path / "other").open("wb") as other:
+        # The descriptor's number may be another file's by now.
+        other.write(b"x" * ticket.num_bytes)
+        begun = time.monotonic()
+        with pytest.raises(NotArrivedError, match="the adapter did not arrive"):
+            pool.submit(receive, ticket, folder).result(20)
+    assert time.monotonic() - begun < 3
+    # The group is as good as before.
+    with transport.carry(adapter(2), tmp_path / "v2", ALONE):
+        assert pool.submit(files_of, tmp_path / "v2").result(20) == dict(adapter(2).files)
+    assert ticket_of(tmp_path / "v2").source.get("generation") == ticket.source.get("generation")
+
+
+def test_shared_memory_has_no_name_and_ends_with_a_killed_run(tmp_path: Path) -> None:
+    before = set(os.listdir("/dev/shm"))
+    code = (
+        "import sys, time\nfrom pathlib import Path\n"
+        "from orbit_runtime.rollout.handover import SharedMemory\n"
+        "from orbit_runtime.types import AdapterFiles\n"
+        "files = {'adapter_config.json': b'{}', 'adapter_model.safetensors': b'x' * 5_000_000}\n"
+        "with SharedMemory().carry(AdapterFiles(1, files, 'sha256:ab'), Path(sys.argv[1]), {'a': (0, 1)}):\n"
+        "    print('ready', flush=True)\n    time.sleep(60)\n"
+    )
+    run = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "v1")], stdout=subprocess.PIPE, text=True)
+    assert run.stdout is not None
+    assert run.stdout.readline() == "ready\n"
+    path = ticket_of(tmp_path / "v1").source["path"]
+    assert os.path.exists(path)
+    assert set(os.listdir("/dev/shm")) <= before
+    run.send_signal(signal.SIGKILL)
+    run.wait()
+    run.stdout.close()
+    assert not os.path.exists(path)
+    assert set(os.listdir("/dev/shm")) <= before
+
+
+# --- broadcast ---
+
+
+def test_all_processes_of_all_copies_get_it_in_one_group_that_stays(pool: ThreadPoolExecutor, tmp_path: Path) -> None:
+    transport, groups = Broadcast(seconds=10), [None, None, None]
+    generations = set()
+    for seed in (1, 2):
+        published, folder = adapter(seed), tmp_path / f"v{seed}"
+        with transport.carry(published, folder, {"replica 0": (0, 2), "replica 1": (0, 1)}):
+            generations.add(ticket_of(folder).source["generation"])
+            found = [each.result(20) for each in [pool.submit(fetch, folder, group) for group in groups]]
+        assert [files for files, _ in found] == [dict(published.files)] * 3
+        groups = [group for _, group in found]
+    assert len(generations) == 1
+    transport.close()
+
+
+def test_a_copy_that_was_restarted_and_a_failure_begin_another_generation(tmp_path: Path) -> None:
+    transport, seen = Broadcast(seconds=0.2), []
+    for number, copies in enumerate((PAIR, PAIR, PAIR | {"replica 1": (1, 1)}, ALONE)):
+        folder = tmp_path / str(number)
+        # Nobody comes: it ends with its time.
+        with transport.carry(adapter(1), folder, copies) as handover:
+            assert handover is not None
+            seen.append(ticket_of(folder).source)
+    assert len({each["generation"] for each in seen}) == 4
+    assert [each["size"] for each in seen] == [3, 3, 3, 2]
+    transport.close()
+
+
+def test_it_listens_at_its_own_address_only(pool: ThreadPoolExecutor, tmp_path: Path) -> None:
+    transport, published = Broadcast(host="127.0.0.2", seconds=10), adapter(1)
+    with transport.carry(published, tmp_path / "v1", ALONE):
+        port = ticket_of(tmp_path / "v1").source["port"]
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port), 5)
+        assert pool.submit(files_of, tmp_path / "v1").result(20) == dict(published.files)
+        # The member's sockets are among them: it listens at the address by which it reached the trainer.
+        listening = {each.laddr.ip for each in psutil.Process().net_connections("tcp") if each.status == "LISTEN"}
+        assert "127.0.0.2" in listening
+        assert all(address.startswith("127.") for address in listening), listening
+    transport.close()
+
+
+def test_whoever_waits_for_a_copy_that_does_not_come_is_told_at_once(pool: ThreadPoolExecutor, tmp_path: Path) -> None:
+    transport, folder = Broadcast(seconds=60), tmp_path / "v1"
+    begun = time.monotonic()
+    with transport.carry(adapter(1), folder, PAIR) as handover:
+        assert handover is not None
+        assert [handover.take("replica 0"), handover.take("replica 1"), handover.take("replica 1")] == [
+            True,
+            True,
+            False,
+        ]
+        waiting: Future[dict[str, bytes]] = pool.submit(files_of, folder)
+        time.sleep(0.5)
+        assert not waiting.done()
+        handover.end()
+        with pytest.raises(NotArrivedError, match="is over"):
+            waiting.result(20)
+    assert time.monotonic() - begun < 20
+    transport.close()
+
+
+def test_one_that_joins_too_much_is_refused(pool: ThreadPoolExecutor, tmp_path: Path) -> None:
+    transport, published, folder = Broadcast(seconds=10), adapter(1), tmp_path / "v1"
+    with transport.carry(published, folder, ALONE):
+        assert pool.submit(fetch, folder).result(20)[0] == dict(published.files)
+        with pytest.raises(NotArrivedError, match="all 2 places"):
+            join(ticket_of(folder).source)
+    transport.close()
+
+
+def test_where_no_copy_lives_nobody_is_waited_for(tmp_path: Path) -> None:
+    with Broadcast().carry(adapter(1), tmp_path / "v1", {}) as handover:
+        assert handover is None
+
+
+def test_a_size_that_lies_is_refused(tmp_path: Path) -> None:
+    published, folder = adapter(1), tmp_path / "v1"
+    with SharedMemory().carry(published, folder, ALONE):
+        ticket = ticket_of(folder)
+        longer = replace(ticket, sizes={**ticket.sizes, "rotations.safetensors": 5000})
+        with pytest.raises(ModelError, match="2002 bytes arrived by SharedMemory"):
+            receive(longer, folder)
