@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -107,8 +107,10 @@ def generate(engine: ServedEngine, name: str) -> httpx.Response:
 
 def memory_of_transports() -> list[str]:
     """What this process holds open, and what is left with a name."""
-    here = Path("/proc/self/fd")
-    opened = [os.readlink(each) for each in here.iterdir() if each.is_symlink()]
+    opened = []
+    for each in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):
+            opened.append(os.readlink(each))
     return [each for each in (*opened, *os.listdir("/dev/shm")) if "orbit" in each]
 
 
