@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from dataclasses import replace
@@ -14,6 +15,7 @@ from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.data.chat import ChatTokenizer
 from orbit_runtime.parity.liveness import Limits, prove
 from orbit_runtime.policy import load_policy
+from orbit_runtime.rollout.sglang_experts import check_experts, served_experts
 from orbit_runtime.rollout.sglang_server import (
     PYTHON_VARIABLE,
     ServerSettings,
@@ -29,29 +31,57 @@ from tests.integration.engine_inputs import random_adapter
 from tests.integration.tiny_families import make_family
 from tests.models.family_matrix import tokens_of
 
+MLA = ("q_a_proj", "kv_a_proj_with_mqa", "q_b_proj", "o_proj")
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP = ("gate_proj", "up_proj", "down_proj")
 LORA = AdapterConfig(type="LoRA", targets=ATTENTION, rank=4, alpha=8.0)
 OFT = AdapterConfig(type="OFT", targets=ATTENTION, block_size=16)
+LORA_EXPERTS = AdapterConfig(type="LoRA", targets=(*ATTENTION, *MLP), rank=4, alpha=8.0, experts="SharedOuter")
+OFT_EXPERTS = AdapterConfig(type="OFT", targets=(*ATTENTION, *MLP), block_size=16, experts="Shared")
+DEEPSEEK_LORA = replace(LORA_EXPERTS, targets=(*MLA, *MLP))
+DEEPSEEK_OFT = replace(OFT_EXPERTS, targets=(*MLA, *MLP), block_size=8)
+YARN = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128,
+    "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
+}  # fmt: skip
+"""As DeepSeek-V3 is published; on a CPU SGLang knows no other rotary angles for latent attention."""
 PROMPTS = [tuple(tokens_of(count, count)) for count in (3, 11, 29)]
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("config", [LORA, OFT], ids=["LoRA", "OFT"])
-@pytest.mark.parametrize(("family", "layout"), [("llama", "INT4"), ("qwen3_moe", "INT4"), ("glm4_moe", "FP8")])
+@pytest.mark.parametrize(
+    ("family", "layout", "config"),
+    [
+        pytest.param("llama", "INT4", LORA, id="llama-LoRA"),
+        pytest.param("llama", "INT4", OFT, id="llama-OFT"),
+        pytest.param("qwen3_moe", "INT4", LORA_EXPERTS, id="qwen3_moe-LoRA-SharedOuter"),
+        pytest.param("qwen3_moe", "INT4", replace(LORA_EXPERTS, experts="PerExpert"), id="qwen3_moe-LoRA-PerExpert"),
+        pytest.param("qwen3_moe", "INT4", OFT_EXPERTS, id="qwen3_moe-OFT-Shared"),
+        pytest.param("glm4_moe", "FP8", LORA_EXPERTS, id="glm4_moe-LoRA-SharedOuter"),
+        pytest.param("glm4_moe", "FP8", replace(LORA_EXPERTS, experts="None"), id="glm4_moe-LoRA-None"),
+        pytest.param("glm4_moe", "FP8", OFT_EXPERTS, id="glm4_moe-OFT-Shared"),
+        pytest.param("deepseek_v3", "FP8Block", DEEPSEEK_LORA, id="deepseek_v3-LoRA-SharedOuter"),
+        pytest.param("deepseek_v3", "FP8Block", DEEPSEEK_OFT, id="deepseek_v3-OFT-Shared"),
+    ],
+)
 def test_a_publish_is_proven_and_samples_have_the_policys_log_probs(
     family: str, layout: str, config: AdapterConfig, tmp_path: Path
 ) -> None:
     if not os.environ.get(PYTHON_VARIABLE):
         pytest.fail(f"{PYTHON_VARIABLE} is not set: run `make test-engines`")
     packed, plain = make_family(tmp_path, family, layout)
+    if family == "deepseek_v3":
+        stretch_rope(packed, plain)
     for file in packed.glob("tokenizer*"):
         shutil.copy(file, plain)
     policy, tokenizer = load_policy(packed, config), ChatTokenizer(packed)
-    check_served(config, tuple(policy.injected.layers), {name for name, _ in policy.model.named_modules()})
+    layers = tuple(policy.injected.layers)
+    check_served(config, layers, {name for name, _ in policy.model.named_modules()})
+    check_experts(config, layers, "cpu", ())
     settings = ServerSettings(
-        model=plain, device="cpu", dtype="float32", targets=lora_targets(tuple(policy.injected.layers)),
-        max_running_requests=16, max_sequence_length=256, seed=0, lora_rank=config.rank if config.type == "LoRA" else 1,
-        oft_block_size=config.block_size if config.type == "OFT" else 0,
+        model=plain, device="cpu", dtype="float32", targets=lora_targets(layers), max_running_requests=16,
+        max_sequence_length=256, seed=0, lora_rank=config.rank if config.type == "LoRA" else 1,
+        oft_block_size=config.block_size if config.type == "OFT" else 0, experts=served_experts(config, layers),
     )  # fmt: skip
     server = SGLangServer(settings, log=tmp_path / "server" / "sglang.log")
     engine = start_engine([server], tokenizer, folder=tmp_path / "adapters", max_running_requests=16)
@@ -75,3 +105,9 @@ def test_a_publish_is_proven_and_samples_have_the_policys_log_probs(
             torch.testing.assert_close(torch.tensor(answer.logprobs_T), expected, rtol=0, atol=1e-4)
     finally:
         engine.close()
+
+
+def stretch_rope(*folders: Path) -> None:
+    for folder in folders:
+        file = folder / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"rope_parameters": YARN}))
