@@ -136,7 +136,7 @@ LIMITS: tuple[Limit, ...] = (
         family=("deepseek_v4",), adapter=("OFT",), engine=("SGLang",),
     ),
     Limit(
-        "planned", "Orbit has run SGLang on the modules of DeepSeek-V3, which Kimi-K2 shares, not on Kimi's own checkpoint",
+        "planned", "Orbit has run SGLang on the modules of DeepSeek-V3, which are Kimi-K2's, not on Kimi's own files",
         family=("kimi_k2",), engine=("SGLang",),
     ),
     Limit("planned", "Orbit has attached dense models only", family=MOE_FAMILIES, engine=("OpenAI",)),
