@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -182,7 +182,7 @@ def _environment(settings: ServerSettings, taps: Path) -> dict[str, str]:
     return {**os.environ, **own, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
 
 
-def lora_targets(modules: Sequence[str]) -> tuple[str, ...]:
+def lora_targets(modules: Collection[str]) -> tuple[str, ...]:
     """SGLang names targets by the last part of a module's name."""
     return tuple(sorted({name.rpartition(".")[2] for name in modules}))
 
@@ -216,3 +216,18 @@ def check_served(adapter: AdapterConfig, layers: Collection[str], modules: Colle
                     where="spec.adapter.targets",
                     fix=f"add {', '.join(missing)}, or use engine: Torch",
                 )
+    _check_every(layers, modules)
+
+
+def _check_every(layers: Collection[str], modules: Collection[str]) -> None:
+    """SGLang looks for targets by their last name alone; routed experts have rules of their own."""
+    targets = set(lora_targets(layers))
+    others = {name for name in modules if name.rpartition(".")[2] in targets and ".experts." not in name}
+    others = {name for name in others - set(layers) if ".compressor." not in name}
+    if others:
+        last = min(others).rpartition(".")[2]
+        raise UnsupportedError(
+            f"SGLang adapts every {last} of a model, and {min(others)} has no adapter",
+            where="spec.adapter.targets",
+            fix=f"write {last}, or use engine: Torch",
+        )
