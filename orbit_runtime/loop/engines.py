@@ -86,7 +86,7 @@ def _start(resolved: Resolved, policy: Policy, tokenizer: Tokenizer, folder: Pat
         model=base,
         device=resolved.device,
         dtype=resolved.compute_dtype,
-        targets=lora_targets(layers),
+        targets=lora_targets((*layers, *adapter.targets)),
         max_running_requests=spec.rollout.max_running_requests,
         max_sequence_length=spec.model.max_sequence_length,
         seed=spec.data.seed,
@@ -152,8 +152,8 @@ def _attach(
     from orbit_runtime.rollout.sglang_experts import served_experts
     from orbit_runtime.rollout.sglang_server import lora_targets
 
-    spec, layers = resolved.run.spec, tuple(policy.injected.layers)
-    if served_experts(policy.injected.config, layers) != "None":
+    spec, adapter, layers = resolved.run.spec, policy.injected.config, tuple(policy.injected.layers)
+    if served_experts(adapter, layers) != "None":
         raise UnsupportedError(
             "adapters of routed experts are not handed to attached servers in this version",
             where="spec.adapter.experts",
@@ -168,8 +168,8 @@ def _attach(
         for each in spec.rollout.endpoints
     ]
     wanted = Wanted(
-        adapter=policy.injected.config,
-        targets=lora_targets(layers),
+        adapter=adapter,
+        targets=lora_targets((*layers, *adapter.targets)),
         max_tokens=spec.model.max_sequence_length,
         temperature=spec.rollout.sampling.temperature,
         architectures=tuple(json.loads((folder / "config.json").read_text()).get("architectures") or ()),

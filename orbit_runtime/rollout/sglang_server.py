@@ -183,7 +183,7 @@ def _environment(settings: ServerSettings, taps: Path) -> dict[str, str]:
 
 
 def lora_targets(modules: Collection[str]) -> tuple[str, ...]:
-    """SGLang names targets by the last part of a module's name."""
+    """SGLang names targets by the last part of a module's name; a server must know all that an adapter's file names."""
     return tuple(sorted({name.rpartition(".")[2] for name in modules}))
 
 
