@@ -49,6 +49,12 @@ def check_experts(adapter: AdapterConfig, layers: Collection[str], device: str, 
         )  # fmt: skip
     if adapter.type == "LoRA":
         _check_lora(adapter, targets)
+    dense = {name.rpartition(".")[2] for name in layers} - targets
+    if left_out := ", ".join(name for name in PROJECTIONS if name in dense):
+        raise UnsupportedError(
+            f"SGLang looks for targets by their last name alone: with {left_out} of other layers, experts need it too",
+            where="spec.adapter.targets", fix=f"write {left_out} for all, or adapter.experts: None",
+        )  # fmt: skip
     if device != "cpu":
         _check_gpu(adapter, targets, formats)
 

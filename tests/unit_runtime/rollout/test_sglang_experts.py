@@ -69,6 +69,12 @@ def test_what_they_cannot_hold_is_refused_by_its_field(
     assert caught.value.fix
 
 
+def test_a_target_of_dense_layers_alone_is_refused() -> None:
+    names = (*layers("gate_proj", "up_proj"), "model.layers.1.mlp.shared_experts.down_proj")
+    with pytest.raises(UnsupportedError, match="with down_proj of other layers, experts need it too"):
+        check_experts(OFT, names, "cpu", ())
+
+
 def arguments(**changed: object) -> list[str]:
     settings = ServerSettings(
         model=Path("base"), device="cuda", dtype="bfloat16", targets=ALL, max_running_requests=8,
