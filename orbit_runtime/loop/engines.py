@@ -62,6 +62,7 @@ def _start(resolved: Resolved, policy: Policy, tokenizer: Tokenizer, folder: Pat
     from orbit_runtime.checkpoints.convert import convert
     from orbit_runtime.checkpoints.target import Target
     from orbit_runtime.rollout.handover import build_transport
+    from orbit_runtime.rollout.sglang_experts import check_experts, served_experts
     from orbit_runtime.rollout.sglang_server import (
         ServerSettings,
         SGLangServer,
@@ -71,7 +72,9 @@ def _start(resolved: Resolved, policy: Policy, tokenizer: Tokenizer, folder: Pat
     )
     from orbit_runtime.rollout.starting import start_engine
 
-    spec, adapter = resolved.run.spec, policy.injected.config
+    spec, adapter, layers = resolved.run.spec, policy.injected.config, tuple(policy.injected.layers)
+    formats = expert_formats(policy)
+    check_experts(adapter, layers, resolved.device, formats)
     if spec.rollout.deterministic:
         check_deterministic(resolved.device)
     on_cpu = resolved.device == "cpu"
@@ -84,12 +87,14 @@ def _start(resolved: Resolved, policy: Policy, tokenizer: Tokenizer, folder: Pat
         model=base,
         device=resolved.device,
         dtype=resolved.compute_dtype,
-        targets=lora_targets(tuple(policy.injected.layers)),
+        targets=lora_targets((*layers, *adapter.targets)),
         max_running_requests=spec.rollout.max_running_requests,
         max_sequence_length=spec.model.max_sequence_length,
         seed=spec.data.seed,
         lora_rank=adapter.rank if adapter.type == "LoRA" else 1,
         oft_block_size=adapter.block_size if adapter.type == "OFT" else 0,
+        experts=served_experts(adapter, layers),
+        expert_formats=formats,
         sleep=spec.rollout.sleep,
         deterministic=spec.rollout.deterministic,
     )
@@ -112,6 +117,12 @@ def _start(resolved: Resolved, policy: Policy, tokenizer: Tokenizer, folder: Pat
         sleeping=sleeping_parts(spec.rollout.sleep),
         transport=build_transport(spec.rollout.adapter_transport),
     )
+
+
+def expert_formats(policy: Policy) -> tuple[str, ...]:
+    """What the adapted routed experts are packed as."""
+    found = {layer.base.format for name, layer in policy.injected.layers.items() if ".experts." in name}
+    return tuple(sorted(str(form) for form in found))
 
 
 def _check_gpus(replicas: int) -> None:
@@ -139,9 +150,16 @@ def _attach(
     closing: ExitStack,
 ) -> Engine:
     from orbit_runtime.rollout.attached import Endpoint, Wanted, attach_engine
+    from orbit_runtime.rollout.sglang_experts import served_experts
     from orbit_runtime.rollout.sglang_server import lora_targets
 
-    spec = resolved.run.spec
+    spec, adapter, layers = resolved.run.spec, policy.injected.config, tuple(policy.injected.layers)
+    if served_experts(adapter, layers) != "None":
+        raise UnsupportedError(
+            "adapters of routed experts are not handed to attached servers in this version",
+            where="spec.adapter.experts",
+            fix="write None, or use engine: SGLang",
+        )
     shared = spec.rollout.adapter_folder
     parent = closing.enter_context(TemporaryDirectory(prefix="orbit-adapters-", dir=shared))
     # The server may run as another user.
@@ -151,8 +169,8 @@ def _attach(
         for each in spec.rollout.endpoints
     ]
     wanted = Wanted(
-        adapter=policy.injected.config,
-        targets=lora_targets(tuple(policy.injected.layers)),
+        adapter=adapter,
+        targets=lora_targets((*layers, *adapter.targets)),
         max_tokens=spec.model.max_sequence_length,
         temperature=spec.rollout.sampling.temperature,
         architectures=tuple(json.loads((folder / "config.json").read_text()).get("architectures") or ()),

@@ -138,9 +138,10 @@ def _check_precision(job: Job, model: ModelFacts) -> None:
 
 
 def _combination(job: Job, model: ModelFacts, machine: Machine) -> Combination:
+    targets = job.targets or model.architecture.default_targets
     return Combination(
         model.precision, model.architecture.family, job.adapter, job.experts, job.engine, job.trainer, machine.num_gpus,
-        job.deterministic,
+        job.deterministic, any(target.rpartition(".")[2] == "down_proj" for target in targets),
     )  # fmt: skip
 
 

@@ -35,6 +35,8 @@ class Combination:
     num_gpus: int = 1
     """0: the CPU."""
     deterministic: bool = False
+    adapts_down: bool = True
+    """`down_proj` is among the targets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +57,14 @@ class Limit:
     on_cpu: bool = False
     deterministic: bool = False
     """Only where the manifest asks for it."""
+    adapts_down: bool = False
+    """Only with `down_proj`."""
 
     def matches(self, asked: Combination) -> bool:
         names = ("format", "family", "adapter", "experts", "engine", "trainer")
         fits = all(not getattr(self, name) or getattr(asked, name) in getattr(self, name) for name in names)
         fits = fits and not (self.on_cpu and asked.num_gpus) and not (self.deterministic and not asked.deterministic)
+        fits = fits and not (self.adapts_down and not asked.adapts_down)
         return fits and asked.num_gpus >= (2 if self.several_gpus else 1 if self.on_gpu else 0)
 
 
@@ -72,11 +77,33 @@ LIMITS: tuple[Limit, ...] = (
         family=("deepseek_v4",), adapter=("LoRA",), engine=("SGLang",),
     ),
     Limit(
+        "refused", "SGLang 0.5.23 computes the attention of gpt-oss and of DeepSeek-V4 on GPUs only",
+        "write rollout.engine: Torch", family=("gpt_oss", "deepseek_v4"), engine=("SGLang",), on_cpu=True,
+    ),
+    Limit(
         "refused",
         "SGLang 0.5.23 serves no LoRA on MXFP4 experts",
         "write adapter.experts: None, or adapter.type: OFT",
-        format=("MXFP4",), family=("gpt_oss",), adapter=("LoRA",), experts=("SharedOuter", "Shared", "PerExpert"),
-        engine=("SGLang",),
+        format=("MXFP4",), adapter=("LoRA",), experts=("SharedOuter", "Shared", "PerExpert"), engine=("SGLang",),
+        on_gpu=True,
+    ),
+    Limit(
+        "refused", "SGLang 0.5.23 holds no LoRA of the experts of gpt-oss, whose gate and up are one tensor",
+        "write adapter.experts: None, or adapter.type: OFT",
+        family=("gpt_oss",), adapter=("LoRA",), experts=("SharedOuter", "Shared", "PerExpert"), engine=("SGLang",),
+    ),
+    Limit(
+        "refused", "SGLang 0.5.23 holds a LoRA of routed experts shared on the outer side, or one for each",
+        "write adapter.experts: SharedOuter", adapter=("LoRA",), experts=("Shared",), engine=("SGLang",),
+    ),
+    Limit(
+        "refused", "in SGLang tokens are turned before they are sent to their experts, so all experts share an R",
+        "write adapter.experts: Shared", adapter=("OFT",), experts=("SharedOuter", "PerExpert"), engine=("SGLang",),
+    ),
+    Limit(
+        "refused", "SGLang computes routed experts in one kernel on a GPU: no R can stand before their down_proj",
+        "leave down_proj out of adapter.targets, or write adapter.experts: None",
+        adapter=("OFT",), experts=("Shared",), engine=("SGLang",), on_gpu=True, adapts_down=True,
     ),
     Limit(
         "refused", "SGLang 0.5.23 samples deterministically on GPUs only",
@@ -105,14 +132,14 @@ LIMITS: tuple[Limit, ...] = (
     ),
     Limit("planned", "this version of Orbit has no Megatron trainer yet", trainer=("Megatron",)),
     Limit(
-        "planned", "this version of Orbit publishes no adapters of routed experts to SGLang",
-        experts=("SharedOuter", "Shared", "PerExpert"), engine=("SGLang",),
-    ),
-    Limit(
         "planned", "the plug-in for SGLang does not rotate the inputs of DeepSeek-V4's attention yet",
         family=("deepseek_v4",), adapter=("OFT",), engine=("SGLang",),
     ),
-    Limit("planned", "Orbit has run servers with dense models only", family=MOE_FAMILIES, engine=("SGLang", "OpenAI")),
+    Limit(
+        "planned", "Orbit has run SGLang on the modules of DeepSeek-V3, which are Kimi-K2's, not on Kimi's own files",
+        family=("kimi_k2",), engine=("SGLang",),
+    ),
+    Limit("planned", "Orbit has attached dense models only", family=MOE_FAMILIES, engine=("OpenAI",)),
     Limit("planned", "SGLang on a GPU is written and not run on hardware", engine=("SGLang",), on_gpu=True),
 )  # fmt: skip
 

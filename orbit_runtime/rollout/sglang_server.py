@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -18,6 +18,7 @@ from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.adapters.inject import SHARED_INPUTS
 from orbit_runtime.errors import UnsupportedError
 from orbit_runtime.rollout.served import Sleeping
+from orbit_runtime.rollout.sglang_experts import expert_arguments
 from orbit_runtime.rollout.wire import is_serving
 from orbit_runtime.workers.server_process import ServerProcess, free_port
 
@@ -26,6 +27,9 @@ PYTHON_VARIABLE = "ORBIT_SGLANG_PYTHON"
 START_SECONDS = 900.0
 MAX_ADAPTERS = 4
 """Slots: the current policy, the one before it, one for preflight, and the bare base."""
+
+DEEPSEEK_V4_ATTENTION = {"kv_proj", "o_a_proj", "o_b_proj"}
+"""Targets that no other family has."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,10 @@ class ServerSettings:
     """The largest; OFT needs none."""
     oft_block_size: int = 0
     """0: OFT is refused."""
+    experts: str = "None"
+    """How the adapters of routed experts are laid out."""
+    expert_formats: tuple[str, ...] = ()
+    """What these experts are packed as."""
     sleep: Literal["None", "Cache", "All"] = "None"
     """What it must be able to give back for a while. Not run on hardware."""
     deterministic: bool = False
@@ -121,6 +129,7 @@ def server_arguments(settings: ServerSettings, port: int) -> list[str]:
         "--enable-lora", "--max-lora-rank", str(settings.lora_rank), "--max-loras-per-batch", str(MAX_ADAPTERS),
         "--max-loaded-loras", str(2 * MAX_ADAPTERS), "--lora-target-modules", *settings.targets,
     ]  # fmt: skip
+    arguments += expert_arguments(settings.experts, settings.device, settings.expert_formats)
     if settings.deterministic:
         # The rest SGLang 0.5.23 sets itself (`attention_hook.py`, `overrides.py`): PyTorch's sampler; FlashAttention 3,
         # or on Blackwell FlashInfer, with which it turns the radix cache off. CUDA graphs and LoRA's kernels stay.
@@ -136,6 +145,9 @@ def server_arguments(settings: ServerSettings, port: int) -> list[str]:
             "--sleep-on-idle",
         ]  # fmt: skip
         return arguments
+    if {"gate_proj", "up_proj", "down_proj"} & set(settings.targets):
+        # Else some models run shared experts as one more routed one, where no adapter of theirs is applied.
+        arguments += ["--disable-shared-experts-fusion"]
     if settings.gpu:
         arguments += ["--base-gpu-id", str(settings.gpu)]
     if settings.sleep != "None":
@@ -167,6 +179,7 @@ def _environment(settings: ServerSettings, taps: Path) -> dict[str, str]:
     own = {
         "ORBIT_SGLANG": "1",
         "ORBIT_SGLANG_OFT_BLOCK_SIZE": str(settings.oft_block_size),
+        "ORBIT_SGLANG_EXPERTS": settings.experts,
         "ORBIT_SGLANG_TAPS": str(taps),
         "ORBIT_SGLANG_PARENT": str(os.getpid()),
         "SGLANG_PLUGINS": "orbit",
@@ -174,8 +187,8 @@ def _environment(settings: ServerSettings, taps: Path) -> dict[str, str]:
     return {**os.environ, **own, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
 
 
-def lora_targets(modules: Sequence[str]) -> tuple[str, ...]:
-    """SGLang names targets by the last part of a module's name."""
+def lora_targets(modules: Collection[str]) -> tuple[str, ...]:
+    """SGLang names targets by the last part of a module's name; a server must know all that an adapter's file names."""
     return tuple(sorted({name.rpartition(".")[2] for name in modules}))
 
 
@@ -190,11 +203,11 @@ def check_served(adapter: AdapterConfig, layers: Collection[str], modules: Colle
         raise UnsupportedError(
             "SGLang scales a LoRA by alpha / rank", where="spec.adapter.lora.rslora", fix="leave it out"
         )
-    if any(".experts" in name for name in layers):
+    if unknown := sorted({name.rpartition(".")[2] for name in layers} & DEEPSEEK_V4_ATTENTION):
         raise UnsupportedError(
-            "adapters on routed experts are not served by SGLang in this version",
-            where="spec.adapter.experts",
-            fix="set it to None, or use engine: Torch",
+            f"SGLang has no adapters of {', '.join(unknown)} of DeepSeek-V4, and the plug-in turns no input of theirs",
+            where="spec.adapter.targets",
+            fix="write targets: [gate_proj, up_proj], or use engine: Torch",
         )
     for name in layers:
         parent, _, last = name.rpartition(".")
@@ -208,3 +221,18 @@ def check_served(adapter: AdapterConfig, layers: Collection[str], modules: Colle
                     where="spec.adapter.targets",
                     fix=f"add {', '.join(missing)}, or use engine: Torch",
                 )
+    _check_every(layers, modules)
+
+
+def _check_every(layers: Collection[str], modules: Collection[str]) -> None:
+    """SGLang looks for targets by their last name alone; routed experts have rules of their own."""
+    targets = set(lora_targets(layers))
+    others = {name for name in modules if name.rpartition(".")[2] in targets and ".experts." not in name}
+    others = {name for name in others - set(layers) if ".compressor." not in name}
+    if others:
+        last = min(others).rpartition(".")[2]
+        raise UnsupportedError(
+            f"SGLang adapts every {last} of a model, and {min(others)} has no adapter",
+            where="spec.adapter.targets",
+            fix=f"write {last}, or use engine: Torch",
+        )

@@ -16,6 +16,9 @@ VARIABLE = "ORBIT_SGLANG"
 OFT_VARIABLE = "ORBIT_SGLANG_OFT_BLOCK_SIZE"
 """Set where the server is to serve OFT: its buffers are allocated before the first adapter is known."""
 
+EXPERTS_VARIABLE = "ORBIT_SGLANG_EXPERTS"
+"""How the adapters of routed experts are laid out, `None` without such; where it is not set, SGLang is left alone."""
+
 PARENT_VARIABLE = "ORBIT_SGLANG_PARENT"
 """Process that a server ends with."""
 
@@ -25,4 +28,4 @@ def activate() -> None:
     if os.environ.get(VARIABLE):
         from orbit_runtime.sglang_plugin.hooks import register
 
-        register(int(os.environ.get(OFT_VARIABLE) or 0))
+        register(int(os.environ.get(OFT_VARIABLE) or 0), os.environ.get(EXPERTS_VARIABLE, ""))

@@ -3,7 +3,11 @@
 Those wheels hold compiled CUDA code. A text model on `--device cpu` calls none of it, but importing SGLang names it, so
 stand-ins are put in its place that raise as soon as anything in them is called.
 
-Belongs here: stand-ins for compiled packages. Does not belong here: the start of a server (`launch`).
+DeepSeek's latent attention is computed over the latents there, prompts too: SGLang's attention in plain torch reads
+keys and values from the cache, which holds nothing else.
+
+Belongs here: stand-ins for compiled packages, and which of SGLang's ways are taken without them.
+Does not belong here: the start of a server (`launch`).
 Not for machines with a GPU: there the real packages are imported.
 """
 
@@ -15,7 +19,7 @@ import importlib.machinery
 import importlib.util
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 KERNELS = "sgl_kernel"
@@ -41,6 +45,21 @@ def install() -> None:
     # A torch that was built for CUDA names CUDA as the device of every machine.
     torch.get_device_module = lambda device=None: torch.cpu if device is None else find(device)
     torch.Tensor.pin_memory = lambda self, *_, **__: self  # type: ignore[method-assign]
+
+
+def hooks() -> Iterator[tuple[str, Callable[..., Any], str]]:
+    """(target, hook, kind) of each."""
+    if KERNELS in sys.modules and isinstance(sys.modules[KERNELS], _Kernels):
+        registry = "sglang.srt.models.deepseek_common.attention_backend_handler.AttentionBackendRegistry"
+        yield f"{registry}.get_handler", _attend_to_latents, "AROUND"
+
+
+def _attend_to_latents(original: Callable[..., Any], registry: Any, backend: str) -> Any:
+    if backend != "torch_native":
+        return original(registry, backend)
+    from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
+
+    return lambda attention, batch: AttnForwardMethod.MLA
 
 
 class _Kernels(types.ModuleType):

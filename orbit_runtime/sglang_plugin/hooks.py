@@ -1,7 +1,7 @@
 """Hooks into SGLang: `/server_info` tells what stands in its LoRA slots and what the last batches applied.
 
 Belongs here: where SGLang is hooked for every adapter. Does not belong here: what is read there (`readback`), how
-adapters come (`arrival`), the hooks of OFT (`oft_hooks`).
+adapters come (`arrival`), the hooks of OFT (`oft_hooks`) and of routed experts (`experts`).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import pkgutil
 from typing import Any
 
-from orbit_runtime.sglang_plugin import arrival, oft_hooks, readback, taps
+from orbit_runtime.sglang_plugin import arrival, cpu, experts, oft_hooks, readback, taps
 
 KEY = "orbit"
 """Name of our part of an internal state."""
@@ -17,10 +17,11 @@ LORA = "sglang.srt.lora"
 _targets: list[str] = []
 
 
-def register(oft_block_size: int) -> None:
+def register(oft_block_size: int, expert_layout: str) -> None:
     """
     Args:
         oft_block_size: 0: this server serves no OFT.
+        expert_layout: of the adapters of routed experts; empty: they are left to SGLang.
     """
     if _targets:
         return
@@ -37,6 +38,8 @@ def register(oft_block_size: int) -> None:
         (f"{LORA}.lora.LoRAAdapter.initialize_weights", arrival.load_lora, "AROUND"),
         ("sglang.srt.model_executor.model_runner.ModelRunner.forward", _around_pass, "AROUND"),
         *(oft_hooks.hooks(oft_block_size) if oft_block_size else ()),
+        *(experts.hooks(expert_layout) if expert_layout else ()),
+        *cpu.hooks(),
     ]
     for target, hook, kind in hooks:
         HookRegistry.register(target, hook, HookType[kind])

@@ -17,7 +17,8 @@ from orbit_runtime.sglang_plugin import PARENT_VARIABLE, VARIABLE, activate, cpu
 
 os.environ.update({VARIABLE: "1"})
 if "cpu" in sys.argv:
-    os.environ.update(SGLANG_USE_CPU_ENGINE="1")
+    # What SGLang compiles for a CPU would take a minute at the first request, and a compiler of C++.
+    os.environ.update(SGLANG_USE_CPU_ENGINE="1", TORCHDYNAMO_DISABLE="1")
     cpu.install()
 activate()
 

@@ -7,11 +7,14 @@ Belongs here: where SGLang is hooked for OFT. Does not belong here: the buffers 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from orbit_runtime.sglang_plugin import EXPERTS_VARIABLE
 from orbit_runtime.sglang_plugin.arrival import files_of
+from orbit_runtime.sglang_plugin.experts import fused_layers
 from orbit_runtime.sglang_plugin.rotation import UNTURNED, Rotations
 
 LORA = "sglang.srt.lora"
@@ -59,11 +62,29 @@ def _adder(block_size: int) -> Callable[..., None]:
                 local = getattr(base, "input_size_per_partition", base.input_size)
                 rank = get_group_rank_size(base.tp_group)[0] if local != base.input_size else 0
                 module.rotation = rotations.add_layer(name, base.input_size, local_features=local, rank=rank)
+        if os.environ.get(EXPERTS_VARIABLE) == "Shared":
+            _add_experts(rotations, manager)
         # Where the other hooks find them: each is called with one of these.
         manager.rotations = manager.memory_pool.rotations = rotations
         object.__setattr__(manager.base_model, "rotations", rotations)
 
     return add_rotations
+
+
+def _add_experts(rotations: Rotations, manager: Any) -> None:
+    config = manager.base_hf_config
+    for name, layer in fused_layers(manager.base_model):
+        if "gate_up_proj" in manager.target_modules:
+            kept = ("gate_up_proj",) if config.model_type == "gpt_oss" else ("w1", "w3")
+            layer.rotation = rotations.add_layer(
+                f"{name}.gate_up_proj", config.hidden_size, names=tuple(f"{name}.{part}" for part in kept)
+            )
+        if "down_proj" in manager.target_modules:
+            if manager.device.type != "cpu":
+                raise ValueError(f"{name} is one kernel: the input of down_proj cannot be turned inside of it")
+            layer.down_rotation = rotations.add_layer(
+                f"{name}.down_proj", layer.intermediate_size_per_partition, names=(f"{name}.w2",)
+            )
 
 
 def _pose_as_lora(settings: dict[str, Any], *_: Any, **__: Any) -> dict[str, Any]:

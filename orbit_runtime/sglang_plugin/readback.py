@@ -5,12 +5,13 @@ Belongs here: the layout of SGLang's LoRA memory pool. Does not belong here: hoo
 
 SGLang fuses q, k, v into one layer and gate, up into another. Their A matrices stand under each other, `[3r, K]` and
 `[2r, K]`; their B matrices stand under each other as the layer's rows do. The scaling `alpha / r` is no tensor: it is
-read from the batch that the last pass was prepared with. OFT's R stands in buffers of our own.
+read from the batch that the last pass was prepared with. SGLang multiplies it into B of routed experts, too: divided by
+the right one, that must be the published B. OFT's R stands in buffers of our own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from torch import Tensor
 from orbit_runtime.adapters import tensorfile
 from orbit_runtime.adapters.difference import explain_difference
 from orbit_runtime.adapters.layer import Applied
+from orbit_runtime.adapters.names import STACKED_NAMES
 from orbit_runtime.adapters.state import (
     CONFIG_FILE,
     MODEL_FILE,
@@ -30,6 +32,7 @@ from orbit_runtime.adapters.state import (
     config_file,
     files_digest,
 )
+from orbit_runtime.sglang_plugin.experts import expert_buffers
 from orbit_runtime.sglang_plugin.rotation import Published, Rotations, parts
 
 VERSION = 2
@@ -94,8 +97,7 @@ def slot_tensors(manager: Any, name: str) -> Iterator[tuple[str, Tensor]]:
             if published is not None and rotations is not None:
                 yield from _rotations(rotations, slot)
                 return
-            rank = manager.loras[key].config.r
-            yield from ((f"{module}.{kind}", tensor) for module, kind, tensor in _tensors(manager, slot, rank))
+            yield from ((f"{module}.{kind}", tensor) for module, kind, tensor in _tensors(manager, slot, key))
 
 
 def _difference(folder: Path, held: Mapping[str, bytes]) -> str:
@@ -122,9 +124,7 @@ def _slot_files(manager: Any, key: str, slot: int, folder: Path) -> dict[str, by
     suffix = "" if adapter.scaling == right else f".scaling={adapter.scaling!r}"
     if rotations is not None and rotations.holds[slot]:
         suffix += ".rotated"
-    tensors = {
-        f"{PEFT_PREFIX}{name}.{kind}.weight{suffix}": part for name, kind, part in _tensors(manager, slot, config.r)
-    }
+    tensors = {f"{PEFT_PREFIX}{name}.{kind}.weight{suffix}": part for name, kind, part in _tensors(manager, slot, key)}
     return {MODEL_FILE: tensorfile.dump_narrowed(tensors), CONFIG_FILE: settings}
 
 
@@ -133,7 +133,7 @@ def _applied(manager: Any, key: str, passed: Passed) -> list[Applied]:
     if published is not None and rotations is not None:
         return [Applied(name, "", {name: R}, None) for name, R in _rotations(rotations, passed.slot)]
     by_module: dict[str, dict[str, Tensor]] = {}
-    for name, kind, tensor in _tensors(manager, passed.slot, manager.loras[key].config.r):
+    for name, kind, tensor in _tensors(manager, passed.slot, key):
         by_module.setdefault(name, {})[f"{name}.{kind}"] = tensor
     scaling = float(passed.scalings[passed.slot])
     return [Applied(name, "", tensors, scaling) for name, tensors in by_module.items()]
@@ -146,17 +146,39 @@ def _oft(manager: Any, key: str) -> tuple[Published | None, Rotations | None]:
 def _rotations(rotations: Rotations, slot: int) -> Iterator[tuple[str, Tensor]]:
     """R of every layer under its name in files; nothing where passes turn nothing by this slot."""
     if rotations.holds[slot]:
-        for name, layer in rotations.layers.items():
-            for part in parts(name):
-                yield f"{part}.oft_R", layer.buffer[slot]
+        for layer in rotations.layers.values():
+            yield from layer.held(slot)
 
 
-def _tensors(manager: Any, slot: int, rank: int) -> Iterator[tuple[str, str, Tensor]]:
+def _tensors(manager: Any, slot: int, key: str) -> Iterator[tuple[str, str, Tensor]]:
     """`(module, lora_A or lora_B, tensor)` of every layer, from the buffers that the layer itself multiplies by."""
+    config = manager.loras[key].config
     for modules in manager.lora_modules:
         for name, module in modules.items():
+            if hasattr(module, "gate_up_lora_a_weights"):
+                scaling = config.lora_alpha / config.r
+                buffers = [buffer[slot] for buffer in expert_buffers(module)]
+                yield from _split_experts(name, buffers, config.r, scaling, manager.experts_shared_outer_loras)
+                continue
             a, b = _buffers(module)
-            yield from _split(name, module, a[slot], b[slot], rank)
+            yield from _split(name, module, a[slot], b[slot], config.r)
+
+
+def _split_experts(
+    name: str, buffers: Sequence[Tensor], rank: int, scaling: float, is_shared_outer: bool
+) -> Iterator[tuple[str, str, Tensor]]:
+    """SGLang leaves room for its largest rank between gate and up."""
+    up_A, up_B, down_A, down_B = buffers
+    (gate_A, up_A), (gate_B, up_B) = up_A.chunk(2, 1), up_B.chunk(2, 1)
+    for part, A, B in (("gate_proj", gate_A, gate_B), ("up_proj", up_A, up_B), ("down_proj", down_A, down_B)):
+        A_ErK, B_ENr = A[:, :rank], B[..., :rank] / scaling
+        if is_shared_outer:
+            yield f"{name}.{STACKED_NAMES[part]}", "lora_A", A_ErK
+            yield f"{name}.{STACKED_NAMES[part]}", "lora_B", B_ENr
+            continue
+        for expert, (A_rK, B_Nr) in enumerate(zip(A_ErK, B_ENr, strict=True)):
+            yield f"{name}.{expert}.{part}", "lora_A", A_rK
+            yield f"{name}.{expert}.{part}", "lora_B", B_Nr
 
 
 def _buffers(module: Any) -> tuple[Tensor, Tensor]:

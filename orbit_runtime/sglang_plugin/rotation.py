@@ -11,7 +11,7 @@ Shapes: R `[n, b, b]` with n blocks of b features, a layer's buffer `[slots, n, 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -83,17 +83,32 @@ class LayerRotation:
     """R of one layer in every slot, and the turning of its input."""
 
     def __init__(
-        self, in_features: int, block_size: int, num_slots: int, rows: Rows, *, rank: int, dtype: torch.dtype
-    ) -> None:
+        self, names: tuple[str, ...], in_features: int, block_size: int, num_slots: int, rows: Rows, *, rank: int,
+        dtype: torch.dtype, is_of_experts: bool,
+    ) -> None:  # fmt: skip
         """
         Args:
+            names: in files; each has this R.
             rank: where the layer's input is cut over ranks, which part is ours. R itself is whole on every rank.
+            is_of_experts: of all of a layer's, which share R: files have an axis of length 1 in front.
         """
         shape = (num_slots, in_features // block_size, block_size, block_size)
         self.buffer = torch.zeros(shape, dtype=dtype, device=rows.slots_T.device)
+        self.names = names
         self.in_features = in_features
-        self._rows = rows
+        self.rows = rows
+        self._front = (1,) if is_of_experts else ()
         self._rank = rank
+
+    @property
+    def file_shape(self) -> tuple[int, ...]:
+        """Of R in files."""
+        return (*self._front, *self.buffer.shape[1:])
+
+    def held(self, slot: int) -> Iterator[tuple[str, Tensor]]:
+        """What stands in the slot, as files name it."""
+        for name in self.names:
+            yield f"{name}.oft_R", self.buffer[slot].view(self.file_shape)
 
     def turn(self, x: Tensor, *, captured: bool) -> Tensor:
         """x with the rows of OFT adapters turned, the others untouched.
@@ -101,23 +116,23 @@ class LayerRotation:
         Args:
             captured: a CUDA graph records this pass: only operations on static memory, whatever the batch holds now.
         """
-        if not captured and not self._rows.runs:
+        if not captured and not self.rows.runs:
             return x
         flat = x.reshape(-1, x.shape[-1])
         turned = self._turn_all(flat) if captured else self._turn_runs(flat)
         return turned.view(x.shape)
 
     def _turn_runs(self, x: Tensor) -> Tensor:
-        if self._rows.runs[-1][2] > x.shape[0]:
-            raise InternalError(f"adapters reach row {self._rows.runs[-1][2]} of {x.shape[0]}")
+        if self.rows.runs[-1][2] > x.shape[0]:
+            raise InternalError(f"adapters reach row {self.rows.runs[-1][2]} of {x.shape[0]}")
         turned = x.clone()
-        for slot, start, stop in self._rows.runs:
+        for slot, start, stop in self.rows.runs:
             turned[start:stop] = rotate(x[start:stop], self._R(slot, x.shape[-1]))
         return turned
 
     def _turn_all(self, x: Tensor) -> Tensor:
         turned = x
-        slots_T = self._rows.slots_T[: x.shape[0], None]
+        slots_T = self.rows.slots_T[: x.shape[0], None]
         for slot in range(len(self.buffer)):
             turned = torch.where(slots_T == slot, rotate(x, self._R(slot, x.shape[-1])), turned)
         return turned
@@ -151,19 +166,28 @@ class Rotations:
         """By slot: an OFT adapter stands in it."""
         self._dtype = dtype
 
-    def add_layer(self, name: str, in_features: int, *, local_features: int, rank: int) -> LayerRotation:
+    def add_layer(
+        self, name: str, in_features: int, *, local_features: int | None = None, rank: int = 0,
+        names: tuple[str, ...] | None = None,
+    ) -> LayerRotation:  # fmt: skip
+        """
+        Args:
+            names: of a layer of routed experts, in files.
+        """
+        local_features = in_features if local_features is None else local_features
         if local_features % self.block_size:
             raise ModelError(
                 f"blocks of {self.block_size} do not divide the {local_features} input features of {name} on a rank"
             )
         self.layers[name] = LayerRotation(
-            in_features, self.block_size, len(self.holds), self.rows, rank=rank, dtype=self._dtype
-        )
+            names or parts(name), in_features, self.block_size, len(self.holds), self.rows, rank=rank,
+            dtype=self._dtype, is_of_experts=names is not None,
+        )  # fmt: skip
         return self.layers[name]
 
     def fill(self, slot: int, published: Published) -> None:
         for name, layer in self.layers.items():
-            layer.buffer[slot].copy_(published.rotations[name])
+            layer.buffer[slot].copy_(published.rotations[name].view_as(layer.buffer[slot]))
         self.holds[slot] = True
 
     def clear(self, slot: int) -> None:
@@ -186,23 +210,16 @@ class Rotations:
                 where=CONFIG_FILE,
             )
         parameters, turned = (parse_tensors(files, name) for name in (MODEL_FILE, ROTATIONS_FILE))
-        blocks = {
-            f"{part}.oft_R": layer.in_features // self.block_size
-            for name, layer in self.layers.items()
-            for part in parts(name)
-        }
+        shapes = {f"{name}.oft_R": layer.file_shape for layer in self.layers.values() for name in layer.names}
         size = num_parameters(self.block_size, self.block_size)
         check_tensors(
             MODEL_FILE, parameters,
-            {f"{PEFT_PREFIX}{key}.weight": (count, size) for key, count in blocks.items()}, torch.float32,
+            {f"{PEFT_PREFIX}{key}.weight": (*shape[:-2], size) for key, shape in shapes.items()}, torch.float32,
         )  # fmt: skip
-        check_tensors(
-            ROTATIONS_FILE, turned,
-            {key: (count, self.block_size, self.block_size) for key, count in blocks.items()}, torch.bfloat16,
-        )  # fmt: skip
+        check_tensors(ROTATIONS_FILE, turned, shapes, torch.bfloat16)
         rotations = {}
-        for name in self.layers:
-            first, *others = (f"{part}.oft_R" for part in parts(name))
+        for name, layer in self.layers.items():
+            first, *others = (f"{part}.oft_R" for part in layer.names)
             for other in others:
                 check_shared(ROTATIONS_FILE, turned, other, first)
             rotations[name] = turned[first]

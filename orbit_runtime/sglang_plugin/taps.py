@@ -147,7 +147,11 @@ def _base_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
             continue
         parts = FUSED.get(last, (last,))
         rows = getattr(module, "org_vocab_size", tensor.shape[0])
-        pieces = tensor.detach()[:rows].split(_heights(module, rows, parts), 0)
+        heights = _heights(module, rows, parts)
+        if parts[0] == "q_a_proj":
+            rank = modules[parent].q_lora_rank
+            heights = [rank, rows - rank]
+        pieces = tensor.detach()[:rows].split(heights, 0)
         for part, piece in zip(parts, pieces, strict=True):
             yield f"{parent}.{part}.{kind}" if parent else f"{part}.{kind}", piece
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,8 +15,12 @@ import torch
 
 from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.data.chat import ChatTokenizer
-from orbit_runtime.parity.liveness import Limits, prove
-from orbit_runtime.policy import load_policy
+from orbit_runtime.loop.engines import expert_formats
+from orbit_runtime.parity.liveness import Limits, Proof, prove
+from orbit_runtime.policy import Policy, load_policy
+from orbit_runtime.rollout.served_engine import ServedEngine
+from orbit_runtime.rollout.handover import SharedMemory
+from orbit_runtime.rollout.sglang_experts import check_experts, served_experts
 from orbit_runtime.rollout.sglang_server import (
     PYTHON_VARIABLE,
     ServerSettings,
@@ -22,56 +29,128 @@ from orbit_runtime.rollout.sglang_server import (
     lora_targets,
 )
 from orbit_runtime.rollout.starting import start_engine
-from orbit_runtime.types import Request, Sampling
+from orbit_runtime.types import AdapterFiles, Request, Sampling
 from tests.engines.test_contract import policy_logprobs
 from tests.engines.test_sglang_faults import policy_scores
 from tests.integration.engine_inputs import random_adapter
 from tests.integration.tiny_families import make_family
 from tests.models.family_matrix import tokens_of
 
+MLA = ("q_a_proj", "kv_a_proj_with_mqa", "q_b_proj", "o_proj")
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP = ("gate_proj", "up_proj", "down_proj")
 LORA = AdapterConfig(type="LoRA", targets=ATTENTION, rank=4, alpha=8.0)
 OFT = AdapterConfig(type="OFT", targets=ATTENTION, block_size=16)
+LORA_EXPERTS = AdapterConfig(type="LoRA", targets=(*ATTENTION, *MLP), rank=4, alpha=8.0, experts="SharedOuter")
+OFT_EXPERTS = AdapterConfig(type="OFT", targets=(*ATTENTION, *MLP), block_size=16, experts="Shared")
+DEEPSEEK_LORA = replace(LORA_EXPERTS, targets=(*MLA, *MLP))
+DEEPSEEK_OFT = replace(OFT_EXPERTS, targets=(*MLA, *MLP), block_size=8)
+YARN = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128,
+    "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
+}  # fmt: skip
+AS_PUBLISHED = {
+    "rope_parameters": YARN, "moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid",
+}  # fmt: skip
+"""What DeepSeek-V3's config.json says and transformers leaves out; on a CPU SGLang knows no rotary angles but these."""
 PROMPTS = [tuple(tokens_of(count, count)) for count in (3, 11, 29)]
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("config", [LORA, OFT], ids=["LoRA", "OFT"])
-@pytest.mark.parametrize(("family", "layout"), [("llama", "INT4"), ("qwen3_moe", "INT4"), ("glm4_moe", "FP8")])
+@pytest.mark.parametrize(
+    ("family", "layout", "config"),
+    [
+        pytest.param("llama", "INT4", LORA, id="llama-LoRA"),
+        pytest.param("llama", "INT4", OFT, id="llama-OFT"),
+        pytest.param("qwen3_moe", "INT4", LORA_EXPERTS, id="qwen3_moe-LoRA-SharedOuter"),
+        pytest.param("qwen3_moe", "INT4", replace(LORA_EXPERTS, experts="PerExpert"), id="qwen3_moe-LoRA-PerExpert"),
+        pytest.param("qwen3_moe", "INT4", replace(LORA_EXPERTS, experts="None"), id="qwen3_moe-LoRA-None"),
+        pytest.param("qwen3_moe", "INT4", OFT_EXPERTS, id="qwen3_moe-OFT-Shared"),
+        pytest.param("glm4_moe", "FP8", LORA_EXPERTS, id="glm4_moe-LoRA-SharedOuter"),
+        pytest.param("glm4_moe", "FP8", replace(LORA_EXPERTS, experts="None"), id="glm4_moe-LoRA-None"),
+        pytest.param("glm4_moe", "FP8", OFT_EXPERTS, id="glm4_moe-OFT-Shared"),
+        pytest.param("deepseek_v3", "FP8Block", DEEPSEEK_LORA, id="deepseek_v3-LoRA-SharedOuter"),
+        pytest.param("deepseek_v3", "FP8Block", DEEPSEEK_OFT, id="deepseek_v3-OFT-Shared"),
+    ],
+)
 def test_a_publish_is_proven_and_samples_have_the_policys_log_probs(
     family: str, layout: str, config: AdapterConfig, tmp_path: Path
 ) -> None:
-    if not os.environ.get(PYTHON_VARIABLE):
-        pytest.fail(f"{PYTHON_VARIABLE} is not set: run `make test-engines`")
-    packed, plain = make_family(tmp_path, family, layout)
-    for file in packed.glob("tokenizer*"):
-        shutil.copy(file, plain)
-    policy, tokenizer = load_policy(packed, config), ChatTokenizer(packed)
-    check_served(config, tuple(policy.injected.layers), {name for name, _ in policy.model.named_modules()})
-    settings = ServerSettings(
-        model=plain, device="cpu", dtype="float32", targets=lora_targets(tuple(policy.injected.layers)),
-        max_running_requests=16, max_sequence_length=256, seed=0, lora_rank=config.rank if config.type == "LoRA" else 1,
-        oft_block_size=config.block_size if config.type == "OFT" else 0,
-    )  # fmt: skip
-    server = SGLangServer(settings, log=tmp_path / "server" / "sglang.log")
-    engine = start_engine([server], tokenizer, folder=tmp_path / "adapters", max_running_requests=16)
-    try:
-        adapter = replace(random_adapter(policy, 1), version=1)
-        engine.load_adapter("policy-v1", adapter)
-        canary = PROMPTS[2]
-        (copy,) = engine.copies()
-        proof, _ = prove(adapter, "policy-v1", copy, policy_scores(policy, adapter, canary), canary,
-                         limits=Limits(1e-3, 0.02), previous=None)  # fmt: skip
-        assert proof.failures == ()
-        assert proof.slot_digest == adapter.digest
+    with serve(family, layout, config, tmp_path) as (policy, engine):
+        adapters = {f"policy-v{seed}": replace(random_adapter(policy, seed), version=seed) for seed in (1, 2)}
+        for name, adapter in adapters.items():
+            engine.load_adapter(name, adapter)
+            proof = proven(policy, engine, name, adapter)
+            assert proof.failures == ()
+            assert proof.slot_digest == adapter.digest
+        names = [None, *adapters]
         requests = [
-            Request(index, index, prompt, Sampling(max_new_tokens=6), "policy-v1" if index % 2 else None)
-            for index, prompt in enumerate([*PROMPTS, *PROMPTS])
+            Request(index, index, prompt, Sampling(max_new_tokens=6), names[index % 3])
+            for index, prompt in enumerate([*PROMPTS, *reversed(PROMPTS), *PROMPTS])
         ]
         for answer in engine.generate(requests):
             request = requests[answer.request_id]
-            with_adapter = adapter if request.adapter else None
+            with_adapter = adapters[request.adapter] if request.adapter else None
             expected = policy_logprobs(policy, with_adapter, request.prompt_ids_T, answer.token_ids_T)
             torch.testing.assert_close(torch.tensor(answer.logprobs_T), expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.timeout(600)
+def test_one_experts_factor_that_changed_in_its_slot_is_named(
+    inside: Path, run_inside: Callable[..., None], tmp_path: Path
+) -> None:
+    with serve("qwen3_moe", "INT4", LORA_EXPERTS, tmp_path) as (policy, engine):
+        adapter = replace(random_adapter(policy, 1), version=1)
+        engine.load_adapter("policy-v1", adapter)
+        assert proven(policy, engine, "policy-v1", adapter).failures == ()
+        run_inside(
+            engine,
+            "(slot,) = [manager.memory_pool.uid_to_buffer_id[key] for key in manager.lora_refs]\n"
+            "manager.lora_modules[1]['model.layers.1.mlp.experts'].down_lora_a_weights[slot, 3, 0] *= 2\n",
+        )
+        proof = proven(policy, engine, "policy-v1", adapter)
+        assert proof.slot_digest != adapter.digest
+        assert "model.layers.1.mlp.experts.w2.lora_A" in " ".join(proof.failures)
+
+
+@contextmanager
+def serve(family: str, layout: str, config: AdapterConfig, folder: Path) -> Iterator[tuple[Policy, ServedEngine]]:
+    """The policy on the packed checkpoint, and a server with the same values in BF16."""
+    if not os.environ.get(PYTHON_VARIABLE):
+        pytest.fail(f"{PYTHON_VARIABLE} is not set: run `make test-engines`")
+    packed, plain = make_family(folder, family, layout)
+    if family == "deepseek_v3":
+        describe_as_published(packed, plain)
+    for file in packed.glob("tokenizer*"):
+        shutil.copy(file, plain)
+    policy, tokenizer = load_policy(packed, config), ChatTokenizer(packed)
+    layers = tuple(policy.injected.layers)
+    check_served(config, layers, {name for name, _ in policy.model.named_modules()})
+    check_experts(config, layers, "cpu", expert_formats(policy))
+    settings = ServerSettings(
+        model=plain, device="cpu", dtype="float32", max_running_requests=16,
+        targets=lora_targets((*layers, *config.targets)), max_sequence_length=256, seed=0,
+        lora_rank=config.rank if config.type == "LoRA" else 1,
+        oft_block_size=config.block_size if config.type == "OFT" else 0, experts=served_experts(config, layers),
+    )  # fmt: skip
+    server = SGLangServer(settings, log=folder / "server" / "sglang.log")
+    engine = start_engine(
+        [server], tokenizer, folder=folder / "adapters", max_running_requests=16, transport=SharedMemory()
+    )
+    try:
+        yield policy, engine
     finally:
         engine.close()
+
+
+def proven(policy: Policy, engine: ServedEngine, name: str, adapter: AdapterFiles) -> Proof:
+    (copy,) = engine.copies()
+    scores = policy_scores(policy, adapter, PROMPTS[2])
+    proof, _ = prove(adapter, name, copy, scores, PROMPTS[2], limits=Limits(1e-3, 0.02), previous=None)
+    return proof
+
+
+def describe_as_published(*folders: Path) -> None:
+    for folder in folders:
+        file = folder / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | AS_PUBLISHED))

@@ -32,12 +32,22 @@ def test_a_part_of_a_layer_that_sglang_fuses_is_refused_with_what_is_missing(kin
     assert "add k_proj" in str(caught.value.fix)
 
 
-def test_experts_and_other_scalings_are_refused_by_their_field() -> None:
-    with pytest.raises(UnsupportedError) as caught:
-        check_served(
-            AdapterConfig(type="OFT", targets=("gate_proj",)), ("model.layers.0.mlp.experts.gate_proj",), set()
-        )
-    assert caught.value.where == "spec.adapter.experts"
+@pytest.mark.parametrize("left_out", ["model.layers.1.self_attn.o_proj", "model.layers.0.mlp.shared_experts.o_proj"])
+def test_a_target_that_one_module_lacks_is_refused(left_out: str) -> None:
+    """Such as `experts.down_proj` alone, where shared experts have a `down_proj` too."""
+    modules = {*MODULES, left_out, "model.layers.0.mlp.experts.o_proj"}
+    with pytest.raises(UnsupportedError, match=f"every o_proj of a model, and {left_out} has no adapter"):
+        check_served(AdapterConfig(type="LoRA", targets=("0.self_attn.o_proj",)), layers("o_proj"), modules)
+
+
+def test_the_attention_of_deepseek_v4_is_refused() -> None:
+    adapter = AdapterConfig(type="OFT", targets=("q_a_proj", "kv_proj"))
+    with pytest.raises(UnsupportedError, match="no adapters of kv_proj of DeepSeek-V4") as caught:
+        check_served(adapter, layers("q_a_proj", "kv_proj"), set())
+    assert caught.value.where == "spec.adapter.targets"
+
+
+def test_another_scaling_is_refused_by_its_field() -> None:
     with pytest.raises(UnsupportedError) as caught:
         check_served(AdapterConfig(type="LoRA", targets=("o_proj",), rslora=True), layers("o_proj"), MODULES)
     assert caught.value.where == "spec.adapter.lora.rslora"

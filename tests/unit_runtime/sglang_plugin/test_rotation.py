@@ -154,3 +154,22 @@ def test_files_that_do_not_fit_are_refused_by_name(tmp_path: Path, spoil: str, s
     write(tmp_path, spoil=spoil)
     with pytest.raises(ModelError, match=says):
         table().load(files_of(tmp_path))
+
+
+def test_all_experts_of_a_layer_share_the_R_of_their_files(tmp_path: Path) -> None:
+    place = "model.layers.0.mlp.experts"
+    made = Rotations(SIZE, 2, torch.device("cpu"), torch.float32)
+    layer = made.add_layer(f"{place}.gate_up_proj", WIDTH, names=(f"{place}.w1", f"{place}.w3"))
+    R = random_R(1)[None]
+    parameters = torch.zeros(1, WIDTH // SIZE, SIZE * (SIZE - 1) // 2)
+    names = [f"{name}.oft_R" for name in layer.names]
+    (tmp_path / MODEL_FILE).write_bytes(save({f"{PEFT_PREFIX}{name}.weight": parameters.clone() for name in names}))
+    (tmp_path / ROTATIONS_FILE).write_bytes(save({name: R.clone() for name in names}))
+    (tmp_path / CONFIG_FILE).write_text(json.dumps({"peft_type": "OFT", "oft_block_size": SIZE}))
+    made.fill(1, made.load(files_of(tmp_path)))
+    held = dict(layer.held(1))
+    assert list(held) == names
+    assert all(torch.equal(tensor.bfloat16(), R) for tensor in held.values())
+    made.prepare([1], [3])
+    x = torch.randn(3, WIDTH)
+    torch.testing.assert_close(layer.turn(x, captured=True), rotate(x, R[0].float()))

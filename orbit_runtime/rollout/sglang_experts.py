@@ -1,0 +1,104 @@
+"""Adapters of routed experts in SGLang servers of our own: what 0.5.23 and the plug-in can apply, and the flags for it.
+
+    LoRA, SharedOuter or PerExpert   SGLang's own buffers and, on a GPU, its own kernels, over the bases in
+                                     `MOE_RUNNERS`; on a CPU the plug-in computes the experts from the same buffers
+    OFT, Shared                      the plug-in turns tokens before the experts, over any base; R of down on a CPU
+
+Belongs here: what is refused, and why. Does not belong here: limits that a manifest alone shows (`planner.support`).
+GPU: not run on hardware.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+
+from orbit_runtime.adapters.config import AdapterConfig
+from orbit_runtime.errors import UnsupportedError
+
+LORA_LAYOUTS = ("SharedOuter", "PerExpert")
+OFT_LAYOUTS = ("Shared",)
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+MOE_RUNNERS = {
+    "BF16": "triton", "FP8Block": "triton", "INT4": "marlin", "INT4Asymmetric": "marlin", "NVFP4ModelOpt": "marlin",
+}  # fmt: skip
+"""Layout of the experts → SGLang's runner with LoRA in it: those whose class tells LoRA how the base is packed, by a
+`get_triton_quant_info` or a `get_marlin_quant_info`. A test reads it from SGLang's source."""
+
+
+def served_experts(adapter: AdapterConfig, layers: Collection[str]) -> str:
+    """The layout of this adapter's part on routed experts; `None` where there is no such part."""
+    return adapter.expert_layout if _of_experts(layers) else "None"
+
+
+def check_experts(adapter: AdapterConfig, layers: Collection[str], device: str, formats: Collection[str]) -> None:
+    """Raises UnsupportedError (78) for an adapter of routed experts that a server cannot apply as the trainer does.
+
+    Args:
+        layers: names of the adapted modules.
+        formats: layouts of the adapted experts, as `quant` names them.
+    """
+    targets = {name.rpartition(".")[2] for name in _of_experts(layers)}
+    if not targets:
+        return
+    layouts = LORA_LAYOUTS if adapter.type == "LoRA" else OFT_LAYOUTS
+    if adapter.expert_layout not in layouts:
+        raise UnsupportedError(
+            f"SGLang holds no {adapter.type} of routed experts in the layout {adapter.expert_layout}",
+            where="spec.adapter.experts", fix=f"write {' or '.join(layouts)}, or use engine: Torch",
+        )  # fmt: skip
+    if adapter.type == "LoRA":
+        _check_lora(adapter, targets)
+    dense = {name.rpartition(".")[2] for name in layers} - targets
+    if left_out := ", ".join(name for name in PROJECTIONS if name in dense):
+        raise UnsupportedError(
+            f"SGLang looks for targets by their last name alone: with {left_out} of other layers, experts need it too",
+            where="spec.adapter.targets", fix=f"write {left_out} for all, or adapter.experts: None",
+        )  # fmt: skip
+    if device != "cpu":
+        _check_gpu(adapter, targets, formats)
+
+
+def expert_arguments(experts: str, device: str, formats: Collection[str]) -> list[str]:
+    """Of a server's command line."""
+    if experts not in LORA_LAYOUTS:
+        return []
+    # Without an adapter to look at, SGLang would take the second.
+    shared = "--experts-shared-outer-loras" if experts == "SharedOuter" else "--no-experts-shared-outer-loras"
+    if device == "cpu":
+        return [shared]
+    runners = {MOE_RUNNERS[form] for form in formats}
+    return [shared, "--lora-backend", "triton", "--moe-runner-backend", *sorted(runners)[:1]]
+
+
+def _of_experts(layers: Collection[str]) -> list[str]:
+    return [name for name in layers if ".experts." in name]
+
+
+def _check_lora(adapter: AdapterConfig, targets: Collection[str]) -> None:
+    missing = ", ".join(name for name in PROJECTIONS if name not in targets)
+    if missing:
+        raise UnsupportedError(
+            f"SGLang adapts gate_proj, up_proj and down_proj of routed experts together, and {missing} has no adapter",
+            where="spec.adapter.targets", fix=f"add {missing}, or write adapter.experts: None",
+        )  # fmt: skip
+    if math.frexp(adapter.scaling)[0] != 0.5:
+        raise UnsupportedError(
+            f"SGLang multiplies B of routed experts by alpha / rank, here {adapter.scaling:g}, and rounds it to BF16: "
+            "only a power of two keeps the published values",
+            where="spec.adapter.lora.alpha", fix=f"write {adapter.rank} or {2 * adapter.rank}",
+        )  # fmt: skip
+
+
+def _check_gpu(adapter: AdapterConfig, targets: Collection[str], formats: Collection[str]) -> None:
+    if adapter.type == "OFT" and "down_proj" in targets:
+        raise UnsupportedError(
+            "on a GPU routed experts are one kernel, and nothing can turn the input of down_proj inside of it",
+            where="spec.adapter.targets", fix="leave down_proj out, or write adapter.experts: None",
+        )  # fmt: skip
+    unknown = sorted(set(formats) - MOE_RUNNERS.keys())
+    if adapter.type == "LoRA" and unknown:
+        raise UnsupportedError(
+            f"SGLang 0.5.23 has no LoRA on routed experts in {', '.join(unknown)}; it has on {', '.join(MOE_RUNNERS)}",
+            where="spec.adapter.experts", fix="write None, or another checkpoint's address in model.uri",
+        )  # fmt: skip
