@@ -18,8 +18,8 @@ from orbit_runtime.data.chat import ChatTokenizer
 from orbit_runtime.loop.engines import expert_formats
 from orbit_runtime.parity.liveness import Limits, Proof, prove
 from orbit_runtime.policy import Policy, load_policy
-from orbit_runtime.rollout.served_engine import ServedEngine
 from orbit_runtime.rollout.handover import SharedMemory
+from orbit_runtime.rollout.served_engine import ServedEngine
 from orbit_runtime.rollout.sglang_experts import check_experts, served_experts
 from orbit_runtime.rollout.sglang_server import (
     PYTHON_VARIABLE,
