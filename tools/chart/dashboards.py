@@ -167,7 +167,15 @@ RUN = Dashboard(
         ),
         "Engine": (
             Panel("Servers up", "stat", {"up": "sum(orbit_engine_up{@})", "of": "count(orbit_engine_up{@})"}),
-            Panel("Servers brought back", "stat", {"times": "sum(orbit_engine_restarts_total{@})"}),
+            Panel(
+                "Servers brought back",
+                "stat",
+                {
+                    "times": "sum(orbit_engine_restarts_total{@})",
+                    "adapters as files": "sum(orbit_engine_missed_adapters_total{@})",
+                },
+                text="And adapters that did not arrive by adapterTransport, which came as files.",
+            ),
             Panel(
                 "Requests",
                 "line",
