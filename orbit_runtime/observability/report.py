@@ -57,6 +57,7 @@ class Report:
         """Plain JSON values; a number that the run has not produced yet is `None`."""
         rows, summary, facts = self.rows, self.folder.summary, self.folder.facts
         last = rows[-1] if rows else None
+        rollout = self.spec.get("rollout", {})
         return {
             "run": self.name,
             "uri": self.folder.uri,
@@ -89,8 +90,9 @@ class Report:
                 "limit": last.number("parity_limit") if last else None,
             },
             "engine_sleep": summary.get("sleep"),
-            "adapter_transport": self.spec.get("rollout", {}).get("adapterTransport"),
-            "deterministic": bool(self.spec.get("rollout", {}).get("deterministic", False)),
+            # Other engines start no servers: nothing goes to them so.
+            "adapter_transport": rollout.get("adapterTransport") if rollout.get("engine") == "SGLang" else None,
+            "deterministic": bool(rollout.get("deterministic", False)),
             "last_checkpoint": self.folder.checkpoints[0]["prefix"] if self.folder.checkpoints else None,
             "warnings": list(self.warnings),
             "failures": [dict(failure) for failure in self.folder.failures],
