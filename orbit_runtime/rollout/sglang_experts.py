@@ -67,8 +67,8 @@ def expert_arguments(experts: str, device: str, formats: Collection[str]) -> lis
     shared = "--experts-shared-outer-loras" if experts == "SharedOuter" else "--no-experts-shared-outer-loras"
     if device == "cpu":
         return [shared]
-    runners = {MOE_RUNNERS[form] for form in formats}
-    return [shared, "--lora-backend", "triton", "--moe-runner-backend", *sorted(runners)[:1]]
+    (runner,) = {MOE_RUNNERS[form] for form in formats}
+    return [shared, "--lora-backend", "triton", "--moe-runner-backend", runner]
 
 
 def _of_experts(layers: Collection[str]) -> list[str]:
@@ -100,5 +100,10 @@ def _check_gpu(adapter: AdapterConfig, targets: Collection[str], formats: Collec
     if adapter.type == "LoRA" and unknown:
         raise UnsupportedError(
             f"SGLang 0.5.23 has no LoRA on routed experts in {', '.join(unknown)}; it has on {', '.join(MOE_RUNNERS)}",
+            where="spec.adapter.experts", fix="write None, or another checkpoint's address in model.uri",
+        )  # fmt: skip
+    if adapter.type == "LoRA" and len({MOE_RUNNERS[form] for form in formats}) > 1:
+        raise UnsupportedError(
+            f"the experts are packed as {', '.join(sorted(formats))}, and a server of SGLang has one runner for all",
             where="spec.adapter.experts", fix="write None, or another checkpoint's address in model.uri",
         )  # fmt: skip

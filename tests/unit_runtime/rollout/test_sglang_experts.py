@@ -69,6 +69,12 @@ def test_what_they_cannot_hold_is_refused_by_its_field(
     assert caught.value.fix
 
 
+def test_experts_that_need_two_runners_are_refused() -> None:
+    check_experts(LORA, layers(*ALL), "cuda", ("INT4", "NVFP4ModelOpt"))
+    with pytest.raises(UnsupportedError, match="packed as BF16, INT4, and a server of SGLang has one runner"):
+        check_experts(LORA, layers(*ALL), "cuda", ("INT4", "BF16"))
+
+
 def test_a_target_of_dense_layers_alone_is_refused() -> None:
     names = (*layers("gate_proj", "up_proj"), "model.layers.1.mlp.shared_experts.down_proj")
     with pytest.raises(UnsupportedError, match="with down_proj of other layers, experts need it too"):
