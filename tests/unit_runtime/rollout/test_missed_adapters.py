@@ -5,16 +5,12 @@ The servers are fakes, which read no ticket; real ones do in `tests/engines/test
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from fakes.fake_servers import FakeServer, dies_at, once
-from safetensors.torch import save
 
-from orbit_runtime.adapters.state import files_digest
 from orbit_runtime.adapters.ticket import NOT_ARRIVED
 from orbit_runtime.errors import GateError
 from orbit_runtime.observability.metrics import RunMetrics
@@ -23,28 +19,9 @@ from orbit_runtime.rollout.replica import Replica
 from orbit_runtime.rollout.served_engine import ServedEngine
 from orbit_runtime.rollout.sglang_api import SGLangApi
 from orbit_runtime.rollout.wire import Wire, build_client
-from orbit_runtime.types import AdapterFiles
+from tests.unit_runtime.rollout.test_served_engine import Words, adapter
 
 Build = Callable[..., ServedEngine]
-
-
-class NoWords:
-    """A tokenizer that nobody asks."""
-
-    eos_ids = (2,)
-
-    def encode_many(self, conversations: object) -> list[list[int]]:
-        raise NotImplementedError
-
-    def decode(self, token_ids: object) -> str:
-        raise NotImplementedError
-
-
-def adapter(version: int) -> AdapterFiles:
-    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "use_rslora": False}
-    tensors = {f"base_model.model.x.lora_{side}.weight": torch.full((2, 2), float(version)) for side in "AB"}
-    files = {"adapter_model.safetensors": save(tensors), "adapter_config.json": json.dumps(config).encode()}
-    return AdapterFiles(version, files, files_digest(files))
 
 
 @pytest.fixture
@@ -54,7 +31,7 @@ def build(tmp_path: Path) -> Iterator[Build]:
     def start(*servers: FakeServer, transport: Transport) -> ServedEngine:
         client = build_client()
         engine = ServedEngine(
-            NoWords(), client, folder=tmp_path / "adapters", max_running_requests=64, transport=transport
+            Words(), client, folder=tmp_path / "adapters", max_running_requests=64, transport=transport
         )
         made.append(engine)
         for server in servers:
