@@ -37,9 +37,8 @@ ROTARY = "rotary angles"
 
 def around_forward(original: Callable[..., Any], runner: Any, forward_batch: Any, *args: Any, **named: Any) -> Any:
     """A pass of `ModelRunner`; answers the request that lies there, if this pass is the one it speaks of."""
-    folder = os.environ.get(VARIABLE)
-    file = Path(folder) / REQUEST if folder else None
-    if file is None or not file.exists():
+    file = _find_request(REQUEST)
+    if file is None:
         return original(runner, forward_batch, *args, **named)
     request = json.loads(file.read_text())
     if forward_batch.input_ids.tolist() != request["token_ids"]:
@@ -56,14 +55,19 @@ def around_forward(original: Callable[..., Any], runner: Any, forward_batch: Any
 
 def tell(runner: Any, forward_batch: Any, facts: Callable[[], dict[str, Any]]) -> None:
     """After a pass: answers the request for facts, if this pass is one with the adapters it speaks of."""
-    folder = os.environ.get(VARIABLE)
-    file = Path(folder) / FACTS_REQUEST if folder else None
-    if file is None or not file.exists():
+    file = _find_request(FACTS_REQUEST)
+    if file is None:
         return
     request = json.loads(file.read_text())
     known = runner.lora_manager.lora_refs
     if {known[key].lora_name for key in forward_batch.lora_ids if key in known}.issuperset(request["adapters"]):
         _write(file.parent / FACTS, json.dumps({"request": request["name"], **facts()}).encode())
+
+
+def _find_request(name: str) -> Path | None:
+    folder = os.environ.get(VARIABLE)
+    file = Path(folder) / name if folder else None
+    return file if file is not None and file.exists() else None
 
 
 def _tap(model: Any, points: dict[str, Tensor]) -> Iterator[Any]:
