@@ -55,9 +55,16 @@ async def reconcile(key: Key, parts: Parts) -> float | None:
         run, body, observed = seen
         chosen = plan(run, observed, now, parts.limits, run.plan)
     state, events, refused = await _act(chosen, run, body, observed.stored, parts)
-    # At the same time: each is told in its own words, and neither waits for the other.
+    # At the same time: neither waits for the other. All have ended before one's failure is raised: then the next pass
+    # over this run may begin.
     posts = (parts.recorder.post(run, event) for event in events)
-    written, *_ = await asyncio.gather(_write(run, body, observed, state, now, parts), *posts)
+    written, *posted = await asyncio.gather(
+        _write(run, body, observed, state, now, parts), *posts, return_exceptions=True
+    )
+    if isinstance(written, BaseException):
+        raise written
+    for failure in (each for each in posted if isinstance(each, BaseException)):
+        raise failure
     if refused is not None:
         raise refused
     due = [written, None if chosen.wake_at is None else max(0.0, chosen.wake_at - now)]
