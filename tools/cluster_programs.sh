@@ -3,10 +3,9 @@
 # usage: tools/cluster_programs.sh [kubernetes|helm|helm3|kubeconform|coredns|kwok|versitygw|kueue]...   (none: all but kueue)
 #
 # The folder, for ORBIT_TEST_PROGRAMS: ${XDG_CACHE_HOME:-~/.cache}/orbit-rl/cluster-bin/{kube-apiserver,...,helm3,helm4,kwok,...}.
-# What the links lead to, beside it, a folder per program and version:
+# What the links lead to, beside it, a folder per module and version:
 #   kubernetes-v1.34.1/{kube-apiserver,kube-controller-manager,kube-scheduler,kube-proxy,kubelet,kubectl}
-#   helm4-v4.3.1/helm  helm3-v3.22.0/helm   kubeconform-v0.8.0/kubeconform   coredns-v1.15.0/coredns   kwok-v0.8.0/kwok
-#   versitygw-v1.8.0/versitygw   kueue-v0.14.5/kueue
+#   cluster-tools-SUM/{helm4,helm3,kubeconform,coredns,kwok}   versitygw-v1.8.0/versitygw   kueue-v0.14.5/kueue
 set -eu
 
 KUBERNETES=1.34.1
@@ -17,9 +16,42 @@ code-generator component-base component-helpers controller-manager cri-api cri-c
 dynamic-resource-allocation endpointslice externaljwt kms kube-aggregator kube-controller-manager kube-proxy kube-scheduler
 kubectl kubelet metrics mount-utils pod-security-admission sample-apiserver sample-cli-plugin sample-controller"
 KUEUE=v0.14.5
+# In one module, so that what they share, most of it Kubernetes' client, is compiled once.
+TOOLS_MODULE="module orbit.local/cluster-tools
+
+go 1.26.0
+
+tool (
+	helm.sh/helm/v3/cmd/helm
+	helm.sh/helm/v4/cmd/helm
+	github.com/yannh/kubeconform/cmd/kubeconform
+	sigs.k8s.io/kwok/cmd/kwok
+)
+
+require (
+	github.com/coredns/coredns v1.15.0
+	github.com/yannh/kubeconform v0.8.0
+	helm.sh/helm/v3 v3.22.0
+	helm.sh/helm/v4 v4.3.1
+	sigs.k8s.io/kwok v0.8.0
+)
+"
+# CoreDNS with the plug-ins of the bed's Corefile; with all of them it brings the libraries of four clouds.
+COREDNS_MAIN='package main
+
+import (
+	_ "github.com/coredns/coredns/plugin/bind"
+	_ "github.com/coredns/coredns/plugin/errors"
+	_ "github.com/coredns/coredns/plugin/kubernetes"
+
+	"github.com/coredns/coredns/coremain"
+)
+
+func main() { coremain.Run() }
+'
 
 cache=${XDG_CACHE_HOME:-$HOME/.cache}/orbit-rl
-tools=$(cd "$(dirname "$0")" && pwd)
+here=$(cd "$(dirname "$0")" && pwd)
 
 link() {
     mkdir -p "$cache/cluster-bin"
@@ -33,49 +65,31 @@ need_go() {
     exit 1
 }
 
-# build_module FOLDER GO_MOD LDFLAGS NAME=PACKAGE...: builds the packages inside a module of its own, each moved into place when whole.
+# build_module FOLDER GO_MOD LDFLAGS NAME=PACKAGE...: what of them is missing, in one build inside a module of its own, so that
+# one is linked while others compile. Moved into place when whole. `./` in front of a package: the module's own.
 build_module() {
     folder=$1 module=$2 ldflags=$3
     shift 3
-    mkdir -p "$folder"
-    staging=
+    missing= packages=
     for item in "$@"; do
-        binary=$folder/${item%%=*}
-        if [ ! -x "$binary" ]; then
-            need_go
-            if [ -z "$staging" ]; then
-                staging=$(mktemp -d "$folder/build.XXXXXX")
-                trap 'rm -rf "$staging"' EXIT
-                printf '%s\n' "$module" >"$staging/go.mod"
-                (cd "$staging" && GOFLAGS="${GOFLAGS-} -mod=mod" go mod tidy) >&2
-            fi
-            echo "Building ${item%%=*} of $(basename "$folder") with $(go version) ..." >&2
-            (cd "$staging" && go build -ldflags "-s -w $ldflags" -o "$staging/program" "${item#*=}") >&2
-            mv "$staging/program" "$binary"
-        fi
-        link "${item%%=*}" "$binary"
+        [ -x "$folder/${item%%=*}" ] || missing="$missing $item" packages="$packages ${item#*=}"
     done
-    if [ -n "$staging" ]; then
-        rm -rf "$staging"
-        trap - EXIT
-    fi
-}
-
-# build_installed NAME VERSION PACKAGE PROGRAM: one program of a module that `go install` can build by its version.
-build_installed() {
-    folder=$cache/$1-$2
-    if [ ! -x "$folder/$4" ]; then
+    if [ -n "$missing" ]; then
         need_go
         mkdir -p "$folder"
         staging=$(mktemp -d "$folder/build.XXXXXX")
         trap 'rm -rf "$staging"' EXIT
-        echo "Building $1 $2 with $(go version) ..." >&2
-        GOBIN=$staging CGO_ENABLED=0 go install -ldflags "-s -w" "$3@$2" >&2
-        mv "$staging/$4" "$folder/$4"
+        mkdir "$staging/programs" "$staging/coredns"
+        printf '%s\n' "$module" >"$staging/go.mod"
+        case $packages in *./coredns*) printf '%s' "$COREDNS_MAIN" >"$staging/coredns/main.go" ;; esac
+        echo "Building$packages of $(basename "$folder") with $(go version) ..." >&2
+        # shellcheck disable=SC2086
+        (cd "$staging" && GOFLAGS="${GOFLAGS-} -mod=mod" go build -ldflags "-s -w $ldflags" -o programs/ $packages) >&2
+        for item in $missing; do mv "$staging/programs/${item##*/}" "$folder/${item%%=*}"; done
         rm -rf "$staging"
         trap - EXIT
     fi
-    link "$1" "$folder/$4"
+    for item in "$@"; do link "${item%%=*}" "$folder/${item%%=*}"; done
 }
 
 kubernetes() {
@@ -96,20 +110,32 @@ kueue() {
     build_module "$cache/kueue-$KUEUE" "$module" "" kueue=sigs.k8s.io/kueue/cmd/kueue
 }
 
-[ $# -gt 0 ] || set -- kubernetes helm kubeconform coredns kwok helm3 versitygw
+# build_tools NAME=PACKAGE...: of TOOLS_MODULE.
+build_tools() {
+    CGO_ENABLED=0 && export CGO_ENABLED
+    build_module "$cache/cluster-tools-$(printf '%s%s' "$TOOLS_MODULE" "$COREDNS_MAIN" | cksum | cut -d' ' -f1)" "$TOOLS_MODULE" "" "$@"
+    unset CGO_ENABLED
+}
+
+[ $# -gt 0 ] || set -- kubernetes helm helm3 kubeconform coredns kwok versitygw
+tools_wanted=
 for group in "$@"; do
     case $group in
     kubernetes) kubernetes ;;
-    helm) build_installed helm4 v4.3.1 helm.sh/helm/v4/cmd/helm helm ;;
-    helm3) build_installed helm3 v3.22.0 helm.sh/helm/v3/cmd/helm helm ;;
-    kubeconform) build_installed kubeconform v0.8.0 github.com/yannh/kubeconform/cmd/kubeconform kubeconform ;;
-    coredns) build_installed coredns v1.15.0 github.com/coredns/coredns coredns ;;
-    kwok) build_installed kwok v0.8.0 sigs.k8s.io/kwok/cmd/kwok kwok ;;
-    versitygw) link versitygw "$("$tools/versitygw.sh")" ;;
+    helm) tools_wanted="$tools_wanted helm4=helm.sh/helm/v4/cmd/helm" ;;
+    helm3) ;;
+    kubeconform) tools_wanted="$tools_wanted kubeconform=github.com/yannh/kubeconform/cmd/kubeconform" ;;
+    coredns) tools_wanted="$tools_wanted coredns=./coredns" ;;
+    kwok) tools_wanted="$tools_wanted kwok=sigs.k8s.io/kwok/cmd/kwok" ;;
+    versitygw) link versitygw "$("$here/versitygw.sh")" ;;
     kueue) kueue ;;
     *) echo "error: $0: '$group' is none of: kubernetes helm helm3 kubeconform coredns kwok versitygw kueue." >&2 && exit 64 ;;
     esac
 done
+# shellcheck disable=SC2086
+[ -z "$tools_wanted" ] || build_tools $tools_wanted
+# Its program is called as Helm 4's is: a build of its own.
+case " $* " in *" helm3 "*) build_tools helm3=helm.sh/helm/v3/cmd/helm ;; esac
 for program in etcd containerd ctr runc buildah prometheus promtool; do
     found=$(command -v "$program" || command -v "/usr/sbin/$program" || true)
     [ -z "$found" ] || link "$program" "$found"

@@ -9,7 +9,7 @@ shift
 unset PYTHONDONTWRITEBYTECODE
 report=$(mktemp)
 # The node tests take longer: they go first where both want a core.
-nice -n 5 "$python" -m pytest tests/cluster tests/chart -m "not node" "$@" >"$report" 2>&1 &
+nice -n 10 "$python" -m pytest tests/cluster tests/chart -m "not node" "$@" >"$report" 2>&1 &
 rest=$!
 # Asked to end, pytest ends its servers first.
 trap '[ -z "$rest" ] || { kill -TERM "$rest"; wait "$rest"; }; rm -f "$report"' EXIT

@@ -61,6 +61,7 @@ def open_real_team(cluster: Cluster, name: str, log: Path, **settings: str) -> I
         for run in server.items(team.path("orbitruns")):
             server.delete(team.path("orbitruns", run["metadata"]["name"]))
         for pod in team.pods():
+            server.merge(team.path("pods", pod["metadata"]["name"]), {"metadata": {"finalizers": None}})
             server.delete(team.path("pods", pod["metadata"]["name"]), grace=1)
         server.delete(f"/api/v1/namespaces/{name}")
         wait_for(lambda: server.get(f"/api/v1/namespaces/{name}") is None, f"namespace {name} goes", 60)

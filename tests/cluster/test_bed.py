@@ -19,9 +19,14 @@ def test_two_nodes_are_ready_with_eight_gpus_each(cluster: Cluster) -> None:
 
 
 def test_the_api_server_answers_at_its_service_address(cluster: Cluster) -> None:
-    url = f"https://{SERVICE_ADDRESS}/version"
+    def answers() -> bool:
+        try:
+            return client.get(f"https://{SERVICE_ADDRESS}/version").status_code == 200
+        except httpx.TransportError:
+            return False  # Until kube-proxy has its rules nobody is there.
+
     with cluster.plane.client() as client:
-        assert wait_for(lambda: client.get(url).status_code == 200, "kube-proxy has its rules")
+        assert wait_for(answers, "kube-proxy has its rules")
 
 
 def test_the_object_store_answers(cluster: Cluster) -> None:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -28,7 +29,7 @@ from cluster.real_node import (
     wait_reason,
 )
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("befallen")]
 NOTHING = "\N{EN DASH}"
 ONCE = {"maxInfraRestarts": 0, "maxUserRetries": 0}
 WORDS = {"where": "spec.data", "message": "Größe 猫: zu klein", "fix": "mehr davon"}
@@ -98,6 +99,58 @@ def team(shared: tuple[Team, Operator]) -> Team:
     return team
 
 
+@pytest.fixture(scope="module")
+def befallen(cluster: Cluster, shared: tuple[Team, Operator]) -> dict[str, Any]:
+    """What happens to pods that run, or cannot start, all of it at once: each then takes its time, mostly waiting.
+
+    Returns what was seen before it happened, by the run's name.
+    """
+    team, _ = shared
+
+    def kill(run: str) -> None:
+        pod = wait_for_pod(team, run)
+        node_of(cluster, pod).ctr("tasks", "kill", "--signal", "SIGKILL", container_of(pod))
+
+    def delete(run: str) -> None:
+        team.server.delete(team.path("pods", wait_for_pod(team, run)["metadata"]["name"]))
+
+    def evict(run: str) -> None:
+        """As `kubectl drain` does it."""
+        name = wait_for_pod(team, run)["metadata"]["name"]
+        eviction = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": name}}
+        team.server.create(team.path("pods", name, "eviction"), eviction)
+
+    def hold(run: str) -> None:
+        """Somebody's finalizer keeps the object when the process is gone."""
+        name = wait_for_pod(team, run)["metadata"]["name"]
+        team.server.merge(team.path("pods", name), {"metadata": {"finalizers": ["example.com/audit"]}})
+        team.server.delete(team.path("pods", name))
+
+    def suspend(run: str) -> None:
+        wait_for_pod(team, run)
+        team.edit_run(run, lifecycle={"suspend": True})
+
+    def supply_secret(run: str) -> Object:
+        seen = wait_reason(team, run, "ConfigurationMissing")
+        secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "made-later"}}
+        team.server.apply(team.path("secrets", "made-later"), secret)
+        return seen
+
+    def supply_config_map(run: str) -> Object:
+        seen = wait_reason(team, run, "VolumeMissing")
+        wanted = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "made-later"}}
+        team.server.apply(team.path("configmaps", "made-later"), {**wanted, "data": {"reward.py": ""}})
+        return seen
+
+    befalls: dict[str, Callable[[str], Object | None]] = {
+        "no-secret": supply_secret, "no-config-map": supply_config_map, "killed": kill, "deleted": delete,
+        "drained": evict, "deaf": delete, "held": hold, "paused": suspend, "gone-suspended": suspend,
+    }  # fmt: skip
+    with ThreadPoolExecutor(len(befalls)) as pool:
+        tasks = {run: pool.submit(befall, run) for run, befall in befalls.items()}
+        return {run: task.result() for run, task in tasks.items()}
+
+
 def first_ending(team: Team, run: str, seconds: float = 120) -> Object:
     """How the first attempt ended."""
     return dict(wait_for(lambda: team.status(run).get("attempts", [{}])[0].get("ending"), f"{run}-a1 ends", seconds))
@@ -123,24 +176,6 @@ def test_an_image_that_is_missing_is_the_users_to_name_and_the_run_can_be_delete
     assert "there-is-no-such-image" in status["message"]
     team.server.delete(team.path("orbitruns", "no-image"))
     wait_for(lambda: not list_children(team, "no-image"), "everything of it goes")
-
-
-def test_a_secret_that_is_missing_is_named_and_once_it_is_there_the_pod_starts(team: Team) -> None:
-    status = wait_reason(team, "no-secret", "ConfigurationMissing")
-    assert status["whoActs"] == "User"
-    assert 'secret "made-later" not found' in status["message"]
-    secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "made-later"}}
-    team.server.apply(team.path("secrets", "made-later"), secret)
-    assert team.wait_phase("no-secret", "Running")["attempt"] == 1
-
-
-def test_a_config_map_that_is_missing_is_named_and_once_it_is_there_the_pod_starts(team: Team) -> None:
-    status = wait_reason(team, "no-config-map", "VolumeMissing")
-    assert status["whoActs"] == "User"
-    assert 'configmap "made-later" not found' in status["message"]
-    wanted = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "made-later"}}
-    team.server.apply(team.path("configmaps", "made-later"), {**wanted, "data": {"reward.py": ""}})
-    assert team.wait_phase("no-config-map", "Running")["attempt"] == 1
 
 
 @pytest.mark.parametrize("code", [code for code in ENDINGS if code not in (0, 75)])
@@ -185,28 +220,20 @@ def test_a_pod_that_the_kubelet_evicts_says_what_it_used_up(team: Team) -> None:
     assert 'limit "1Mi"' in ending["message"] or "exceeds" in ending["message"], ending
 
 
-def test_a_pod_that_is_killed_is_the_infrastructures_and_the_run_goes_on(cluster: Cluster, team: Team) -> None:
-    pod = wait_for_pod(team, "killed")
-    node_of(cluster, pod).ctr("tasks", "kill", "--signal", "SIGKILL", container_of(pod))
+def test_a_pod_that_is_killed_is_the_infrastructures_and_the_run_goes_on(team: Team) -> None:
     ending = first_ending(team, "killed")
     assert (ending["reason"], ending["exitCode"], ending["budget"]) == ("Killed", 137, "Infra")
     assert team.wait_phase("killed", "Succeeded")["infraRestarts"] == 1
 
 
 def test_a_pod_deleted_by_hand_checkpoints_and_the_run_goes_on_at_no_cost(team: Team) -> None:
-    pod = wait_for_pod(team, "deleted")
-    team.server.delete(team.path("pods", pod["metadata"]["name"]))
     status = team.wait_phase("deleted", "Succeeded")
     assert status["attempts"][0]["ending"]["reason"] == "Checkpointed"
     assert (status["freeRestarts"], status["infraRestarts"]) == (1, 0)
 
 
 def test_a_drained_node_costs_nothing(team: Team) -> None:
-    """`kubectl drain` evicts by the API: SIGTERM, and a checkpoint."""
-    pod = wait_for_pod(team, "drained")
-    name = pod["metadata"]["name"]
-    eviction = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": name}}
-    team.server.create(team.path("pods", name, "eviction"), eviction)
+    """It evicts by the API: SIGTERM, and a checkpoint."""
     status = team.wait_phase("drained", "Succeeded")
     ending = status["attempts"][0]["ending"]
     assert (ending["exitCode"], ending["message"]) == (75, "Preempted: Eviction API: evicting")
@@ -214,8 +241,6 @@ def test_a_drained_node_costs_nothing(team: Team) -> None:
 
 
 def test_a_pod_that_does_not_hear_is_killed_after_its_grace_period(team: Team) -> None:
-    pod = wait_for_pod(team, "deaf")
-    team.server.delete(team.path("pods", pod["metadata"]["name"]))
     status = team.wait_phase("deaf", "Failed")
     ending = status["attempts"][0]["ending"]
     assert (ending["reason"], ending["exitCode"]) == ("Killed", 137)
@@ -223,22 +248,15 @@ def test_a_pod_that_does_not_hear_is_killed_after_its_grace_period(team: Team) -
 
 
 def test_a_pod_that_stays_after_it_ended_holds_nobody_up(team: Team) -> None:
-    """Somebody's finalizer keeps the object; the process is gone, and that is what counts."""
-    name = wait_for_pod(team, "held")["metadata"]["name"]
-    team.server.merge(team.path("pods", name), {"metadata": {"finalizers": ["example.com/audit"]}})
-    team.server.delete(team.path("pods", name))
-    try:
-        assert team.wait_phase("held", "Succeeded")["freeRestarts"] == 1
-        held = find_pod(team, "held")
-        assert held is not None
-        assert "deletionTimestamp" in held["metadata"]
-    finally:
-        team.server.merge(team.path("pods", name), {"metadata": {"finalizers": None}})
+    """The process is gone, and that is what counts."""
+    assert team.wait_phase("held", "Succeeded")["freeRestarts"] == 1
+    held = find_pod(team, "held")
+    assert held is not None
+    assert "deletionTimestamp" in held["metadata"]
+    team.server.merge(team.path("pods", held["metadata"]["name"]), {"metadata": {"finalizers": None}})
 
 
 def test_suspending_frees_the_pod_and_resuming_makes_another(team: Team) -> None:
-    wait_for_pod(team, "paused")
-    team.edit_run("paused", lifecycle={"suspend": True})
     status = team.wait_phase("paused", "Suspended")
     assert (status["whoActs"], status["freeRestarts"]) == ("None", 1)
     assert find_pod(team, "paused") is None or find_pod(team, "paused")["status"]["phase"] == "Failed"  # type: ignore[index]
@@ -254,8 +272,6 @@ def test_a_run_deleted_while_it_runs_takes_everything_with_it(team: Team) -> Non
 
 
 def test_a_run_deleted_while_it_is_suspended_takes_everything_with_it(team: Team) -> None:
-    wait_for_pod(team, "gone-suspended")
-    team.edit_run("gone-suspended", lifecycle={"suspend": True})
     team.wait_phase("gone-suspended", "Suspended")
     assert list_children(team, "gone-suspended")
     team.server.delete(team.path("orbitruns", "gone-suspended"))
@@ -275,6 +291,24 @@ def test_pods_that_hang_lie_or_flood_are_not_believed_and_cost_no_other_run_its_
         status = team.status(name)
         assert (status["phase"], status["reason"], status["attempt"]) == ("Starting", "ModelLoading", 1)
         assert "lastReportTime" not in status
+
+
+def test_a_secret_that_is_missing_is_named_and_once_it_is_there_the_pod_starts(
+    team: Team, befallen: dict[str, Any]
+) -> None:
+    status = befallen["no-secret"]
+    assert status["whoActs"] == "User"
+    assert 'secret "made-later" not found' in status["message"]
+    assert team.wait_phase("no-secret", "Running")["attempt"] == 1
+
+
+def test_a_config_map_that_is_missing_is_named_and_once_it_is_there_the_pod_starts(
+    team: Team, befallen: dict[str, Any]
+) -> None:
+    status = befallen["no-config-map"]
+    assert status["whoActs"] == "User"
+    assert 'configmap "made-later" not found' in status["message"]
+    assert team.wait_phase("no-config-map", "Running")["attempt"] == 1
 
 
 def test_a_run_that_finds_no_gpus_waits_and_starts_when_some_are_free(cluster: Cluster, team: Team) -> None:
