@@ -32,6 +32,7 @@ from orbit_operator.metrics import Metrics
 from orbit_operator.observe import Observer
 from orbit_operator.plan import Limits
 from orbit_operator.poll import Poller
+from orbit_operator.read import has_ended
 from orbit_operator.reconcile import Parts, reconcile
 from orbit_operator.resync import Resync
 from orbit_operator.settings import PREFIX, Settings, load_settings
@@ -42,6 +43,8 @@ FIRST_CHECK_SECONDS, CHECK_SECONDS = 1.0, 60.0
 """How often what we believe is compared with the API server."""
 CHECKED_PER_SECOND, LOOKS_PER_SECOND = 10.0, 3.0
 """With many objects it is compared, and with many runs each is looked at again, less often: both cost as they grow."""
+ENDED_SECONDS = 3600.0
+"""The longest wait for the deletion of a run that has ended."""
 EXIT_LEASE_LOST = 75
 _log = logging.getLogger("orbit.operator")
 
@@ -125,11 +128,23 @@ class Operator:
             else:
                 self.queue.done(key)
                 if wake is not None:
-                    self.queue.add_after(key, min(wake, self.settings.resync_seconds))
+                    self.queue.add_after(key, min(wake, self.longest_wait(key)))
             finally:
                 self.read_again(key)
                 self.health.passes.pop(number, None)
                 self.metrics.reconcile.observe(time.monotonic() - began)
+
+    def unended(self) -> list[Key]:
+        """Runs that time alone may bring something to."""
+        return [key for key in self.cache.runs.keys_now() if not self._has_ended(key)]
+
+    def longest_wait(self, key: Key) -> float:
+        """Seconds. To a run that has ended nothing happens by itself but its deletion some day."""
+        return ENDED_SECONDS if self._has_ended(key) else self.settings.resync_seconds
+
+    def _has_ended(self, key: Key) -> bool:
+        run = self.cache.run(key)
+        return run is not None and has_ended(run)
 
     def _retry(self, key: Key, error: Exception, level: int, at_least: float = 0.0) -> None:
         self.metrics.errors.inc()
@@ -163,7 +178,7 @@ class Operator:
     async def look_again(self) -> None:
         """Every run that has not ended is looked at again now and then, spread over the time between."""
         while True:
-            keys = self.cache.runs.keys_now()
+            keys = self.unended()
             seconds = max(self.settings.resync_seconds, len(keys) / LOOKS_PER_SECOND)
             await asyncio.sleep(seconds)
             for index, key in enumerate(keys):

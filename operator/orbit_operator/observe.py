@@ -99,7 +99,7 @@ class Observer:
             stored=stored,
             jobs=attempts,
             pods=own_pods,
-            nodes=await self._troubled_nodes(own_pods),
+            nodes=await self._troubled_nodes(own_pods, stored),
             progress=self._newest_word(run, own_pods, stored),
             is_new=not self._cache.had_children(run.uid),
             former_pods=sum(each.run_uid != run.uid and not each.facts.is_terminal for each in pods),
@@ -117,9 +117,11 @@ class Observer:
             self.progress[run.key] = progress
         return progress
 
-    async def _troubled_nodes(self, pods: Iterable[PodFacts]) -> dict[str, NodeFacts]:
-        """Nodes of pods that are not simply well, or that have just failed."""
-        names = {pod.node for pod in pods if pod.node and (pod.is_deleting or not pod.is_ready) and pod.started}
+    async def _troubled_nodes(self, pods: Iterable[PodFacts], stored: Stored) -> dict[str, NodeFacts]:
+        """Nodes of pods that are not simply well, or have just failed; not of those that ended and were judged."""
+        judged = {attempt.number for attempt in stored.attempts if attempt.is_over}
+        unclear = (pod for pod in pods if not (pod.is_terminal and pod.attempt in judged))
+        names = {pod.node for pod in unclear if pod.node and (pod.is_deleting or not pod.is_ready) and pod.started}
         found = {}
         for name in sorted(names):
             asked, node = self._nodes.get(name, (-NODE_SECONDS, None))

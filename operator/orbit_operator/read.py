@@ -34,6 +34,12 @@ def pack_run(body: Object) -> RawRun:
     return RawRun(metadata["uid"], bytes(memoryview(orjson.dumps(kept))), str(metadata.get("resourceVersion") or ""))
 
 
+def has_ended(run: RawRun) -> bool:
+    """It succeeded or failed for good, and nobody deletes it: from now on only news makes a pass worthwhile."""
+    body = orjson.loads(run.body)
+    return bool((body.get("status") or {}).get("completionTime")) and "deletionTimestamp" not in body["metadata"]
+
+
 def run_name_of(child: Object) -> str:
     return str(_labels(child).get(RUN_NAME) or "")
 

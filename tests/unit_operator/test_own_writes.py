@@ -11,6 +11,7 @@ pytest.importorskip("kopf", reason="the operator's packages are not installed (e
 
 from orbit_operator.cache import Key, RawRun
 from orbit_operator.main import Operator
+from orbit_operator.read import pack_run
 from orbit_operator.settings import Settings
 
 KEY: Key = ("team", "adder")
@@ -47,6 +48,24 @@ def test_while_a_pass_writes_nobody_can_tell_so_it_is_told_afterwards(version: i
         assert len(operator.queue) == passes
 
     asyncio.run(work())
+
+
+@pytest.mark.parametrize(
+    ("status", "head", "seconds"),
+    [
+        ({"phase": "Running"}, {}, 300.0),
+        ({"completionTime": "2026-01-01T00:00:00Z"}, {}, 3600.0),
+        ({"completionTime": "2026-01-01T00:00:00Z"}, {"deletionTimestamp": "2026-01-02T00:00:00Z"}, 300.0),
+    ],
+)
+def test_only_a_run_that_has_ended_is_left_alone_for_long(
+    status: dict[str, Any], head: dict[str, Any], seconds: float
+) -> None:
+    operator = Operator(Settings(), NO_API)
+    head = {"namespace": "team", "name": "adder", "uid": "r", "resourceVersion": "1", **head}
+    operator.cache.runs.put(KEY, "r", pack_run({"metadata": head, "spec": {}, "status": status}), 1)
+    assert operator.longest_wait(KEY) == seconds
+    assert operator.unended() == ([] if seconds > 300.0 else [KEY])
 
 
 def test_a_run_that_is_gone_leaves_nothing_behind() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -163,6 +164,30 @@ def test_last_words_stay_when_the_pod_is_deleted() -> None:
     observer.progress[KEY] = Progress(10.0, "p", "Running", 59)
     asyncio.run(look())
     assert observer.progress[KEY].step == 60
+
+
+def test_the_node_of_a_pod_that_ended_is_asked_for_until_its_attempt_is_judged() -> None:
+    asked = []
+
+    class Nodes:
+        async def get(self, *path: object) -> None:
+            asked.append(path[-1])
+
+    def look(status: dict[str, Any]) -> None:
+        cache = Cache()
+        head = {"namespace": "team", "name": "adder", "uid": "r"}
+        cache.runs.put(KEY, "r", RawRun("r", orjson.dumps({"metadata": head, "spec": {}, "status": status}), "1"), 1)
+        ended = ContainerEnd(1, finished=3.0)
+        for number in (1, 2):
+            pod = PodFacts(f"adder-a{number}-x", f"p{number}", number, node=f"n{number}", started=2.0, phase="Failed")
+            cache.pods.put(KEY, pod.uid, Child("r", replace(pod, end=ended)), 1)
+        asyncio.run(Observer(Nodes(), cache).look(KEY, 12.0))  # type: ignore[arg-type]
+
+    look({})
+    assert asked == ["n1", "n2"]
+    ending = {"result": "Failed", "reason": "Error", "whoActs": "User", "budget": "User", "exitCode": 1}
+    look({"attempts": [{"number": 1, "jobUID": "j", "ending": ending}]})
+    assert asked == ["n1", "n2", "n2"]
 
 
 @pytest.mark.parametrize(
