@@ -50,6 +50,10 @@ import (
 func main() { coremain.Run() }
 '
 
+# Else what a build had written so far would stay: this shell does nothing at its end when a signal ends it.
+trap 'exit 130' INT
+trap 'exit 143' TERM
+
 cache=${XDG_CACHE_HOME:-$HOME/.cache}/orbit-rl
 here=$(cd "$(dirname "$0")" && pwd)
 
