@@ -125,7 +125,7 @@ def expert_formats(policy: Policy) -> tuple[str, ...]:
 
 
 def _server_gpus(resolved: Resolved, folder: Path) -> int:
-    """GPUs of each server, or on a CPU its processes. Raises UnsupportedError (78) for a model that cannot be cut so."""
+    """Of each server; on a CPU its processes. Raises UnsupportedError (78) for a model that cannot be cut so."""
     from orbit_runtime.loop.machine import machine_facts
     from orbit_runtime.model_info.checkpoint import folder_facts
     from orbit_runtime.planner import Machine
