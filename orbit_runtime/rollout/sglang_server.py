@@ -194,6 +194,10 @@ def _environment(settings: ServerSettings, taps: Path) -> dict[str, str]:
         "ORBIT_SGLANG_PARENT": str(os.getpid()),
         "SGLANG_PLUGINS": "orbit",
     }
+    if settings.device == "cpu" and settings.tensor_parallel > 1:
+        # Else it wants a NUMA node for each process. Without its own kernels for CPUs it binds none in any case.
+        every_core = f"0-{(os.cpu_count() or 1) - 1}"
+        own |= {"SGLANG_CPU_OMP_THREADS_BIND": "|".join([every_core] * settings.tensor_parallel)}
     return {**os.environ, **own, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
 
 
