@@ -78,11 +78,6 @@ class SGLangServer:
         return f"http://127.0.0.1:{self._port}"
 
     @property
-    def is_tapped(self) -> bool:
-        """Its layers can be looked at: where they are cut over processes, no one of these has all of them."""
-        return self._settings.tensor_parallel == 1
-
-    @property
     def deterministic(self) -> bool:
         """It was made so that every request brings its seed."""
         return self._settings.deterministic

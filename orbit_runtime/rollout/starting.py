@@ -56,8 +56,7 @@ def start_engine(
         for index, server in enumerate(servers):
             name = "the engine" if len(servers) == 1 else f"replica {index}"
             api = SGLangApi(Wire(client, server), deterministic=server.deterministic)
-            taps = server.taps if server.is_tapped else None
-            replicas.append(Replica(name, server, api, engine.loaded, taps=taps, patience=patience))
+            replicas.append(Replica(name, server, api, engine.loaded, taps=server.taps, patience=patience))
         engine.attach(replicas)
         for replica in replicas:
             if not replica.reads_back:

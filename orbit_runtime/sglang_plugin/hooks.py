@@ -81,11 +81,10 @@ def _facts(runner: Any) -> dict[str, Any]:
 
 
 def _around_pass(original: Any, runner: Any, forward_batch: Any, *rest: Any, **named: Any) -> Any:
-    if ranks.count() > 1:
-        # Whether a file lies there, two ranks may see differently: on several, facts are asked for by a request alone.
-        return original(runner, forward_batch, *rest, **named)
     result = taps.around_forward(original, runner, forward_batch, *rest, **named)
-    taps.tell(runner, forward_batch, lambda: _facts(runner))
+    if ranks.count() == 1:
+        # Whether a file lies there, two ranks may see differently: several are asked for facts by a request.
+        taps.tell(runner, forward_batch, lambda: _facts(runner))
     return result
 
 

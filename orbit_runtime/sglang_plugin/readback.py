@@ -34,7 +34,7 @@ from orbit_runtime.adapters.state import (
     published_tensors,
 )
 from orbit_runtime.sglang_plugin.experts import expert_buffers
-from orbit_runtime.sglang_plugin.ranks import own_rank
+from orbit_runtime.sglang_plugin.ranks import count, own_rank
 from orbit_runtime.sglang_plugin.rotation import Published, Rotations, parts
 from orbit_runtime.sglang_plugin.shards import Piece, join, pack, with_pieces
 
@@ -134,13 +134,14 @@ def describe_adapters(manager: Any, ranks: Sequence[Mapping[str, Told]]) -> dict
 
 
 def slot_tensors(manager: Any, name: str) -> Iterator[tuple[str, Tensor]]:
-    """`(<module>.<kind>, tensor)` of the adapter called `name`, from the buffers that layers of this rank read."""
+    """`(<module>.<kind>, tensor)` of the adapter called `name`, from the buffers that layers read; whole ones only."""
     for key, reference in manager.lora_refs.items():
         slot = manager.memory_pool.uid_to_buffer_id.get(key)
         if reference.lora_name == name and slot is not None:
             for piece in _pieces(manager, slot, key):
                 assert isinstance(piece.data, Tensor)
-                yield piece.name, piece.data
+                if piece.axis is None or count() == 1:
+                    yield piece.name, piece.data
 
 
 def _difference(folder: Path, held: Mapping[str, bytes], told: Sequence[Told | None]) -> str:

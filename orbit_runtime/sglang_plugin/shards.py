@@ -57,13 +57,18 @@ def join(ranks: Sequence[Sequence[Piece]]) -> dict[str, Tensor]:
     for piece in (each for pieces in ranks for each in pieces):
         if not piece.is_copy and isinstance(piece.data, Tensor):
             held.setdefault(piece.name, {})[piece.part] = piece.data
+    digests: dict[tuple[str, int], str] = {}
     wrong = {name: set(range(len(ranks))) for name in held}
     axes = {}
     for rank, pieces in enumerate(ranks):
         for piece in pieces:
             axes[piece.name] = piece.axis
-            first = held.get(piece.name, {}).get(piece.part)
-            if first is not None and (first is piece.data or tensor_digest(first) == piece.digest):
+            first, key = held.get(piece.name, {}).get(piece.part), (piece.name, piece.part)
+            if first is None:
+                continue
+            if first is not piece.data and key not in digests:
+                digests[key] = tensor_digest(first)
+            if first is piece.data or digests[key] == piece.digest:
                 wrong[piece.name].discard(rank)
     joined = {}
     for name, parts in held.items():

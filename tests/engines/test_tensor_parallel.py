@@ -22,6 +22,7 @@ from tests.engines.servers import OFT, Adder, attach, server_of, start_server
 from tests.engines.test_contract import policy_logprobs
 from tests.engines.test_families import LORA_EXPERTS, OFT_EXPERTS, check_samples, proven, serve
 from tests.engines.test_sglang_faults import canary, policy_scores
+from tests.engines.test_sglang_layers import compare
 from tests.engines.test_transports import Chosen, folders_told
 from tests.integration.engine_inputs import by_id, random_adapter, requests_for
 
@@ -31,6 +32,7 @@ SLOT = (
     "slot = next(manager.memory_pool.uid_to_buffer_id[key] for key, each in manager.lora_refs.items()"
     " if each.lora_name == {name!r})\n"
 )
+TRANSPOSED = "R = manager.rotations.layers[{layer}].buffer[slot]\nR.copy_(R.transpose(-1, -2).clone())"
 
 
 @pytest.fixture(scope="module")
@@ -127,9 +129,9 @@ def test_samples_have_the_policys_log_probs_with_lora_oft_and_none_in_one_batch(
     [
         ("LoRA", "modules['self_attn.o_proj'].A_buffer[slot].mul_(2)", "layers.0.self_attn.o_proj.lora_A"),
         ("LoRA", "modules['mlp.gate_up_proj'].B_buffer[slot, -1].mul_(2)", "layers.0.mlp.up_proj.lora_B"),
-        ("LoRA", "modules['self_attn.qkv_proj'].A_buffer_qkv[slot].mul_(2)", "layers.0.self_attn.q_proj.lora_A"),
+        ("LoRA", "modules['self_attn.qkv_proj'].A_buffer_qkv[slot].mul_(2)", "layers.0.self_attn.k_proj.lora_A"),
         ("LoRA", "modules['mlp.down_proj'].B_buffer[slot].mul_(2)", "layers.0.mlp.down_proj.lora_B"),
-        ("OFT", "manager.rotations.layers['model.layers.0.mlp.down_proj'].buffer[slot].transpose_(-1, -2)",
+        ("OFT", TRANSPOSED.format(layer="'model.layers.0.mlp.down_proj'"),
          "layers.0.mlp.down_proj.oft_R is transposed"),
     ],
 )  # fmt: skip
@@ -233,6 +235,25 @@ def test_tensors_in_the_request_reach_both_processes_of_an_attached_server(
         attached.close()
 
 
+def test_layers_of_both_processes_are_looked_at_together(
+    engine: ServedEngine, adder: Adder, new_name: NewName, on_rank: OnRank
+) -> None:
+    name, adapter = new_name(), random_adapter(adder[0], 10)
+    engine.load_adapter(name, adapter)
+    tokens = canary(adder[1])
+    for asked in (None, name):
+        assert len(engine.copies()[0].snapshot(tokens, asked).points) == 1 + 4 * 12 + 1
+        found = compare(engine, adder[0], tokens, adapter, asked)
+        assert not found.found, found.sentence()
+    weight = "manager.base_model.model.layers[2].mlp.gate_up_proj.base_layer.weight.data"
+    on_rank(engine, 1, f"{weight}[-1, 3] += 0.5")
+    try:
+        found = compare(engine, adder[0], tokens, adapter, None)
+        assert found.point == "model.layers.2.mlp.up_proj", found.sentence()
+    finally:
+        on_rank(engine, 1, f"{weight}[-1, 3] -= 0.5")
+
+
 @pytest.mark.parametrize(
     ("config", "fault", "says"),
     [
@@ -240,7 +261,7 @@ def test_tensors_in_the_request_reach_both_processes_of_an_attached_server(
             LORA_EXPERTS, "experts.down_lora_a_weights[slot, 3, 0] *= 2", "experts.w2.lora_A", id="LoRA-SharedOuter"
         ),
         pytest.param(
-            OFT_EXPERTS, "manager.rotations.layers[name + '.down_proj'].buffer[slot].transpose_(-1, -2)",
+            OFT_EXPERTS, TRANSPOSED.format(layer="name + '.down_proj'"),
             "experts.w2.oft_R is transposed", id="OFT-Shared",
         ),
     ],
