@@ -81,22 +81,29 @@ def asked_pass(
 def build_snapshot(answers: Sequence[bytes], rows: int, values: Callable[[Sequence[str]], Sequence[bytes]]) -> Snapshot:
     """
     Args:
-        answers: of every rank, in order; results that are cut over ranks are put together along their last axis.
+        answers: of every rank, in order, each with its share of the results.
         rows: tokens of the sequence that both sides compute.
         values: asks again, for these tensors.
     """
     found, facts = _parts(answers[0]), _facts(answers[0])
-    told = [(_parts(answer)["point"], json.loads(_facts(answer)["cuts"])) for answer in answers]
+    told = [(_parts(answer)["point"], json.loads(_facts(answer)["shares"])) for answer in answers]
     points = {}
     for name in json.loads(facts["order"]):
-        parts = {cuts.get(name, 0): held[name] for held, cuts in told if name in held}
-        points[name] = torch.cat([parts[place] for place in sorted(parts)], -1)[:rows]
+        parts = {shares[name][1]: held[name] for held, shares in told if name in held}
+        ordered = [parts[place][:rows] for place in sorted(parts)]
+        points[name] = torch.cat(ordered, -1) if told[0][1][name][0] == "part" else _sum(ordered)
     return Snapshot(
         points,
         json.loads(facts["digests"]),
         found["constant"],
         lambda names: _parts(values(names)[0])["value"],
     )
+
+
+def _sum(summands: Sequence[Tensor]) -> Tensor:
+    """Of a result that each rank has a summand of; where it was summed up already, all have the same."""
+    first, *others = summands
+    return first if all(torch.equal(first, each) for each in others) else torch.stack(list(summands)).sum(0)
 
 
 def _facts(answer: bytes) -> Mapping[str, str]:

@@ -5,8 +5,8 @@ Does not belong here: comparing (`parity.locate`), the trainer's side (`policy.s
 
 Orbit puts a request in a folder that both see, sends the sequence, and reads the answer from there. Nothing is hooked
 and nothing is copied while no request lies there. Of several ranks each answers for itself, with what no lower one has
-told; tensors that are cut over them are left out, their results are not. The facts of the slots go the same way when a publish is proven: they
-are there with the log-probs, and no request of their own stands in the way of those that sample.
+told; tensors that are cut over them are left out, their results are not. The facts of the slots go the same way when a
+publish is proven: they are there with the log-probs, and no request of their own is in the way of those that sample.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -24,7 +25,6 @@ from torch import Tensor
 from orbit_runtime.adapters.tensorfile import dump, tensor_digest
 from orbit_runtime.sglang_plugin import ranks, readback
 from orbit_runtime.sglang_plugin.rotation import FUSED
-from orbit_runtime.sglang_plugin.shards import Piece
 
 VARIABLE = "ORBIT_SGLANG_TAPS"
 """The folder; set by Orbit for the servers it starts."""
@@ -35,8 +35,25 @@ TAPPED = (
     "gate", "gate_up_proj", "gate_proj", "up_proj", "down_proj", "norm",
 )  # fmt: skip
 ROTARY = "rotary angles"
-Cut = tuple[int, bool]
-"""Which part of a result is ours, and whether a lower rank has it too."""
+
+
+@dataclass(frozen=True, eq=False)
+class Point:
+    """What one rank has of one result, fp32 on the CPU."""
+
+    data: Tensor
+    share: Share
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a rank's result is to that of all."""
+
+    kind: Literal["whole", "part", "summand"] = "whole"
+    """A part stands beside the others along the last axis. Summands are equal where they were summed up already."""
+    place: int = 0
+    is_copy: bool = False
+    """A lower rank has it too."""
 
 
 def around_forward(original: Callable[..., Any], runner: Any, forward_batch: Any, *args: Any, **named: Any) -> Any:
@@ -50,7 +67,7 @@ def around_forward(original: Callable[..., Any], runner: Any, forward_batch: Any
     request = json.loads(file.read_text())
     if forward_batch.input_ids.tolist() != request["token_ids"]:
         return original(runner, forward_batch, *args, **named)
-    points: dict[str, Piece] = {}
+    points: dict[str, Point] = {}
     with ExitStack() as taps:
         for handle in _tap(runner.model, points):
             taps.callback(handle.remove)
@@ -76,72 +93,72 @@ def _find_request(name: str) -> Path | None:
     return file if file is not None and file.exists() else None
 
 
-def _tap(model: Any, points: dict[str, Piece]) -> Iterator[Any]:
+def _tap(model: Any, points: dict[str, Point]) -> Iterator[Any]:
     modules = dict(model.named_modules())
     for name, module in modules.items():
         last = name.rpartition(".")[2]
         if last == "attn":
             projection = modules.get(f"{name.rpartition('.')[0]}.qkv_proj")
-            cuts = _cuts(projection, 3) if projection is not None else [None] * 3
-            yield module.register_forward_pre_hook(_queries(name, cuts, points))
-            yield module.register_forward_hook(_attended(name, cuts[0], points))
+            shares = _shares(projection, 3)
+            yield module.register_forward_pre_hook(_queries(name, shares, points))
+            yield module.register_forward_hook(_attended(name, shares[0], points))
         elif last in TAPPED and (last != "norm" or name.count(".") == 1):
             yield module.register_forward_hook(_results(name, module, points))
 
 
-def _note(points: dict[str, Piece], name: str, tensor: Tensor, cut: Cut | None) -> None:
-    place, is_copy = cut or (0, ranks.own_rank() > 0)
-    data = tensor.detach().float().cpu().clone()
-    points[name] = Piece(name, data, None if cut is None else -1, place, is_copy)
-
-
-def _results(name: str, module: Any, points: dict[str, Piece]) -> Callable[..., None]:
+def _results(name: str, module: Any, points: dict[str, Point]) -> Callable[..., None]:
     parent, _, last = name.rpartition(".")
     parts = FUSED.get(last, (last,))
-    cuts = _cuts(module, len(parts))
+    shares = _shares(module, len(parts))
 
     def record(_: Any, __: Any, result: Any) -> None:
         tensor = result[0] if isinstance(result, tuple) else result
         pieces = tensor.split(_heights(module, tensor.shape[-1], parts), -1)
-        for part, piece, cut in zip(parts, pieces, cuts, strict=True):
-            _note(points, f"{parent}.{part}", piece, cut)
+        for part, piece, share in zip(parts, pieces, shares, strict=True):
+            points[f"{parent}.{part}"] = _point(piece, share)
 
     return record
 
 
-def _queries(name: str, cuts: Sequence[Cut | None], points: dict[str, Piece]) -> Callable[..., None]:
+def _queries(name: str, shares: Sequence[Share], points: dict[str, Point]) -> Callable[..., None]:
     parent = name.rpartition(".")[0]
 
     def record(_: Any, args: Any) -> None:
-        for part, tensor, cut in (("query", args[0], cuts[0]), ("key", args[1], cuts[1])):
-            _note(points, f"{parent}.{part}", tensor.flatten(1), cut)
+        for part, tensor, share in (("query", args[0], shares[0]), ("key", args[1], shares[1])):
+            points[f"{parent}.{part}"] = _point(tensor.flatten(1), share)
 
     return record
 
 
-def _attended(name: str, cut: Cut | None, points: dict[str, Piece]) -> Callable[..., None]:
+def _attended(name: str, share: Share, points: dict[str, Point]) -> Callable[..., None]:
     parent = name.rpartition(".")[0]
 
     def record(_: Any, __: Any, result: Any) -> None:
-        _note(points, f"{parent}.attended", result.flatten(1), cut)
+        points[f"{parent}.attended"] = _point(result.flatten(1), share)
 
     return record
 
 
-def _cuts(module: Any, count: int) -> list[Cut | None]:
-    """Of the results of each part of a layer, over ranks; None: they are whole on each."""
+def _point(tensor: Tensor, share: Share) -> Point:
+    return Point(tensor.detach().float().cpu().clone(), share)
+
+
+def _shares(module: Any, count: int) -> list[Share]:
+    """Of the results of each part of a layer, over ranks."""
     from sglang.srt.distributed.utils import get_group_rank_size
-    from sglang.srt.layers.linear import ColumnParallelLinear
+    from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear
 
     base = getattr(module, "base_layer", module)
-    if not isinstance(base, ColumnParallelLinear) or base.gather_output:
-        return [None] * count
-    place, size = get_group_rank_size(base.tp_group)
-    if size == 1:
-        return [None] * count
+    place, size = get_group_rank_size(getattr(base, "tp_group", None))
+    if size > 1 and isinstance(base, RowParallelLinear):
+        # SGLang sums up behind some of these layers only, with the next norm.
+        return [Share("summand", place)] * count
+    if size == 1 or not isinstance(base, ColumnParallelLinear) or base.gather_output:
+        return [Share(is_copy=ranks.own_rank() > 0)] * count
     copies = base.num_kv_head_replicas if count == 3 else 1
     # Queries first; neighbours may share a head of keys and values.
-    return [(place, False), *[(place // copies, place % copies > 0)] * (count - 1)]
+    others = Share("part", place // copies, place % copies > 0)
+    return [Share("part", place), *[others] * (count - 1)]
 
 
 def _heights(module: Any, total: int, parts: tuple[str, ...]) -> list[int]:
@@ -151,12 +168,11 @@ def _heights(module: Any, total: int, parts: tuple[str, ...]) -> list[int]:
     return [total // len(parts)] * len(parts)
 
 
-def _answer(file: Path, runner: Any, request: dict[str, Any], points: dict[str, Piece]) -> None:
-    kept = {f"point:{name}": each for name, each in points.items() if not each.is_copy}
-    tensors: dict[str, Tensor] = {name: each.data for name, each in kept.items() if isinstance(each.data, Tensor)}
-    cuts = {name: each.part for name, each in points.items() if each.axis is not None}
+def _answer(file: Path, runner: Any, request: dict[str, Any], points: dict[str, Point]) -> None:
+    tensors = {f"point:{name}": each.data for name, each in points.items() if not each.share.is_copy}
+    shares = json.dumps({name: [each.share.kind, each.share.place] for name, each in points.items()})
     if ranks.own_rank():
-        _write(file, dump(tensors, torch.float32, {"cuts": json.dumps(cuts)}))
+        _write(file, dump(tensors, torch.float32, {"shares": shares}))
         return
     base = dict(_base_tensors(runner.model))
     adapter = dict(_adapter_tensors(runner, request.get("adapter")))
@@ -165,7 +181,7 @@ def _answer(file: Path, runner: Any, request: dict[str, Any], points: dict[str, 
     tensors |= {f"value:{name}": held[name].float().cpu() for name in request["values"] if name in held}
     facts = {
         "order": json.dumps(list(points)),
-        "cuts": json.dumps(cuts),
+        "shares": shares,
         "digests": json.dumps({name: tensor_digest(tensor) for name, tensor in held.items()}),
     }
     _write(file, dump(tensors, torch.float32, facts))
@@ -203,7 +219,8 @@ def _is_whole(module: Any) -> bool:
     from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear
     from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-    return not isinstance(module, (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding))
+    base = getattr(module, "base_layer", module)
+    return not isinstance(base, (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding))
 
 
 def _adapter_tensors(runner: Any, adapter: str | None) -> Iterator[tuple[str, Tensor]]:
