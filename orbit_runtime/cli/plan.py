@@ -57,10 +57,30 @@ def check_before_run(run: OrbitRun, folder: Path) -> None:
     try:
         model = find_facts(run, folder)
         machine = this_machine()
-        made = plan(run, model, replace(machine, num_gpus=min(1, machine.num_gpus)), may_choose=False)
+        gpus = machine.num_gpus
+        made = plan(run, model, replace(machine, num_gpus=min(1, gpus)), may_choose=False, gpus_for_servers=gpus)
     except OrbitError:
         return
     check_fits(made)
+
+
+def find_server_gpus(run: OrbitRun, folder: Path) -> int | None:
+    """GPUs of each of the run's SGLang servers on this machine, on a CPU processes; None where the model is not known.
+
+    Raises:
+        UnsupportedError: (78) the model cannot be cut so, or there are too few GPUs.
+    """
+    from orbit_runtime.planner.job import build_job
+    from orbit_runtime.planner.serving import check_servers
+
+    if run.spec.rollout.engine != "SGLang":
+        return None
+    machine = this_machine()
+    try:
+        model, job = find_facts(run, folder), build_job(run, machine)
+    except OrbitError:
+        return run.spec.rollout.tensor_parallel
+    return check_servers(model, job, machine.num_gpus)
 
 
 def find_facts(run: OrbitRun, folder: Path) -> ModelFacts:

@@ -50,6 +50,10 @@ def _head(made: Plan) -> list[str]:
     ]
     if made.layout.num_gpus > 1:
         lines.insert(2, f"layout: {made.layout.text()} (tensor, expert, pipeline, context, data)")
+    if made.servers * made.server_gpus > 1:
+        what = "process" if made.machine == "the CPU" else "GPU"
+        size = f"{made.server_gpus} {what}{'' if made.server_gpus == 1 else 'es' if what == 'process' else 's'}"
+        lines.insert(-1, f"servers: {made.servers} of SGLang, {size} each (replicas, tensorParallel)")
     return lines
 
 
@@ -108,7 +112,7 @@ def _legend(*, colour: bool) -> Text:
 def _tail(made: Plan) -> list[str]:
     minutes = made.download_seconds / 60
     took = f"{minutes:.0f} min" if minutes >= 2 else f"{made.download_seconds:.0f} s"
-    per = "a replica" if made.layout.data > 1 else "in all"
+    per = "a replica" if max(made.servers, made.layout.data if not made.servers else 1) > 1 else "in all"
     plural = "" if made.kv_sequences == 1 else "s"
     lines = [
         f"KV cache: {made.kv_tokens:,} tokens, {made.kv_sequences} completion{plural} of full length {per}",

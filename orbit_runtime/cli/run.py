@@ -27,7 +27,7 @@ def run_manifest(file: Path, *, out: str | None, overrides: Sequence[str], dry_r
 
     manifest = load_manifest(file, overrides)
     if dry_run:
-        _print_processes(manifest, as_json)
+        _print_processes(manifest, file.resolve().parent, as_json)
         return EXIT_DONE
     check_can_train()
     from orbit_runtime.cli.plan import check_before_run
@@ -86,10 +86,11 @@ def format_result(ended: str, uri: str, report: Mapping[str, Any]) -> str:
     return "\n".join(words)
 
 
-def _print_processes(manifest: OrbitRun, as_json: bool) -> None:
+def _print_processes(manifest: OrbitRun, folder: Path, as_json: bool) -> None:
+    from orbit_runtime.cli.plan import find_server_gpus
     from orbit_runtime.loop.describe import describe
 
-    processes = describe(manifest)
+    processes = describe(manifest, find_server_gpus(manifest, folder))
     if as_json:
         print_json({"run": manifest.name, "processes": processes})
         return

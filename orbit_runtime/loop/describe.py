@@ -5,16 +5,20 @@ Belongs here: the list of processes with argv and environment. Does not belong h
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any
 
 from orbit_runtime.spec import OrbitRun
 
 
-def describe(run: OrbitRun) -> list[dict[str, Any]]:
+def describe(run: OrbitRun, server_gpus: int | None = None) -> list[dict[str, Any]]:
     """One entry per process: `name, count, argv, environment`, in the order they would start.
 
     With the torch trainer and engine everything but the rewards runs in the one process of `orbit run`.
+
+    Args:
+        server_gpus: of each SGLang server, or its processes on a CPU; None: it is not known before the model is there.
     """
     from orbit_runtime.workers.reward_pool import default_workers
 
@@ -26,6 +30,7 @@ def describe(run: OrbitRun) -> list[dict[str, Any]]:
             "environment": {},
             "role": "trainer, engine, loop and status server of run " + run.name,
         },
+        *([_sglang(run, server_gpus)] if run.spec.rollout.engine == "SGLang" else []),
         {
             "name": "reward-worker",
             "count": default_workers(),
@@ -34,3 +39,19 @@ def describe(run: OrbitRun) -> list[dict[str, Any]]:
             "role": "rewards: " + ", ".join(reward.name for reward in run.spec.environment.rewards),
         },
     ]
+
+
+def _sglang(run: OrbitRun, server_gpus: int | None) -> dict[str, Any]:
+    """What decides its size; the other arguments follow from the model's files."""
+    size = "as many GPUs as replicas leave it" if server_gpus is None else f"a process for each of {server_gpus}"
+    python = os.environ.get("ORBIT_SGLANG_PYTHON") or sys.executable
+    return {
+        "name": "sglang-server",
+        "count": run.spec.rollout.replicas,
+        "argv": [
+            python, "-m", "orbit_runtime.sglang_plugin.launch",
+            *([] if server_gpus in (None, 1) else ["--tp-size", str(server_gpus)]), "...",
+        ],
+        "environment": {"ORBIT_SGLANG": "1"},
+        "role": "rollouts; " + ("one process" if server_gpus == 1 else size),
+    }  # fmt: skip

@@ -97,13 +97,12 @@ def _start(resolved: Resolved, policy: Policy, tokenizer: Tokenizer, folder: Pat
         expert_formats=formats,
         sleep=spec.rollout.sleep,
         deterministic=spec.rollout.deterministic,
+        tensor_parallel=_server_gpus(resolved, folder),
     )
-    count = spec.rollout.replicas
-    if not on_cpu:
-        _check_gpus(count)
+    count, size = spec.rollout.replicas, settings.tensor_parallel
     # Of one seed, two servers would draw the same tokens for the same prompt.
     servers = [
-        SGLangServer(replace(settings, seed=settings.seed + index, gpu=index), log=_log(scratch, index))
+        SGLangServer(replace(settings, seed=settings.seed + index, gpu=index * size), log=_log(scratch, index))
         for index in range(count)
     ]
     for server in servers:
@@ -125,16 +124,19 @@ def expert_formats(policy: Policy) -> tuple[str, ...]:
     return tuple(sorted(str(form) for form in found))
 
 
-def _check_gpus(replicas: int) -> None:
-    import torch
+def _server_gpus(resolved: Resolved, folder: Path) -> int:
+    """Of each server; on a CPU its processes. Raises UnsupportedError (78) for a model that cannot be cut so."""
+    from orbit_runtime.loop.machine import machine_facts
+    from orbit_runtime.model_info.checkpoint import folder_facts
+    from orbit_runtime.planner import Machine
+    from orbit_runtime.planner.job import build_job
+    from orbit_runtime.planner.serving import check_servers
 
-    found = torch.cuda.device_count()
-    if replicas > max(1, found):
-        raise UnsupportedError(
-            f"{replicas} replicas take a GPU each, and this machine has {found}",
-            where="spec.rollout.replicas",
-            fix=f"write replicas: {found}",
-        )
+    gpus = 0 if resolved.device == "cpu" else machine_facts().num_gpus
+    if not gpus and resolved.run.spec.rollout.tensor_parallel is None:
+        return 1
+    job = build_job(resolved.run, Machine(None))
+    return check_servers(folder_facts(folder), job, gpus)
 
 
 def _log(scratch: Path, index: int) -> Path:

@@ -82,4 +82,5 @@ def stored_format(weight: Weight, formats: Mapping[str, str]) -> StoredFormat:
 
 
 def _stored(weight: Weight, stored: StoredFormat) -> StoredWeight:
-    return StoredWeight(weight, stored.num_bytes(weight.shape) * weight.count, stored.name)
+    block = stored.block if stored.block and stored.block[1] else None
+    return StoredWeight(weight, stored.num_bytes(weight.shape) * weight.count, stored.name, block)

@@ -24,6 +24,9 @@ from orbit_runtime.model_info.weights import EXPERT, ModelFacts, StoredWeight, W
 
 LEGACY_QUANTISATION = "hf_quant_config.json"
 """Where older ModelOpt files keep what newer ones have in config.json."""
+GROUP_SIZES = {"NVFP4": 16, "MXFP4": 32}
+"""Columns under one scale, which the format fixes."""
+FP8_BLOCK = (128, 128)
 _EXPERT_NUMBER = re.compile(r"\.experts\.\d+\.")
 
 
@@ -34,6 +37,8 @@ class _Found:
     num_bytes: int = 0
     endings: dict[str, str] | None = None
     """Ending → dtype."""
+    scales: tuple[int, ...] = ()
+    """Shape of the scales, where the format leaves open how many columns one is for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +108,8 @@ def _facts(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], *, name
         entry.num_bytes += info.num_bytes
         assert entry.endings is not None
         entry.endings[ending] = info.dtype
+        if ending in (".weight_scale", ".scales"):
+            entry.scales = info.shape
     missing = [w.name for w in architecture.weights if w.module not in found and not _may_be_missing(w)]
     if missing:
         raise ModelError(
@@ -110,7 +117,10 @@ def _facts(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], *, name
             where=name,
             fix="config.json and the weights are of two models, or files are missing: copy the model again",
         )
-    stored = [StoredWeight(expected[module], each.num_bytes, _format(each)) for module, each in found.items()]
+    stored = [
+        StoredWeight(expected[module], each.num_bytes, _format(each), _block(expected[module], each))
+        for module, each in found.items()
+    ]
     stored += [StoredWeight(_unknown_weight(tensor), size, "BF16") for tensor, size in unknown.items()]
     return ModelFacts(
         name=name,
@@ -152,6 +162,19 @@ def _format(found: _Found) -> str:
         # E2M1 codes: scales of E4M3 make it NVFP4, of E8M0 (or plain bytes) MXFP4.
         return "NVFP4" if "F8_E4M3" in kinds else "MXFP4"
     return "FP8" if "F8_E4M3" in kinds else "BF16"
+
+
+def _block(weight: Weight, found: _Found) -> tuple[int, int] | None:
+    """Rows and columns under one scale, which a cut must not part."""
+    endings, form = found.endings or {}, _format(found)
+    if form in GROUP_SIZES:
+        return 1, GROUP_SIZES[form]
+    if form == "INT4" and len(found.scales) == 2:
+        # GPTQ and AWQ lay their scales across.
+        groups = found.scales[0 if ".scales" in endings else 1]
+        return (1, weight.shape[-1] // groups) if groups > 1 else None
+    is_blockwise = ".weight_scale_inv" in endings or ".scale" in endings or (found.scales or (0, 1))[-1] > 1
+    return FP8_BLOCK if form == "FP8" and is_blockwise and len(found.scales) != 1 else None
 
 
 def _precision(stored: list[StoredWeight]) -> str:

@@ -110,6 +110,8 @@ class StoredWeight:
     """Of all experts together, scales included."""
     format: str
     """`BF16`, `INT4` …"""
+    block: tuple[int, int] | None = None
+    """Rows and columns of the weight under one scale; None: no scales, or one for at least a whole row."""
 
 
 @dataclass(frozen=True)

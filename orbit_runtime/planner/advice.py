@@ -70,4 +70,4 @@ def _smallest(setting: Setting) -> Setting:
 
 
 def _fits_on(setting: Setting, machine: Machine) -> bool:
-    return choose(setting.model, setting.job, machine, setting.adapter).fits
+    return choose(setting.model, setting.job, machine, setting.adapter, setting.server_gpus).fits

@@ -65,7 +65,11 @@ class Job:
     asked: Asked
     copies: Literal["Auto", "Shared", "Two"]
     replicas: int
-    """Servers of the engine; on the CPU all of them are in this machine's memory."""
+    """Servers of the engine that one device's memory holds; on the CPU all of them are in this machine's."""
+    servers: int
+    """`rollout.replicas`."""
+    asked_server_gpus: int | None
+    """`rollout.tensorParallel`; None: to be chosen."""
     is_split: bool
     """Trainer and engine each have half of the GPUs."""
     kept_checkpoints: int
@@ -111,6 +115,8 @@ def build_job(run: OrbitRun, machine: Machine, *, may_choose: bool = True) -> Jo
         asked=Asked(parallel.tensor, parallel.expert, parallel.pipeline, parallel.context),
         copies=placement.base_copies,
         replicas=spec.rollout.replicas if machine.gpu is None else 1,
+        servers=spec.rollout.replicas,
+        asked_server_gpus=spec.rollout.tensor_parallel,
         is_split=placement.layout == "Split" and several,
         kept_checkpoints=spec.checkpoint.keep,
         deterministic=spec.rollout.deterministic,

@@ -36,6 +36,15 @@ class Setting:
     layout: Layout
     copies: Copies
     micro_batch_tokens: int
+    server_gpus: int = 1
+    """That each of SGLang's servers takes."""
+
+    @property
+    def engine_layout(self) -> Layout:
+        """Our own servers cut experts as they cut the rest. On the CPU, and where the base is shared, the trainer's."""
+        if self.machine.gpu is None or self.job.engine != "SGLang" or self.copies == "Shared":
+            return self.layout
+        return Layout(tensor=self.server_gpus, expert=self.server_gpus, data=self.job.servers)
 
     @property
     def compute_bytes(self) -> int:
@@ -110,14 +119,14 @@ def _times(count: int, parts: Parts) -> Parts:
 
 def _base(setting: Setting, side: Literal["trainer", "engine"]) -> Parts:
     """One copy. `replicated` is what tensor parallelism leaves whole: routers, norms, low-rank down-projections."""
-    layout = setting.layout
+    layout = setting.layout if side == "trainer" else setting.engine_layout
     even = whole = 0.0
     for stored in base_weights(setting.model, side):
         weight, size = stored.weight, _resident_bytes(stored, setting) / layout.pipeline
         if weight.role == "routed_expert":
             even += size / layout.expert
             continue
-        ways = _ways(stored, setting)
+        ways = _ways(stored, setting, layout.tensor)
         even += size / layout.tensor
         whole += size / ways - size / layout.tensor
     named = "base" if setting.copies == "Shared" or setting.job.is_split else f"base ({side})"
@@ -139,8 +148,8 @@ def _resident_bytes(stored: StoredWeight, setting: Setting) -> int:
     return stored.num_bytes
 
 
-def _ways(stored: StoredWeight, setting: Setting) -> int:
-    weight, tensor = stored.weight, setting.layout.tensor
+def _ways(stored: StoredWeight, setting: Setting, tensor: int) -> int:
+    weight = stored.weight
     if not weight.is_split:
         return 1
     if weight.target in ("k_proj", "v_proj"):
@@ -200,7 +209,7 @@ def _slots(setting: Setting) -> int:
 
 def _kv(setting: Setting) -> tuple[int, int]:
     """(bytes of one full-length sequence on this device, sequences that its replica is asked to hold)."""
-    kv, layout = setting.model.architecture.kv, setting.layout
+    kv, layout = setting.model.architecture.kv, setting.engine_layout
     scale = setting.compute_bytes / 2
     one = (setting.job.max_sequence * kv.bytes_per_token + kv.bytes_per_sequence) * scale
     shares = min(layout.tensor, kv.heads) * layout.pipeline
@@ -216,7 +225,7 @@ def _engine_work(setting: Setting) -> Parts:
     layer = live_elements(setting.model.architecture) * tokens * setting.compute_bytes
     streams = setting.model.architecture.hidden_size * setting.model.architecture.streams
     return {
-        "engine workspace": math.ceil(layer / setting.layout.tensor) + tokens * streams * setting.compute_bytes,
+        "engine workspace": math.ceil(layer / setting.engine_layout.tensor) + tokens * streams * setting.compute_bytes,
         "dequantisation": _dequantisation(setting) if setting.job.in_process else 0,
     }
 
@@ -275,7 +284,8 @@ def _runtime(setting: Setting, side: Literal["trainer", "engine"]) -> Parts:
     if setting.machine.gpu is None:
         return {"runtime": known.HOST_PROCESS_BYTES}
     size = known.CONTEXT_BYTES
-    if setting.layout.num_gpus > 1:
+    layout = setting.layout if side == "trainer" else setting.engine_layout
+    if max(layout.num_gpus, setting.layout.num_gpus) > 1:
         size += known.NCCL_BYTES
     graphs = known.GRAPH_BYTES if side == "engine" and not setting.job.in_process else 0
     reserve = int(setting.machine.gpu.usable_bytes * known.RESERVE_FRACTION)

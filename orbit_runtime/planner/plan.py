@@ -18,6 +18,7 @@ from orbit_runtime.planner.job import Job, Machine, build_job
 from orbit_runtime.planner.layout import Layout
 from orbit_runtime.planner.parts import PHASES, Copies, Parts, Phase
 from orbit_runtime.planner.search import Choice, capacity_of, choose, why_one_copy
+from orbit_runtime.planner.serving import find_uncut, server_gpus, why_uncut
 from orbit_runtime.planner.support import Combination, Support, find_support
 from orbit_runtime.spec import OrbitRun
 
@@ -57,6 +58,10 @@ class Plan:
     host_bytes: int
     disk_bytes: int
     download_bytes: int
+    servers: int
+    """SGLang servers that Orbit starts; 0: none."""
+    server_gpus: int
+    """That each takes; on the CPU its processes."""
     support: Support
     notes: tuple[str, ...]
     problems: tuple[Problem, ...]
@@ -84,11 +89,15 @@ class Plan:
         return {**fields, "fits": self.fits, "download_seconds": round(self.download_seconds, 1)}
 
 
-def plan(run: OrbitRun, model: ModelFacts, machine: Machine, *, may_choose: bool = True) -> Plan:
+def plan(
+    run: OrbitRun, model: ModelFacts, machine: Machine, *, may_choose: bool = True, gpus_for_servers: int | None = None
+) -> Plan:
     """Pure. What does not fit or is not supported is in `problems`; only a manifest that is wrong raises.
 
     Args:
         may_choose: whether a micro-batch that the manifest leaves open may be lowered until it fits.
+        gpus_for_servers: where it is not what the layout makes of the machine: a trainer that takes one GPU leaves
+            more to servers.
 
     Raises:
         ManifestError: the precision is not the checkpoint's, or a target, rank or block size suits no layer.
@@ -96,16 +105,19 @@ def plan(run: OrbitRun, model: ModelFacts, machine: Machine, *, may_choose: bool
     job = build_job(run, machine, may_choose=may_choose)
     _check_precision(job, model)
     adapter = adapter_size(model.architecture, job)
-    choice = choose(model, job, machine, adapter)
+    gpus = gpus_for_servers or machine.num_gpus // (2 if job.is_split else 1)
+    size, uncut = server_gpus(model, job, gpus), find_uncut(model, job, gpus)
+    choice = choose(model, job, machine, adapter, size)
     support = find_support(_combination(job, model, machine))
     host, disk = _host_bytes(choice, machine), _disk_bytes(model, job, adapter)
     problems = (
         *_unsupported(support),
+        *(() if uncut is None else (Problem(uncut.message, uncut.where or "spec", uncut.fix or ""),)),
         *_too_big(choice, model, machine),
         *_short(machine.host_bytes if machine.gpu else None, host, "main memory", "placement.resources.memory"),
         *_short(machine.disk_bytes, disk, "disk", "placement.modelCache.sizeLimit"),
     )
-    notes = tuple(_notes(choice, model, job, machine, support))
+    notes = (*_notes(choice, model, job, machine, support), *_idle(model, job, size, gpus))
     sizes, binding = choice.sizes, choice.binding
     per_token = sizes.kv_bytes_per_sequence / job.max_sequence
     kv = sizes.phases["rollout"].get("KV cache", 0)
@@ -115,6 +127,7 @@ def plan(run: OrbitRun, model: ModelFacts, machine: Machine, *, may_choose: bool
         micro_batch_tokens=choice.setting.micro_batch_tokens, base_copies=choice.setting.copies, adapter=adapter,
         phases=sizes.phases, kv_tokens=int(kv / per_token) if per_token else 0,
         kv_sequences=kv // sizes.kv_bytes_per_sequence if sizes.kv_bytes_per_sequence else 0, binding=binding,
+        servers=job.servers if job.engine == "SGLang" else 0, server_gpus=size,
         host_bytes=host, disk_bytes=disk, download_bytes=model.checkpoint_bytes, support=support, notes=notes,
         problems=problems,
     )  # fmt: skip
@@ -149,6 +162,17 @@ def _unsupported(support: Support) -> list[Problem]:
     if support.state != "refused":
         return []
     return [Problem("; ".join(support.reasons), "spec", support.fix)]
+
+
+def _idle(model: ModelFacts, job: Job, size: int, gpus: int) -> list[str]:
+    """GPUs that servers leave alone because the model cannot be cut over all of them."""
+    if job.engine != "SGLang" or job.asked_server_gpus is not None or job.servers * size >= gpus:
+        return []
+    why = why_uncut(model, job, gpus // job.servers, gpus)
+    why = (
+        f"{gpus - job.servers * size} of {gpus} GPUs serve nothing: {why or f'{job.servers} servers share them evenly'}"
+    )
+    return [why]
 
 
 def _too_big(choice: Choice, model: ModelFacts, machine: Machine) -> list[Problem]:

@@ -52,10 +52,10 @@ def capacity_of(machine: Machine) -> int | None:
     return machine.gpu.usable_bytes if machine.gpu else machine.host_bytes
 
 
-def choose(model: ModelFacts, job: Job, machine: Machine, adapter: AdapterSize) -> Choice:
+def choose(model: ModelFacts, job: Job, machine: Machine, adapter: AdapterSize, server_gpus: int = 1) -> Choice:
     """The preferred setting that fits; where none does, the one that is least over."""
     tried: list[Choice] = []
-    for setting in _settings(model, job, machine, adapter):
+    for setting in _settings(model, job, machine, adapter, server_gpus):
         choice = try_setting(setting)
         if choice.fits:
             return choice
@@ -90,12 +90,14 @@ def why_one_copy(choice: Choice, machine: Machine) -> str | None:
     return f"trainer and engine share one copy of the base: {over}, and one {name} has {choice.capacity / GIB:.2f}"
 
 
-def _settings(model: ModelFacts, job: Job, machine: Machine, adapter: AdapterSize) -> Iterator[Setting]:
+def _settings(
+    model: ModelFacts, job: Job, machine: Machine, adapter: AdapterSize, server_gpus: int
+) -> Iterator[Setting]:
     layouts = _layouts(model, job, machine)
     for copies in _copies(job):
         for micro in _micro_batches(job):
             for layout in layouts:
-                yield Setting(model, job, machine, adapter, layout, copies, micro)
+                yield Setting(model, job, machine, adapter, layout, copies, micro, server_gpus)
 
 
 def _layouts(model: ModelFacts, job: Job, machine: Machine) -> list[Layout]:

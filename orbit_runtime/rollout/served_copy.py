@@ -16,7 +16,7 @@ from orbit_runtime.adapters.difference import explain_difference
 from orbit_runtime.errors import GateError, UnsupportedError
 from orbit_runtime.policy.snapshot import Snapshot
 from orbit_runtime.rollout.sglang_api import merge_facts
-from orbit_runtime.rollout.taps import ANSWER, asked_facts, build_snapshot, write_request
+from orbit_runtime.rollout.taps import asked_facts, asked_pass, build_snapshot
 from orbit_runtime.types import AdapterFiles, Scored
 
 if TYPE_CHECKING:
@@ -114,15 +114,16 @@ class ServedCopy:
         asked = partial(self._tapped, self._replica.taps, tuple(token_ids_T), adapter)
         return build_snapshot(asked(()), len(token_ids_T) - 1, values=lambda names: asked(names))
 
-    def _tapped(self, taps: Path, token_ids_T: tuple[int, ...], adapter: str | None, names: Sequence[str]) -> bytes:
-        answer = taps / ANSWER
-        answer.unlink(missing_ok=True)
-        write_request(taps, token_ids_T, adapter, names)
+    def _tapped(
+        self, taps: Path, token_ids_T: tuple[int, ...], adapter: str | None, names: Sequence[str]
+    ) -> list[bytes]:
         replica = self._replica
-        self._engine.call(replica.ask(partial(replica.api.score, token_ids_T, [adapter])))
+        ranks = replica.about.ranks if replica.about else 1
         try:
-            return answer.read_bytes()
-        except OSError:
+            with asked_pass(taps, token_ids_T, adapter, names, ranks) as told:
+                self._engine.call(replica.ask(partial(replica.api.score, token_ids_T, [adapter])))
+                return told()
+        except FileNotFoundError:
             raise GateError("the plug-in told nothing of the pass that it was asked for", where="rollout") from None
 
     def _facts(self) -> Mapping[str, Mapping[str, Any]]:

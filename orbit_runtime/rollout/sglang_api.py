@@ -44,12 +44,14 @@ class SGLangApi:
         self._wire = wire
         self._method = method
         self._deterministic = deterministic
+        self._ranks = 1
 
     async def about(self) -> About:
         info, model = await self._wire.get("/server_info"), await self._wire.get("/model_info")
         states = [state.get("orbit") or {} for state in info.get("internal_states") or ()]
         versions = {state.get("version") for state in states}
         targets = info.get("lora_target_modules")
+        self._ranks = int(info.get("tp_size") or 1)
         return About(
             kind="SGLang",
             version=str(info.get("version")),
@@ -60,7 +62,7 @@ class SGLangApi:
             max_tokens=info.get("context_length"),
             architectures=tuple(model["architectures"]) if model.get("architectures") else None,
             deterministic=bool(info.get("enable_deterministic_inference")),
-            ranks=int(info.get("tp_size") or 1),
+            ranks=self._ranks,
             plugin=versions.pop() if len(versions) == 1 else None,
             unhooked=tuple(sorted({name for state in states for name in state.get("unhooked", ())})),
         )
@@ -84,7 +86,8 @@ class SGLangApi:
         body = {
             "lora_name": name,
             "config_dict": json.loads(files[CONFIG_FILE]),
-            "serialized_named_tensors": [base64.b64encode(tensors).decode()],
+            # Each of the server's processes takes the one of its number, and cuts out its part by itself.
+            "serialized_named_tensors": [base64.b64encode(tensors).decode()] * self._ranks,
         }
         await self._wire.post("/load_lora_adapter_from_tensors", body)
 

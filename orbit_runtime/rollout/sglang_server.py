@@ -45,7 +45,9 @@ class ServerSettings:
     max_sequence_length: int
     seed: int
     gpu: int = 0
-    """Which of the machine's GPUs; several replicas take one each. Not run on hardware."""
+    """The first of the machine's GPUs that it takes. Not run on hardware."""
+    tensor_parallel: int = 1
+    """GPUs that it takes, one after the other, a process each; on a CPU processes. On GPUs not run on hardware."""
     lora_rank: int = 1
     """The largest; OFT needs none."""
     oft_block_size: int = 0
@@ -112,8 +114,9 @@ class SGLangServer:
             return self._process.resident_bytes()
         import torch
 
-        free, total = torch.cuda.mem_get_info(self._settings.gpu)
-        return total - free
+        first = self._settings.gpu
+        memory = [torch.cuda.mem_get_info(gpu) for gpu in range(first, first + self._settings.tensor_parallel)]
+        return sum(total - free for free, total in memory)
 
     def _answers(self) -> bool:
         return is_serving(self.url, seconds=30)
@@ -129,6 +132,8 @@ def server_arguments(settings: ServerSettings, port: int) -> list[str]:
         "--enable-lora", "--max-lora-rank", str(settings.lora_rank), "--max-loras-per-batch", str(MAX_ADAPTERS),
         "--max-loaded-loras", str(2 * MAX_ADAPTERS), "--lora-target-modules", *settings.targets,
     ]  # fmt: skip
+    if settings.tensor_parallel > 1:
+        arguments += ["--tp-size", str(settings.tensor_parallel)]
     arguments += expert_arguments(settings.experts, settings.device, settings.expert_formats)
     if settings.deterministic:
         # The rest SGLang 0.5.23 sets itself (`attention_hook.py`, `overrides.py`): PyTorch's sampler; FlashAttention 3,
@@ -184,6 +189,10 @@ def _environment(settings: ServerSettings, taps: Path) -> dict[str, str]:
         "ORBIT_SGLANG_PARENT": str(os.getpid()),
         "SGLANG_PLUGINS": "orbit",
     }
+    if settings.device == "cpu" and settings.tensor_parallel > 1:
+        # Else it wants a NUMA node for each process. Without its own kernels for CPUs it binds none in any case.
+        every_core = f"0-{(os.cpu_count() or 1) - 1}"
+        own |= {"SGLANG_CPU_OMP_THREADS_BIND": "|".join([every_core] * settings.tensor_parallel)}
     return {**os.environ, **own, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
 
 

@@ -7,18 +7,22 @@ from __future__ import annotations
 
 import json
 import secrets
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from orbit_runtime.adapters import tensorfile
 from orbit_runtime.model_info.headers import parse_header
 from orbit_runtime.policy.snapshot import Snapshot
 
-REQUEST, ANSWER = "request.json", "answer.safetensors"
+REQUEST, ANSWER = "request.json", "answer-{rank}.safetensors"
+ANSWER_SECONDS = 20.0
+"""A server answers with its first process; the others may be a little behind."""
 FACTS_REQUEST, FACTS = "facts-request.json", "facts.json"
 
 
@@ -47,22 +51,68 @@ def asked_facts(folder: Path, adapters: Sequence[str]) -> Iterator[Callable[[], 
             (folder / file).unlink(missing_ok=True)
 
 
-def build_snapshot(answer: bytes, rows: int, values: Callable[[Sequence[str]], bytes]) -> Snapshot:
-    """Args: rows: tokens of the sequence that both sides compute. values: asks again, for these tensors."""
-    found = _parts(answer)
-    facts = parse_header(answer, size=len(answer), where=ANSWER).metadata
-    points = {name: found["point"][name][:rows] for name in json.loads(facts["order"])}
+@contextmanager
+def asked_pass(
+    folder: Path, token_ids_T: Sequence[int], adapter: str | None, values: Sequence[str], ranks: int
+) -> Iterator[Callable[[], list[bytes]]]:
+    """Of the next pass over exactly these tokens, in this block. What it gives waits for every rank's answer.
+
+    Args:
+        values: tensors to hand over whole.
+    """
+    answers = [folder / ANSWER.format(rank=rank) for rank in range(ranks)]
+    for each in answers:
+        each.unlink(missing_ok=True)
+    write_request(folder, token_ids_T, adapter, values)
+
+    def told() -> list[bytes]:
+        until = time.monotonic() + ANSWER_SECONDS
+        # The first is there before the server answers, or never.
+        while answers[0].exists() and not all(each.exists() for each in answers) and time.monotonic() < until:
+            time.sleep(0.01)
+        return [each.read_bytes() for each in answers]
+
+    try:
+        yield told
+    finally:
+        (folder / REQUEST).unlink(missing_ok=True)
+
+
+def build_snapshot(answers: Sequence[bytes], rows: int, values: Callable[[Sequence[str]], Sequence[bytes]]) -> Snapshot:
+    """
+    Args:
+        answers: of every rank, in order, each with its share of the results.
+        rows: tokens of the sequence that both sides compute.
+        values: asks again, for these tensors.
+    """
+    found, facts = _parts(answers[0]), _facts(answers[0])
+    told = [(_parts(answer)["point"], json.loads(_facts(answer)["shares"])) for answer in answers]
+    points = {}
+    for name in json.loads(facts["order"]):
+        parts = {shares[name][1]: held[name] for held, shares in told if name in held}
+        ordered = [parts[place][:rows] for place in sorted(parts)]
+        points[name] = torch.cat(ordered, -1) if told[0][1][name][0] == "part" else _sum(ordered)
     return Snapshot(
         points,
         json.loads(facts["digests"]),
         found["constant"],
-        lambda names: _parts(values(names))["value"],
+        lambda names: _parts(values(names)[0])["value"],
     )
+
+
+def _sum(summands: Sequence[Tensor]) -> Tensor:
+    """Of a result that each rank has a summand of; where it was summed up already, all have the same."""
+    first, *others = summands
+    return first if all(torch.equal(first, each) for each in others) else torch.stack(list(summands)).sum(0)
+
+
+def _facts(answer: bytes) -> Mapping[str, str]:
+    return parse_header(answer, size=len(answer), where=REQUEST).metadata
 
 
 def _parts(answer: bytes) -> Mapping[str, Mapping[str, Tensor]]:
     parts: dict[str, dict[str, Tensor]] = {"point": {}, "constant": {}, "value": {}}
-    for key, tensor in tensorfile.parse(answer, where=ANSWER).items():
+    for key, tensor in tensorfile.parse(answer, where=REQUEST).items():
         kind, _, name = key.partition(":")
         parts[kind][name] = tensor
     return parts

@@ -210,8 +210,10 @@ class OFTOnExperts:
         return self.rotation.rows.slots_T[:rows]
 
     def products(self, slot: int) -> tuple[Product, Product]:
-        R = self.rotation.buffer[slot]
-        return lambda _, weight: AdaptedWeight(weight), lambda _, weight: AdaptedWeight(weight, turn=R)
+        def down(_: int, weight: Tensor) -> AdaptedWeight:
+            return AdaptedWeight(weight, turn=self.rotation.part(slot, weight.shape[-1]))
+
+        return lambda _, weight: AdaptedWeight(weight), down
 
 
 def expert_buffers(wrapper: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:

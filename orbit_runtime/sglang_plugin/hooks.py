@@ -9,7 +9,7 @@ from __future__ import annotations
 import pkgutil
 from typing import Any
 
-from orbit_runtime.sglang_plugin import arrival, cpu, experts, oft_hooks, readback, taps
+from orbit_runtime.sglang_plugin import arrival, cpu, experts, oft_hooks, ranks, readback, taps
 
 KEY = "orbit"
 """Name of our part of an internal state."""
@@ -36,6 +36,8 @@ def register(oft_block_size: int, expert_layout: str) -> None:
         ),
         (f"{LORA}.lora_manager.LoRAManager.prepare_lora_batch", _note_batch, "AFTER"),
         (f"{LORA}.lora.LoRAAdapter.initialize_weights", arrival.load_lora, "AROUND"),
+        (f"{LORA}.lora_manager.LoRAManager.load_lora_adapter", ranks.agree_on_load, "AFTER"),
+        (f"{LORA}.lora_manager.LoRAManager.load_lora_adapter_from_tensors", ranks.agree_on_load, "AFTER"),
         ("sglang.srt.model_executor.model_runner.ModelRunner.forward", _around_pass, "AROUND"),
         *(oft_hooks.hooks(oft_block_size) if oft_block_size else ()),
         *(experts.hooks(expert_layout) if expert_layout else ()),
@@ -52,21 +54,37 @@ def _add_adapters(result: Any, controller: Any, *_: Any, **__: Any) -> Any:
 
 
 def _facts(runner: Any) -> dict[str, Any]:
-    """A failure is told, not raised: it would take the server down, and the proof fails without the facts."""
-    facts: dict[str, Any] = {"version": readback.VERSION}
+    """Of all ranks, which all call it; only rank 0's answer is read.
+
+    A failure is told, not raised: it would take the server down, and the proof fails without the facts.
+    """
+    own: dict[str, Any] = {"unhooked": [], "told": {}, "error": None}
     try:
         # SGLang logs a hook that it cannot place, and goes on without.
-        facts["unhooked"] = [name for name in _targets if not hasattr(pkgutil.resolve_name(name), "__wrapped__")]
-        manager = runner.lora_manager
-        facts["adapters"] = readback.describe_adapters(manager) if manager else {}
+        own["unhooked"] = [name for name in _targets if not hasattr(pkgutil.resolve_name(name), "__wrapped__")]
+        if runner.lora_manager:
+            own["told"] = readback.tell(runner.lora_manager, is_alone=ranks.count() == 1)
     except Exception as error:
-        facts["error"] = f"{type(error).__name__}: {error}"
-    return facts
+        own["error"] = f"{type(error).__name__}: {error}"
+    every = ranks.gather(own)
+    if every is None:
+        return {}
+    facts: dict[str, Any] = {"version": readback.VERSION, "adapters": {}}
+    facts["unhooked"] = sorted({name for each in every for name in each["unhooked"]})
+    errors = [f"rank {rank}: {each['error']}" for rank, each in enumerate(every) if each["error"]]
+    try:
+        if runner.lora_manager and not errors:
+            facts["adapters"] = readback.describe_adapters(runner.lora_manager, [each["told"] for each in every])
+    except Exception as error:
+        errors.append(f"{type(error).__name__}: {error}")
+    return facts | {"error": "; ".join(errors)} if errors else facts
 
 
 def _around_pass(original: Any, runner: Any, forward_batch: Any, *rest: Any, **named: Any) -> Any:
     result = taps.around_forward(original, runner, forward_batch, *rest, **named)
-    taps.tell(runner, forward_batch, lambda: _facts(runner))
+    if ranks.count() == 1:
+        # Whether a file lies there, two ranks may see differently: several are asked for facts by a request.
+        taps.tell(runner, forward_batch, lambda: _facts(runner))
     return result
 
 

@@ -19,6 +19,8 @@ os.environ.update({VARIABLE: "1"})
 if "cpu" in sys.argv:
     # What SGLang compiles for a CPU would take a minute at the first request, and a compiler of C++.
     os.environ.update(SGLANG_USE_CPU_ENGINE="1", TORCHDYNAMO_DISABLE="1")
+    # Several processes would bring up NCCL, which torch's CUDA wheel brings along; where none is found they use gloo.
+    os.environ.update(SGLANG_NCCL_SO_PATH="/nonexistent/libnccl.so")
     cpu.install()
 activate()
 

@@ -15,6 +15,7 @@ from typing import Any
 from orbit_runtime.sglang_plugin import EXPERTS_VARIABLE
 from orbit_runtime.sglang_plugin.arrival import files_of
 from orbit_runtime.sglang_plugin.experts import fused_layers
+from orbit_runtime.sglang_plugin.ranks import own_rank
 from orbit_runtime.sglang_plugin.rotation import UNTURNED, Rotations
 
 LORA = "sglang.srt.lora"
@@ -53,15 +54,16 @@ def _adder(block_size: int) -> Callable[..., None]:
         """Buffers for every target, once, before SGLang sizes its cache and captures graphs."""
         from sglang.srt.distributed.utils import get_group_rank_size
 
-        rotations = Rotations(block_size, manager.max_loras_per_batch, manager.device, manager.dtype)
+        slots, rank = manager.max_loras_per_batch, own_rank()
+        rotations = Rotations(block_size, slots, manager.device, manager.dtype, rank=rank)
         for modules in manager.lora_modules:
             for name, module in modules.items():
                 if type(module).forward.__qualname__.partition(".")[0] not in LAYERS:
                     raise ValueError(f"the plug-in turns no input of {name}, a {type(module).__name__}")
                 base = module.base_layer
                 local = getattr(base, "input_size_per_partition", base.input_size)
-                rank = get_group_rank_size(base.tp_group)[0] if local != base.input_size else 0
-                module.rotation = rotations.add_layer(name, base.input_size, local_features=local, rank=rank)
+                place = get_group_rank_size(base.tp_group)[0] if local != base.input_size else 0
+                module.rotation = rotations.add_layer(name, base.input_size, local_features=local, rank=place)
         if os.environ.get(EXPERTS_VARIABLE) == "Shared":
             _add_experts(rotations, manager)
         # Where the other hooks find them: each is called with one of these.
@@ -82,9 +84,11 @@ def _add_experts(rotations: Rotations, manager: Any) -> None:
         if "down_proj" in manager.target_modules:
             if manager.device.type != "cpu":
                 raise ValueError(f"{name} is one kernel: the input of down_proj cannot be turned inside of it")
+            local = layer.intermediate_size_per_partition
             layer.down_rotation = rotations.add_layer(
-                f"{name}.down_proj", layer.intermediate_size_per_partition, names=(f"{name}.w2",)
-            )
+                f"{name}.down_proj", local * layer.moe_tp_size, local_features=local, rank=layer.moe_tp_rank,
+                names=(f"{name}.w2",),
+            )  # fmt: skip
 
 
 def _pose_as_lora(settings: dict[str, Any], *_: Any, **__: Any) -> dict[str, Any]:

@@ -1,12 +1,12 @@
 """Reading slots back from the buffers that layers multiply by, as the files that were published.
 
 Belongs here: the layout of SGLang's LoRA memory pool. Does not belong here: hooks (`hooks`), the buffers of OFT
-(`rotation`), comparing (`parity`).
+(`rotation`), putting ranks together (`shards`), comparing (`parity`).
 
 SGLang fuses q, k, v into one layer and gate, up into another. Their A matrices stand under each other, `[3r, K]` and
 `[2r, K]`; their B matrices stand under each other as the layer's rows do. The scaling `alpha / r` is no tensor: it is
 read from the batch that the last pass was prepared with. SGLang multiplies it into B of routed experts, too: divided by
-the right one, that must be the published B. OFT's R stands in buffers of our own.
+the right one, that must be the published B. OFT's R stands in buffers of our own, whole on every rank.
 """
 
 from __future__ import annotations
@@ -31,9 +31,12 @@ from orbit_runtime.adapters.state import (
     applied_digest,
     config_file,
     files_digest,
+    published_tensors,
 )
 from orbit_runtime.sglang_plugin.experts import expert_buffers
+from orbit_runtime.sglang_plugin.ranks import count, own_rank
 from orbit_runtime.sglang_plugin.rotation import Published, Rotations, parts
+from orbit_runtime.sglang_plugin.shards import Piece, join, pack, with_pieces
 
 VERSION = 2
 """Of the facts below; a client that knows another one refuses."""
@@ -50,6 +53,22 @@ class Passed:
     """Of all slots; a copy, because SGLang reuses the original for the next batch."""
 
 
+@dataclass(frozen=True, eq=False)
+class Told:
+    """What one rank holds of one adapter."""
+
+    slot: int | None
+    """None: it is in no slot."""
+    passed: int | None
+    """The slot that the newest batch with it used; None: it was in none yet."""
+    scaling: float | None
+    """Of that batch; OFT has none."""
+    mark: str
+    """Of the slot: what has no tensor of its own, and is not as it should be."""
+    pieces: Mapping[int, Sequence[Piece]]
+    """By slot."""
+
+
 _passed: dict[str, Passed] = {}
 
 
@@ -64,121 +83,175 @@ def note_batch(manager: Any, adapters: Iterable[str]) -> None:
         _passed[adapter] = Passed(manager.memory_pool.get_buffer_id(adapter), scalings)
 
 
-def describe_adapters(manager: Any) -> dict[str, dict[str, Any]]:
-    """By adapter name: where it was loaded from, digest of its slot, digest of what the newest pass applied.
+def tell(manager: Any, *, is_alone: bool) -> dict[str, Told]:
+    """By adapter name, what stands on this rank.
+
+    Args:
+        is_alone: there is no other rank, so that nothing of it is sent.
+    """
+    told = {}
+    for key, reference in manager.lora_refs.items():
+        slot, passed = manager.memory_pool.uid_to_buffer_id.get(key), _passed.get(key)
+        used = {each for each in (slot, passed and passed.slot) if each is not None}
+        pieces = {each: list(_pieces(manager, each, key)) for each in used}
+        if not is_alone:
+            whole = (Path(reference.lora_path) / EXPLAIN_FILE).exists()
+            pieces = {each: pack(held, whole=whole) for each, held in pieces.items()}
+        is_lora = _oft(manager, key)[0] is None
+        scaling = float(passed.scalings[passed.slot]) if passed is not None and is_lora else None
+        mark = "" if slot is None else _mark(manager, key, slot)
+        told[reference.lora_name] = Told(slot, None if passed is None else passed.slot, scaling, mark, pieces)
+    for key in _passed.keys() - manager.lora_refs.keys():
+        del _passed[key]
+    return told
+
+
+def describe_adapters(manager: Any, ranks: Sequence[Mapping[str, Told]]) -> dict[str, dict[str, Any]]:
+    """By adapter name: where it was loaded from, digest of its slots, digest of what the newest pass applied.
 
     Digests are None while the adapter is in no slot, or in no batch yet. Another adapter in the slot that a batch used
-    shows, because both digests are computed from the buffers' bytes.
+    shows, because both digests are computed from the buffers' bytes; so does a rank that holds something else.
+
+    Args:
+        manager: rank 0's.
+        ranks: what every rank told, in order.
     """
     described = {}
     for key, reference in manager.lora_refs.items():
-        slot = manager.memory_pool.uid_to_buffer_id.get(key)
-        passed = _passed.get(key)
-        folder = Path(reference.lora_path)
-        held = None if slot is None else _slot_files(manager, key, slot, folder)
-        described[reference.lora_name] = {
+        name, folder = reference.lora_name, Path(reference.lora_path)
+        told = [rank.get(name) for rank in ranks]
+        slot = told[0].slot if told[0] else None
+        held = None if slot is None else _slot_files(manager, key, told, folder)
+        explained = held is not None and (folder / EXPLAIN_FILE).exists()
+        described[name] = {
             "path": reference.lora_path,
             "slot": slot,
             "slot_digest": None if held is None else files_digest(held),
-            "applied_digest": None if passed is None else applied_digest(_applied(manager, key, passed)),
-            "difference": _difference(folder, held) if held and (folder / EXPLAIN_FILE).exists() else None,
+            "applied_digest": _applied_digest(told),
+            "difference": _difference(folder, held, told) if held and explained else None,
         }
-    for key in _passed.keys() - manager.lora_refs.keys():
-        del _passed[key]
     return described
 
 
 def slot_tensors(manager: Any, name: str) -> Iterator[tuple[str, Tensor]]:
-    """`(<module>.<kind>, tensor)` of the adapter called `name`, from the buffers that layers read."""
+    """`(<module>.<kind>, tensor)` of the adapter called `name`, from the buffers that layers read; whole ones only."""
     for key, reference in manager.lora_refs.items():
         slot = manager.memory_pool.uid_to_buffer_id.get(key)
         if reference.lora_name == name and slot is not None:
-            published, rotations = _oft(manager, key)
-            if published is not None and rotations is not None:
-                yield from _rotations(rotations, slot)
-                return
-            yield from ((f"{module}.{kind}", tensor) for module, kind, tensor in _tensors(manager, slot, key))
+            for piece in _pieces(manager, slot, key):
+                assert isinstance(piece.data, Tensor)
+                if piece.axis is None or count() == 1:
+                    yield piece.name, piece.data
 
 
-def _difference(folder: Path, held: Mapping[str, bytes]) -> str:
-    return explain_difference({name: (folder / name).read_bytes() for name in held}, held)
+def _difference(folder: Path, held: Mapping[str, bytes], told: Sequence[Told | None]) -> str:
+    """Of one rank after the other, where there are several."""
+    published = {name: (folder / name).read_bytes() for name in held}
+    if len(told) == 1:
+        return explain_difference(published, held)
+    file = ROTATIONS_FILE if ROTATIONS_FILE in held else MODEL_FILE
+    tensors = published_tensors(published)
+    ranks = [each.pieces.get(each.slot, ()) if each and each.slot is not None else () for each in told]
+    differences = []
+    for rank in range(len(ranks)):
+        found = with_pieces(tensors, ranks, rank)
+        if found is not None:
+            plain = {file: tensorfile.dump_narrowed(tensors)}
+            differences.append(f"rank {rank}: {explain_difference(plain, {file: tensorfile.dump_narrowed(found)})}")
+    return "; ".join(differences) or explain_difference(published, held)
 
 
-def _slot_files(manager: Any, key: str, slot: int, folder: Path) -> dict[str, bytes]:
-    """The published files, rebuilt: equal where the slot holds what they held.
+def _slot_files(manager: Any, key: str, told: Sequence[Told | None], folder: Path) -> dict[str, bytes]:
+    """The published files, rebuilt: equal where the slots of all ranks hold what they held.
 
     What has no tensor of its own and must show, is said in the tensors' names.
     """
-    adapter, config = manager.loras[key], manager.loras[key].config
-    published, rotations = _oft(manager, key)
+    config, published = manager.loras[key].config, _oft(manager, key)[0]
     settings = config_file(config.hf_config) if config.path is None else (folder / CONFIG_FILE).read_bytes()
-    if published is not None and rotations is not None:
-        suffix = f".rank={config.r}" if config.r else ""
-        turned = {f"{name}{suffix}": R for name, R in _rotations(rotations, slot)}
+    held = join([each.pieces.get(each.slot, ()) if each and each.slot is not None else () for each in told])
+    suffix = "".join(sorted({each.mark for each in told if each}))
+    if published is not None:
         return {
             MODEL_FILE: tensorfile.dump(published.parameters, torch.float32),
-            ROTATIONS_FILE: tensorfile.dump_narrowed(turned),
+            ROTATIONS_FILE: tensorfile.dump_narrowed({f"{name}{suffix}": R for name, R in held.items()}),
             CONFIG_FILE: settings,
         }
-    right = config.lora_alpha / config.r
-    suffix = "" if adapter.scaling == right else f".scaling={adapter.scaling!r}"
-    if rotations is not None and rotations.holds[slot]:
-        suffix += ".rotated"
-    tensors = {f"{PEFT_PREFIX}{name}.{kind}.weight{suffix}": part for name, kind, part in _tensors(manager, slot, key)}
+    tensors = {f"{PEFT_PREFIX}{name}.weight{suffix}": part for name, part in held.items()}
     return {MODEL_FILE: tensorfile.dump_narrowed(tensors), CONFIG_FILE: settings}
 
 
-def _applied(manager: Any, key: str, passed: Passed) -> list[Applied]:
+def _applied_digest(told: Sequence[Told | None]) -> str | None:
+    if told[0] is None or told[0].passed is None:
+        return None
+    ranks = [each.pieces.get(each.passed, ()) if each and each.passed is not None else () for each in told]
+    tensors = join(ranks)
+    return applied_digest(Applied("", "", tensors, scaling) for scaling in {each.scaling for each in told if each})
+
+
+def _mark(manager: Any, key: str, slot: int) -> str:
+    adapter, config = manager.loras[key], manager.loras[key].config
     published, rotations = _oft(manager, key)
-    if published is not None and rotations is not None:
-        return [Applied(name, "", {name: R}, None) for name, R in _rotations(rotations, passed.slot)]
-    by_module: dict[str, dict[str, Tensor]] = {}
-    for name, kind, tensor in _tensors(manager, passed.slot, key):
-        by_module.setdefault(name, {})[f"{name}.{kind}"] = tensor
-    scaling = float(passed.scalings[passed.slot])
-    return [Applied(name, "", tensors, scaling) for name, tensors in by_module.items()]
+    if published is not None:
+        return f".rank={config.r}" if config.r else ""
+    right = config.lora_alpha / config.r
+    mark = "" if adapter.scaling == right else f".scaling={adapter.scaling!r}"
+    return f"{mark}.rotated" if rotations is not None and rotations.holds[slot] else mark
 
 
 def _oft(manager: Any, key: str) -> tuple[Published | None, Rotations | None]:
     return getattr(manager.loras[key], "published", None), getattr(manager, "rotations", None)
 
 
-def _rotations(rotations: Rotations, slot: int) -> Iterator[tuple[str, Tensor]]:
-    """R of every layer under its name in files; nothing where passes turn nothing by this slot."""
-    if rotations.holds[slot]:
-        for layer in rotations.layers.values():
-            yield from layer.held(slot)
-
-
-def _tensors(manager: Any, slot: int, key: str) -> Iterator[tuple[str, str, Tensor]]:
-    """`(module, lora_A or lora_B, tensor)` of every layer, from the buffers that the layer itself multiplies by."""
+def _pieces(manager: Any, slot: int, key: str) -> Iterator[Piece]:
+    """Of every layer, from the buffers that the layer itself multiplies by on this rank."""
+    published, rotations = _oft(manager, key)
+    if published is not None and rotations is not None:
+        # Nothing where passes turn nothing by this slot.
+        for layer in rotations.layers.values() if rotations.holds[slot] else ():
+            yield from (Piece(name, R, is_copy=rotations.rank > 0) for name, R in layer.held(slot))
+        return
     config = manager.loras[key].config
     for modules in manager.lora_modules:
         for name, module in modules.items():
             if hasattr(module, "gate_up_lora_a_weights"):
                 scaling = config.lora_alpha / config.r
                 buffers = [buffer[slot] for buffer in expert_buffers(module)]
-                yield from _split_experts(name, buffers, config.r, scaling, manager.experts_shared_outer_loras)
+                is_shared_outer = manager.experts_shared_outer_loras
+                yield from _split_experts(name, buffers, config.r, scaling, is_shared_outer, module.tp_rank)
                 continue
             a, b = _buffers(module)
             yield from _split(name, module, a[slot], b[slot], config.r)
 
 
 def _split_experts(
-    name: str, buffers: Sequence[Tensor], rank: int, scaling: float, is_shared_outer: bool
-) -> Iterator[tuple[str, str, Tensor]]:
-    """SGLang leaves room for its largest rank between gate and up."""
+    name: str, buffers: Sequence[Tensor], rank: int, scaling: float, is_shared_outer: bool, place: int
+) -> Iterator[Piece]:
+    """SGLang leaves room for its largest rank between gate and up.
+
+    Args:
+        place: which part of the experts' inner width is ours.
+    """
     up_A, up_B, down_A, down_B = buffers
     (gate_A, up_A), (gate_B, up_B) = up_A.chunk(2, 1), up_B.chunk(2, 1)
     for part, A, B in (("gate_proj", gate_A, gate_B), ("up_proj", up_A, up_B), ("down_proj", down_A, down_B)):
         A_ErK, B_ENr = A[:, :rank], B[..., :rank] / scaling
+        # Stacked, the experts' axis stands before the others.
+        first = 1 if is_shared_outer else 0
+        cut_A, cut_B = (first + 1, None) if part == "down_proj" else (None, first)
         if is_shared_outer:
-            yield f"{name}.{STACKED_NAMES[part]}", "lora_A", A_ErK
-            yield f"{name}.{STACKED_NAMES[part]}", "lora_B", B_ENr
+            yield _piece(f"{name}.{STACKED_NAMES[part]}.lora_A", A_ErK, cut_A, place)
+            yield _piece(f"{name}.{STACKED_NAMES[part]}.lora_B", B_ENr, cut_B, place)
             continue
         for expert, (A_rK, B_Nr) in enumerate(zip(A_ErK, B_ENr, strict=True)):
-            yield f"{name}.{expert}.{part}", "lora_A", A_rK
-            yield f"{name}.{expert}.{part}", "lora_B", B_Nr
+            yield _piece(f"{name}.{expert}.{part}.lora_A", A_rK, cut_A, place)
+            yield _piece(f"{name}.{expert}.{part}.lora_B", B_Nr, cut_B, place)
+
+
+def _piece(name: str, data: Tensor, axis: int | None, place: int, copies: int = 1) -> Piece:
+    """Args: copies: neighbours that hold the same part."""
+    if axis is None:
+        return Piece(name, data, is_copy=place > 0)
+    return Piece(name, data, axis, place // copies, place % copies > 0)
 
 
 def _buffers(module: Any) -> tuple[Tensor, Tensor]:
@@ -187,13 +260,29 @@ def _buffers(module: Any) -> tuple[Tensor, Tensor]:
     return module.A_buffer, module.B_buffer
 
 
-def _split(name: str, module: Any, a: Tensor, b: Tensor, rank: int) -> Iterator[tuple[str, str, Tensor]]:
+def _split(name: str, module: Any, a: Tensor, b: Tensor, rank: int) -> Iterator[Piece]:
     names = parts(name)
+    place, cut_A, cut_B = _cut(module)
     row = 0
     for index, (part, height) in enumerate(zip(names, _heights(module, b, len(names)), strict=True)):
-        yield part, "lora_A", a[index * rank : (index + 1) * rank]
-        yield part, "lora_B", b[row : row + height, :rank]
+        # Where there are fewer heads of keys than ranks, neighbours share one.
+        copies = module.base_layer.num_kv_head_replicas if len(names) == 3 and index else 1
+        yield _piece(f"{part}.lora_A", a[index * rank : (index + 1) * rank], cut_A, place)
+        yield _piece(f"{part}.lora_B", b[row : row + height, :rank], cut_B, place, copies)
         row += height
+
+
+def _cut(module: Any) -> tuple[int, int | None, int | None]:
+    """Which part of this layer is ours, and the axes along which its A and B are cut; None: they are whole."""
+    from sglang.srt.distributed.utils import get_group_rank_size
+    from sglang.srt.lora.layers import ReplicatedLinearWithLoRA, RowParallelLinearWithLoRA
+
+    if isinstance(module, ReplicatedLinearWithLoRA):
+        return own_rank(), None, None
+    place, size = get_group_rank_size(module.base_layer.tp_group)
+    if size == 1:
+        return own_rank(), None, None
+    return (place, 1, None) if isinstance(module, RowParallelLinearWithLoRA) else (place, None, 0)
 
 
 def _heights(module: Any, b: Tensor, count: int) -> list[int]:

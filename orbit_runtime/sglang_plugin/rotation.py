@@ -127,17 +127,18 @@ class LayerRotation:
             raise InternalError(f"adapters reach row {self.rows.runs[-1][2]} of {x.shape[0]}")
         turned = x.clone()
         for slot, start, stop in self.rows.runs:
-            turned[start:stop] = rotate(x[start:stop], self._R(slot, x.shape[-1]))
+            turned[start:stop] = rotate(x[start:stop], self.part(slot, x.shape[-1]))
         return turned
 
     def _turn_all(self, x: Tensor) -> Tensor:
         turned = x
         slots_T = self.rows.slots_T[: x.shape[0], None]
         for slot in range(len(self.buffer)):
-            turned = torch.where(slots_T == slot, rotate(x, self._R(slot, x.shape[-1])), turned)
+            turned = torch.where(slots_T == slot, rotate(x, self.part(slot, x.shape[-1])), turned)
         return turned
 
-    def _R(self, slot: int, width: int) -> Tensor:
+    def part(self, slot: int, width: int) -> Tensor:
+        """Whole, or of the features that a cut input has on this rank."""
         R = self.buffer[slot]
         if width == self.in_features:
             return R
@@ -158,8 +159,12 @@ class Published:
 class Rotations:
     """All layers of a model."""
 
-    def __init__(self, block_size: int, num_slots: int, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, block_size: int, num_slots: int, device: torch.device, dtype: torch.dtype, *, rank: int = 0
+    ) -> None:
+        """Args: rank: of the server's processes, which one this is."""
         self.block_size = block_size
+        self.rank = rank
         self.rows = Rows(device)
         self.layers: dict[str, LayerRotation] = {}
         self.holds = [False] * num_slots

@@ -4,29 +4,31 @@ Belongs here: forward hooks on SGLang's modules, and their names as a checkpoint
 Does not belong here: comparing (`parity.locate`), the trainer's side (`policy.snapshot`).
 
 Orbit puts a request in a folder that both see, sends the sequence, and reads the answer from there. Nothing is hooked
-and nothing is copied while no request lies there. The facts of the slots go the same way when a publish is proven: they
-are there with the log-probs, and no request of their own stands in the way of those that sample.
+and nothing is copied while no request lies there. Of several ranks each answers for itself, with what no lower one has
+told; tensors that are cut over them are left out, their results are not. The facts of the slots go the same way when a
+publish is proven: they are there with the log-probs, and no request of their own is in the way of those that sample.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from orbit_runtime.adapters.tensorfile import dump, tensor_digest
-from orbit_runtime.sglang_plugin import readback
+from orbit_runtime.sglang_plugin import ranks, readback
 from orbit_runtime.sglang_plugin.rotation import FUSED
 
 VARIABLE = "ORBIT_SGLANG_TAPS"
 """The folder; set by Orbit for the servers it starts."""
-REQUEST, ANSWER = "request.json", "answer.safetensors"
+REQUEST, ANSWER = "request.json", "answer-{rank}.safetensors"
 FACTS_REQUEST, FACTS = "facts-request.json", "facts.json"
 TAPPED = (
     "embed_tokens", "input_layernorm", "qkv_proj", "q_proj", "k_proj", "v_proj", "o_proj", "post_attention_layernorm",
@@ -35,21 +37,42 @@ TAPPED = (
 ROTARY = "rotary angles"
 
 
+@dataclass(frozen=True, eq=False)
+class Point:
+    """What one rank has of one result, fp32 on the CPU."""
+
+    data: Tensor
+    share: Share
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a rank's result is to that of all."""
+
+    kind: Literal["whole", "part", "summand"] = "whole"
+    """A part stands beside the others along the last axis. Summands are equal where they were summed up already."""
+    place: int = 0
+    is_copy: bool = False
+    """A lower rank has it too."""
+
+
 def around_forward(original: Callable[..., Any], runner: Any, forward_batch: Any, *args: Any, **named: Any) -> Any:
-    """A pass of `ModelRunner`; answers the request that lies there, if this pass is the one it speaks of."""
+    """A pass of `ModelRunner`; answers the request that lies there, if this pass is the one it speaks of.
+
+    The client takes the request away: another rank may come to look for it later.
+    """
     file = _find_request(REQUEST)
     if file is None:
         return original(runner, forward_batch, *args, **named)
     request = json.loads(file.read_text())
     if forward_batch.input_ids.tolist() != request["token_ids"]:
         return original(runner, forward_batch, *args, **named)
-    file.unlink()
-    points: dict[str, Tensor] = {}
+    points: dict[str, Point] = {}
     with ExitStack() as taps:
         for handle in _tap(runner.model, points):
             taps.callback(handle.remove)
         result = original(runner, forward_batch, *args, **named)
-    _answer(file.parent / ANSWER, runner, request, points)
+    _answer(file.parent / ANSWER.format(rank=ranks.own_rank()), runner, request, points)
     return result
 
 
@@ -70,46 +93,72 @@ def _find_request(name: str) -> Path | None:
     return file if file is not None and file.exists() else None
 
 
-def _tap(model: Any, points: dict[str, Tensor]) -> Iterator[Any]:
-    for name, module in model.named_modules():
+def _tap(model: Any, points: dict[str, Point]) -> Iterator[Any]:
+    modules = dict(model.named_modules())
+    for name, module in modules.items():
         last = name.rpartition(".")[2]
         if last == "attn":
-            yield module.register_forward_pre_hook(_queries(name, points))
-            yield module.register_forward_hook(_attended(name, points))
+            projection = modules.get(f"{name.rpartition('.')[0]}.qkv_proj")
+            shares = _shares(projection, 3)
+            yield module.register_forward_pre_hook(_queries(name, shares, points))
+            yield module.register_forward_hook(_attended(name, shares[0], points))
         elif last in TAPPED and (last != "norm" or name.count(".") == 1):
             yield module.register_forward_hook(_results(name, module, points))
 
 
-def _results(name: str, module: Any, points: dict[str, Tensor]) -> Callable[..., None]:
+def _results(name: str, module: Any, points: dict[str, Point]) -> Callable[..., None]:
     parent, _, last = name.rpartition(".")
     parts = FUSED.get(last, (last,))
+    shares = _shares(module, len(parts))
 
     def record(_: Any, __: Any, result: Any) -> None:
         tensor = result[0] if isinstance(result, tuple) else result
         pieces = tensor.split(_heights(module, tensor.shape[-1], parts), -1)
-        for part, piece in zip(parts, pieces, strict=True):
-            points[f"{parent}.{part}"] = piece.detach().float().cpu().clone()
+        for part, piece, share in zip(parts, pieces, shares, strict=True):
+            points[f"{parent}.{part}"] = _point(piece, share)
 
     return record
 
 
-def _queries(name: str, points: dict[str, Tensor]) -> Callable[..., None]:
+def _queries(name: str, shares: Sequence[Share], points: dict[str, Point]) -> Callable[..., None]:
     parent = name.rpartition(".")[0]
 
     def record(_: Any, args: Any) -> None:
-        for part, tensor in (("query", args[0]), ("key", args[1])):
-            points[f"{parent}.{part}"] = tensor.detach().flatten(1).float().cpu().clone()
+        for part, tensor, share in (("query", args[0], shares[0]), ("key", args[1], shares[1])):
+            points[f"{parent}.{part}"] = _point(tensor.flatten(1), share)
 
     return record
 
 
-def _attended(name: str, points: dict[str, Tensor]) -> Callable[..., None]:
+def _attended(name: str, share: Share, points: dict[str, Point]) -> Callable[..., None]:
     parent = name.rpartition(".")[0]
 
     def record(_: Any, __: Any, result: Any) -> None:
-        points[f"{parent}.attended"] = result.detach().flatten(1).float().cpu().clone()
+        points[f"{parent}.attended"] = _point(result.flatten(1), share)
 
     return record
+
+
+def _point(tensor: Tensor, share: Share) -> Point:
+    return Point(tensor.detach().float().cpu().clone(), share)
+
+
+def _shares(module: Any, count: int) -> list[Share]:
+    """Of the results of each part of a layer, over ranks."""
+    from sglang.srt.distributed.utils import get_group_rank_size
+    from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear
+
+    base = getattr(module, "base_layer", module)
+    place, size = get_group_rank_size(getattr(base, "tp_group", None))
+    if size > 1 and isinstance(base, RowParallelLinear):
+        # SGLang sums up behind some of these layers only, with the next norm.
+        return [Share("summand", place)] * count
+    if size == 1 or not isinstance(base, ColumnParallelLinear) or base.gather_output:
+        return [Share(is_copy=ranks.own_rank() > 0)] * count
+    copies = base.num_kv_head_replicas if count == 3 else 1
+    # Queries first; neighbours may share a head of keys and values.
+    others = Share("part", place // copies, place % copies > 0)
+    return [Share("part", place), *[others] * (count - 1)]
 
 
 def _heights(module: Any, total: int, parts: tuple[str, ...]) -> list[int]:
@@ -119,15 +168,20 @@ def _heights(module: Any, total: int, parts: tuple[str, ...]) -> list[int]:
     return [total // len(parts)] * len(parts)
 
 
-def _answer(file: Path, runner: Any, request: dict[str, Any], points: dict[str, Tensor]) -> None:
+def _answer(file: Path, runner: Any, request: dict[str, Any], points: dict[str, Point]) -> None:
+    tensors = {f"point:{name}": each.data for name, each in points.items() if not each.share.is_copy}
+    shares = json.dumps({name: [each.share.kind, each.share.place] for name, each in points.items()})
+    if ranks.own_rank():
+        _write(file, dump(tensors, torch.float32, {"shares": shares}))
+        return
     base = dict(_base_tensors(runner.model))
     adapter = dict(_adapter_tensors(runner, request.get("adapter")))
     held = {**base, **adapter}
-    tensors = {f"point:{name}": tensor for name, tensor in points.items()}
     tensors |= {f"constant:{name}": tensor for name, tensor in _constants(runner.model, len(request["token_ids"]))}
     tensors |= {f"value:{name}": held[name].float().cpu() for name in request["values"] if name in held}
     facts = {
         "order": json.dumps(list(points)),
+        "shares": shares,
         "digests": json.dumps({name: tensor_digest(tensor) for name, tensor in held.items()}),
     }
     _write(file, dump(tensors, torch.float32, facts))
@@ -141,13 +195,14 @@ def _write(file: Path, content: bytes) -> None:
 
 
 def _base_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """Weights that are held unpacked, under the checkpoint's names; packed ones are left out."""
+    """Weights that are held unpacked, under the checkpoint's names; packed ones and those that are cut are left out."""
     modules = dict(model.named_modules())
+    is_alone = ranks.count() == 1
     for name, tensor in model.named_parameters():
         owner, _, kind = name.rpartition(".")
         module = modules[owner]
         parent, _, last = owner.removesuffix(".base_layer").rpartition(".")
-        if not tensor.is_floating_point() or kind not in ("weight", "bias"):
+        if not tensor.is_floating_point() or kind not in ("weight", "bias") or not (is_alone or _is_whole(module)):
             continue
         parts = FUSED.get(last, (last,))
         rows = getattr(module, "org_vocab_size", tensor.shape[0])
@@ -158,6 +213,14 @@ def _base_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
         pieces = tensor.detach()[:rows].split(heights, 0)
         for part, piece in zip(parts, pieces, strict=True):
             yield f"{parent}.{part}.{kind}" if parent else f"{part}.{kind}", piece
+
+
+def _is_whole(module: Any) -> bool:
+    from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear
+    from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    base = getattr(module, "base_layer", module)
+    return not isinstance(base, (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding))
 
 
 def _adapter_tensors(runner: Any, adapter: str | None) -> Iterator[tuple[str, Tensor]]:

@@ -53,6 +53,9 @@ class Rollout(Block):
     beside it, for LoRA and OFT with `topP: 1`; `OpenAI` are the servers of `endpoints`."""
     replicas: Annotated[int, LAYOUT, Field(ge=1, le=64)] = 1
     """Servers that Orbit starts, with `engine: SGLang`. One that dies is replaced; the others do its work meanwhile."""
+    tensor_parallel: Annotated[int | None, LAYOUT, Field(ge=1, le=64)] = None
+    """GPUs that each of these servers takes; matrices and heads are cut over them. Unset, the machine's GPUs divided by
+    `replicas`, as far as the model can be cut. On a CPU it counts processes, unset 1. Not run on hardware."""
     endpoints: Annotated[
         tuple[Endpoint, ...], AsTuple, Field(max_length=64, examples=[[{"url": "http://engine:30000"}]])
     ] = ()
@@ -78,6 +81,10 @@ class Rollout(Block):
         if self.replicas > 1 and self.engine != "SGLang":
             message = f"{self.replicas} servers are not started with `engine: {self.engine}`"
             yield Contradiction(("replicas",), (("engine",),), message, "remove `replicas`, or write `engine: SGLang`")
+        if (self.tensor_parallel or 1) > 1 and self.engine != "SGLang":
+            message = f"with `engine: {self.engine}` there is no server of ours that could be cut over GPUs"
+            fix = "remove `tensorParallel`, or write `engine: SGLang`"
+            yield Contradiction(("tensorParallel",), (("engine",),), message, fix)
         if self.adapter_transport not in ("Auto", "File") and self.engine != "SGLang":
             message = f"with `engine: {self.engine}` Orbit starts no server that could take adapters so"
             fix = "remove `adapterTransport`, or write `engine: SGLang`"

@@ -102,6 +102,11 @@ CHECKS: dict[str, tuple[Rule, ...]] = {
     "spec.rollout": (
         Rule("self.replicas == 1 || self.engine == 'SGLang'", "remove replicas, or write engine: SGLang", ".replicas"),
         Rule(
+            "!has(self.tensorParallel) || self.tensorParallel == 1 || self.engine == 'SGLang'",
+            "remove tensorParallel, or write engine: SGLang",
+            ".tensorParallel",
+        ),
+        Rule(
             "self.adapterTransport in ['Auto', 'File'] || self.engine == 'SGLang'",
             "remove adapterTransport, or write engine: SGLang",
             ".adapterTransport",

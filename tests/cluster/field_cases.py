@@ -32,6 +32,7 @@ AROUND: dict[str, dict[str, Any]] = {
     "spec.adapter.lora": {"adapter": {"lora": {}}},
     "spec.algorithm.importanceSampling": {"algorithm": {"importanceSampling": {"type": "TokenTruncated"}}},
     "spec.rollout.replicas": {"rollout": {"engine": "SGLang"}},
+    "spec.rollout.tensorParallel": {"rollout": {"engine": "SGLang"}},
     "spec.rollout.adapterTransport": {"rollout": {"engine": "SGLang"}},
     "spec.rollout.sleep": {"rollout": {"engine": "SGLang"}},
     "spec.rollout.endpoints": {"rollout": {"engine": "OpenAI", "endpoints": [{"url": "http://engine:30000"}]}},

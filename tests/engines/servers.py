@@ -45,9 +45,12 @@ def start_server(
     base: Path | None = None,
     replicas: int = 1,
     transport: Transport | None = None,
+    tensor_parallel: int = 1,
 ) -> Iterator[ServedEngine]:
     """Args: base: the model's folder; the shipped one, unpacked, unless given."""
-    servers = build_servers(adder, folder, oft_block_size=oft_block_size, base=base, replicas=replicas)
+    servers = build_servers(
+        adder, folder, oft_block_size=oft_block_size, base=base, replicas=replicas, tensor_parallel=tensor_parallel
+    )
     engine = start_engine(
         servers, adder[1], folder=folder / "adapters", max_running_requests=16, patience=10, transport=transport
     )
@@ -56,8 +59,9 @@ def start_server(
 
 
 def build_servers(
-    adder: Adder, folder: Path, *, oft_block_size: int, base: Path | None = None, replicas: int = 1
-) -> list[SGLangServer]:
+    adder: Adder, folder: Path, *, oft_block_size: int, base: Path | None = None, replicas: int = 1,
+    tensor_parallel: int = 1,
+) -> list[SGLangServer]:  # fmt: skip
     """Not started yet."""
     if not os.environ.get(PYTHON_VARIABLE):
         pytest.fail(f"{PYTHON_VARIABLE} is not set: run `make test-engines`")
@@ -75,6 +79,7 @@ def build_servers(
         seed=0,
         lora_rank=4,
         oft_block_size=oft_block_size,
+        tensor_parallel=tensor_parallel,
     )
     return [
         SGLangServer(replace(settings, seed=index), log=folder / f"replica-{index}" / "sglang.log")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -83,16 +83,7 @@ def test_a_publish_is_proven_and_samples_have_the_policys_log_probs(
             proof = proven(policy, engine, name, adapter)
             assert proof.failures == ()
             assert proof.slot_digest == adapter.digest
-        names = [None, *adapters]
-        requests = [
-            Request(index, index, prompt, Sampling(max_new_tokens=6), names[index % 3])
-            for index, prompt in enumerate([*PROMPTS, *reversed(PROMPTS), *PROMPTS])
-        ]
-        for answer in engine.generate(requests):
-            request = requests[answer.request_id]
-            with_adapter = adapters[request.adapter] if request.adapter else None
-            expected = policy_logprobs(policy, with_adapter, request.prompt_ids_T, answer.token_ids_T)
-            torch.testing.assert_close(torch.tensor(answer.logprobs_T), expected, rtol=0, atol=1e-4)
+        check_samples(policy, engine, adapters)
 
 
 @pytest.mark.timeout(600)
@@ -114,11 +105,13 @@ def test_one_experts_factor_that_changed_in_its_slot_is_named(
 
 
 @contextmanager
-def serve(family: str, layout: str, config: AdapterConfig, folder: Path) -> Iterator[tuple[Policy, ServedEngine]]:
+def serve(
+    family: str, layout: str, config: AdapterConfig, folder: Path, *, tensor_parallel: int = 1, **sizes: int
+) -> Iterator[tuple[Policy, ServedEngine]]:
     """The policy on the packed checkpoint, and a server with the same values in BF16."""
     if not os.environ.get(PYTHON_VARIABLE):
         pytest.fail(f"{PYTHON_VARIABLE} is not set: run `make test-engines`")
-    packed, plain = make_family(folder, family, layout)
+    packed, plain = make_family(folder, family, layout, sizes=sizes)
     if family == "deepseek_v3":
         describe_as_published(packed, plain)
     for file in packed.glob("tokenizer*"):
@@ -132,6 +125,7 @@ def serve(family: str, layout: str, config: AdapterConfig, folder: Path) -> Iter
         targets=lora_targets((*layers, *config.targets)), max_sequence_length=256, seed=0,
         lora_rank=config.rank if config.type == "LoRA" else 1,
         oft_block_size=config.block_size if config.type == "OFT" else 0, experts=served_experts(config, layers),
+        tensor_parallel=tensor_parallel,
     )  # fmt: skip
     server = SGLangServer(settings, log=folder / "server" / "sglang.log")
     engine = start_engine(
@@ -141,6 +135,20 @@ def serve(family: str, layout: str, config: AdapterConfig, folder: Path) -> Iter
         yield policy, engine
     finally:
         engine.close()
+
+
+def check_samples(policy: Policy, engine: ServedEngine, adapters: Mapping[str, AdapterFiles]) -> None:
+    """Two adapters and none in one batch: log-probs are the policy's."""
+    names = [None, *adapters]
+    requests = [
+        Request(index, index, prompt, Sampling(max_new_tokens=6), names[index % 3])
+        for index, prompt in enumerate([*PROMPTS, *reversed(PROMPTS), *PROMPTS])
+    ]
+    for answer in engine.generate(requests):
+        request = requests[answer.request_id]
+        with_adapter = adapters[request.adapter] if request.adapter else None
+        expected = policy_logprobs(policy, with_adapter, request.prompt_ids_T, answer.token_ids_T)
+        torch.testing.assert_close(torch.tensor(answer.logprobs_T), expected, rtol=0, atol=1e-4)
 
 
 def proven(policy: Policy, engine: ServedEngine, name: str, adapter: AdapterFiles) -> Proof:

@@ -122,6 +122,19 @@ def test_a_replica_that_is_killed_costs_no_step_and_the_run_goes_on_meanwhile(tm
     assert json.loads((out / "parity" / "preflight-e000001-1.json").read_text())["engine"] == "replica 1"
 
 
+def test_a_run_on_a_server_of_two_processes_is_proven_at_every_publish_and_ends_both(tmp_path: Path) -> None:
+    out = tmp_path / "two-processes"
+    run = start(out, "spec.rollout.tensorParallel=2", steps=2)
+    wait_for_step(out, 1, run)
+    (server,) = servers(run)
+    family = [server, *server.children(recursive=True)]
+    assert len([each for each in family if "scheduler" in " ".join(each.cmdline())]) == 2
+    assert run.wait(1000) == 0, out.with_suffix(".log").read_text()[-3000:]
+    report = check_report(out, 2)
+    assert report["publishes"] == 3
+    assert not any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in family)
+
+
 def test_a_killed_run_leaves_no_server_and_goes_on_without_losing_or_doubling_a_step(tmp_path: Path) -> None:
     out = tmp_path / "run-killed"
     run = start(out)

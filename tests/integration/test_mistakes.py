@@ -430,3 +430,16 @@ def test_a_dry_run_lists_processes_and_writes_nothing(shell: Shell) -> None:
     assert shell.run("--dry-run") == 0
     assert "reward_worker" in shell.shown
     assert not shell.out.exists()
+
+
+def test_a_dry_run_shows_servers_and_refuses_those_that_cannot_be_cut(shell: Shell) -> None:
+    shell.spec["rollout"] |= {"engine": "SGLang", "replicas": 3, "tensorParallel": 2}
+    assert shell.run("--dry-run") == 0
+    assert "sglang-server x 3" in shell.shown
+    assert "--tp-size 2" in shell.shown
+    shell.spec["rollout"]["tensorParallel"] = 3
+    for arguments in (("--dry-run",), ()):
+        assert shell.run(*arguments) == 78
+        assert "spec.rollout.tensorParallel: 4 attention heads cannot be dealt out to 3" in shell.shown
+        assert "write tensorParallel: 1 or 2" in shell.shown
+    assert not shell.out.exists()

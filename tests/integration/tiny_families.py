@@ -13,9 +13,10 @@ import argparse
 import json
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -66,6 +67,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "partial_rotary_factor": 0.25, "num_hash_layers": 1, "num_nextn_predict_layers": 0,
     },
 }  # fmt: skip
+EMPTY: Mapping[str, int] = MappingProxyType({})
 PUBLISHED_AS = {"kimi_k2": "deepseek_v3", "kimi_k25": "deepseek_v3"}
 """What transformers builds for a family that it does not know by this name."""
 UNPUBLISHED = {
@@ -115,10 +117,16 @@ QUANTIZATION: dict[str, dict[str, Any]] = {
 }
 
 
-def make_family(folder: Path, family: str, layout: str, *, seed: int = 0) -> tuple[Path, Path]:
-    """`(packed, plain)`: the checkpoint, and one in BF16 of the same values that transformers loads by itself."""
+def make_family(
+    folder: Path, family: str, layout: str, *, seed: int = 0, sizes: Mapping[str, int] = EMPTY
+) -> tuple[Path, Path]:
+    """`(packed, plain)`: the checkpoint, and one in BF16 of the same values that transformers loads by itself.
+
+    Args:
+        sizes: of the configuration, where the usual ones will not do.
+    """
     plain, packed = folder / "plain", folder / "packed"
-    _save_random(plain, PUBLISHED_AS.get(family, family), CONFIGS[family], seed)
+    _save_random(plain, PUBLISHED_AS.get(family, family), CONFIGS[family] | sizes, seed)
     tensors = {_published_name(family, name): each for name, each in load_file(plain / "model.safetensors").items()}
     stored: dict[str, Tensor] = {}
     for name, tensor in tensors.items():

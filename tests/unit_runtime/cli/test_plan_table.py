@@ -61,3 +61,7 @@ def test_the_phase_that_decides_is_told_from_the_fullest(capsys: pytest.CaptureF
 
 def test_what_is_not_loaded_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert any("the MTP layer" in line and "is not loaded" in line for line in printed("deepseek-v4-pro", capsys))
+
+
+def test_servers_are_shown_with_the_gpus_of_each(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "servers: 1 of SGLang, 8 GPUs each (replicas, tensorParallel)" in printed("kimi-k2-6", capsys)

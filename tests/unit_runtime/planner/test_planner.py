@@ -52,7 +52,7 @@ def test_a_model_that_fits_whole_is_replicated_and_not_divided() -> None:
 
 
 def test_a_larger_model_is_divided_as_little_as_it_must() -> None:
-    made = planned(Machine(H100, 8), "Qwen/Qwen3-235B-A22B-FP8", model={"maxSequenceLength": 8192})
+    made = planned(Machine(find_gpu("H200"), 8), "Qwen/Qwen3-235B-A22B", model={"maxSequenceLength": 8192})
     assert made.fits
     assert made.layout.expert == 8
     assert 1 < made.layout.tensor <= 8

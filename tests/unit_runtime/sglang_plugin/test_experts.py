@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from orbit_runtime.adapters.oft import rotate, rotations
 from orbit_runtime.sglang_plugin.experts import AdaptedExperts, AdaptedWeight, LoRAOnExperts, expert_buffers
 from orbit_runtime.sglang_plugin.readback import _split_experts
+from orbit_runtime.sglang_plugin.shards import join
 
 EXPERTS, HIDDEN, INNER, RANK, ROOM = 4, 12, 8, 2, 3
 """`ROOM` is the largest rank that the buffers are made for."""
@@ -29,12 +30,12 @@ def adapter(is_shared_outer: bool) -> dict[str, torch.Tensor]:
 
 def wrapper(published: dict[str, torch.Tensor], scaling: float = SCALING) -> SimpleNamespace:
     """SGLang's: room between gate and up, zeros where a rank ends, the scaling in B; other slots hold other things."""
-    outer = len(published["w1.lora_A"])
-    up_A, up_B = torch.zeros(outer, 2 * ROOM, HIDDEN), torch.zeros(EXPERTS, 2 * INNER, ROOM)
-    down_A, down_B = torch.zeros(EXPERTS, ROOM, INNER), torch.zeros(outer, HIDDEN, ROOM)
+    outer, inner = len(published["w1.lora_A"]), published["w1.lora_B"].shape[1]
+    up_A, up_B = torch.zeros(outer, 2 * ROOM, HIDDEN), torch.zeros(EXPERTS, 2 * inner, ROOM)
+    down_A, down_B = torch.zeros(EXPERTS, ROOM, inner), torch.zeros(outer, HIDDEN, ROOM)
     up_A[:, :RANK], up_A[:, ROOM : ROOM + RANK] = published["w1.lora_A"], published["w3.lora_A"]
-    up_B[:, :INNER, :RANK] = published["w1.lora_B"] * scaling
-    up_B[:, INNER:, :RANK] = published["w3.lora_B"] * scaling
+    up_B[:, :inner, :RANK] = published["w1.lora_B"] * scaling
+    up_B[:, inner:, :RANK] = published["w3.lora_B"] * scaling
     down_A[:, :RANK], down_B[..., :RANK] = published["w2.lora_A"], published["w2.lora_B"] * scaling
     buffers = {}
     for name, held in (
@@ -81,21 +82,33 @@ def test_another_operation_with_an_adapted_weight_is_no_silent_base() -> None:
         torch.mm(torch.randn(2, 2), AdaptedWeight(torch.randn(2, 2)))  # type: ignore[arg-type]
 
 
-def read(published: dict[str, torch.Tensor], scaling: float, is_shared_outer: bool) -> dict[str, torch.Tensor]:
-    held = [buffer[SLOT] for buffer in expert_buffers(wrapper(published, scaling))]
-    return {f"{name}.{kind}": part for name, kind, part in _split_experts(NAME, held, RANK, SCALING, is_shared_outer)}
+def read(
+    published: dict[str, torch.Tensor], scaling: float, is_shared_outer: bool, ranks: int = 1
+) -> dict[str, torch.Tensor]:
+    """From the buffers of so many ranks, as SGLang cuts them: what is inner of the experts, and only that."""
+    inner = {"w1.lora_B": 1, "w3.lora_B": 1, "w2.lora_A": 2}
+    pieces = []
+    for rank in range(ranks):
+        own = {
+            name: each.chunk(ranks, inner[name])[rank] if name in inner else each for name, each in published.items()
+        }
+        held = [buffer[SLOT] for buffer in expert_buffers(wrapper(own, scaling))]
+        pieces.append(list(_split_experts(NAME, held, RANK, SCALING, is_shared_outer, rank)))
+    return join(pieces)
 
 
-def test_shared_outer_factors_are_read_back_as_published() -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_shared_outer_factors_are_read_back_as_published(ranks: int) -> None:
     published = adapter(True)
-    found = read(published, SCALING, True)
+    found = read(published, SCALING, True, ranks)
     assert set(found) == {f"{NAME}.{name}" for name in published}
     assert all(torch.equal(found[f"{NAME}.{name}"], tensor) for name, tensor in published.items())
 
 
-def test_each_experts_factors_are_read_back_under_its_own_names() -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_each_experts_factors_are_read_back_under_its_own_names(ranks: int) -> None:
     published = adapter(False)
-    found = read(published, SCALING, False)
+    found = read(published, SCALING, False, ranks)
     assert len(found) == 6 * EXPERTS
     names = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
     for name, tensor in published.items():

@@ -139,6 +139,7 @@ def test_the_sets_are_those_of_the_design() -> None:
         "environment.code.uri",
         "rollout.engine",
         "rollout.replicas",
+        "rollout.tensorParallel",
         "rollout.endpoints[].url",
         "rollout.endpoints[].adapterMethod",
         "rollout.adapterFolder",

@@ -1,0 +1,115 @@
+"""SGLang servers of our own on several GPUs: how many each takes, and what of a model cannot be cut over so many.
+
+Belongs here: SGLang 0.5.23's rules of cutting. Does not belong here: bytes (`parts`), starting servers (`rollout`).
+
+A column-parallel layer is cut by its rows, a row-parallel one by its columns; heads are dealt out whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from orbit_runtime.errors import UnsupportedError
+from orbit_runtime.model_info.weights import ModelFacts, StoredWeight
+from orbit_runtime.planner.adapter_size import adapted_weights
+from orbit_runtime.planner.job import Job
+
+ROW_PARALLEL = ("o_proj", "o_b_proj", "down_proj")
+"""Targets whose input is cut; of the other linears that are cut, the output is."""
+KEYS = ("k_proj", "v_proj")
+CPU_MULTIPLE = 32
+"""On a CPU SGLang pads inner widths to this many for each process, and adapters would no longer fit."""
+FIELD = "spec.rollout.tensorParallel"
+
+
+def server_gpus(model: ModelFacts, job: Job, num_gpus: int) -> int:
+    """GPUs of each server; on a CPU its processes.
+
+    Unset, all that the machine has for it, as far as the model can be cut: a server is asked for by `replicas` alone.
+
+    Args:
+        num_gpus: that servers may take; 0: a CPU.
+    """
+    if job.engine != "SGLang":
+        return 1
+    if job.asked_server_gpus is not None:
+        return job.asked_server_gpus
+    most = max(1, num_gpus // job.servers)
+    return next((size for size in range(most, 1, -1) if why_uncut(model, job, size, num_gpus) is None), 1)
+
+
+def why_uncut(model: ModelFacts, job: Job, size: int, num_gpus: int) -> str | None:
+    """What stands against servers of this size, in words; None where nothing does."""
+    if job.engine != "SGLang":
+        return None
+    if num_gpus and job.servers * size > num_gpus:
+        return f"{job.servers} x {size} GPUs are more than the {num_gpus} that servers can have here"
+    if size == 1:
+        return None
+    return next(_objections(model, job, size, on_cpu=num_gpus == 0), None)
+
+
+def find_uncut(model: ModelFacts, job: Job, num_gpus: int) -> UnsupportedError | None:
+    """What stands against the servers that a manifest asks for, with its field and what to write."""
+    why = why_uncut(model, job, server_gpus(model, job, num_gpus), num_gpus)
+    if why is None:
+        return None
+    if num_gpus and job.servers > num_gpus:
+        return UnsupportedError(why, where="spec.rollout.replicas", fix=f"write replicas: {num_gpus} or less")
+    sizes = range(1, (job.asked_server_gpus or 1) + 1)
+    fitting = [str(size) for size in sizes if why_uncut(model, job, size, num_gpus) is None]
+    return UnsupportedError(why, where=FIELD, fix=f"write tensorParallel: {' or '.join(fitting)}")
+
+
+def check_servers(model: ModelFacts, job: Job, num_gpus: int) -> int:
+    """GPUs of each server, as `server_gpus`. Raises UnsupportedError (78) where something stands against it."""
+    found = find_uncut(model, job, num_gpus)
+    if found is not None:
+        raise found
+    return server_gpus(model, job, num_gpus)
+
+
+def _objections(model: ModelFacts, job: Job, size: int, *, on_cpu: bool) -> Iterator[str]:
+    shape = model.architecture
+    if shape.num_heads % size:
+        yield f"{shape.num_heads} attention heads cannot be dealt out to {size} GPUs"
+    heads = shape.kv.heads
+    if heads > 1 and heads % size and (size % heads or on_cpu):
+        yield f"{heads} heads of keys and values can be neither dealt out to {size} GPUs nor repeated on them"
+    for stored in model.weights:
+        if stored.weight.is_linear and stored.weight.is_split and stored.weight.role not in ("mtp", "vision", "head"):
+            yield from _cuts(stored, size, heads, on_cpu=on_cpu, family=shape.family)
+    if job.adapter == "OFT":
+        for weight in adapted_weights(shape, job):
+            width = weight.shape[-1]
+            if weight.is_split and weight.target in ROW_PARALLEL and width // size % job.rank:
+                yield (
+                    f"each of {size} GPUs has {width // size} input features of {weight.module}, and blocks of "
+                    f"{job.rank} would lie on two"
+                )
+
+
+def _cuts(stored: StoredWeight, size: int, heads: int, *, on_cpu: bool, family: str) -> Iterator[str]:
+    weight, (rows, columns) = stored.weight, stored.weight.shape[-2:]
+    is_row_parallel = weight.target in ROW_PARALLEL
+    if weight.target in KEYS:
+        size = min(size, heads)
+    width = columns if is_row_parallel else rows
+    if width % size:
+        yield f"the {width} {'columns' if is_row_parallel else 'rows'} of {weight.module} cannot be cut in {size}"
+        return
+    is_inner = weight.role in ("dense_mlp", "shared_expert", "routed_expert")
+    if on_cpu and is_inner and width // size % CPU_MULTIPLE:
+        yield (
+            f"on a CPU SGLang cuts {weight.module} in multiples of {CPU_MULTIPLE}, and each of {size} processes would "
+            f"have {width // size}"
+        )
+    # On a CPU the base is unpacked, and the experts of gpt-oss SGLang cuts between blocks, wherever these end.
+    if stored.block is None or on_cpu or (family == "gpt_oss" and weight.role == "routed_expert"):
+        return
+    block = stored.block[1] if is_row_parallel else stored.block[0]
+    if width // size % block:
+        yield (
+            f"each of {size} GPUs has {width // size} {'columns' if is_row_parallel else 'rows'} of {weight.module}, "
+            f"and one scale is for {block}"
+        )

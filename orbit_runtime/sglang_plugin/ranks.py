@@ -1,0 +1,58 @@
+"""What the processes of one server do together: each drives one GPU, and SGLang answers with what rank 0 found alone.
+
+`gather` and `agree_on_load` are collectives: all ranks call them, for the same request. SGLang hands every request to
+every rank, and each works through the same ones in the same order.
+
+Belongs here: bringing ranks' answers together, on the host. Does not belong here: what they hold (`readback`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+
+def count() -> int:
+    return int(_group().world_size)
+
+
+def own_rank() -> int:
+    return int(_group().rank_in_group)
+
+
+def gather(own: Any) -> list[Any] | None:
+    """What every rank gave, in order; None on all but the first. It travels as a pickle, among SGLang's own."""
+    group = _group()
+    if group.world_size == 1:
+        return [own]
+    found = [None] * group.world_size if group.rank_in_group == 0 else None
+    dist.gather_object(own, found, dst=group.ranks[0], group=group.cpu_group)
+    return found
+
+
+def agree_on_load(result: Any, manager: Any, reference: Any, *_: Any, **__: Any) -> Any:
+    """After a load on this rank: one that failed anywhere has failed, and stands nowhere.
+
+    SGLang's answer is rank 0's. A rank without an adapter that the others have would end the server at the first batch.
+    """
+    group = _group()
+    if group.world_size == 1:
+        return result
+    every: list[Any] = [None] * group.world_size
+    dist.all_gather_object(every, None if result.success else str(result.error_message), group=group.cpu_group)
+    failed = {rank: error for rank, error in enumerate(every) if error is not None}
+    if not failed:
+        return result
+    if result.success:
+        manager._unload_lora_adapter(reference)
+    told = [f"rank {rank}: {error}" for rank, error in failed.items()]
+    if len(set(every)) == 1:
+        told = [every[0]]
+    return manager.create_lora_update_result(success=False, error_message="; ".join(told))
+
+
+def _group() -> Any:
+    from sglang.srt.distributed import get_tp_group
+
+    return get_tp_group()

@@ -1,0 +1,85 @@
+"""Parts of an adapter on several ranks: joined they are the whole, and what one rank holds otherwise shows."""
+
+from __future__ import annotations
+
+import pickle
+
+import torch
+
+from orbit_runtime.sglang_plugin.shards import Piece, join, pack, with_pieces
+
+WHOLE = {
+    "column.lora_A": torch.randn(4, 16), "column.lora_B": torch.randn(12, 4), "row.lora_A": torch.randn(4, 24),
+    "keys.lora_B": torch.randn(8, 4), "experts.w2.lora_A": torch.randn(3, 4, 6),
+}  # fmt: skip
+SIZE = 4
+
+
+def pieces(rank: int, whole: dict[str, torch.Tensor] = WHOLE) -> list[Piece]:
+    """Four ranks and two heads of keys, each on two ranks."""
+    return [
+        Piece("column.lora_A", whole["column.lora_A"], is_copy=rank > 0),
+        Piece("column.lora_B", whole["column.lora_B"].chunk(SIZE)[rank], 0, rank),
+        Piece("row.lora_A", whole["row.lora_A"].chunk(SIZE, 1)[rank], 1, rank),
+        Piece("keys.lora_B", whole["keys.lora_B"].chunk(2)[rank // 2], 0, rank // 2, rank % 2 > 0),
+        Piece("experts.w2.lora_A", whole["experts.w2.lora_A"].chunk(3, 2)[min(rank, 2)], 2, min(rank, 2), rank == 3),
+    ]
+
+
+def sent(ranks: list[list[Piece]], *, whole: bool = False) -> list[list[Piece]]:
+    return [pickle.loads(pickle.dumps(pack(each, whole=whole))) for each in ranks]
+
+
+def test_the_parts_of_all_ranks_are_the_published_tensors() -> None:
+    for ranks in (sent([pieces(rank) for rank in range(SIZE)]), [pieces(rank) for rank in range(SIZE)]):
+        joined = join(ranks)
+        assert joined.keys() == WHOLE.keys()
+        assert all(torch.equal(joined[name], WHOLE[name]) for name in WHOLE)
+
+
+def test_what_several_ranks_hold_is_sent_once_and_then_as_a_digest() -> None:
+    first, second, *_ = sent([pieces(rank) for rank in range(SIZE)])
+    assert [type(each.data) for each in first] == [torch.Tensor] * 5
+    assert [each.name for each in second if isinstance(each.data, str)] == ["column.lora_A", "keys.lora_B"]
+
+
+def test_a_part_is_sent_without_the_buffer_that_it_is_a_view_of() -> None:
+    buffer = torch.zeros(64, 1024)
+    (packed,) = pack([Piece("row.lora_A", buffer[:, :1], 1)], whole=False)
+    assert len(pickle.dumps(packed)) < 4096
+
+
+def test_another_value_on_one_rank_changes_a_value_or_a_name() -> None:
+    for index, piece in enumerate(pieces(3)):
+        ranks = [pieces(rank) for rank in range(SIZE)]
+        ranks[3][index] = Piece(piece.name, piece.data * 2, piece.axis, piece.part, piece.is_copy)
+        joined = join(sent(ranks))
+        if piece.is_copy:
+            assert f"{piece.name}.rank=3" in joined
+            assert piece.name not in joined
+        else:
+            assert not torch.equal(joined[piece.name], WHOLE[piece.name])
+
+
+def test_a_rank_that_holds_nothing_shows_in_every_tensor() -> None:
+    joined = join(sent([pieces(0), pieces(1), [], pieces(3)]))
+    assert not {name for name, tensor in joined.items() if name in WHOLE and tensor.shape == WHOLE[name].shape}
+    assert "column.lora_A.rank=2" in joined
+
+
+def test_a_rank_is_told_apart_by_what_it_holds_alone() -> None:
+    other = {name: tensor + 1 for name, tensor in WHOLE.items()}
+    ranks = sent([pieces(0), pieces(1, other), pieces(2), pieces(3)], whole=True)
+    assert [rank for rank in range(SIZE) if with_pieces(WHOLE, ranks, rank) is not None] == [1]
+    found = with_pieces(WHOLE, ranks, 1)
+    assert found is not None
+    assert torch.equal(found["column.lora_B"].chunk(SIZE)[1], other["column.lora_B"].chunk(SIZE)[1])
+    assert torch.equal(found["column.lora_B"].chunk(SIZE)[0], WHOLE["column.lora_B"].chunk(SIZE)[0])
+    assert torch.equal(found["column.lora_A"], other["column.lora_A"])
+
+
+def test_a_rank_that_lacks_a_tensor_is_told() -> None:
+    ranks = sent([pieces(0), pieces(1)[1:], pieces(2), pieces(3)], whole=True)
+    found = with_pieces(WHOLE, ranks, 1)
+    assert found is not None
+    assert "column.lora_A" not in found
