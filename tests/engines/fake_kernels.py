@@ -37,6 +37,8 @@ def attention(layer: Any, batch: Any, x_TK: Tensor) -> Tensor:
         "get_token_to_kv_pool": lambda: cache,
     }
     real = {name: getattr(model, name) for name in fakes}
+    # SGLang holds it in BF16 whatever the model's dtype is; nothing is lost.
+    layer.wo_a.weight.data = layer.wo_a.weight.data.to(x_TK.dtype)
     try:
         for name, fake in fakes.items():
             setattr(model, name, fake)
