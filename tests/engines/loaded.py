@@ -109,7 +109,11 @@ def announce(manager: Any, sequences: list[tuple[str | None, int]]) -> Any:
 
 
 def call(runner: Any, batch: Any, name: str, x: Any) -> Any:
-    """A module's output; `sent:<experts>` what they are handed, `attention:<layer>` a layer's over fake kernels."""
+    """A module's output.
+
+    Of other kinds: `sent:<experts>` what they are handed, `packed:<experts>` what stands between their products under
+    the plug-in's wrapper, `attention:<layer>` a layer's output over fake kernels.
+    """
     from tests.engines import fake_kernels
 
     kind, _, module = name.rpartition(":")
@@ -118,6 +122,8 @@ def call(runner: Any, batch: Any, name: str, x: Any) -> Any:
         return fake_kernels.attention(found, batch, x)
     if kind == "sent":
         return sent(found, x)
+    if kind == "packed":
+        return packed(runner.lora_manager, found.base_layer, x)
     y = found(x)
     return y[0] if isinstance(y, tuple) else y
 
@@ -132,6 +138,46 @@ def sent(layer: Any, x: Any) -> Any:
     dispatched = layer._dispatch_with_pre_quant(x, routes, (x, x))
     assert dispatched.hidden_states_pre_quant is None
     return dispatched.hidden_states
+
+
+def packed(manager: Any, layer: Any, x: Any) -> Any:
+    """The plug-in's wrapper, as SGLang makes it where Marlin holds FP4 experts, over a fake of its two products."""
+    import torch
+    from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
+    from sglang.srt.layers.moe.topk import StandardTopKOutput
+    from sglang.srt.layers.moe.utils import MoeRunnerBackend
+    from sglang.srt.layers.quantization.mxfp4_marlin_moe import Mxfp4MarlinMoEMethod
+    from sglang.srt.lora import layers
+    from sglang.srt.lora.lora_moe_runner_marlin import MarlinLoraRunnerCore
+
+    held, inner, width = layer.quant_method, layer.intermediate_size_per_partition, layer.hidden_size
+    layer.quant_method = method = Mxfp4MarlinMoEMethod(None, "experts")
+    layer.runner = method.runner = SimpleNamespace(runner_backend=MoeRunnerBackend.MARLIN)
+    for name, size in (("w13_weight", width), ("w2_weight", inner)):
+        setattr(layer, name, torch.nn.Parameter(torch.zeros(8, size // 16, 1), requires_grad=False))
+        setattr(layer, f"{name}_scale", None)
+    shared = {"experts_shared_outer_loras": True, "max_lora_rank": manager.max_lora_rank}
+    wrapper = layers.get_lora_layer(layer, manager.lora_backend, **shared)
+    core = wrapper._lora_runner.runner_core
+    assert isinstance(core, MarlinLoraRunnerCore)
+    assert isinstance(wrapper, layers.FusedMoEWithLoRA)
+    assert wrapper.quant_method is layer.quant_method is method is not held
+
+    def two_products(sent: Any, weights: Any, config: Any, hooks: Any) -> Any:
+        assert weights.weight_bits == 4
+        assert weights.w2_qweight is layer.w2_weight
+        assert core.config.routed_scaling_factor is not None
+        assert config.routed_scaling_factor is None
+        between = sent.hidden_states[:, None, : 2 * inner].repeat(1, 2, 1)
+        hooks.after_gate_up(sent.hidden_states, between, None, None)
+        return StandardCombineInput(hidden_states=between.flatten(1))
+
+    core.run_from_dispatch = two_products
+    rows = len(x)
+    routes = StandardTopKOutput(torch.ones(rows, 2), torch.zeros(rows, 2, dtype=torch.int32), torch.zeros(rows, 8))
+    # What SGLang builds where no adapter is active: its kernels need a GPU.
+    idle = SimpleNamespace(max_lora_rank=manager.max_lora_rank, has_active_lora=False)
+    return wrapper._forward_with_lora(x, routes, idle, pre_quant_input=None)
 
 
 if __name__ == "__main__":

@@ -100,13 +100,18 @@ def test_deepseek_v4s_attention_and_shared_experts_are_adapted_as_by_peft(
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("experts", ["SharedOuter", "PerExpert"])
-def test_a_lora_of_deepseek_v4s_experts_is_read_back_from_sglangs_slots(experts: Any, tmp_path: Path) -> None:
+def test_a_lora_of_deepseek_v4s_experts_is_read_back_and_their_products_are_cut(experts: Any, tmp_path: Path) -> None:
     packed, plain = make_family(tmp_path, "deepseek_v4", "MXFP4V4")
     policy = load_policy(packed, replace(LORA, experts=experts))
     adapters = publish(policy, tmp_path)
-    answered = ask(policy, served(plain, packed, "deepseek_v4"), adapters, {})
-    assert answered.wrapped[f"{LAYER.format(2)}.mlp.experts"] == "FusedMoEWithLoRA"
+    experts_of_a_layer = f"{LAYER.format(2)}.mlp.experts"
+    beyond = 40 * torch.randn(sum(LENGTHS), policy.model.config.hidden_size)
+    answered = ask(policy, served(plain, packed, "deepseek_v4"), adapters, {f"packed:{experts_of_a_layer}": beyond})
+    assert answered.wrapped[experts_of_a_layer] == "FusedMoEWithLoRA"
     check_read_back(answered, adapters)
+    gate, up = beyond.chunk(2, -1)
+    cut = torch.cat([gate.clamp(max=10.0), up.clamp(-10.0, 10.0)], -1)
+    assert torch.equal(answered.outputs[f"packed:{experts_of_a_layer}"], cut.repeat(1, 2))
 
 
 @pytest.mark.timeout(900)
