@@ -59,6 +59,10 @@ PUBLISHED_AS: Mapping[str, Mapping[str, Any]] = {
     },
 }  # fmt: skip
 """What config.json says where a model is published, and transformers leaves out or says otherwise."""
+NAMED: Mapping[str, tuple[str, ...]] = {
+    "gpt_oss": ("--attention-backend", "triton", "--moe-runner-backend", "triton"),
+}
+"""Back ends without which SGLang takes no arguments of a family's; neither is started here."""
 LENGTHS = (5, 3, 7, 4, 2)
 ORDER = ("policy-v1", None, "policy-v2", "policy-v1", None)
 """Adapters of the batch's prompts."""
@@ -233,9 +237,10 @@ def ask(policy: Policy, base: Path, adapters: Iterable[str], inputs: Mapping[str
     paths = {name: str(folder / f"{name}.safetensors") for name in ("inputs", "outputs")}
     save_file({"none": torch.zeros(1)} | {name: x.contiguous() for name, x in inputs.items()}, paths["inputs"])
     asked = {
-        "arguments": server_arguments(settings, free_port()), "oft_block_size": settings.oft_block_size,
-        "experts": experts, "adapters": {name: str(folder / name) for name in adapters},
-        "batch": list(zip(ORDER, LENGTHS, strict=True)), "told": str(folder / "told.json"), **paths,
+        "arguments": [*server_arguments(settings, free_port()), *NAMED.get(policy.model.config.model_type, ())],
+        "oft_block_size": settings.oft_block_size, "experts": experts, "told": str(folder / "told.json"), **paths,
+        "adapters": {name: str(folder / name) for name in adapters},
+        "batch": list(zip(ORDER, LENGTHS, strict=True)),
     }  # fmt: skip
     (folder / "asked.json").write_text(json.dumps(asked))
     command = [os.environ[PYTHON_VARIABLE], str(ROOT / "tests" / "engines" / "loaded.py"), str(folder / "asked.json")]
