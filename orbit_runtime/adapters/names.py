@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 STACKED_NAMES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+SGLANG_TARGETS = {"kv_proj": "kv_a_proj_with_mqa", "o_b_proj": "o_proj"}
+"""DeepSeek-V4's projections that SGLang's LoRA has no name for → what DeepSeek-V3 has in the same place."""
 
 
 def expert_file_names(module: str, kind: str, layout: str, num_experts: int) -> tuple[str, ...]:

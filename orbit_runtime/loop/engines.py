@@ -62,7 +62,7 @@ def _start(resolved: Resolved, policy: Policy, tokenizer: Tokenizer, folder: Pat
     from orbit_runtime.checkpoints.convert import convert
     from orbit_runtime.checkpoints.target import Target
     from orbit_runtime.rollout.handover import build_transport
-    from orbit_runtime.rollout.sglang_experts import check_experts, served_experts
+    from orbit_runtime.rollout.sglang_experts import check_experts, check_generation, served_experts
     from orbit_runtime.rollout.sglang_server import (
         ServerSettings,
         SGLangServer,
@@ -75,6 +75,10 @@ def _start(resolved: Resolved, policy: Policy, tokenizer: Tokenizer, folder: Pat
     spec, adapter, layers = resolved.run.spec, policy.injected.config, tuple(policy.injected.layers)
     formats = expert_formats(policy)
     check_experts(adapter, layers, resolved.device, formats)
+    if adapter.type == "LoRA" and resolved.device != "cpu":
+        import torch
+
+        check_generation(formats, torch.cuda.get_device_capability())
     if spec.rollout.deterministic:
         check_deterministic(resolved.device)
     on_cpu = resolved.device == "cpu"
@@ -153,9 +157,10 @@ def _attach(
 ) -> Engine:
     from orbit_runtime.rollout.attached import Endpoint, Wanted, attach_engine
     from orbit_runtime.rollout.sglang_experts import served_experts
-    from orbit_runtime.rollout.sglang_server import lora_targets
+    from orbit_runtime.rollout.sglang_server import check_attached, lora_targets
 
     spec, adapter, layers = resolved.run.spec, policy.injected.config, tuple(policy.injected.layers)
+    check_attached(layers)
     if served_experts(adapter, layers) != "None":
         raise UnsupportedError(
             "adapters of routed experts are not handed to attached servers in this version",

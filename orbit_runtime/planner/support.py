@@ -37,6 +37,8 @@ class Combination:
     deterministic: bool = False
     adapts_down: bool = True
     """`down_proj` is among the targets."""
+    gpu: str = ""
+    """Short name of the card (`model_info.gpus`); empty where it is not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,7 @@ class Limit:
     experts: tuple[str, ...] = ()
     engine: tuple[str, ...] = ()
     trainer: tuple[str, ...] = ()
+    gpu: tuple[str, ...] = ()
     several_gpus: bool = False
     on_gpu: bool = False
     on_cpu: bool = False
@@ -61,7 +64,7 @@ class Limit:
     """Only with `down_proj`."""
 
     def matches(self, asked: Combination) -> bool:
-        names = ("format", "family", "adapter", "experts", "engine", "trainer")
+        names = ("format", "family", "adapter", "experts", "engine", "trainer", "gpu")
         fits = all(not getattr(self, name) or getattr(asked, name) in getattr(self, name) for name in names)
         fits = fits and not (self.on_cpu and asked.num_gpus) and not (self.deterministic and not asked.deterministic)
         fits = fits and not (self.adapts_down and not asked.adapts_down)
@@ -70,13 +73,6 @@ class Limit:
 
 LIMITS: tuple[Limit, ...] = (
     Limit(
-        "refused",
-        "SGLang 0.5.23 cannot adapt DeepSeek-V4: its attention projections are no LoRA targets, and its FP4 experts "
-        "tell LoRA nothing about their quantisation",
-        "write adapter.type: OFT, whose rotation comes before any quantised product",
-        family=("deepseek_v4",), adapter=("LoRA",), engine=("SGLang",),
-    ),
-    Limit(
         "refused", "SGLang 0.5.23 computes the attention of gpt-oss and of DeepSeek-V4 on GPUs only",
         "write rollout.engine: Torch", family=("gpt_oss", "deepseek_v4"), engine=("SGLang",), on_cpu=True,
     ),
@@ -84,8 +80,15 @@ LIMITS: tuple[Limit, ...] = (
         "refused",
         "SGLang 0.5.23 serves no LoRA on MXFP4 experts",
         "write adapter.experts: None, or adapter.type: OFT",
-        format=("MXFP4",), adapter=("LoRA",), experts=("SharedOuter", "Shared", "PerExpert"), engine=("SGLang",),
-        on_gpu=True,
+        format=("MXFP4",), family=tuple(name for name in MOE_FAMILIES if name != "deepseek_v4"), adapter=("LoRA",),
+        experts=("SharedOuter", "Shared", "PerExpert"), engine=("SGLang",), on_gpu=True,
+    ),
+    Limit(
+        "refused",
+        "LoRA on DeepSeek-V4's FP4 experts needs SGLang's Marlin kernels, which run on Hopper and on SM120 only",
+        "write adapter.experts: None, or adapter.type: OFT",
+        format=("MXFP4",), family=("deepseek_v4",), adapter=("LoRA",), experts=("SharedOuter", "PerExpert"),
+        engine=("SGLang",), gpu=("B200", "A100", "RTX4090"),
     ),
     Limit(
         "refused", "SGLang 0.5.23 holds no LoRA of the experts of gpt-oss, whose gate and up are one tensor",
@@ -111,6 +114,11 @@ LIMITS: tuple[Limit, ...] = (
         engine=("SGLang",), on_cpu=True, deterministic=True,
     ),
     Limit(
+        "refused", "SGLang 0.5.23 has no deterministic attention for DeepSeek-V4",
+        "remove rollout.deterministic, or write rollout.engine: Torch",
+        family=("deepseek_v4",), engine=("SGLang",), deterministic=True,
+    ),
+    Limit(
         "refused", "the torch trainer is one process on one device",
         "write placement.gpus: 1, or training.trainer: Auto", trainer=("Torch",), several_gpus=True,
     ),
@@ -132,8 +140,16 @@ LIMITS: tuple[Limit, ...] = (
     ),
     Limit("planned", "this version of Orbit has no Megatron trainer yet", trainer=("Megatron",)),
     Limit(
-        "planned", "the plug-in for SGLang does not rotate the inputs of DeepSeek-V4's attention yet",
-        family=("deepseek_v4",), adapter=("OFT",), engine=("SGLang",),
+        "planned",
+        "DeepSeek-V4's attention is adapted by Orbit's plug-in: tested module by module on a CPU, not run on hardware",
+        family=("deepseek_v4",), engine=("SGLang",),
+    ),
+    Limit(
+        "planned",
+        "LoRA on DeepSeek-V4's FP4 experts is Orbit's plug-in over SGLang's Marlin kernels (Hopper, SM120), not run on "
+        "hardware",
+        format=("MXFP4",), family=("deepseek_v4",), adapter=("LoRA",), experts=("SharedOuter", "PerExpert"),
+        engine=("SGLang",),
     ),
     Limit(
         "planned", "Orbit has run SGLang on the modules of DeepSeek-V3, which are Kimi-K2's, not on Kimi's own files",

@@ -1,7 +1,8 @@
 """Adapters of routed experts in SGLang servers of our own: what 0.5.23 and the plug-in can apply, and the flags for it.
 
     LoRA, SharedOuter or PerExpert   SGLang's own buffers and, on a GPU, its own kernels, over the bases in
-                                     `MOE_RUNNERS`; on a CPU the plug-in computes the experts from the same buffers
+                                     `MOE_RUNNERS`; DeepSeek-V4's FP4 through a wrapper of the plug-in's; on a CPU the
+                                     plug-in computes the experts from the same buffers
     OFT, Shared                      the plug-in turns tokens before the experts, over any base; R of down on a CPU
 
 Belongs here: what is refused, and why. Does not belong here: limits that a manifest alone shows (`planner.support`).
@@ -20,10 +21,14 @@ LORA_LAYOUTS = ("SharedOuter", "PerExpert")
 OFT_LAYOUTS = ("Shared",)
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 MOE_RUNNERS = {
-    "BF16": "triton", "FP8Block": "triton", "INT4": "marlin", "INT4Asymmetric": "marlin", "NVFP4ModelOpt": "marlin",
+    "BF16": "triton", "FP8Block": "triton", "FP8BlockV4": "triton", "INT4": "marlin", "INT4Asymmetric": "marlin",
+    "NVFP4ModelOpt": "marlin", "MXFP4V4": "marlin",
 }  # fmt: skip
 """Layout of the experts → SGLang's runner with LoRA in it: those whose class tells LoRA how the base is packed, by a
-`get_triton_quant_info` or a `get_marlin_quant_info`. A test reads it from SGLang's source."""
+`get_triton_quant_info` or a `get_marlin_quant_info`; of the last one, `sglang_plugin.mxfp4_experts` does. A test reads
+it from SGLang's source."""
+MARLIN_FP4 = (9, 12)
+"""Major compute capabilities that SGLang multiplies MXFP4V4 by Marlin on."""
 
 
 def served_experts(adapter: AdapterConfig, layers: Collection[str]) -> str:
@@ -57,6 +62,21 @@ def check_experts(adapter: AdapterConfig, layers: Collection[str], device: str, 
         )  # fmt: skip
     if device != "cpu":
         _check_gpu(adapter, targets, formats)
+
+
+def check_generation(formats: Collection[str], capability: tuple[int, int]) -> None:
+    """Raises UnsupportedError (78) where no kernel with LoRA in it runs over these experts on this GPU.
+
+    Args:
+        formats: layouts of the experts that a LoRA adapts.
+        capability: of the GPU, as CUDA says it.
+    """
+    if "MXFP4V4" in formats and capability[0] not in MARLIN_FP4:
+        raise UnsupportedError(
+            "LoRA on DeepSeek-V4's FP4 experts needs SGLang's Marlin kernels, which run on Hopper (9.0) and on 12.0, "
+            f"and this GPU's compute capability is {capability[0]}.{capability[1]}",
+            where="spec.adapter.experts", fix="write None, or adapter.type: OFT",
+        )  # fmt: skip
 
 
 def expert_arguments(experts: str, device: str, formats: Collection[str]) -> list[str]:

@@ -16,6 +16,7 @@ from typing import Literal
 
 from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.adapters.inject import SHARED_INPUTS
+from orbit_runtime.adapters.names import SGLANG_TARGETS
 from orbit_runtime.errors import UnsupportedError
 from orbit_runtime.rollout.served import Sleeping
 from orbit_runtime.rollout.sglang_experts import expert_arguments
@@ -27,9 +28,6 @@ PYTHON_VARIABLE = "ORBIT_SGLANG_PYTHON"
 START_SECONDS = 900.0
 MAX_ADAPTERS = 4
 """Slots: the current policy, the one before it, one for preflight, and the bare base."""
-
-DEEPSEEK_V4_ATTENTION = {"kv_proj", "o_a_proj", "o_b_proj"}
-"""Targets that no other family has."""
 
 
 @dataclass(frozen=True)
@@ -162,6 +160,20 @@ def server_arguments(settings: ServerSettings, port: int) -> list[str]:
     return arguments
 
 
+def check_attached(layers: Collection[str]) -> None:
+    """Raises UnsupportedError (78) for layers that only the plug-in makes an adapter reach.
+
+    Args:
+        layers: names of the adapted modules.
+    """
+    if only_ours := sorted({name.rpartition(".")[2] for name in layers} & SGLANG_TARGETS.keys()):
+        raise UnsupportedError(
+            f"{', '.join(only_ours)} of DeepSeek-V4 are adapted by Orbit's plug-in, in servers that Orbit starts",
+            where="spec.adapter.targets",
+            fix="write rollout.engine: SGLang, or targets: [gate_proj, up_proj]",
+        )
+
+
 def check_deterministic(device: str) -> None:
     """Raises UnsupportedError (78) on a CPU: SGLang 0.5.23 has no such attention or products there."""
     if device == "cpu":
@@ -197,8 +209,12 @@ def _environment(settings: ServerSettings, taps: Path) -> dict[str, str]:
 
 
 def lora_targets(modules: Collection[str]) -> tuple[str, ...]:
-    """SGLang names targets by the last part of a module's name; a server must know all that an adapter's file names."""
-    return tuple(sorted({name.rpartition(".")[2] for name in modules}))
+    """SGLang names targets by the last part of a module's name; a server must know all that an adapter's file names.
+
+    Its command line takes no others than it knows: DeepSeek-V4's go by the names that the plug-in gives them.
+    """
+    leaves = {name.rpartition(".")[2] for name in modules}
+    return tuple(sorted({SGLANG_TARGETS.get(leaf, leaf) for leaf in leaves}))
 
 
 def check_served(adapter: AdapterConfig, layers: Collection[str], modules: Collection[str]) -> None:
@@ -211,12 +227,6 @@ def check_served(adapter: AdapterConfig, layers: Collection[str], modules: Colle
     if adapter.type == "LoRA" and adapter.rslora:
         raise UnsupportedError(
             "SGLang scales a LoRA by alpha / rank", where="spec.adapter.lora.rslora", fix="leave it out"
-        )
-    if unknown := sorted({name.rpartition(".")[2] for name in layers} & DEEPSEEK_V4_ATTENTION):
-        raise UnsupportedError(
-            f"SGLang has no adapters of {', '.join(unknown)} of DeepSeek-V4, and the plug-in turns no input of theirs",
-            where="spec.adapter.targets",
-            fix="write targets: [gate_proj, up_proj], or use engine: Torch",
         )
     for name in layers:
         parent, _, last = name.rpartition(".")
@@ -235,7 +245,7 @@ def check_served(adapter: AdapterConfig, layers: Collection[str], modules: Colle
 
 def _check_every(layers: Collection[str], modules: Collection[str]) -> None:
     """SGLang looks for targets by their last name alone; routed experts have rules of their own."""
-    targets = set(lora_targets(layers))
+    targets = {name.rpartition(".")[2] for name in layers}
     others = {name for name in modules if name.rpartition(".")[2] in targets and ".experts." not in name}
     others = {name for name in others - set(layers) if ".compressor." not in name}
     if others:

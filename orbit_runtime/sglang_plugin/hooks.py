@@ -9,7 +9,17 @@ from __future__ import annotations
 import pkgutil
 from typing import Any
 
-from orbit_runtime.sglang_plugin import arrival, cpu, experts, oft_hooks, ranks, readback, taps
+from orbit_runtime.sglang_plugin import (
+    arrival,
+    cpu,
+    deepseek_v4,
+    experts,
+    mxfp4_experts,
+    oft_hooks,
+    ranks,
+    readback,
+    taps,
+)
 
 KEY = "orbit"
 """Name of our part of an internal state."""
@@ -39,8 +49,10 @@ def register(oft_block_size: int, expert_layout: str) -> None:
         (f"{LORA}.lora_manager.LoRAManager.load_lora_adapter", ranks.agree_on_load, "AFTER"),
         (f"{LORA}.lora_manager.LoRAManager.load_lora_adapter_from_tensors", ranks.agree_on_load, "AFTER"),
         ("sglang.srt.model_executor.model_runner.ModelRunner.forward", _around_pass, "AROUND"),
+        *deepseek_v4.hooks(),
         *(oft_hooks.hooks(oft_block_size) if oft_block_size else ()),
         *(experts.hooks(expert_layout) if expert_layout else ()),
+        *mxfp4_experts.hooks(expert_layout),
         *cpu.hooks(),
     ]
     for target, hook, kind in hooks:

@@ -33,8 +33,11 @@ FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
     "fused_qkv_a_proj_with_mqa": ("q_a_proj", "kv_a_proj_with_mqa"),
+    "wqkv_a": ("q_a_proj", "kv_proj"),
+    "wq_b": ("q_b_proj",),
+    "wo_b": ("o_b_proj",),
 }
-"""SGLang's layers that stand for several of the checkpoint's."""
+"""SGLang's layers that stand for several of the checkpoint's or are called otherwise; the last three of DeepSeek-V4."""
 MAX_ROWS = 2**20
 """Tokens of one pass; the map from row to slot must not move once a CUDA graph reads it."""
 UNTURNED = -1

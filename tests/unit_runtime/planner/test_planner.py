@@ -174,7 +174,25 @@ def test_every_family_of_the_tables_has_a_place_in_the_support_table() -> None:
         (Combination("NVFP4", "deepseek_v3", "OFT", "PerExpert", "Torch", "Torch"), "works", ""),
         (Combination("INT4", "gpt_oss", "OFT", "Shared", "Torch", "Torch"), "refused", "MXFP4, as released"),
         (Combination("INT4", "deepseek_v4", "OFT", "Shared", "Torch", "Torch"), "refused", "FP4 and FP8"),
-        (Combination("MXFP4", "deepseek_v4", "LoRA", "SharedOuter", "SGLang", "Megatron", 8), "refused", "DeepSeek-V4"),
+        (Combination("MXFP4", "deepseek_v4", "LoRA", "SharedOuter", "SGLang", "Megatron", 8), "planned", "Marlin"),
+        (
+            Combination("MXFP4", "deepseek_v4", "LoRA", "PerExpert", "SGLang", "Torch", 1, gpu="H200"),
+            "planned",
+            "over SGLang's Marlin kernels (Hopper, SM120), not run on hardware",
+        ),
+        (
+            Combination("MXFP4", "deepseek_v4", "LoRA", "PerExpert", "SGLang", "Torch", 1, gpu="B200"),
+            "refused",
+            "on Hopper and on SM120 only",
+        ),
+        (
+            Combination("MXFP4", "deepseek_v4", "LoRA", "None", "SGLang", "Torch", 1, gpu="B200"),
+            "planned",
+            "not run on hardware",
+        ),
+        (Combination("FP8", "deepseek_v4", "LoRA", "SharedOuter", "SGLang", "Torch", 1), "planned", "plug-in"),
+        (Combination("MXFP4", "deepseek_v4", "LoRA", "None", "SGLang", "Torch", 1, True), "refused", "deterministic"),
+        (Combination("BF16", "deepseek_v4", "OFT", "None", "SGLang", "Torch", 0), "refused", "on GPUs only"),
         (Combination("MXFP4", "gpt_oss", "LoRA", "SharedOuter", "SGLang", "Megatron", 8), "refused", "MXFP4 experts"),
         (Combination("INT4", "kimi_k2", "LoRA", "SharedOuter", "SGLang", "Megatron", 8), "planned", "Megatron"),
         (Combination("BF16", "qwen3", "LoRA", "None", "Torch", "Torch", 8), "refused", "one process"),
@@ -227,7 +245,7 @@ def test_a_refused_combination_does_not_fit_whatever_the_memory() -> None:
         adapter={"targets": ["gate_proj"]}, training={"parallel": {"tensor": 8}},
     )  # fmt: skip
     assert not made.fits
-    assert "SGLang 0.5.23 cannot adapt DeepSeek-V4" in made.problems[0].message
+    assert "LoRA on DeepSeek-V4's FP4 experts needs SGLang's Marlin kernels" in made.problems[0].message
 
 
 def test_deterministic_sampling_by_sglang_on_the_cpu_is_refused_before_anything_is_taken() -> None:

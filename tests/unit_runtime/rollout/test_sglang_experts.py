@@ -9,7 +9,7 @@ import pytest
 
 from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.errors import UnsupportedError
-from orbit_runtime.rollout.sglang_experts import check_experts, served_experts
+from orbit_runtime.rollout.sglang_experts import check_experts, check_generation, served_experts
 from orbit_runtime.rollout.sglang_server import ServerSettings, server_arguments
 
 ALL = ("gate_proj", "up_proj", "down_proj")
@@ -28,6 +28,8 @@ def layers(*names: str) -> tuple[str, ...]:
         (replace(LORA, experts="PerExpert"), ALL, "cpu", "FP8"),
         (LORA, ALL, "cuda", "FP8Block"),
         (replace(LORA, alpha=4.0), ALL, "cuda", "INT4"),
+        (LORA, ALL, "cuda", "MXFP4V4"),
+        (LORA, ALL, "cuda", "FP8BlockV4"),
         (OFT, ALL, "cpu", "BF16"),
         (OFT, ALL[:2], "cuda", "MXFP4V4"),
         (OFT, ("gate_up_proj",), "cuda", "MXFP4GptOss"),
@@ -55,7 +57,14 @@ def test_without_adapted_experts_nothing_is_asked_of_the_layout() -> None:
         (LORA, ("gate_up_proj", "down_proj"), "cuda", "MXFP4GptOss", "targets", "gate_proj, up_proj has no adapter"),
         (replace(LORA, alpha=12.0), ALL, "cpu", "BF16", "lora.alpha", "here 1.5, and rounds it"),
         (OFT, ALL, "cuda", "BF16", "targets", "the input of down_proj inside of it"),
-        (LORA, ALL, "cuda", "FP8", "experts", "no LoRA on routed experts in FP8; it has on BF16, FP8Block, INT4"),
+        (
+            LORA,
+            ALL,
+            "cuda",
+            "FP8",
+            "experts",
+            "no LoRA on routed experts in FP8; it has on BF16, FP8Block, FP8BlockV4, INT4",
+        ),
         (LORA, ALL, "cuda", "NVFP4", "experts", "no LoRA on routed experts in NVFP4"),
     ],
 )
@@ -73,6 +82,22 @@ def test_experts_that_need_two_runners_are_refused() -> None:
     check_experts(LORA, layers(*ALL), "cuda", ("INT4", "NVFP4ModelOpt"))
     with pytest.raises(UnsupportedError, match="packed as BF16, INT4, and a server of SGLang has one runner"):
         check_experts(LORA, layers(*ALL), "cuda", ("INT4", "BF16"))
+
+
+@pytest.mark.parametrize("capability", [(9, 0), (12, 0)])
+def test_fp4_experts_of_deepseek_v4_take_a_lora_where_marlin_runs(capability: tuple[int, int]) -> None:
+    check_generation(("MXFP4V4",), capability)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (10, 0)])
+def test_on_other_gpus_they_are_refused_and_other_experts_are_not(capability: tuple[int, int]) -> None:
+    check_generation(("FP8BlockV4", "NVFP4ModelOpt"), capability)
+    check_generation((), capability)
+    said = f"compute capability is {capability[0]}.0"
+    with pytest.raises(UnsupportedError, match=said) as caught:
+        check_generation(("MXFP4V4",), capability)
+    assert caught.value.exit_code == 78
+    assert caught.value.where == "spec.adapter.experts"
 
 
 def test_a_target_of_dense_layers_alone_is_refused() -> None:
@@ -98,6 +123,8 @@ def test_the_layout_and_the_bases_format_choose_the_flags() -> None:
     each = arguments(experts="PerExpert", expert_formats=("INT4",))
     assert "--no-experts-shared-outer-loras" in each
     assert each[each.index("--moe-runner-backend") + 1] == "marlin"
+    packed = arguments(experts="SharedOuter", expert_formats=("MXFP4V4",))
+    assert packed[packed.index("--moe-runner-backend") + 1] == "marlin"
     for left_alone in (arguments(), arguments(experts="Shared", expert_formats=("MXFP4V4",))):
         assert not {"--moe-runner-backend", "--experts-shared-outer-loras"} & set(left_alone)
     on_cpu = arguments(device="cpu", experts="SharedOuter", expert_formats=("INT4",))

@@ -6,7 +6,7 @@ import pytest
 
 from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.errors import UnsupportedError
-from orbit_runtime.rollout.sglang_server import check_served
+from orbit_runtime.rollout.sglang_server import check_attached, check_served, lora_targets
 
 PARENT = "model.layers.0.self_attn"
 MODULES = {f"{PARENT}.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj")}
@@ -40,10 +40,31 @@ def test_a_target_that_one_module_lacks_is_refused(left_out: str) -> None:
         check_served(AdapterConfig(type="LoRA", targets=("0.self_attn.o_proj",)), layers("o_proj"), modules)
 
 
-def test_the_attention_of_deepseek_v4_is_refused() -> None:
-    adapter = AdapterConfig(type="OFT", targets=("q_a_proj", "kv_proj"))
-    with pytest.raises(UnsupportedError, match="no adapters of kv_proj of DeepSeek-V4") as caught:
-        check_served(adapter, layers("q_a_proj", "kv_proj"), set())
+V4 = ("q_a_proj", "kv_proj", "q_b_proj", "o_b_proj")
+COMPRESSED = {f"{PARENT}.compressor.{name}" for name in ("kv_proj", "gate_proj", "indexer.q_b_proj")}
+
+
+@pytest.mark.parametrize("kind", ["LoRA", "OFT"])
+def test_the_attention_of_deepseek_v4_is_served_under_names_that_sglang_takes(kind) -> None:
+    adapter = AdapterConfig(type=kind, targets=V4)
+    check_served(adapter, layers(*V4), {*layers(*V4), *COMPRESSED})
+    assert lora_targets(layers(*V4)) == ("kv_a_proj_with_mqa", "o_proj", "q_a_proj", "q_b_proj")
+
+
+def test_a_part_of_deepseek_v4s_first_product_is_refused_with_what_is_missing() -> None:
+    adapter = AdapterConfig(type="LoRA", targets=("q_a_proj",))
+    with pytest.raises(UnsupportedError, match=r"runs q_a_proj and kv_proj as one layer, and kv_proj of") as caught:
+        check_served(adapter, layers("q_a_proj"), {*layers(*V4), *COMPRESSED})
+    assert "add kv_proj" in str(caught.value.fix)
+
+
+def test_attached_servers_are_handed_no_adapter_that_needs_the_plug_in() -> None:
+    check_attached(layers("q_a_proj", "q_b_proj", "o_proj"))
+    with pytest.raises(
+        UnsupportedError, match="kv_proj, o_b_proj of DeepSeek-V4 are adapted by Orbit's plug-in"
+    ) as caught:
+        check_attached(layers(*V4))
+    assert caught.value.exit_code == 78
     assert caught.value.where == "spec.adapter.targets"
 
 

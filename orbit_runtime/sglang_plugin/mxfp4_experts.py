@@ -1,0 +1,109 @@
+"""LoRA on DeepSeek-V4's FP4 experts: SGLang's Marlin kernels, with its LoRA between their two products.
+
+SGLang runs these experts by several kernels. All but Marlin's are one kernel for both products, with nowhere to add a
+LoRA; Marlin's are two, and SGLang has a pass with LoRA between them for other formats. Three things part this format
+from them: the class that tells how weights are packed, the cut of V4's activation, and the routers' scaling factor,
+which is in its routing weights already.
+
+Belongs here: that wrapper. Does not belong here: OFT, which turns tokens before any kernel (`experts`).
+Hopper (SM90) and SM120 only, as SGLang's kernels. GPU: not run on hardware.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from orbit_runtime.sglang_plugin.experts import LORA, LORA_LAYOUTS
+
+PACKED_AS = "Mxfp4MarlinMoEMethod"
+TILE = 16
+"""Marlin's weights stand in tiles of so many rows."""
+AfterProduct = Callable[[Tensor, Tensor, Tensor, Tensor], None]
+
+
+def hooks(layout: str) -> Iterator[tuple[str, Callable[..., Any], str]]:
+    """(target, hook, kind) of each. Args: layout: of the adapters that this server serves."""
+    if layout in LORA_LAYOUTS:
+        yield f"{LORA}.layers.get_lora_layer", _around_layer, "AROUND"
+
+
+def cut(after_gate_up: AfterProduct | None, limit: float | None) -> AfterProduct | None:
+    """What stands between gate and up and their activation: the LoRA's sum, then V4's cut, in place.
+
+    Args:
+        limit: gate stays below it, up between its negative and it; None: no cut.
+    """
+    if limit is None:
+        return after_gate_up
+
+    def after(tokens_TK: Tensor, products_TkN: Tensor, weights_Tk: Tensor, experts_Tk: Tensor) -> None:
+        if after_gate_up is not None:
+            after_gate_up(tokens_TK, products_TkN, weights_Tk, experts_Tk)
+        gate, up = products_TkN.chunk(2, -1)
+        gate.clamp_(max=limit)
+        up.clamp_(min=-limit, max=limit)
+
+    return after
+
+
+def check_unpadded(name: str, held: int, asked: int) -> None:
+    """Raises ValueError: B's rows would not stand under gate's and up's."""
+    if held != asked:
+        raise ValueError(
+            f"Marlin pads the {name} of these experts from {asked} to {held}; a LoRA of theirs has {asked}"
+        )
+
+
+def _around_layer(original: Callable[..., Any], layer: Any, backend: Any, **named: Any) -> Any:
+    if type(getattr(layer, "quant_method", None)).__name__ != PACKED_AS:
+        return original(layer, backend, **named)
+    wrapper, shown = _classes()
+    packed = layer.quant_method
+    # SGLang's wrapper takes Marlin's weights from classes of two other formats only.
+    layer.quant_method = shown(packed)
+    try:
+        made = wrapper(layer, backend, **named)
+    finally:
+        layer.quant_method = packed
+    made.quant_method = packed
+    check_unpadded("width", made._quant_info.w2_qweight.shape[1] * TILE, layer.intermediate_size_per_partition)
+    check_unpadded("tokens", made._quant_info.w13_qweight.shape[1] * TILE, layer.hidden_size)
+    return made
+
+
+@functools.cache
+def _classes() -> tuple[type, type]:
+    """SGLang is there only in its own processes."""
+    from sglang.srt.layers.quantization.modelopt_quant import ModelOptNvFp4FusedMoEMethod
+    from sglang.srt.layers.quantization.mxfp4_marlin_moe import build_marlin_moe_quant_info
+    from sglang.srt.lora.layers import FusedMoEWithLoRA
+    from sglang.srt.lora.lora_moe_runners import build_lora_hooks
+
+    class Shown(ModelOptNvFp4FusedMoEMethod):  # type: ignore[misc]
+        def __init__(self, packed: Any) -> None:
+            self.packed = packed
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.packed, name)
+
+        def get_marlin_quant_info(self, layer: Any) -> Any:
+            return build_marlin_moe_quant_info(layer)
+
+    class PackedExpertsWithLoRA(FusedMoEWithLoRA):  # type: ignore[misc]
+        def _forward_with_lora(self, hidden_states: Tensor, topk_output: Any, lora_info: Any, **_: Any) -> Tensor:
+            layer, core = self.base_layer, self._lora_runner.runner_core
+            sent = layer.dispatcher.dispatch(hidden_states=hidden_states, topk_output=topk_output)
+            between = build_lora_hooks(sent.hidden_states, lora_info, sent.topk_output.topk_ids)
+            between = replace(between, after_gate_up=cut(between.after_gate_up, core.config.swiglu_limit))
+            # The routing weights have it in them for this format (`fuse_routed_scaling_factor_in_topk`).
+            config = replace(core.config, routed_scaling_factor=None)
+            computed = core.run_from_dispatch(sent, build_marlin_moe_quant_info(layer), config, hooks=between)
+            combined: Tensor = layer.dispatcher.combine(combine_input=computed)
+            return combined
+
+    return PackedExpertsWithLoRA, Shown
