@@ -7,6 +7,8 @@ adapters come (`arrival`), the hooks of OFT (`oft_hooks`) and of routed experts 
 from __future__ import annotations
 
 import pkgutil
+from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 from orbit_runtime.sglang_plugin import arrival, cpu, experts, oft_hooks, readback, taps
@@ -47,26 +49,42 @@ def register(oft_block_size: int, expert_layout: str) -> None:
 
 
 def _add_adapters(result: Any, controller: Any, *_: Any, **__: Any) -> Any:
-    result.internal_state[KEY] = _facts(controller.scheduler.tp_worker.model_runner)
+    result.internal_state[KEY] = _take(controller.scheduler.tp_worker.model_runner)()
     return result
 
 
-def _facts(runner: Any) -> dict[str, Any]:
-    """A failure is told, not raised: it would take the server down, and the proof fails without the facts."""
+def _take(runner: Any, applied: Collection[str] | None = None) -> Callable[[], dict[str, Any]]:
+    """Copies what the facts are made of; what it gives back makes them, when and where its caller likes.
+
+    A failure is told, not raised: it would take the server down, and the proof fails without the facts.
+    """
     facts: dict[str, Any] = {"version": readback.VERSION}
     try:
         # SGLang logs a hook that it cannot place, and goes on without.
         facts["unhooked"] = [name for name in _targets if not hasattr(pkgutil.resolve_name(name), "__wrapped__")]
         manager = runner.lora_manager
-        facts["adapters"] = readback.describe_adapters(manager) if manager else {}
+        taken = readback.take_adapters(manager, applied) if manager else []
     except Exception as error:
-        facts["error"] = f"{type(error).__name__}: {error}"
-    return facts
+        facts["error"] = _told(error)
+
+    def make() -> dict[str, Any]:
+        if "error" not in facts:
+            try:
+                facts["adapters"] = readback.describe(taken)
+            except Exception as error:
+                facts["error"] = _told(error)
+        return facts
+
+    return make
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _around_pass(original: Any, runner: Any, forward_batch: Any, *rest: Any, **named: Any) -> Any:
     result = taps.around_forward(original, runner, forward_batch, *rest, **named)
-    taps.tell(runner, forward_batch, lambda: _facts(runner))
+    taps.tell(runner, forward_batch, partial(_take, runner))
     return result
 
 

@@ -11,7 +11,7 @@ the right one, that must be the published B. OFT's R stands in buffers of our ow
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,32 @@ class Passed:
     """Of all slots; a copy, because SGLang reuses the original for the next batch."""
 
 
+Slab = tuple[str, Any, tuple[Tensor, ...]]
+"""SGLang's name of a layer, the layer, and its buffers in one slot."""
+
+
+@dataclass(frozen=True, eq=False)
+class Taken:
+    """What one adapter's digests are made of, as it stood at one moment: copies, so digesting them may take time."""
+
+    name: str
+    folder: Path
+    """Where it was loaded from."""
+    slot: int | None
+    adapter: Any
+    """SGLang's. Of it, what does not change once it is loaded."""
+    held: list[Slab] | None
+    """Of its slot; None: it is in none."""
+    applied: list[Slab] | None
+    """Of the slot that the newest batch with it was prepared with; None: there was no such batch, or nobody asks."""
+    scaling: float | None
+    """Of that batch; None for OFT."""
+    is_shared_outer: bool
+    """So routed experts are laid out."""
+    suffix: str
+    """What has no tensor of its own and must show, to be said in the tensors' names."""
+
+
 _passed: dict[str, Passed] = {}
 
 
@@ -64,27 +90,63 @@ def note_batch(manager: Any, adapters: Iterable[str]) -> None:
         _passed[adapter] = Passed(manager.memory_pool.get_buffer_id(adapter), scalings)
 
 
-def describe_adapters(manager: Any) -> dict[str, dict[str, Any]]:
+def take_adapters(manager: Any, applied: Collection[str] | None = None) -> list[Taken]:
+    """Copies of what stands in the slots; all that decoding has to wait for.
+
+    Args:
+        applied: names of the adapters whose newest batch is asked for; None: of all.
+    """
+    for key in _passed.keys() - manager.lora_refs.keys():
+        del _passed[key]
+    return [
+        _take(manager, key, reference, applied is None or reference.lora_name in applied)
+        for key, reference in manager.lora_refs.items()
+    ]
+
+
+def _take(manager: Any, key: str, reference: Any, with_applied: bool) -> Taken:
+    slot = manager.memory_pool.uid_to_buffer_id.get(key)
+    held = None if slot is None else _copies(manager, key, slot)
+    passed = _passed.get(key) if with_applied else None
+    applied = held if passed is not None else None
+    if passed is not None and passed.slot != slot:
+        applied = _copies(manager, key, passed.slot)
+    adapter = manager.loras[key]
+    return Taken(
+        reference.lora_name, Path(reference.lora_path), slot, adapter, held, applied,
+        scaling=None if passed is None or _published(adapter) else float(passed.scalings[passed.slot]),
+        is_shared_outer=bool(manager.experts_shared_outer_loras),
+        suffix=_suffix(manager, adapter, slot),
+    )  # fmt: skip
+
+
+def _suffix(manager: Any, adapter: Any, slot: int | None) -> str:
+    config, rotations = adapter.config, getattr(manager, "rotations", None)
+    if _published(adapter) is not None:
+        return f".rank={config.r}" if config.r else ""
+    right = config.lora_alpha / config.r
+    suffix = "" if adapter.scaling == right else f".scaling={adapter.scaling!r}"
+    if rotations is not None and slot is not None and rotations.holds[slot]:
+        suffix += ".rotated"
+    return suffix
+
+
+def describe(taken: Iterable[Taken]) -> dict[str, dict[str, Any]]:
     """By adapter name: where it was loaded from, digest of its slot, digest of what the newest pass applied.
 
     Digests are None while the adapter is in no slot, or in no batch yet. Another adapter in the slot that a batch used
     shows, because both digests are computed from the buffers' bytes.
     """
     described = {}
-    for key, reference in manager.lora_refs.items():
-        slot = manager.memory_pool.uid_to_buffer_id.get(key)
-        passed = _passed.get(key)
-        folder = Path(reference.lora_path)
-        held = None if slot is None else _slot_files(manager, key, slot, folder)
-        described[reference.lora_name] = {
-            "path": reference.lora_path,
-            "slot": slot,
+    for each in taken:
+        held = None if each.held is None else _slot_files(each, each.held)
+        described[each.name] = {
+            "path": str(each.folder),
+            "slot": each.slot,
             "slot_digest": None if held is None else files_digest(held),
-            "applied_digest": None if passed is None else applied_digest(_applied(manager, key, passed)),
-            "difference": _difference(folder, held) if held and (folder / EXPLAIN_FILE).exists() else None,
+            "applied_digest": None if each.applied is None else applied_digest(_applied(each, each.applied)),
+            "difference": _difference(each.folder, held) if held and (each.folder / EXPLAIN_FILE).exists() else None,
         }
-    for key in _passed.keys() - manager.lora_refs.keys():
-        del _passed[key]
     return described
 
 
@@ -93,75 +155,82 @@ def slot_tensors(manager: Any, name: str) -> Iterator[tuple[str, Tensor]]:
     for key, reference in manager.lora_refs.items():
         slot = manager.memory_pool.uid_to_buffer_id.get(key)
         if reference.lora_name == name and slot is not None:
-            published, rotations = _oft(manager, key)
-            if published is not None and rotations is not None:
-                yield from _rotations(rotations, slot)
+            adapter, slabs = manager.loras[key], _slabs(manager, key, slot)
+            if _published(adapter) is not None:
+                yield from _rotations(slabs)
                 return
-            yield from ((f"{module}.{kind}", tensor) for module, kind, tensor in _tensors(manager, slot, key))
+            named = _tensors(adapter.config, slabs, manager.experts_shared_outer_loras)
+            yield from ((f"{module}.{kind}", tensor) for module, kind, tensor in named)
 
 
 def _difference(folder: Path, held: Mapping[str, bytes]) -> str:
     return explain_difference({name: (folder / name).read_bytes() for name in held}, held)
 
 
-def _slot_files(manager: Any, key: str, slot: int, folder: Path) -> dict[str, bytes]:
-    """The published files, rebuilt: equal where the slot holds what they held.
+def _copies(manager: Any, key: str, slot: int) -> list[Slab]:
+    return [
+        (name, layer, tuple(each.clone() for each in buffers)) for name, layer, buffers in _slabs(manager, key, slot)
+    ]
 
-    What has no tensor of its own and must show, is said in the tensors' names.
-    """
-    adapter, config = manager.loras[key], manager.loras[key].config
-    published, rotations = _oft(manager, key)
-    settings = config_file(config.hf_config) if config.path is None else (folder / CONFIG_FILE).read_bytes()
-    if published is not None and rotations is not None:
-        suffix = f".rank={config.r}" if config.r else ""
-        turned = {f"{name}{suffix}": R for name, R in _rotations(rotations, slot)}
+
+def _slabs(manager: Any, key: str, slot: int) -> Iterator[Slab]:
+    """Of every layer; for OFT nothing where passes turn nothing by this slot."""
+    rotations: Rotations | None = getattr(manager, "rotations", None)
+    if rotations is not None and _published(manager.loras[key]) is not None:
+        if rotations.holds[slot]:
+            for name, layer in rotations.layers.items():
+                yield name, layer, (layer.buffer[slot],)
+        return
+    for modules in manager.lora_modules:
+        for name, module in modules.items():
+            is_of_experts = hasattr(module, "gate_up_lora_a_weights")
+            buffers = expert_buffers(module) if is_of_experts else _buffers(module)
+            yield name, module, tuple(buffer[slot] for buffer in buffers)
+
+
+def _slot_files(taken: Taken, held: Iterable[Slab]) -> dict[str, bytes]:
+    """The published files, rebuilt: equal where the slot holds what they held."""
+    config, published = taken.adapter.config, _published(taken.adapter)
+    settings = config_file(config.hf_config) if config.path is None else (taken.folder / CONFIG_FILE).read_bytes()
+    if published is not None:
         return {
             MODEL_FILE: tensorfile.dump(published.parameters, torch.float32),
-            ROTATIONS_FILE: tensorfile.dump_narrowed(turned),
+            ROTATIONS_FILE: tensorfile.dump_narrowed({f"{name}{taken.suffix}": R for name, R in _rotations(held)}),
             CONFIG_FILE: settings,
         }
-    right = config.lora_alpha / config.r
-    suffix = "" if adapter.scaling == right else f".scaling={adapter.scaling!r}"
-    if rotations is not None and rotations.holds[slot]:
-        suffix += ".rotated"
-    tensors = {f"{PEFT_PREFIX}{name}.{kind}.weight{suffix}": part for name, kind, part in _tensors(manager, slot, key)}
+    named = _tensors(config, held, taken.is_shared_outer)
+    tensors = {f"{PEFT_PREFIX}{name}.{kind}.weight{taken.suffix}": part for name, kind, part in named}
     return {MODEL_FILE: tensorfile.dump_narrowed(tensors), CONFIG_FILE: settings}
 
 
-def _applied(manager: Any, key: str, passed: Passed) -> list[Applied]:
-    published, rotations = _oft(manager, key)
-    if published is not None and rotations is not None:
-        return [Applied(name, "", {name: R}, None) for name, R in _rotations(rotations, passed.slot)]
+def _applied(taken: Taken, applied: Iterable[Slab]) -> list[Applied]:
+    if _published(taken.adapter) is not None:
+        return [Applied(name, "", {name: R}, None) for name, R in _rotations(applied)]
     by_module: dict[str, dict[str, Tensor]] = {}
-    for name, kind, tensor in _tensors(manager, passed.slot, key):
+    for name, kind, tensor in _tensors(taken.adapter.config, applied, taken.is_shared_outer):
         by_module.setdefault(name, {})[f"{name}.{kind}"] = tensor
-    scaling = float(passed.scalings[passed.slot])
-    return [Applied(name, "", tensors, scaling) for name, tensors in by_module.items()]
+    return [Applied(name, "", tensors, taken.scaling) for name, tensors in by_module.items()]
 
 
-def _oft(manager: Any, key: str) -> tuple[Published | None, Rotations | None]:
-    return getattr(manager.loras[key], "published", None), getattr(manager, "rotations", None)
+def _published(adapter: Any) -> Published | None:
+    """What it brought besides SGLang's tensors; None: it is a LoRA."""
+    found: Published | None = getattr(adapter, "published", None)
+    return found
 
 
-def _rotations(rotations: Rotations, slot: int) -> Iterator[tuple[str, Tensor]]:
-    """R of every layer under its name in files; nothing where passes turn nothing by this slot."""
-    if rotations.holds[slot]:
-        for layer in rotations.layers.values():
-            yield from layer.held(slot)
+def _rotations(slabs: Iterable[Slab]) -> Iterator[tuple[str, Tensor]]:
+    """R of every layer under its name in files."""
+    for _, layer, (R,) in slabs:
+        yield from layer.named(R)
 
 
-def _tensors(manager: Any, slot: int, key: str) -> Iterator[tuple[str, str, Tensor]]:
-    """`(module, lora_A or lora_B, tensor)` of every layer, from the buffers that the layer itself multiplies by."""
-    config = manager.loras[key].config
-    for modules in manager.lora_modules:
-        for name, module in modules.items():
-            if hasattr(module, "gate_up_lora_a_weights"):
-                scaling = config.lora_alpha / config.r
-                buffers = [buffer[slot] for buffer in expert_buffers(module)]
-                yield from _split_experts(name, buffers, config.r, scaling, manager.experts_shared_outer_loras)
-                continue
-            a, b = _buffers(module)
-            yield from _split(name, module, a[slot], b[slot], config.r)
+def _tensors(config: Any, slabs: Iterable[Slab], is_shared_outer: bool) -> Iterator[tuple[str, str, Tensor]]:
+    """`(module, lora_A or lora_B, tensor)` of every layer, from what the layer itself multiplies by."""
+    for name, module, buffers in slabs:
+        if len(buffers) == 2:
+            yield from _split(name, module, *buffers, config.r)
+        else:
+            yield from _split_experts(name, buffers, config.r, config.lora_alpha / config.r, is_shared_outer)
 
 
 def _split_experts(

@@ -105,10 +105,10 @@ class LayerRotation:
         """Of R in files."""
         return (*self._front, *self.buffer.shape[1:])
 
-    def held(self, slot: int) -> Iterator[tuple[str, Tensor]]:
-        """What stands in the slot, as files name it."""
+    def named(self, R: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """What stands in a slot, as files name it."""
         for name in self.names:
-            yield f"{name}.oft_R", self.buffer[slot].view(self.file_shape)
+            yield f"{name}.oft_R", R.view(self.file_shape)
 
     def turn(self, x: Tensor, *, captured: bool) -> Tensor:
         """x with the rows of OFT adapters turned, the others untouched.

@@ -4,15 +4,16 @@ Belongs here: forward hooks on SGLang's modules, and their names as a checkpoint
 Does not belong here: comparing (`parity.locate`), the trainer's side (`policy.snapshot`).
 
 Orbit puts a request in a folder that both see, sends the sequence, and reads the answer from there. Nothing is hooked
-and nothing is copied while no request lies there. The facts of the slots go the same way when a publish is proven: they
-are there with the log-probs, and no request of their own stands in the way of those that sample.
+and nothing is copied while no request lies there. The facts of the slots go the same way when a publish is proven: no
+request of their own stands in the way of those that sample, and digests are computed beside the passes that follow.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ VARIABLE = "ORBIT_SGLANG_TAPS"
 """The folder; set by Orbit for the servers it starts."""
 REQUEST, ANSWER = "request.json", "answer.safetensors"
 FACTS_REQUEST, FACTS = "facts-request.json", "facts.json"
+WORKER = "orbit-facts"
 TAPPED = (
     "embed_tokens", "input_layernorm", "qkv_proj", "q_proj", "k_proj", "v_proj", "o_proj", "post_attention_layernorm",
     "gate", "gate_up_proj", "gate_proj", "up_proj", "down_proj", "norm",
@@ -53,15 +55,54 @@ def around_forward(original: Callable[..., Any], runner: Any, forward_batch: Any
     return result
 
 
-def tell(runner: Any, forward_batch: Any, facts: Callable[[], dict[str, Any]]) -> None:
-    """After a pass: answers the request for facts, if this pass is one with the adapters it speaks of."""
+def tell(runner: Any, forward_batch: Any, take: Callable[[Collection[str]], Callable[[], dict[str, Any]]]) -> None:
+    """After a pass: answers the request for facts, if this pass is one with the adapters it speaks of.
+
+    The answer is there in two steps. That one comes is said before the pass's own results leave, so that whoever has
+    those knows to wait for it; what it says is worked out in a thread, beside the passes that follow.
+
+    Args:
+        take: copies, at once, what facts about these adapters are made of; what it gives back makes them of it.
+    """
     file = _find_request(FACTS_REQUEST)
     if file is None:
         return
     request = json.loads(file.read_text())
     known = runner.lora_manager.lora_refs
     if {known[key].lora_name for key in forward_batch.lora_ids if key in known}.issuperset(request["adapters"]):
-        _write(file.parent / FACTS, json.dumps({"request": request["name"], **facts()}).encode())
+        answer, name = file.parent / FACTS, request["name"]
+        number = _answers.begin(answer, {"request": name})
+        finish = take(request["adapters"])
+
+        def work() -> None:
+            # Decoding needs the cores; and a second thread would wait for one that is taken.
+            torch.set_num_threads(1)
+            _answers.end(answer, number, {"request": name, "facts": finish()})
+
+        threading.Thread(target=work, name=WORKER, daemon=True).start()
+
+
+class _Answers:
+    """What stands in the file of answers is of the newest pass that was begun, whichever thread is done first."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._newest = 0
+
+    def begin(self, file: Path, content: Mapping[str, Any]) -> int:
+        with self._lock:
+            self._newest += 1
+            _write(file, json.dumps(content).encode())
+            return self._newest
+
+    def end(self, file: Path, number: int, content: Mapping[str, Any]) -> None:
+        told = json.dumps(content).encode()
+        with self._lock:
+            if number == self._newest:
+                _write(file, told)
+
+
+_answers = _Answers()
 
 
 def _find_request(name: str) -> Path | None:
