@@ -60,8 +60,6 @@ def _take(runner: Any, applied: Collection[str] | None = None) -> Callable[[], d
     """
     facts: dict[str, Any] = {"version": readback.VERSION}
     try:
-        # SGLang logs a hook that it cannot place, and goes on without.
-        facts["unhooked"] = [name for name in _targets if not hasattr(pkgutil.resolve_name(name), "__wrapped__")]
         manager = runner.lora_manager
         taken = readback.take_adapters(manager, applied) if manager else []
     except Exception as error:
@@ -70,6 +68,10 @@ def _take(runner: Any, applied: Collection[str] | None = None) -> Callable[[], d
     def make() -> dict[str, Any]:
         if "error" not in facts:
             try:
+                # SGLang logs a hook that it cannot place, and goes on without.
+                facts["unhooked"] = [
+                    name for name in _targets if not hasattr(pkgutil.resolve_name(name), "__wrapped__")
+                ]
                 facts["adapters"] = readback.describe(taken)
             except Exception as error:
                 facts["error"] = _told(error)

@@ -14,6 +14,7 @@ import json
 import os
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,6 @@ VARIABLE = "ORBIT_SGLANG_TAPS"
 """The folder; set by Orbit for the servers it starts."""
 REQUEST, ANSWER = "request.json", "answer.safetensors"
 FACTS_REQUEST, FACTS = "facts-request.json", "facts.json"
-WORKER = "orbit-facts"
 TAPPED = (
     "embed_tokens", "input_layernorm", "qkv_proj", "q_proj", "k_proj", "v_proj", "o_proj", "post_attention_layernorm",
     "gate", "gate_up_proj", "gate_proj", "up_proj", "down_proj", "norm",
@@ -73,17 +73,11 @@ def tell(runner: Any, forward_batch: Any, take: Callable[[Collection[str]], Call
         answer, name = file.parent / FACTS, request["name"]
         number = _answers.begin(answer, {"request": name})
         finish = take(request["adapters"])
-
-        def work() -> None:
-            # Decoding needs the cores; and a second thread would wait for one that is taken.
-            torch.set_num_threads(1)
-            _answers.end(answer, number, {"request": name, "facts": finish()})
-
-        threading.Thread(target=work, name=WORKER, daemon=True).start()
+        _worker.submit(lambda: _answers.end(answer, number, {"request": name, "facts": finish()}))
 
 
 class _Answers:
-    """What stands in the file of answers is of the newest pass that was begun, whichever thread is done first."""
+    """What stands in the file of answers is of the newest pass that was begun."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -103,6 +97,8 @@ class _Answers:
 
 
 _answers = _Answers()
+# One thread of torch's: decoding needs the cores, and a second one would wait for a core that is taken.
+_worker = ThreadPoolExecutor(1, "orbit-facts", initializer=torch.set_num_threads, initargs=(1,))
 
 
 def _find_request(name: str) -> Path | None:
