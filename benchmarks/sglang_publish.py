@@ -34,7 +34,7 @@ from orbit_runtime.workers.waiting import wait_asleep
 
 REQUESTS, GROUP = 64, 8
 TOKENS = 32
-TURNS = 4
+TURNS = 3
 """Of watching, with each of the things that happen meanwhile."""
 
 
