@@ -14,6 +14,7 @@ from tempfile import TemporaryDirectory
 import torch
 
 from orbit_runtime.adapters.config import AdapterConfig
+from orbit_runtime.adapters.state import export_adapter
 from orbit_runtime.algorithms.losses import PolicyLossSettings
 from orbit_runtime.checkpoints.convert import convert
 from orbit_runtime.checkpoints.target import Target
@@ -76,6 +77,13 @@ class Rig:
         version = 0 if self.publication is None else self.publication.adapter.version + 1
         self.publication = self.publisher.publish(version, self.publication)
         return self.publication
+
+
+def small_lora() -> dict[str, bytes]:
+    """Files of a LoRA that every server takes, one for OFT too."""
+    config = AdapterConfig(type="LoRA", targets=TARGETS, rank=1, alpha=2.0)
+    policy = load_policy(builtin_folder("tiny-adder", "INT4"), config)
+    return export_adapter(policy.injected, config, SETTINGS.base_model)
 
 
 class Chosen:

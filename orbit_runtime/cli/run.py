@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from orbit_runtime.cli.output import format_number, print_json
 from orbit_runtime.errors import EXIT_DONE, EXIT_STOPPED, UnsupportedError
+from orbit_runtime.workers.waiting import wait_asleep
 
 if TYPE_CHECKING:
     from orbit_runtime.spec import OrbitRun
@@ -33,6 +35,8 @@ def run_manifest(file: Path, *, out: str | None, overrides: Sequence[str], dry_r
     from orbit_runtime.cli.plan import check_before_run
 
     check_before_run(manifest, file.resolve().parent)
+    if manifest.spec.rollout.engine == "SGLang":
+        wait_asleep(os.environ)
     from orbit_runtime.loop.run import run
     from orbit_runtime.observability.logs import configure_logs
     from orbit_runtime.observability.progress import build_progress

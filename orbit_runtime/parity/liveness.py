@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -115,10 +116,13 @@ def prove(
         previous: of the same copy.
     """
     start = max(1, len(canary_T) - CACHED_TAIL)
-    adapted, base = engine.score(canary_T, [name, None], behind=start)
+    # Most of a reading is waiting for a server.
+    with ThreadPoolExecutor(1) as beside:
+        expecting = beside.submit(expected_applied_digest, published.files)
+        adapted, base = engine.score(canary_T, [name, None], behind=start)
+    expected = expecting.result()
     trainer_adapted, trainer_base = trainer_scores
     slot_digest = engine.adapter_digest(name)
-    expected = expected_applied_digest(published.files)
     trainer_change = _change(trainer_adapted, trainer_base)
     error = _distance(_change(adapted, base), trainer_change)
     reading = Reading(name, published, slot_digest, trainer_adapted.logprobs_T, adapted.logprobs_T, base.logprobs_T)

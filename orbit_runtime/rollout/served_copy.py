@@ -54,9 +54,9 @@ class ServedCopy:
         replica, named = self._replica, sorted({name for name in adapters if name})
 
         async def readings() -> list[Scored]:
-            with asked_facts(replica.taps, named) if replica.taps and named else nullcontext(lambda: None) as told:
+            with asked_facts(replica.taps, named) if replica.taps and named else nullcontext() as told:
                 scores = await replica.ask(partial(replica.score, token_ids_T, adapters, behind))
-                told_now = told()
+                told_now = await told() if told else None
             if told_now is not None:
                 self._told = merge_facts([told_now])
             else:

@@ -130,7 +130,8 @@ class SGLangApi:
     ) -> list[Scored]:
         """SGLang takes from its cache what lies before a reading's start, and computes the rest."""
         starts = [0] if behind is None else [0, behind]
-        asked = [(adapter, start) for start in starts for adapter in adapters]
+        # Neighbours with one adapter are one product of the server's.
+        asked = [(adapter, start) for adapter in adapters for start in starts]
         body = {
             "input_ids": [list(token_ids_T)] * len(asked),
             "sampling_params": {"max_new_tokens": 0, "temperature": 0.0},
@@ -145,7 +146,8 @@ class SGLangApi:
             _read_end(_meta(answer), list(token_ids_T[start:]))
             for answer, (_, start) in zip(answers, asked, strict=True)
         ]
-        whole, ends = found[: len(adapters)], found[len(adapters) :] or [None] * len(adapters)
+        whole = found[:: len(starts)]
+        ends = [None] * len(adapters) if behind is None else found[1::2]
         return [Scored((0.0, *each.logprobs_T), None, end) for each, end in zip(whole, ends, strict=True)]
 
     async def facts(self) -> Mapping[str, Mapping[str, Any]] | None:

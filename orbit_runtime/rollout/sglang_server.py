@@ -22,6 +22,7 @@ from orbit_runtime.rollout.served import Sleeping
 from orbit_runtime.rollout.sglang_experts import expert_arguments
 from orbit_runtime.rollout.wire import is_serving
 from orbit_runtime.workers.server_process import ServerProcess, free_port
+from orbit_runtime.workers.waiting import wait_asleep
 
 PYTHON_VARIABLE = "ORBIT_SGLANG_PYTHON"
 """Interpreter of the environment that SGLang is installed in; this process's own unless set."""
@@ -205,7 +206,10 @@ def _environment(settings: ServerSettings, taps: Path) -> dict[str, str]:
         # Else it wants a NUMA node for each process. Without its own kernels for CPUs it binds none in any case.
         every_core = f"0-{(os.cpu_count() or 1) - 1}"
         own |= {"SGLANG_CPU_OMP_THREADS_BIND": "|".join([every_core] * settings.tensor_parallel)}
-    return {**os.environ, **own, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
+    environment = {**os.environ, **own, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
+    if settings.device == "cpu":
+        wait_asleep(environment)
+    return environment
 
 
 def lora_targets(modules: Collection[str]) -> tuple[str, ...]:

@@ -5,13 +5,14 @@ Belongs here: the request, and reading the answer. Does not belong here: what is
 
 from __future__ import annotations
 
+import asyncio
 import json
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -24,6 +25,9 @@ REQUEST, ANSWER = "request.json", "answer-{rank}.safetensors"
 ANSWER_SECONDS = 20.0
 """A server answers with its first process; the others may be a little behind."""
 FACTS_REQUEST, FACTS = "facts-request.json", "facts.json"
+FACTS_SECONDS = 60.0
+"""Longest that digesting what a slot holds may take."""
+LOOK_SECONDS = 0.001
 
 
 def write_request(folder: Path, token_ids_T: Sequence[int], adapter: str | None, values: Sequence[str]) -> None:
@@ -32,17 +36,27 @@ def write_request(folder: Path, token_ids_T: Sequence[int], adapter: str | None,
 
 
 @contextmanager
-def asked_facts(folder: Path, adapters: Sequence[str]) -> Iterator[Callable[[], Mapping[str, Any] | None]]:
-    """Of the passes in this block that hold all these adapters. What it gives reads what was told after the newest."""
+def asked_facts(folder: Path, adapters: Sequence[str]) -> Iterator[Callable[[], Awaitable[Mapping[str, Any] | None]]]:
+    """Of the passes in this block that hold all these adapters. What it gives waits for what is told of the newest.
+
+    None: there was no such pass, or nothing came in time.
+    """
     name = secrets.token_hex(8)
     _write(folder / FACTS_REQUEST, {"name": name, "adapters": list(adapters)})
 
-    def told() -> Mapping[str, Any] | None:
-        try:
-            found: Mapping[str, Any] = json.loads((folder / FACTS).read_bytes())
-        except FileNotFoundError:
-            return None
-        return found if found["request"] == name else None
+    async def told() -> Mapping[str, Any] | None:
+        until = time.monotonic() + FACTS_SECONDS
+        while time.monotonic() < until:
+            try:
+                found: Mapping[str, Any] = json.loads((folder / FACTS).read_bytes())
+            except FileNotFoundError:
+                return None
+            if found["request"] != name:
+                return None
+            if "facts" in found:
+                return cast("Mapping[str, Any]", found["facts"])
+            await asyncio.sleep(LOOK_SECONDS)
+        return None
 
     try:
         yield told

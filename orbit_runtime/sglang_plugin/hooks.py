@@ -7,6 +7,8 @@ adapters come (`arrival`), the hooks of OFT (`oft_hooks`) and of routed experts 
 from __future__ import annotations
 
 import pkgutil
+from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 from orbit_runtime.sglang_plugin import (
@@ -61,42 +63,68 @@ def register(oft_block_size: int, expert_layout: str) -> None:
 
 
 def _add_adapters(result: Any, controller: Any, *_: Any, **__: Any) -> Any:
-    result.internal_state[KEY] = _facts(controller.scheduler.tp_worker.model_runner)
+    result.internal_state[KEY] = _take(controller.scheduler.tp_worker.model_runner)()
     return result
 
 
 def _facts(runner: Any) -> dict[str, Any]:
-    """Of all ranks, which all call it; only rank 0's answer is read.
+    """Of all ranks, which all call it; only rank 0's answer is read."""
+    taken, failure = _take(runner, None, copied=False)
+    every = ranks.gather(_own(taken, failure, is_alone=ranks.count() == 1))
+    return {} if every is None else _describe(taken, every)
+
+
+def _take_copies(runner: Any, applied: Collection[str]) -> Callable[[], dict[str, Any]]:
+    """Copies what the facts are made of, where there is one rank; what it gives back makes them, when and where its
+    caller likes."""
+    taken, failure = _take(runner, applied, copied=True)
+    return lambda: _describe(taken, [_own(taken, failure, is_alone=True)])
+
+
+def _take(runner: Any, applied: Collection[str] | None, *, copied: bool) -> tuple[list[readback.Taken], str | None]:
+    """What stands on this rank, or why that cannot be told.
 
     A failure is told, not raised: it would take the server down, and the proof fails without the facts.
     """
-    own: dict[str, Any] = {"unhooked": [], "told": {}, "error": None}
+    manager = runner.lora_manager
+    try:
+        return (readback.take_adapters(manager, applied, copied=copied) if manager else []), None
+    except Exception as error:
+        return [], _told(error)
+
+
+def _own(taken: list[readback.Taken], failure: str | None, *, is_alone: bool) -> dict[str, Any]:
+    own: dict[str, Any] = {"unhooked": [], "told": {}, "error": failure}
     try:
         # SGLang logs a hook that it cannot place, and goes on without.
         own["unhooked"] = [name for name in _targets if not hasattr(pkgutil.resolve_name(name), "__wrapped__")]
-        if runner.lora_manager:
-            own["told"] = readback.tell(runner.lora_manager, is_alone=ranks.count() == 1)
+        own["told"] = readback.tell(taken, is_alone=is_alone)
     except Exception as error:
-        own["error"] = f"{type(error).__name__}: {error}"
-    every = ranks.gather(own)
-    if every is None:
-        return {}
+        own["error"] = own["error"] or _told(error)
+    return own
+
+
+def _describe(taken: list[readback.Taken], every: list[Any]) -> dict[str, Any]:
     facts: dict[str, Any] = {"version": readback.VERSION, "adapters": {}}
     facts["unhooked"] = sorted({name for each in every for name in each["unhooked"]})
     errors = [f"rank {rank}: {each['error']}" for rank, each in enumerate(every) if each["error"]]
     try:
-        if runner.lora_manager and not errors:
-            facts["adapters"] = readback.describe_adapters(runner.lora_manager, [each["told"] for each in every])
+        if not errors:
+            facts["adapters"] = readback.describe(taken, [each["told"] for each in every])
     except Exception as error:
-        errors.append(f"{type(error).__name__}: {error}")
+        errors.append(_told(error))
     return facts | {"error": "; ".join(errors)} if errors else facts
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _around_pass(original: Any, runner: Any, forward_batch: Any, *rest: Any, **named: Any) -> Any:
     result = taps.around_forward(original, runner, forward_batch, *rest, **named)
     if ranks.count() == 1:
         # Whether a file lies there, two ranks may see differently: several are asked for facts by a request.
-        taps.tell(runner, forward_batch, lambda: _facts(runner))
+        taps.tell(runner, forward_batch, partial(_take_copies, runner))
     return result
 
 

@@ -15,7 +15,6 @@ from typing import Any
 from orbit_runtime.sglang_plugin import EXPERTS_VARIABLE
 from orbit_runtime.sglang_plugin.arrival import files_of
 from orbit_runtime.sglang_plugin.experts import fused_layers
-from orbit_runtime.sglang_plugin.ranks import own_rank
 from orbit_runtime.sglang_plugin.rotation import UNTURNED, Rotations
 
 LORA = "sglang.srt.lora"
@@ -54,8 +53,7 @@ def _adder(block_size: int) -> Callable[..., None]:
         """Buffers for every target, once, before SGLang sizes its cache and captures graphs."""
         from sglang.srt.distributed.utils import get_group_rank_size
 
-        slots, rank = manager.max_loras_per_batch, own_rank()
-        rotations = Rotations(block_size, slots, manager.device, manager.dtype, rank=rank)
+        rotations = Rotations(block_size, manager.max_loras_per_batch, manager.device, manager.dtype)
         for modules in manager.lora_modules:
             for name, module in modules.items():
                 if type(module).forward.__qualname__.partition(".")[0] not in LAYERS:

@@ -11,7 +11,7 @@ the right one, that must be the published B. OFT's R stands in buffers of our ow
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,18 +53,41 @@ class Passed:
     """Of all slots; a copy, because SGLang reuses the original for the next batch."""
 
 
-@dataclass(frozen=True, eq=False)
-class Told:
-    """What one rank holds of one adapter."""
+Slab = tuple[str, Any, tuple[Tensor, ...]]
+"""SGLang's name of a layer, the layer, and its buffers in one slot."""
 
+
+@dataclass(frozen=True, eq=False)
+class Taken:
+    """What one adapter's digests are made of, as this rank held it at one moment."""
+
+    name: str
+    folder: Path
+    """Where it was loaded from."""
+    adapter: Any
+    """SGLang's. Of it, what does not change once it is loaded."""
     slot: int | None
     """None: it is in no slot."""
     passed: int | None
-    """The slot that the newest batch with it used; None: it was in none yet."""
+    """The slot that the newest batch with it used; None: it was in none yet, or nobody asks."""
     scaling: float | None
     """Of that batch; OFT has none."""
     mark: str
     """Of the slot: what has no tensor of its own, and is not as it should be."""
+    is_shared_outer: bool
+    """So routed experts are laid out."""
+    slabs: Mapping[int, Sequence[Slab]]
+    """By slot."""
+
+
+@dataclass(frozen=True, eq=False)
+class Told:
+    """Of `Taken`, what another rank needs."""
+
+    slot: int | None
+    passed: int | None
+    scaling: float | None
+    mark: str
     pieces: Mapping[int, Sequence[Piece]]
     """By slot."""
 
@@ -83,64 +106,82 @@ def note_batch(manager: Any, adapters: Iterable[str]) -> None:
         _passed[adapter] = Passed(manager.memory_pool.get_buffer_id(adapter), scalings)
 
 
-def tell(manager: Any, *, is_alone: bool) -> dict[str, Told]:
-    """By adapter name, what stands on this rank.
+def take_adapters(manager: Any, applied: Collection[str] | None = None, *, copied: bool = True) -> list[Taken]:
+    """What stands in the slots of this rank; all that decoding has to wait for.
+
+    Args:
+        applied: names of the adapters whose newest batch is asked for; None: of all.
+        copied: so that digesting it may take its time, while the slots change.
+    """
+    for key in _passed.keys() - manager.lora_refs.keys():
+        del _passed[key]
+    taken = []
+    for key, reference in manager.lora_refs.items():
+        adapter, slot = manager.loras[key], manager.memory_pool.uid_to_buffer_id.get(key)
+        passed = _passed.get(key) if applied is None or reference.lora_name in applied else None
+        used = {each for each in (slot, passed and passed.slot) if each is not None}
+        slabs = {each: list(_slabs(manager, adapter, each)) for each in used}
+        if copied:
+            slabs = {each: _copies(held) for each, held in slabs.items()}
+        has_scaling = passed is not None and _published(adapter) is None
+        taken.append(Taken(
+            reference.lora_name, Path(reference.lora_path), adapter, slot, passed and passed.slot,
+            scaling=float(passed.scalings[passed.slot]) if passed is not None and has_scaling else None,
+            mark="" if slot is None else _mark(manager, adapter, slot),
+            is_shared_outer=bool(manager.experts_shared_outer_loras), slabs=slabs,
+        ))  # fmt: skip
+    return taken
+
+
+def tell(taken: Iterable[Taken], *, is_alone: bool) -> dict[str, Told]:
+    """By adapter name.
 
     Args:
         is_alone: there is no other rank, so that nothing of it is sent.
     """
     told = {}
-    for key, reference in manager.lora_refs.items():
-        slot, passed = manager.memory_pool.uid_to_buffer_id.get(key), _passed.get(key)
-        used = {each for each in (slot, passed and passed.slot) if each is not None}
-        pieces = {each: list(_pieces(manager, each, key)) for each in used}
+    for each in taken:
+        pieces = {slot: list(_pieces(each, slabs, is_alone=is_alone)) for slot, slabs in each.slabs.items()}
         if not is_alone:
-            whole = (Path(reference.lora_path) / EXPLAIN_FILE).exists()
-            pieces = {each: pack(held, whole=whole) for each, held in pieces.items()}
-        is_lora = _oft(manager, key)[0] is None
-        scaling = float(passed.scalings[passed.slot]) if passed is not None and is_lora else None
-        mark = "" if slot is None else _mark(manager, key, slot)
-        told[reference.lora_name] = Told(slot, None if passed is None else passed.slot, scaling, mark, pieces)
-    for key in _passed.keys() - manager.lora_refs.keys():
-        del _passed[key]
+            whole = (each.folder / EXPLAIN_FILE).exists()
+            pieces = {slot: pack(held, whole=whole) for slot, held in pieces.items()}
+        told[each.name] = Told(each.slot, each.passed, each.scaling, each.mark, pieces)
     return told
 
 
-def describe_adapters(manager: Any, ranks: Sequence[Mapping[str, Told]]) -> dict[str, dict[str, Any]]:
+def describe(taken: Iterable[Taken], ranks: Sequence[Mapping[str, Told]]) -> dict[str, dict[str, Any]]:
     """By adapter name: where it was loaded from, digest of its slots, digest of what the newest pass applied.
 
     Digests are None while the adapter is in no slot, or in no batch yet. Another adapter in the slot that a batch used
     shows, because both digests are computed from the buffers' bytes; so does a rank that holds something else.
 
     Args:
-        manager: rank 0's.
+        taken: of rank 0.
         ranks: what every rank told, in order.
     """
     described = {}
-    for key, reference in manager.lora_refs.items():
-        name, folder = reference.lora_name, Path(reference.lora_path)
-        told = [rank.get(name) for rank in ranks]
-        slot = told[0].slot if told[0] else None
-        held = None if slot is None else _slot_files(manager, key, told, folder)
-        explained = held is not None and (folder / EXPLAIN_FILE).exists()
-        described[name] = {
-            "path": reference.lora_path,
-            "slot": slot,
+    for each in taken:
+        told = [rank.get(each.name) for rank in ranks]
+        held = None if each.slot is None else _slot_files(each, told)
+        explained = held is not None and (each.folder / EXPLAIN_FILE).exists()
+        described[each.name] = {
+            "path": str(each.folder),
+            "slot": each.slot,
             "slot_digest": None if held is None else files_digest(held),
-            "applied_digest": _applied_digest(told),
-            "difference": _difference(folder, held, told) if held and explained else None,
+            "applied_digest": None if each.passed is None else _applied_digest(told),
+            "difference": _difference(each.folder, held, told) if held and explained else None,
         }
     return described
 
 
 def slot_tensors(manager: Any, name: str) -> Iterator[tuple[str, Tensor]]:
     """`(<module>.<kind>, tensor)` of the adapter called `name`, from the buffers that layers read; whole ones only."""
-    for key, reference in manager.lora_refs.items():
-        slot = manager.memory_pool.uid_to_buffer_id.get(key)
-        if reference.lora_name == name and slot is not None:
-            for piece in _pieces(manager, slot, key):
+    is_alone = count() == 1
+    for each in take_adapters(manager, (), copied=False):
+        if each.name == name and each.slot is not None:
+            for piece in _pieces(each, each.slabs[each.slot], is_alone=is_alone):
                 assert isinstance(piece.data, Tensor)
-                if piece.axis is None or count() == 1:
+                if piece.axis is None:
                     yield piece.name, piece.data
 
 
@@ -161,13 +202,13 @@ def _difference(folder: Path, held: Mapping[str, bytes], told: Sequence[Told | N
     return "; ".join(differences) or explain_difference(published, held)
 
 
-def _slot_files(manager: Any, key: str, told: Sequence[Told | None], folder: Path) -> dict[str, bytes]:
+def _slot_files(taken: Taken, told: Sequence[Told | None]) -> dict[str, bytes]:
     """The published files, rebuilt: equal where the slots of all ranks hold what they held.
 
     What has no tensor of its own and must show, is said in the tensors' names.
     """
-    config, published = manager.loras[key].config, _oft(manager, key)[0]
-    settings = config_file(config.hf_config) if config.path is None else (folder / CONFIG_FILE).read_bytes()
+    config, published = taken.adapter.config, _published(taken.adapter)
+    settings = config_file(config.hf_config) if config.path is None else (taken.folder / CONFIG_FILE).read_bytes()
     held = join([each.pieces.get(each.slot, ()) if each and each.slot is not None else () for each in told])
     suffix = "".join(sorted({each.mark for each in told if each}))
     if published is not None:
@@ -180,56 +221,67 @@ def _slot_files(manager: Any, key: str, told: Sequence[Told | None], folder: Pat
     return {MODEL_FILE: tensorfile.dump_narrowed(tensors), CONFIG_FILE: settings}
 
 
-def _applied_digest(told: Sequence[Told | None]) -> str | None:
-    if told[0] is None or told[0].passed is None:
-        return None
+def _applied_digest(told: Sequence[Told | None]) -> str:
     ranks = [each.pieces.get(each.passed, ()) if each and each.passed is not None else () for each in told]
     tensors = join(ranks)
     return applied_digest(Applied("", "", tensors, scaling) for scaling in {each.scaling for each in told if each})
 
 
-def _mark(manager: Any, key: str, slot: int) -> str:
-    adapter, config = manager.loras[key], manager.loras[key].config
-    published, rotations = _oft(manager, key)
-    if published is not None:
+def _mark(manager: Any, adapter: Any, slot: int) -> str:
+    config, rotations = adapter.config, getattr(manager, "rotations", None)
+    if _published(adapter) is not None:
         return f".rank={config.r}" if config.r else ""
     right = config.lora_alpha / config.r
     mark = "" if adapter.scaling == right else f".scaling={adapter.scaling!r}"
     return f"{mark}.rotated" if rotations is not None and rotations.holds[slot] else mark
 
 
-def _oft(manager: Any, key: str) -> tuple[Published | None, Rotations | None]:
-    return getattr(manager.loras[key], "published", None), getattr(manager, "rotations", None)
+def _published(adapter: Any) -> Published | None:
+    """What it brought besides SGLang's tensors; None: it is a LoRA."""
+    found: Published | None = getattr(adapter, "published", None)
+    return found
 
 
-def _pieces(manager: Any, slot: int, key: str) -> Iterator[Piece]:
-    """Of every layer, from the buffers that the layer itself multiplies by on this rank."""
-    published, rotations = _oft(manager, key)
-    if published is not None and rotations is not None:
-        # Nothing where passes turn nothing by this slot.
-        for layer in rotations.layers.values() if rotations.holds[slot] else ():
-            yield from (Piece(name, R, is_copy=rotations.rank > 0) for name, R in layer.held(slot))
+def _slabs(manager: Any, adapter: Any, slot: int) -> Iterator[Slab]:
+    """Of every layer, what the layer itself multiplies by; for OFT nothing where passes turn nothing by this slot."""
+    rotations: Rotations | None = getattr(manager, "rotations", None)
+    if rotations is not None and _published(adapter) is not None:
+        if rotations.holds[slot]:
+            for name, layer in rotations.layers.items():
+                yield name, layer, (layer.buffer[slot],)
         return
-    config = manager.loras[key].config
     for modules in manager.lora_modules:
         for name, module in modules.items():
-            if hasattr(module, "gate_up_lora_a_weights"):
-                scaling = config.lora_alpha / config.r
-                buffers = [buffer[slot] for buffer in expert_buffers(module)]
-                is_shared_outer = manager.experts_shared_outer_loras
-                yield from _split_experts(name, buffers, config.r, scaling, is_shared_outer, module.tp_rank)
-                continue
-            a, b = _buffers(module)
-            yield from _split(name, module, a[slot], b[slot], config.r)
+            is_of_experts = hasattr(module, "gate_up_lora_a_weights")
+            buffers = expert_buffers(module) if is_of_experts else _buffers(module)
+            yield name, module, tuple(buffer[slot] for buffer in buffers)
+
+
+def _copies(slabs: Iterable[Slab]) -> list[Slab]:
+    return [(name, layer, tuple(each.clone() for each in buffers)) for name, layer, buffers in slabs]
+
+
+def _pieces(taken: Taken, slabs: Iterable[Slab], *, is_alone: bool) -> Iterator[Piece]:
+    """Of every layer, under its names in files."""
+    config = taken.adapter.config
+    for name, layer, buffers in slabs:
+        if len(buffers) == 1:
+            is_copy = not is_alone and own_rank() > 0
+            yield from (Piece(each, R, is_copy=is_copy) for each, R in layer.named(*buffers))
+        elif len(buffers) == 2:
+            yield from _split(name, layer, *buffers, config.r, is_alone=is_alone)
+        else:
+            scaling, place = config.lora_alpha / config.r, None if is_alone else layer.tp_rank
+            yield from _split_experts(name, buffers, config.r, scaling, taken.is_shared_outer, place)
 
 
 def _split_experts(
-    name: str, buffers: Sequence[Tensor], rank: int, scaling: float, is_shared_outer: bool, place: int
+    name: str, buffers: Sequence[Tensor], rank: int, scaling: float, is_shared_outer: bool, place: int | None
 ) -> Iterator[Piece]:
     """SGLang leaves room for its largest rank between gate and up.
 
     Args:
-        place: which part of the experts' inner width is ours.
+        place: which part of the experts' inner width is ours; None: all of it.
     """
     up_A, up_B, down_A, down_B = buffers
     (gate_A, up_A), (gate_B, up_B) = up_A.chunk(2, 1), up_B.chunk(2, 1)
@@ -238,6 +290,8 @@ def _split_experts(
         # Stacked, the experts' axis stands before the others.
         first = 1 if is_shared_outer else 0
         cut_A, cut_B = (first + 1, None) if part == "down_proj" else (None, first)
+        if place is None:
+            cut_A = cut_B = None
         if is_shared_outer:
             yield _piece(f"{name}.{STACKED_NAMES[part]}.lora_A", A_ErK, cut_A, place)
             yield _piece(f"{name}.{STACKED_NAMES[part]}.lora_B", B_ENr, cut_B, place)
@@ -247,8 +301,9 @@ def _split_experts(
             yield _piece(f"{name}.{expert}.{part}.lora_B", B_Nr, cut_B, place)
 
 
-def _piece(name: str, data: Tensor, axis: int | None, place: int, copies: int = 1) -> Piece:
+def _piece(name: str, data: Tensor, axis: int | None, place: int | None, copies: int = 1) -> Piece:
     """Args: copies: neighbours that hold the same part."""
+    place = place or 0
     if axis is None:
         return Piece(name, data, is_copy=place > 0)
     return Piece(name, data, axis, place // copies, place % copies > 0)
@@ -260,13 +315,13 @@ def _buffers(module: Any) -> tuple[Tensor, Tensor]:
     return module.A_buffer, module.B_buffer
 
 
-def _split(name: str, module: Any, a: Tensor, b: Tensor, rank: int) -> Iterator[Piece]:
+def _split(name: str, module: Any, a: Tensor, b: Tensor, rank: int, *, is_alone: bool) -> Iterator[Piece]:
     names = parts(name)
-    place, cut_A, cut_B = _cut(module)
+    place, cut_A, cut_B = (0, None, None) if is_alone else _cut(module)
     row = 0
     for index, (part, height) in enumerate(zip(names, _heights(module, b, len(names)), strict=True)):
         # Where there are fewer heads of keys than ranks, neighbours share one.
-        copies = module.base_layer.num_kv_head_replicas if len(names) == 3 and index else 1
+        copies = module.base_layer.num_kv_head_replicas if cut_B is not None and len(names) == 3 and index else 1
         yield _piece(f"{part}.lora_A", a[index * rank : (index + 1) * rank], cut_A, place)
         yield _piece(f"{part}.lora_B", b[row : row + height, :rank], cut_B, place, copies)
         row += height

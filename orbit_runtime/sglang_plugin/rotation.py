@@ -108,10 +108,10 @@ class LayerRotation:
         """Of R in files."""
         return (*self._front, *self.buffer.shape[1:])
 
-    def held(self, slot: int) -> Iterator[tuple[str, Tensor]]:
-        """What stands in the slot, as files name it."""
+    def named(self, R: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """What stands in a slot, as files name it."""
         for name in self.names:
-            yield f"{name}.oft_R", self.buffer[slot].view(self.file_shape)
+            yield f"{name}.oft_R", R.view(self.file_shape)
 
     def turn(self, x: Tensor, *, captured: bool) -> Tensor:
         """x with the rows of OFT adapters turned, the others untouched.
@@ -162,12 +162,8 @@ class Published:
 class Rotations:
     """All layers of a model."""
 
-    def __init__(
-        self, block_size: int, num_slots: int, device: torch.device, dtype: torch.dtype, *, rank: int = 0
-    ) -> None:
-        """Args: rank: of the server's processes, which one this is."""
+    def __init__(self, block_size: int, num_slots: int, device: torch.device, dtype: torch.dtype) -> None:
         self.block_size = block_size
-        self.rank = rank
         self.rows = Rows(device)
         self.layers: dict[str, LayerRotation] = {}
         self.holds = [False] * num_slots

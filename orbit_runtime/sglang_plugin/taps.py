@@ -6,14 +6,17 @@ Does not belong here: comparing (`parity.locate`), the trainer's side (`policy.s
 Orbit puts a request in a folder that both see, sends the sequence, and reads the answer from there. Nothing is hooked
 and nothing is copied while no request lies there. Of several ranks each answers for itself, with what no lower one has
 told; tensors that are cut over them are left out, their results are not. The facts of the slots go the same way when a
-publish is proven: they are there with the log-probs, and no request of their own is in the way of those that sample.
+publish is proven: no request of their own is in the way of those that sample, and digests are computed beside the
+passes that follow.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,15 +79,50 @@ def around_forward(original: Callable[..., Any], runner: Any, forward_batch: Any
     return result
 
 
-def tell(runner: Any, forward_batch: Any, facts: Callable[[], dict[str, Any]]) -> None:
-    """After a pass: answers the request for facts, if this pass is one with the adapters it speaks of."""
+def tell(runner: Any, forward_batch: Any, take: Callable[[Collection[str]], Callable[[], dict[str, Any]]]) -> None:
+    """After a pass: answers the request for facts, if this pass is one with the adapters it speaks of.
+
+    The answer is there in two steps. That one comes is said before the pass's own results leave, so that whoever has
+    those knows to wait for it; what it says is worked out in a thread, beside the passes that follow.
+
+    Args:
+        take: copies, at once, what facts about these adapters are made of; what it gives back makes them of it.
+    """
     file = _find_request(FACTS_REQUEST)
     if file is None:
         return
     request = json.loads(file.read_text())
     known = runner.lora_manager.lora_refs
     if {known[key].lora_name for key in forward_batch.lora_ids if key in known}.issuperset(request["adapters"]):
-        _write(file.parent / FACTS, json.dumps({"request": request["name"], **facts()}).encode())
+        answer, name = file.parent / FACTS, request["name"]
+        number = _answers.begin(answer, {"request": name})
+        finish = take(request["adapters"])
+        _worker.submit(lambda: _answers.end(answer, number, {"request": name, "facts": finish()}))
+
+
+class _Answers:
+    """What stands in the file of answers is of the newest pass that was begun."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._newest = 0
+
+    def begin(self, file: Path, content: Mapping[str, Any]) -> int:
+        with self._lock:
+            self._newest += 1
+            _write(file, json.dumps(content).encode())
+            return self._newest
+
+    def end(self, file: Path, number: int, content: Mapping[str, Any]) -> None:
+        told = json.dumps(content).encode()
+        with self._lock:
+            if number == self._newest:
+                _write(file, told)
+
+
+_answers = _Answers()
+# One thread of torch's: decoding needs the cores, and a second one would wait for a core that is taken.
+_worker = ThreadPoolExecutor(1, "orbit-facts", initializer=torch.set_num_threads, initargs=(1,))
 
 
 def _find_request(name: str) -> Path | None:

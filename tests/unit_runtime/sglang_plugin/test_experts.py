@@ -93,7 +93,7 @@ def read(
             name: each.chunk(ranks, inner[name])[rank] if name in inner else each for name, each in published.items()
         }
         held = [buffer[SLOT] for buffer in expert_buffers(wrapper(own, scaling))]
-        pieces.append(list(_split_experts(NAME, held, RANK, SCALING, is_shared_outer, rank)))
+        pieces.append(list(_split_experts(NAME, held, RANK, SCALING, is_shared_outer, rank if ranks > 1 else None)))
     return join(pieces)
 
 

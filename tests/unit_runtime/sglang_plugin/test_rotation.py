@@ -167,7 +167,7 @@ def test_all_experts_of_a_layer_share_the_R_of_their_files(tmp_path: Path) -> No
     (tmp_path / ROTATIONS_FILE).write_bytes(save({name: R.clone() for name in names}))
     (tmp_path / CONFIG_FILE).write_text(json.dumps({"peft_type": "OFT", "oft_block_size": SIZE}))
     made.fill(1, made.load(files_of(tmp_path)))
-    held = dict(layer.held(1))
+    held = dict(layer.named(layer.buffer[1]))
     assert list(held) == names
     assert all(torch.equal(tensor.bfloat16(), R) for tensor in held.values())
     made.prepare([1], [3])
