@@ -124,6 +124,8 @@ def call(runner: Any, batch: Any, name: str, x: Any) -> Any:
         return sent(found, x)
     if kind == "packed":
         return packed(runner.lora_manager, found.base_layer, x)
+    # gpt-oss holds the output's weight in BF16 whatever the model's dtype is; nothing is lost.
+    getattr(found, "base_layer", found).to(x.dtype)
     y = found(x)
     return y[0] if isinstance(y, tuple) else y
 
@@ -151,6 +153,8 @@ def packed(manager: Any, layer: Any, x: Any) -> Any:
     from sglang.srt.lora.lora_moe_runner_marlin import MarlinLoraRunnerCore
 
     held, inner, width = layer.quant_method, layer.intermediate_size_per_partition, layer.hidden_size
+    # On a CPU it is a module of its own, and torch lets no other object take its place.
+    del layer.quant_method
     layer.quant_method = method = Mxfp4MarlinMoEMethod(None, "experts")
     layer.runner = method.runner = SimpleNamespace(runner_backend=MoeRunnerBackend.MARLIN)
     for name, size in (("w13_weight", width), ("w2_weight", inner)):
