@@ -66,6 +66,6 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("ORBIT_KERNELS", "Auto", "How a CUDA device multiplies by packed weights: `Torch` (no kernels of ours), "
              "`Dequantize` (a kernel, then a torch matmul), `Fused` (one kernel), or by shape.", "training, rollout"),
     Variable("OMP_NUM_THREADS", "all cores", "Threads of the torch trainer and engine on a CPU.", "torch"),
-    Variable("OMP_WAIT_POLICY", "`PASSIVE` with `engine: SGLang`", "How threads of trainer and server wait for each "
-             "other on a CPU; `ACTIVE` turns cores in circles, which costs both where they share them.", "torch"),
+    Variable("OMP_WAIT_POLICY", "PASSIVE beside SGLang", "How threads of trainer and server wait for each other on a "
+             "CPU; `ACTIVE` turns cores in circles, which costs both where they share them.", "torch"),
 )  # fmt: skip
