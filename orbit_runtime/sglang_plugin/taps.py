@@ -227,7 +227,8 @@ def _answer(file: Path, runner: Any, request: dict[str, Any], points: dict[str, 
 
 def _write(file: Path, content: bytes) -> None:
     """Complete under its name, or not there: a half-written file is never read."""
-    written = file.with_suffix(".part")
+    # Every rank of a server writes here.
+    written = file.with_suffix(f".{os.getpid()}.part")
     written.write_bytes(content)
     written.rename(file)
 
