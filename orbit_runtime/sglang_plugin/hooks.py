@@ -63,7 +63,7 @@ def register(oft_block_size: int, expert_layout: str) -> None:
 
 
 def _add_adapters(result: Any, controller: Any, *_: Any, **__: Any) -> Any:
-    result.internal_state[KEY] = _take(controller.scheduler.tp_worker.model_runner)()
+    result.internal_state[KEY] = _facts(controller.scheduler.tp_worker.model_runner)
     return result
 
 

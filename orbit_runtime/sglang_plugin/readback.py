@@ -119,14 +119,13 @@ def take_adapters(manager: Any, applied: Collection[str] | None = None, *, copie
     for key, reference in manager.lora_refs.items():
         adapter, slot = manager.loras[key], manager.memory_pool.uid_to_buffer_id.get(key)
         passed = _passed.get(key) if applied is None or reference.lora_name in applied else None
-        used = {each for each in (slot, passed and passed.slot) if each is not None}
+        used = {slot, passed.slot if passed else None} - {None}
         slabs = {each: list(_slabs(manager, adapter, each)) for each in used}
         if copied:
             slabs = {each: _copies(held) for each, held in slabs.items()}
-        has_scaling = passed is not None and _published(adapter) is None
         taken.append(Taken(
-            reference.lora_name, Path(reference.lora_path), adapter, slot, passed and passed.slot,
-            scaling=float(passed.scalings[passed.slot]) if passed is not None and has_scaling else None,
+            reference.lora_name, Path(reference.lora_path), adapter, slot, passed.slot if passed else None,
+            scaling=float(passed.scalings[passed.slot]) if passed and _published(adapter) is None else None,
             mark="" if slot is None else _mark(manager, adapter, slot),
             is_shared_outer=bool(manager.experts_shared_outer_loras), slabs=slabs,
         ))  # fmt: skip
