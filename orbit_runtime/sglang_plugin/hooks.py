@@ -74,21 +74,21 @@ def _facts(runner: Any) -> dict[str, Any]:
     return {} if every is None else _describe(taken, every)
 
 
-def _take_copies(runner: Any, applied: Collection[str]) -> Callable[[], dict[str, Any]]:
-    """Copies what the facts are made of, where there is one rank; what it gives back makes them, when and where its
-    caller likes."""
-    taken, failure = _take(runner, applied, copied=True)
+def _take_copies(runner: Any, names: Collection[str]) -> Callable[[], dict[str, Any]]:
+    """Copies what facts about these adapters are made of, where there is one rank; what it gives back makes them, when
+    and where its caller likes."""
+    taken, failure = _take(runner, names, copied=True)
     return lambda: _describe(taken, [_own(taken, failure, is_alone=True)])
 
 
-def _take(runner: Any, applied: Collection[str] | None, *, copied: bool) -> tuple[list[readback.Taken], str | None]:
+def _take(runner: Any, names: Collection[str] | None, *, copied: bool) -> tuple[list[readback.Taken], str | None]:
     """What stands on this rank, or why that cannot be told.
 
     A failure is told, not raised: it would take the server down, and the proof fails without the facts.
     """
     manager = runner.lora_manager
     try:
-        return (readback.take_adapters(manager, applied, copied=copied) if manager else []), None
+        return (readback.take_adapters(manager, names, copied=copied) if manager else []), None
     except Exception as error:
         return [], _told(error)
 

@@ -69,7 +69,7 @@ class Taken:
     slot: int | None
     """None: it is in no slot."""
     passed: int | None
-    """The slot that the newest batch with it used; None: it was in none yet, or nobody asks."""
+    """The slot that the newest batch with it used; None: it was in none yet."""
     scaling: float | None
     """Of that batch; OFT has none."""
     mark: str
@@ -106,19 +106,21 @@ def note_batch(manager: Any, adapters: Iterable[str]) -> None:
         _passed[adapter] = Passed(manager.memory_pool.get_buffer_id(adapter), scalings)
 
 
-def take_adapters(manager: Any, applied: Collection[str] | None = None, *, copied: bool = True) -> list[Taken]:
+def take_adapters(manager: Any, names: Collection[str] | None = None, *, copied: bool = True) -> list[Taken]:
     """What stands in the slots of this rank; all that decoding has to wait for.
 
     Args:
-        applied: names of the adapters whose newest batch is asked for; None: of all.
+        names: of the adapters that are asked for; None: all.
         copied: so that digesting it may take its time, while the slots change.
     """
     for key in _passed.keys() - manager.lora_refs.keys():
         del _passed[key]
     taken = []
     for key, reference in manager.lora_refs.items():
+        if names is not None and reference.lora_name not in names:
+            continue
         adapter, slot = manager.loras[key], manager.memory_pool.uid_to_buffer_id.get(key)
-        passed = _passed.get(key) if applied is None or reference.lora_name in applied else None
+        passed = _passed.get(key)
         used = {slot, passed.slot if passed else None} - {None}
         slabs = {each: list(_slabs(manager, adapter, each)) for each in used}
         if copied:
@@ -176,8 +178,8 @@ def describe(taken: Iterable[Taken], ranks: Sequence[Mapping[str, Told]]) -> dic
 def slot_tensors(manager: Any, name: str) -> Iterator[tuple[str, Tensor]]:
     """`(<module>.<kind>, tensor)` of the adapter called `name`, from the buffers that layers read; whole ones only."""
     is_alone = count() == 1
-    for each in take_adapters(manager, (), copied=False):
-        if each.name == name and each.slot is not None:
+    for each in take_adapters(manager, (name,), copied=False):
+        if each.slot is not None:
             for piece in _pieces(each, each.slabs[each.slot], is_alone=is_alone):
                 assert isinstance(piece.data, Tensor)
                 if piece.axis is None:
