@@ -23,8 +23,8 @@ CGROUP_PREFIX = "orbit-bed-"
 PAUSE_IMAGE = "localhost/pause:1"
 NUM_GPUS, GPU_PRODUCT = 8, "NVIDIA-B200"
 CPU_SHARES = 2048
-"""Of a node, where a thread outside has 1024: pods must not wait for the tests beside them, which are nice, and must not
-keep the API server from answering while several of them start."""
+"""Of a node, where a thread outside has 1024: pods must not wait for the tests beside them, which are nice, and must
+not keep the API server from answering while several of them start."""
 
 
 @dataclass
