@@ -19,14 +19,13 @@ from orbit_runtime.errors import ModelError
 from orbit_runtime.model_info.families import describe
 from orbit_runtime.model_info.headers import TensorInfo, read_folder
 from orbit_runtime.model_info.quantization import from_legacy_modelopt
-from orbit_runtime.model_info.stored import ENDINGS
+from orbit_runtime.model_info.stored import ENDINGS, STORED
 from orbit_runtime.model_info.weights import EXPERT, ModelFacts, StoredWeight, Weight
 
 LEGACY_QUANTISATION = "hf_quant_config.json"
 """Where older ModelOpt files keep what newer ones have in config.json."""
-GROUP_SIZES = {"NVFP4": 16, "MXFP4": 32}
-"""Columns under one scale, which the format fixes."""
-FP8_BLOCK = (128, 128)
+FIXED_BLOCKS = {name.partition("/")[0]: STORED[name].block for name in ("NVFP4/16", "MXFP4/32", "FP8/128")}
+"""Precision → rows and columns under one scale, where the format fixes them; FP8 may be stored without blocks."""
 _EXPERT_NUMBER = re.compile(r"\.experts\.\d+\.")
 
 
@@ -167,14 +166,14 @@ def _format(found: _Found) -> str:
 def _block(weight: Weight, found: _Found) -> tuple[int, int] | None:
     """Rows and columns under one scale, which a cut must not part."""
     endings, form = found.endings or {}, _format(found)
-    if form in GROUP_SIZES:
-        return 1, GROUP_SIZES[form]
+    if form in ("NVFP4", "MXFP4"):
+        return FIXED_BLOCKS[form]
     if form == "INT4" and len(found.scales) == 2:
         # GPTQ and AWQ lay their scales across.
         groups = found.scales[0 if ".scales" in endings else 1]
         return (1, weight.shape[-1] // groups) if groups > 1 else None
     is_blockwise = ".weight_scale_inv" in endings or ".scale" in endings or (found.scales or (0, 1))[-1] > 1
-    return FP8_BLOCK if form == "FP8" and is_blockwise and len(found.scales) != 1 else None
+    return FIXED_BLOCKS[form] if form == "FP8" and is_blockwise and len(found.scales) != 1 else None
 
 
 def _precision(stored: list[StoredWeight]) -> str:
