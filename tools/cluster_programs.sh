@@ -116,9 +116,8 @@ kueue() {
 
 # build_tools NAME=PACKAGE...: of TOOLS_MODULE.
 build_tools() {
-    CGO_ENABLED=0 && export CGO_ENABLED
-    build_module "$cache/cluster-tools-$(printf '%s%s' "$TOOLS_MODULE" "$COREDNS_MAIN" | cksum | cut -d' ' -f1)" "$TOOLS_MODULE" "" "$@"
-    unset CGO_ENABLED
+    sum=$(printf '%s%s' "$TOOLS_MODULE" "$COREDNS_MAIN" | cksum | cut -d' ' -f1)
+    (export CGO_ENABLED=0 && build_module "$cache/cluster-tools-$sum" "$TOOLS_MODULE" "" "$@")
 }
 
 [ $# -gt 0 ] || set -- kubernetes helm helm3 kubeconform coredns kwok versitygw
