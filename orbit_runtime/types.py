@@ -201,13 +201,18 @@ class Copy(Protocol):
         ...
 
     def score(
-        self, token_ids_T: Sequence[int], adapters: Sequence[str | None], behind: int | None = None
+        self,
+        token_ids_T: Sequence[int],
+        adapters: Sequence[str | None],
+        behind: int | None = None,
+        standing: Sequence[str] = (),
     ) -> list[Scored]:
         """One reading of the same tokens per adapter, all in one batch, by the passes that sampling uses.
 
         Args:
             behind: once more the tokens after this one, those up to it from the cache that requests share, where it
                 holds them since an earlier call.
+            standing: other adapters whose digests will be asked for: a server tells them with these readings.
         """
         ...
 

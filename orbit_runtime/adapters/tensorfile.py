@@ -18,6 +18,7 @@ from orbit_runtime.model_info.headers import parse_header
 _CODES = {torch.bfloat16: "BF16", torch.float32: "F32"}
 _FORMAT = {"format": "pt"}
 _DTYPES = {code: dtype for dtype, code in _CODES.items()}
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def flat(tensors: Iterable[Tensor]) -> Tensor:
@@ -45,7 +46,9 @@ def dump_narrowed(tensors: Mapping[str, Tensor]) -> bytes:
         return _file({}, torch.empty(0))
     values = flat(ordered.values())
     narrow = values.to(torch.bfloat16)
-    exact = torch.equal(narrow.to(values.dtype).view(torch.uint8), values.view(torch.uint8))
+    # As integers: NaN equals nothing, and the sign of a zero must show.
+    bits = _BITS[values.element_size()]
+    exact = torch.equal(narrow.to(values.dtype).view(bits), values.view(bits))
     return _file(ordered, narrow if exact else values.float())
 
 

@@ -119,7 +119,8 @@ def prove(
     # Most of a reading is waiting for a server.
     with ThreadPoolExecutor(1) as beside:
         expecting = beside.submit(expected_applied_digest, published.files)
-        adapted, base = engine.score(canary_T, [name, None], behind=start)
+        standing = [previous.name] if previous else []
+        adapted, base = engine.score(canary_T, [name, None], behind=start, standing=standing)
     expected = expecting.result()
     trainer_adapted, trainer_base = trainer_scores
     slot_digest = engine.adapter_digest(name)

@@ -48,13 +48,17 @@ class ServedCopy:
         return self._replica.taps is not None
 
     def score(
-        self, token_ids_T: Sequence[int], adapters: Sequence[str | None], behind: int | None = None
+        self,
+        token_ids_T: Sequence[int],
+        adapters: Sequence[str | None],
+        behind: int | None = None,
+        standing: Sequence[str] = (),
     ) -> list[Scored]:
         """Prefills of the same tokens, all in one request."""
         replica, named = self._replica, sorted({name for name in adapters if name})
 
         async def readings() -> list[Scored]:
-            with asked_facts(replica.taps, named) if replica.taps and named else nullcontext() as told:
+            with asked_facts(replica.taps, named, standing) if replica.taps and named else nullcontext() as told:
                 scores = await replica.ask(partial(replica.score, token_ids_T, adapters, behind))
                 told_now = await told() if told else None
             if told_now is not None:

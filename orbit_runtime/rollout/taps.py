@@ -36,13 +36,18 @@ def write_request(folder: Path, token_ids_T: Sequence[int], adapter: str | None,
 
 
 @contextmanager
-def asked_facts(folder: Path, adapters: Sequence[str]) -> Iterator[Callable[[], Awaitable[Mapping[str, Any] | None]]]:
+def asked_facts(
+    folder: Path, adapters: Sequence[str], standing: Sequence[str] = ()
+) -> Iterator[Callable[[], Awaitable[Mapping[str, Any] | None]]]:
     """Of the passes in this block that hold all these adapters. What it gives waits for what is told of the newest.
 
     None: there was no such pass, or nothing came in time.
+
+    Args:
+        standing: adapters that are told of as well, and need not be in the pass.
     """
     name = secrets.token_hex(8)
-    _write(folder / FACTS_REQUEST, {"name": name, "adapters": list(adapters)})
+    _write(folder / FACTS_REQUEST, {"name": name, "adapters": list(adapters), "standing": list(standing)})
 
     async def told() -> Mapping[str, Any] | None:
         until = time.monotonic() + FACTS_SECONDS

@@ -143,11 +143,15 @@ class TorchEngine:
                 yield self._completion(finished)
 
     def score(
-        self, token_ids_T: Sequence[int], adapters: Sequence[str | None], behind: int | None = None
+        self,
+        token_ids_T: Sequence[int],
+        adapters: Sequence[str | None],
+        behind: int | None = None,
+        standing: Sequence[str] = (),
     ) -> list[Scored]:
         """Teacher-forced: a prefill of all but the last few tokens, then decode steps, every adapter in one batch.
 
-        Two calls share no keys and values here: there is nothing to read `behind`.
+        Two calls share no keys and values here: there is nothing to read `behind`. Digests are read when asked for.
         """
         tail = min(SCORED_BY_DECODING, len(token_ids_T) - 1)
         prompt, forced = tuple(token_ids_T[:-tail]), tuple(token_ids_T[-tail:])

@@ -96,7 +96,7 @@ def tell(runner: Any, forward_batch: Any, take: Callable[[Collection[str]], Call
     if {known[key].lora_name for key in forward_batch.lora_ids if key in known}.issuperset(request["adapters"]):
         answer, name = file.parent / FACTS, request["name"]
         number = _answers.begin(answer, {"request": name})
-        finish = take(request["adapters"])
+        finish = take([*request["adapters"], *request["standing"]])
         _worker.submit(lambda: _answers.end(answer, number, {"request": name, "facts": finish()}))
 
 

@@ -208,6 +208,30 @@ def policy_scores(policy: Policy, adapter: AdapterFiles, tokens: list[int]) -> t
     return adapted, base
 
 
+def test_a_publish_is_proven_and_its_predecessor_found_standing_by_one_request(
+    sglang: ServedEngine, adder: Adder, new_name: NewName, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A question about its slots would stop a server that decodes."""
+    policy, tokenizer = adder
+    tokens = canary(tokenizer)
+
+    async def asked() -> None:
+        raise AssertionError("the server was asked about its slots")
+
+    monkeypatch.setattr(sglang.replicas[0], "facts", asked)
+    previous, names = None, (new_name(), new_name())
+    for seed, name in enumerate(names):
+        adapter = random_adapter(policy, seed)
+        sglang.load_adapter(name, adapter)
+        trainer = policy_scores(policy, adapter, tokens)
+        proof, previous = prove(
+            adapter, name, sglang.copies()[0], trainer, tokens, limits=Limits(1e-3), previous=previous
+        )
+        assert proof.proven, proof.failures
+    for name in names:
+        sglang.unload_adapter(name)
+
+
 def test_a_server_killed_in_mid_generation_loses_and_doubles_nothing(
     sglang: ServedEngine, adder: Adder, new_name: NewName
 ) -> None:

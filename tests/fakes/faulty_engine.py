@@ -108,9 +108,13 @@ class FaultyEngine:
         return self.engine.generate([replace(request, adapter=self._name(request.adapter)) for request in requests])
 
     def score(
-        self, token_ids_T: Sequence[int], adapters: Sequence[str | None], behind: int | None = None
+        self,
+        token_ids_T: Sequence[int],
+        adapters: Sequence[str | None],
+        behind: int | None = None,
+        standing: Sequence[str] = (),
     ) -> list[Scored]:
-        return self.engine.score(token_ids_T, [self._name(name) for name in adapters], behind)
+        return self.engine.score(token_ids_T, [self._name(name) for name in adapters], behind, standing)
 
     def close(self) -> None:
         self.engine.close()

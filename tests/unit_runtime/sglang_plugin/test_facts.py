@@ -113,6 +113,23 @@ def test_what_is_told_is_of_the_newest_pass_though_an_older_one_was_begun_for_th
     assert not [*folder.iterdir()]
 
 
+def test_what_stands_in_other_slots_is_told_with_a_pass_that_does_not_use_it(folder: Path) -> None:
+    taken = []
+
+    def take(names: Collection[str]) -> Callable[[], dict[str, Any]]:
+        taken.append(sorted(names))
+        return dict
+
+    async def ask() -> Any:
+        with asked_facts(folder, ["policy-v2"], standing=["policy-v1"]) as told:
+            taps.tell(*passed("policy-v1"), take)
+            taps.tell(*passed("policy-v2"), take)
+            return await told()
+
+    assert asyncio.run(ask()) == {}
+    assert taken == [["policy-v1", "policy-v2"]]
+
+
 def test_nobody_waits_for_a_pass_without_the_adapters_or_for_an_answer_to_somebody_else(folder: Path) -> None:
     facts = Held({"of": "the first"})
     facts.go.set()
