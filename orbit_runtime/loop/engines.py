@@ -61,12 +61,14 @@ def build_engine(
 def _start(resolved: Resolved, policy: Policy, tokenizer: Tokenizer, folder: Path, closing: ExitStack) -> Engine:
     from orbit_runtime.checkpoints.convert import convert
     from orbit_runtime.checkpoints.target import Target
+    from orbit_runtime.model_info.checkpoint import folder_facts
     from orbit_runtime.rollout.handover import build_transport
     from orbit_runtime.rollout.sglang_experts import check_experts, check_generation, served_experts
     from orbit_runtime.rollout.sglang_server import (
         ServerSettings,
         SGLangServer,
         check_deterministic,
+        deterministic_attention,
         lora_targets,
         sleeping_parts,
     )
@@ -75,13 +77,17 @@ def _start(resolved: Resolved, policy: Policy, tokenizer: Tokenizer, folder: Pat
     spec, adapter, layers = resolved.run.spec, policy.injected.config, tuple(policy.injected.layers)
     formats = expert_formats(policy)
     check_experts(adapter, layers, resolved.device, formats)
-    if adapter.type == "LoRA" and resolved.device != "cpu":
-        import torch
-
-        check_generation(formats, torch.cuda.get_device_capability())
+    on_cpu, attention = resolved.device == "cpu", None
     if spec.rollout.deterministic:
         check_deterministic(resolved.device)
-    on_cpu = resolved.device == "cpu"
+    if not on_cpu:
+        import torch
+
+        capability = torch.cuda.get_device_capability()
+        if adapter.type == "LoRA":
+            check_generation(formats, capability)
+        if spec.rollout.deterministic:
+            attention = deterministic_attention(folder_facts(folder).architecture.family, capability)
     scratch = Path(closing.enter_context(TemporaryDirectory(prefix="orbit-sglang-")))
     base = folder
     if on_cpu and policy.precision != "BF16":
@@ -101,6 +107,7 @@ def _start(resolved: Resolved, policy: Policy, tokenizer: Tokenizer, folder: Pat
         expert_formats=formats,
         sleep=spec.rollout.sleep,
         deterministic=spec.rollout.deterministic,
+        attention=attention,
         tensor_parallel=_server_gpus(resolved, folder),
     )
     count, size = spec.rollout.replicas, settings.tensor_parallel

@@ -59,6 +59,8 @@ class ServerSettings:
     """What it must be able to give back for a while. Not run on hardware."""
     deterministic: bool = False
     """Each request brings the seed of its draws. Not run on hardware."""
+    attention: str | None = None
+    """SGLang's attention back end on a GPU; None: its own choice."""
 
 
 class SGLangServer:
@@ -149,6 +151,8 @@ def server_arguments(settings: ServerSettings, port: int) -> list[str]:
             "--sleep-on-idle",
         ]  # fmt: skip
         return arguments
+    if settings.attention:
+        arguments += ["--attention-backend", settings.attention]
     if {"gate_proj", "up_proj", "down_proj"} & set(settings.targets):
         # Else some models run shared experts as one more routed one, where no adapter of theirs is applied.
         arguments += ["--disable-shared-experts-fusion"]
@@ -173,6 +177,18 @@ def check_attached(layers: Collection[str]) -> None:
             where="spec.adapter.targets",
             fix="write rollout.engine: SGLang, or targets: [gate_proj, up_proj]",
         )
+
+
+def deterministic_attention(family: str, capability: tuple[int, int]) -> str | None:
+    """What SGLang must be told in deterministic mode; None: its own choice fits.
+
+    For gpt-oss on a B200 it takes TensorRT-LLM's, and then refuses to start, because its sums depend on the batch
+    (0.5.23: `model_overrides/gpt_oss.py`, `choices.py`).
+
+    Args:
+        capability: CUDA's, major and minor.
+    """
+    return "triton" if family == "gpt_oss" and capability[0] == 10 else None
 
 
 def check_deterministic(device: str) -> None:

@@ -12,7 +12,7 @@ import pytest
 from orbit_runtime.adapters.names import SGLANG_TARGETS
 from orbit_runtime.planner.support import PINNED
 from orbit_runtime.rollout.sglang_experts import MOE_RUNNERS
-from orbit_runtime.rollout.sglang_server import PYTHON_VARIABLE
+from orbit_runtime.rollout.sglang_server import PYTHON_VARIABLE, deterministic_attention
 from orbit_runtime.sglang_plugin import deepseek_v4
 from orbit_runtime.sglang_plugin.mxfp4_experts import PACKED_AS
 
@@ -46,6 +46,28 @@ def package() -> Path:
     origin, version = answer.stdout.split()
     assert version == PINNED["sglang"]
     return Path(origin).parent
+
+
+def test_gpt_oss_is_deterministic_on_a_b200_with_the_attention_that_it_is_told_to_use(package: Path) -> None:
+    """Its own choice is none of those that are; the one that a run asks for is, and serves gpt-oss."""
+    told = deterministic_attention("gpt_oss", (10, 0))
+    (deterministic,) = assigned(package / "srt/arg_groups/choices.py", "DETERMINISTIC_ATTENTION_BACKEND_CHOICES")
+    assert told in deterministic
+    assert "trtllm_mha" not in deterministic
+    chosen = (package / "srt/arg_groups/model_overrides/gpt_oss.py").read_text()
+    assert 'is_sm100:\n            overrides["attention_backend"] = "trtllm_mha"' in chosen
+    served = [each for each in assigned(package / "srt/arg_groups/model_hook.py", "supported_backends") if told in each]
+    assert any("trtllm_mha" in each for each in served)
+
+
+def assigned(file: Path, name: str) -> list[list[str]]:
+    """Every list that is assigned to this name."""
+    found = [each for each in ast.walk(ast.parse(file.read_text())) if isinstance(each, ast.Assign)]
+    return [
+        ast.literal_eval(each.value)
+        for each in found
+        if isinstance(each.targets[0], ast.Name) and each.targets[0].id == name and isinstance(each.value, ast.List)
+    ]
 
 
 @pytest.mark.parametrize("layout", CLASSES)

@@ -17,7 +17,12 @@ from orbit_runtime.errors import UnsupportedError
 from orbit_runtime.rollout.replica import Replica
 from orbit_runtime.rollout.served_engine import ServedEngine
 from orbit_runtime.rollout.sglang_api import SGLangApi
-from orbit_runtime.rollout.sglang_server import ServerSettings, check_deterministic, server_arguments
+from orbit_runtime.rollout.sglang_server import (
+    ServerSettings,
+    check_deterministic,
+    deterministic_attention,
+    server_arguments,
+)
 from orbit_runtime.rollout.wire import Wire, build_client
 from orbit_runtime.seeds import stream_key
 from orbit_runtime.types import Request
@@ -135,6 +140,16 @@ def test_the_flag_is_given_where_the_run_asks_for_it() -> None:
     assert FLAG not in server_arguments(SETTINGS, 1)
     # SGLang then refuses its CPU attention by itself.
     assert FLAG in server_arguments(replace(SETTINGS, device="cpu", deterministic=True), 1)
+
+
+def test_attention_is_chosen_where_sglangs_own_choice_would_not_start() -> None:
+    assert deterministic_attention("gpt_oss", (10, 0)) == "triton"
+    assert deterministic_attention("gpt_oss", (9, 0)) is None
+    assert deterministic_attention("qwen3_moe", (10, 0)) is None
+    on_gpu = replace(SETTINGS, device="cuda", deterministic=True)
+    assert "--attention-backend" not in server_arguments(on_gpu, 1)
+    given = server_arguments(replace(on_gpu, attention="triton"), 1)
+    assert given[given.index("--attention-backend") + 1] == "triton"
 
 
 def test_a_machine_without_a_gpu_is_refused_with_its_field() -> None:
