@@ -45,11 +45,24 @@ def dump_narrowed(tensors: Mapping[str, Tensor]) -> bytes:
     if not ordered:
         return _file({}, torch.empty(0))
     values = flat(ordered.values())
+    narrow = _narrow(values)
+    return _file(ordered, values.float() if narrow is None else narrow)
+
+
+def narrowed(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """These tensors as BF16 where narrowing all of them is exact, else as they are: what is dumped more than once."""
+    narrow = _narrow(flat(tensors.values())) if tensors else None
+    return tensors if narrow is None else split(narrow, tensors)
+
+
+def _narrow(values: Tensor) -> Tensor | None:
+    """As BF16; None where that changes a value."""
+    if values.dtype == torch.bfloat16:
+        return values
     narrow = values.to(torch.bfloat16)
     # As integers: NaN equals nothing, and the sign of a zero must show.
     bits = _BITS[values.element_size()]
-    exact = torch.equal(narrow.to(values.dtype).view(bits), values.view(bits))
-    return _file(ordered, narrow if exact else values.float())
+    return narrow if torch.equal(narrow.to(values.dtype).view(bits), values.view(bits)) else None
 
 
 def tensor_digest(tensor: Tensor) -> str:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from orbit_runtime.adapters.state import expected_applied_digest
 from orbit_runtime.errors import GateError, OrbitError
 from orbit_runtime.parity.liveness import Limits, Proof, Reading, check_proofs, prove
 from orbit_runtime.storage import Execution, Store, write_bundle
@@ -74,6 +75,8 @@ class Publisher:
         write_bundle(
             self.store, self.execution, f"adapters/{adapter_name(version)}", adapter.files, facts, plain_names=True
         )
+        # The same for every copy, and nothing that a server should wait for.
+        expected = expected_applied_digest(adapter.files)
         try:
             self.engine.load_adapter(adapter_name(version), adapter)
         except OrbitError as error:
@@ -84,7 +87,7 @@ class Publisher:
             ) from error
         copies = self.engine.copies()
         pairs = [*zip(copies, previous.readings if previous else (None,) * len(copies), strict=True)]
-        prove_one = partial(self._prove, adapter, (adapted, base))
+        prove_one = partial(self._prove, adapter, expected, (adapted, base))
         if len(pairs) == 1:
             # It may compute in this process, and how many threads torch takes is a setting of the caller's thread.
             found = [prove_one(pairs[0])]
@@ -102,11 +105,11 @@ class Publisher:
         return Publication(adapter, tuple(proofs), tuple(readings))
 
     def _prove(
-        self, adapter: AdapterFiles, scores: tuple[Scored, Scored], pair: tuple[Copy, Reading | None]
+        self, adapter: AdapterFiles, expected: str, scores: tuple[Scored, Scored], pair: tuple[Copy, Reading | None]
     ) -> tuple[Proof, Reading]:
         copy, previous = pair
         name, limits = adapter_name(adapter.version), Limits(self.change_limit, self.base_limit)
-        return prove(adapter, name, copy, scores, self.canary_T, limits=limits, previous=previous)
+        return prove(adapter, name, copy, scores, self.canary_T, limits=limits, previous=previous, expected=expected)
 
     def _keep_evidence(self, version: int, evidence: Mapping[str, Any]) -> None:
         key = f"parity/publish-v{version}-e{self.execution.number:06d}.json"

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -108,20 +107,19 @@ def prove(
     *,
     limits: Limits,
     previous: Reading | None,
+    expected: str | None = None,
 ) -> tuple[Proof, Reading]:
     """Runs the checks; measures even where an earlier check failed, so that the evidence is whole.
 
     Args:
         trainer_scores: the trainer's own reading of the canary, with its adapter and without.
         previous: of the same copy.
+        expected: digest of what layers must have applied; None: it is worked out here.
     """
     start = max(1, len(canary_T) - CACHED_TAIL)
-    # Most of a reading is waiting for a server.
-    with ThreadPoolExecutor(1) as beside:
-        expecting = beside.submit(expected_applied_digest, published.files)
-        standing = [previous.name] if previous else []
-        adapted, base = engine.score(canary_T, [name, None], behind=start, standing=standing)
-    expected = expecting.result()
+    expected = expected or expected_applied_digest(published.files)
+    standing = [previous.name] if previous else []
+    adapted, base = engine.score(canary_T, [name, None], behind=start, standing=standing)
     trainer_adapted, trainer_base = trainer_scores
     slot_digest = engine.adapter_digest(name)
     trainer_change = _change(trainer_adapted, trainer_base)

@@ -69,26 +69,28 @@ def _add_adapters(result: Any, controller: Any, *_: Any, **__: Any) -> Any:
 
 def _facts(runner: Any) -> dict[str, Any]:
     """Of all ranks, which all call it; only rank 0's answer is read."""
-    taken, failure = _take(runner, None, copied=False)
+    taken, failure = _take(runner, None, (), copied=False)
     every = ranks.gather(_own(taken, failure, is_alone=ranks.count() == 1))
     return {} if every is None else _describe(taken, every)
 
 
-def _take_copies(runner: Any, names: Collection[str]) -> Callable[[], dict[str, Any]]:
+def _take_copies(runner: Any, names: Collection[str], standing: Collection[str]) -> Callable[[], dict[str, Any]]:
     """Copies what facts about these adapters are made of, where there is one rank; what it gives back makes them, when
     and where its caller likes."""
-    taken, failure = _take(runner, names, copied=True)
+    taken, failure = _take(runner, names, standing, copied=True)
     return lambda: _describe(taken, [_own(taken, failure, is_alone=True)])
 
 
-def _take(runner: Any, names: Collection[str] | None, *, copied: bool) -> tuple[list[readback.Taken], str | None]:
+def _take(
+    runner: Any, names: Collection[str] | None, standing: Collection[str], *, copied: bool
+) -> tuple[list[readback.Taken], str | None]:
     """What stands on this rank, or why that cannot be told.
 
     A failure is told, not raised: it would take the server down, and the proof fails without the facts.
     """
     manager = runner.lora_manager
     try:
-        return (readback.take_adapters(manager, names, copied=copied) if manager else []), None
+        return (readback.take_adapters(manager, names, standing, copied=copied) if manager else []), None
     except Exception as error:
         return [], _told(error)
 

@@ -69,7 +69,7 @@ class Taken:
     slot: int | None
     """None: it is in no slot."""
     passed: int | None
-    """The slot that the newest batch with it used; None: it was in none yet."""
+    """The slot that the newest batch with it used; None: it was in none yet, or nobody asks."""
     scaling: float | None
     """Of that batch; OFT has none."""
     mark: str
@@ -106,21 +106,25 @@ def note_batch(manager: Any, adapters: Iterable[str]) -> None:
         _passed[adapter] = Passed(manager.memory_pool.get_buffer_id(adapter), scalings)
 
 
-def take_adapters(manager: Any, names: Collection[str] | None = None, *, copied: bool = True) -> list[Taken]:
+def take_adapters(
+    manager: Any, names: Collection[str] | None = None, standing: Collection[str] = (), *, copied: bool = True
+) -> list[Taken]:
     """What stands in the slots of this rank; all that decoding has to wait for.
 
     Args:
         names: of the adapters that are asked for; None: all.
+        standing: of more adapters, whose newest batch nobody asks for.
         copied: so that digesting it may take its time, while the slots change.
     """
     for key in _passed.keys() - manager.lora_refs.keys():
         del _passed[key]
     taken = []
     for key, reference in manager.lora_refs.items():
-        if names is not None and reference.lora_name not in names:
+        is_asked = names is None or reference.lora_name in names
+        if not is_asked and reference.lora_name not in standing:
             continue
         adapter, slot = manager.loras[key], manager.memory_pool.uid_to_buffer_id.get(key)
-        passed = _passed.get(key)
+        passed = _passed.get(key) if is_asked else None
         used = {slot, passed.slot if passed else None} - {None}
         slabs = {each: list(_slabs(manager, adapter, each)) for each in used}
         if copied:
@@ -163,13 +167,17 @@ def describe(taken: Iterable[Taken], ranks: Sequence[Mapping[str, Told]]) -> dic
     described = {}
     for each in taken:
         told = [rank.get(each.name) for rank in ranks]
-        held = None if each.slot is None else _slot_files(each, told)
+        standing = _joined(told, [rank and rank.slot for rank in told])
+        # As a rule the newest batch used the slot where it stands.
+        is_same = all(rank is None or rank.passed == rank.slot for rank in told)
+        applied = standing if is_same else _joined(told, [rank and rank.passed for rank in told])
+        held = None if each.slot is None else _slot_files(each, told, standing)
         explained = held is not None and (each.folder / EXPLAIN_FILE).exists()
         described[each.name] = {
             "path": str(each.folder),
             "slot": each.slot,
             "slot_digest": None if held is None else files_digest(held),
-            "applied_digest": None if each.passed is None else _applied_digest(told),
+            "applied_digest": None if each.passed is None else _applied_digest(told, applied),
             "difference": _difference(each.folder, held, told) if held and explained else None,
         }
     return described
@@ -203,14 +211,22 @@ def _difference(folder: Path, held: Mapping[str, bytes], told: Sequence[Told | N
     return "; ".join(differences) or explain_difference(published, held)
 
 
-def _slot_files(taken: Taken, told: Sequence[Told | None]) -> dict[str, bytes]:
+def _joined(told: Sequence[Told | None], slots: Sequence[int | None]) -> Mapping[str, Tensor]:
+    """What all ranks hold in these slots, one each; None: in none."""
+    pieces = [
+        () if each is None or slot is None else each.pieces.get(slot, ())
+        for each, slot in zip(told, slots, strict=True)
+    ]
+    return tensorfile.narrowed(join(pieces))
+
+
+def _slot_files(taken: Taken, told: Sequence[Told | None], held: Mapping[str, Tensor]) -> dict[str, bytes]:
     """The published files, rebuilt: equal where the slots of all ranks hold what they held.
 
     What has no tensor of its own and must show, is said in the tensors' names.
     """
     config, published = taken.adapter.config, _published(taken.adapter)
     settings = config_file(config.hf_config) if config.path is None else (taken.folder / CONFIG_FILE).read_bytes()
-    held = join([each.pieces.get(each.slot, ()) if each and each.slot is not None else () for each in told])
     suffix = "".join(sorted({each.mark for each in told if each}))
     if published is not None:
         return {
@@ -222,9 +238,7 @@ def _slot_files(taken: Taken, told: Sequence[Told | None]) -> dict[str, bytes]:
     return {MODEL_FILE: tensorfile.dump_narrowed(tensors), CONFIG_FILE: settings}
 
 
-def _applied_digest(told: Sequence[Told | None]) -> str:
-    ranks = [each.pieces.get(each.passed, ()) if each and each.passed is not None else () for each in told]
-    tensors = join(ranks)
+def _applied_digest(told: Sequence[Told | None], tensors: Mapping[str, Tensor]) -> str:
     return applied_digest(Applied("", "", tensors, scaling) for scaling in {each.scaling for each in told if each})
 
 

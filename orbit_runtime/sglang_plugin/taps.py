@@ -79,14 +79,17 @@ def around_forward(original: Callable[..., Any], runner: Any, forward_batch: Any
     return result
 
 
-def tell(runner: Any, forward_batch: Any, take: Callable[[Collection[str]], Callable[[], dict[str, Any]]]) -> None:
+def tell(
+    runner: Any, forward_batch: Any, take: Callable[[Collection[str], Collection[str]], Callable[[], dict[str, Any]]]
+) -> None:
     """After a pass: answers the request for facts, if this pass is one with the adapters it speaks of.
 
     The answer is there in two steps. That one comes is said before the pass's own results leave, so that whoever has
     those knows to wait for it; what it says is worked out in a thread, beside the passes that follow.
 
     Args:
-        take: copies, at once, what facts about these adapters are made of; what it gives back makes them of it.
+        take: copies, at once, what facts about adapters of the pass and others are made of; what it gives back makes
+            them of it.
     """
     file = _find_request(FACTS_REQUEST)
     if file is None:
@@ -96,7 +99,7 @@ def tell(runner: Any, forward_batch: Any, take: Callable[[Collection[str]], Call
     if {known[key].lora_name for key in forward_batch.lora_ids if key in known}.issuperset(request["adapters"]):
         answer, name = file.parent / FACTS, request["name"]
         number = _answers.begin(answer, {"request": name})
-        finish = take([*request["adapters"], *request["standing"]])
+        finish = take(request["adapters"], request["standing"])
         _worker.submit(lambda: _answers.end(answer, number, {"request": name, "facts": finish()}))
 
 

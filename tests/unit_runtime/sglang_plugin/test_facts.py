@@ -62,6 +62,8 @@ def test_digests_are_of_the_moment_at_which_the_slot_was_read_however_late_they_
     assert now["slot_digest"] == digest_of(layer)
     assert None is not told["applied_digest"] != now["applied_digest"]
     assert readback.take_adapters(found, ["policy-v2"]) == []
+    (beside,) = described(readback.take_adapters(found, ["policy-v2"], ["policy-v1"])).values()
+    assert (beside["slot_digest"], beside["applied_digest"]) == (digest_of(layer), None)
 
 
 class Held:
@@ -71,7 +73,7 @@ class Held:
         self.begun, self.go = threading.Event(), threading.Event()
         self._facts = facts
 
-    def __call__(self, _: Collection[str]) -> Callable[[], dict[str, Any]]:
+    def __call__(self, *_: Collection[str]) -> Callable[[], dict[str, Any]]:
         def make() -> dict[str, Any]:
             self.begun.set()
             assert self.go.wait(30)
@@ -116,8 +118,8 @@ def test_what_is_told_is_of_the_newest_pass_though_an_older_one_was_begun_for_th
 def test_what_stands_in_other_slots_is_told_with_a_pass_that_does_not_use_it(folder: Path) -> None:
     taken = []
 
-    def take(names: Collection[str]) -> Callable[[], dict[str, Any]]:
-        taken.append(sorted(names))
+    def take(names: Collection[str], standing: Collection[str]) -> Callable[[], dict[str, Any]]:
+        taken.append((list(names), list(standing)))
         return dict
 
     async def ask() -> Any:
@@ -127,7 +129,7 @@ def test_what_stands_in_other_slots_is_told_with_a_pass_that_does_not_use_it(fol
             return await told()
 
     assert asyncio.run(ask()) == {}
-    assert taken == [["policy-v1", "policy-v2"]]
+    assert taken == [(["policy-v2"], ["policy-v1"])]
 
 
 def test_nobody_waits_for_a_pass_without_the_adapters_or_for_an_answer_to_somebody_else(folder: Path) -> None:
