@@ -16,9 +16,9 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import cycle, pairwise
 
 import httpx
 
@@ -40,32 +40,32 @@ class Gaps:
         return statistics.quantiles(self.during, n=100)[percent - 1]
 
 
-def watch(url: str, adapter: str, act: Callable[[], object], gaps: Gaps, *, everywhere: bool = False) -> None:
-    """Calls `act` again and again while answers run, until they end; adds what was seen to `gaps`.
+def watch(url: str, adapter: str, acts: Mapping[str, Callable[[], object]], gaps: Mapping[str, Gaps]) -> None:
+    """Does one after the other of `acts`, again and again, while answers run; adds what was seen during each to `gaps`.
 
-    Args:
-        everywhere: every gap counts, also where nothing happens.
+    What is compared takes turns by the second: the machine is not the same from one minute to the next.
     """
     command = [sys.executable, __file__, url, adapter, str(TOKENS)]
     spans = []
+    turns = cycle(acts)
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as watcher:
         assert watcher.stdout is not None
         # Every answer has begun.
         watcher.stdout.readline()
         while watcher.poll() is None:
-            begun = time.perf_counter()
-            act()
-            spans.append((begun, time.perf_counter()))
+            name, begun = next(turns), time.perf_counter()
+            acts[name]()
+            spans.append((name, begun, time.perf_counter()))
             time.sleep(PAUSE_SECONDS)
         stamps = json.loads(watcher.stdout.read())
     # One that ended after the first answer did saw fewer of them beside it.
     last = min(times[-1] for times in stamps)
-    spans = [span for span in spans if span[1] < last]
-    gaps.acts += len(spans)
-    for times in stamps:
-        for before, after in pairwise(times):
-            if everywhere or any(before < end and after > begun for begun, end in spans):
-                gaps.during.append((after - before) * 1e3)
+    spans = [span for span in spans if span[2] < last]
+    for name, begun, end in spans:
+        gaps[name].acts += 1
+        for times in stamps:
+            found = ((after - before) * 1e3 for before, after in pairwise(times) if before < end and after > begun)
+            gaps[name].during.extend(found)
 
 
 async def _stream(url: str, adapter: str, tokens: int) -> list[list[float]]:

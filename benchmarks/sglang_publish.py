@@ -5,10 +5,10 @@
 All of one table is measured against the same server in the same minutes, the two sides of a comparison taking turns.
 
 A gap is the time between two tokens of an answer that runs, seen by a process of its own; one that overlaps what
-happens meanwhile counts. What happens is, in turns: nothing; what the engine itself needs for a new adapter, which is
-its load call, a prefill as long as the proof's without log-probs, and its unload call, asked without a line of ours; a
-publish. The trainer computes in each publish, on the same cores. For OFT, which SGLang does not have, the engine's own
-is a LoRA of rank 1.
+happens meanwhile counts. What happens is, in turns by the second: nothing; what the engine itself needs for a new
+adapter, which is its load call, a prefill as long as the proof's without log-probs, and its unload call, asked without
+a line of ours; a publish. The trainer computes in each publish, on the same cores. For OFT, which SGLang does not have,
+the engine's own is a LoRA of rank 1.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from orbit_runtime.workers.waiting import wait_asleep
 
 REQUESTS, GROUP = 64, 8
 TOKENS = 32
-TURNS = 3
-"""Of watching, with each of the things that happen meanwhile."""
+WATCHES = 12
+"""Of answers that run side by side from their beginning to their end."""
 
 
 def main() -> int:
@@ -158,12 +158,12 @@ def _publishing(rig: Any, repetitions: int) -> dict[str, float]:
 
 def _gaps(rig: Any, url: str, adapter: str) -> dict[str, float]:
     """Of all turns together."""
-    nothing, own, ours = Gaps(), Gaps(), Gaps()
+    gaps = {name: Gaps() for name in ("nothing", "own", "ours")}
     with _engines_own(rig, url, adapter) as load_and_prefill:
-        for _ in range(TURNS):
-            watch(url, "stays", lambda: time.sleep(0.1), nothing, everywhere=True)
-            watch(url, "stays", load_and_prefill, own)
-            watch(url, "stays", lambda: _publish(rig), ours)
+        acts = {"nothing": lambda: time.sleep(0.1), "own": load_and_prefill, "ours": lambda: _publish(rig)}
+        for _ in range(WATCHES):
+            watch(url, "stays", acts, gaps)
+    nothing, own, ours = gaps["nothing"], gaps["own"], gaps["ours"]
     return {
         "gap p50 ms": nothing.at(50), "gap p99 ms": nothing.at(99),
         "gap p50 ms, the engine's own": own.at(50), "gap p99 ms, the engine's own": own.at(99),

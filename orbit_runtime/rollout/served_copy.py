@@ -58,7 +58,8 @@ class ServedCopy:
         replica, named = self._replica, sorted({name for name in adapters if name})
 
         async def readings() -> list[Scored]:
-            with asked_facts(replica.taps, named, standing) if replica.taps and named else nullcontext() as told:
+            asked = asked_facts(replica.taps, token_ids_T, named, standing) if replica.taps and named else None
+            with asked or nullcontext() as told:
                 scores = await replica.ask(partial(replica.score, token_ids_T, adapters, behind))
                 told_now = await told() if told else None
             if told_now is not None:

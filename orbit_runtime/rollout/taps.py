@@ -24,7 +24,7 @@ from orbit_runtime.policy.snapshot import Snapshot
 REQUEST, ANSWER = "request.json", "answer-{rank}.safetensors"
 ANSWER_SECONDS = 20.0
 """A server answers with its first process; the others may be a little behind."""
-FACTS_REQUEST, FACTS = "facts-request.json", "facts.json"
+FACTS_REQUEST, FACTS = "facts-request.json", "facts-{name}.json"
 FACTS_SECONDS = 60.0
 """Longest that digesting what a slot holds may take."""
 LOOK_SECONDS = 0.001
@@ -37,9 +37,9 @@ def write_request(folder: Path, token_ids_T: Sequence[int], adapter: str | None,
 
 @contextmanager
 def asked_facts(
-    folder: Path, adapters: Sequence[str], standing: Sequence[str] = ()
+    folder: Path, token_ids_T: Sequence[int], adapters: Sequence[str], standing: Sequence[str] = ()
 ) -> Iterator[Callable[[], Awaitable[Mapping[str, Any] | None]]]:
-    """Of the passes in this block that hold all these adapters. What it gives waits for what is told of the newest.
+    """Of the first pass in this block that reads these tokens under all these adapters. What it gives waits for it.
 
     None: there was no such pass, or nothing came in time.
 
@@ -47,16 +47,16 @@ def asked_facts(
         standing: adapters that are told of as well, and need not be in the pass.
     """
     name = secrets.token_hex(8)
-    _write(folder / FACTS_REQUEST, {"name": name, "adapters": list(adapters), "standing": list(standing)})
+    asked = {"name": name, "token_ids": list(token_ids_T), "adapters": list(adapters), "standing": list(standing)}
+    answer = folder / FACTS.format(name=name)
+    _write(folder / FACTS_REQUEST, asked)
 
     async def told() -> Mapping[str, Any] | None:
         until = time.monotonic() + FACTS_SECONDS
         while time.monotonic() < until:
             try:
-                found: Mapping[str, Any] = json.loads((folder / FACTS).read_bytes())
+                found: Mapping[str, Any] = json.loads(answer.read_bytes())
             except FileNotFoundError:
-                return None
-            if found["request"] != name:
                 return None
             if "facts" in found:
                 return cast("Mapping[str, Any]", found["facts"])
@@ -66,8 +66,8 @@ def asked_facts(
     try:
         yield told
     finally:
-        for file in (FACTS_REQUEST, FACTS):
-            (folder / file).unlink(missing_ok=True)
+        for file in (folder / FACTS_REQUEST, answer):
+            file.unlink(missing_ok=True)
 
 
 @contextmanager

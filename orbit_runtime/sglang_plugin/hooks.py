@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Callable, Collection
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from orbit_runtime.sglang_plugin import (
     arrival,
@@ -74,11 +76,35 @@ def _facts(runner: Any) -> dict[str, Any]:
     return {} if every is None else _describe(taken, every)
 
 
-def _take_copies(runner: Any, names: Collection[str], standing: Collection[str]) -> Callable[[], dict[str, Any]]:
-    """Copies what facts about these adapters are made of, where there is one rank; what it gives back makes them, when
-    and where its caller likes."""
+@dataclass(frozen=True)
+class Copied:
+    """What facts about some adapters are made of, on this rank; they are made when and where its holder likes."""
+
+    taken: list[readback.Taken]
+    failure: str | None
+    is_ready: Callable[[], None]
+    """Waits until the copies hold what they are copies of."""
+
+    def own(self) -> dict[str, Any]:
+        self.is_ready()
+        return _own(self.taken, self.failure, is_alone=ranks.count() == 1)
+
+    def facts(self, every: list[Any]) -> dict[str, Any]:
+        return _describe(self.taken, every)
+
+
+def _take_copies(runner: Any, names: Collection[str], standing: Collection[str]) -> Copied:
     taken, failure = _take(runner, names, standing, copied=True)
-    return lambda: _describe(taken, [_own(taken, failure, is_alone=True)])
+    return Copied(taken, failure, _copies_made())
+
+
+def _copies_made() -> Callable[[], None]:
+    """A GPU copies later than it is asked to, in the order of this thread's stream: others have to wait for it."""
+    if not torch.cuda.is_available():
+        return lambda: None
+    event = torch.cuda.Event()
+    event.record()
+    return event.synchronize
 
 
 def _take(
@@ -124,9 +150,7 @@ def _told(error: Exception) -> str:
 
 def _around_pass(original: Any, runner: Any, forward_batch: Any, *rest: Any, **named: Any) -> Any:
     result = taps.around_forward(original, runner, forward_batch, *rest, **named)
-    if ranks.count() == 1:
-        # Whether a file lies there, two ranks may see differently: several are asked for facts by a request.
-        taps.tell(runner, forward_batch, partial(_take_copies, runner))
+    taps.tell(runner, forward_batch, _take_copies)
     return result
 
 

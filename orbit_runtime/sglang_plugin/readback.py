@@ -217,7 +217,8 @@ def _joined(told: Sequence[Told | None], slots: Sequence[int | None]) -> Mapping
         () if each is None or slot is None else each.pieces.get(slot, ())
         for each, slot in zip(told, slots, strict=True)
     ]
-    return tensorfile.narrowed(join(pieces))
+    # On the host: joined and narrowed on a GPU, an adapter would need its memory three times more.
+    return tensorfile.narrowed({name: tensor.cpu() for name, tensor in join(pieces).items()})
 
 
 def _slot_files(taken: Taken, told: Sequence[Told | None], held: Mapping[str, Tensor]) -> dict[str, bytes]:

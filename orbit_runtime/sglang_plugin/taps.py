@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import json
 import os
-import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import pickle
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -32,7 +33,9 @@ from orbit_runtime.sglang_plugin.rotation import FUSED
 VARIABLE = "ORBIT_SGLANG_TAPS"
 """The folder; set by Orbit for the servers it starts."""
 REQUEST, ANSWER = "request.json", "answer-{rank}.safetensors"
-FACTS_REQUEST, FACTS = "facts-request.json", "facts.json"
+FACTS_REQUEST, FACTS, TOLD = "facts-request.json", "facts-{name}.json", "told-{name}-{rank}"
+OTHERS_SECONDS = 30.0
+LOOK_SECONDS = 0.001
 TAPPED = (
     "embed_tokens", "input_layernorm", "qkv_proj", "q_proj", "k_proj", "v_proj", "o_proj", "post_attention_layernorm",
     "gate", "gate_up_proj", "gate_proj", "up_proj", "down_proj", "norm",
@@ -79,51 +82,79 @@ def around_forward(original: Callable[..., Any], runner: Any, forward_batch: Any
     return result
 
 
-def tell(
-    runner: Any, forward_batch: Any, take: Callable[[Collection[str], Collection[str]], Callable[[], dict[str, Any]]]
-) -> None:
-    """After a pass: answers the request for facts, if this pass is one with the adapters it speaks of.
+def tell(runner: Any, forward_batch: Any, take: Callable[[Any, Collection[str], Collection[str]], TellsFacts]) -> None:
+    """After a pass, on every rank: answers the request for facts, once, with the first pass that reads its tokens whole
+    under all the adapters it speaks of. All ranks find the same one, because it is told by what is in the batch.
 
     The answer is there in two steps. That one comes is said before the pass's own results leave, so that whoever has
     those knows to wait for it; what it says is worked out in a thread, beside the passes that follow.
 
     Args:
-        take: copies, at once, what facts about adapters of the pass and others are made of; what it gives back makes
-            them of it.
+        take: copies, at once, what facts about adapters of the pass and others are made of.
     """
     file = _find_request(FACTS_REQUEST)
-    if file is None:
+    if file is None or not forward_batch.forward_mode.is_extend():
         return
     request = json.loads(file.read_text())
+    name = request["name"]
+    if name in _answered or not set(request["adapters"]) <= _read_whole(runner, forward_batch, request["token_ids"]):
+        return
+    _answered.clear()
+    _answered.add(name)
+    if not ranks.own_rank():
+        _write(file.parent / FACTS.format(name=name), b"{}")
+    taken = take(runner, request["adapters"], request["standing"])
+    _worker.submit(_end, file.parent, name, taken)
+
+
+class TellsFacts(Protocol):
+    """What was copied on one rank."""
+
+    def own(self) -> dict[str, Any]:
+        """Of this rank, in the host's memory."""
+        ...
+
+    def facts(self, every: list[Any]) -> dict[str, Any]:
+        """On rank 0, of what every rank told, in order."""
+        ...
+
+
+def _read_whole(runner: Any, forward_batch: Any, token_ids_T: Sequence[int]) -> set[str]:
+    """Names of the adapters under which this pass computes exactly these tokens, from the first to the last."""
     known = runner.lora_manager.lora_refs
-    if {known[key].lora_name for key in forward_batch.lora_ids if key in known}.issuperset(request["adapters"]):
-        answer, name = file.parent / FACTS, request["name"]
-        number = _answers.begin(answer, {"request": name})
-        finish = take(request["adapters"], request["standing"])
-        _worker.submit(lambda: _answers.end(answer, number, {"request": name, "facts": finish()}))
+    tokens, names, start = forward_batch.input_ids.tolist(), set(), 0
+    for key, length in zip(forward_batch.lora_ids, forward_batch.extend_seq_lens_cpu, strict=True):
+        if key in known and tokens[start : start + length] == token_ids_T:
+            names.add(known[key].lora_name)
+        start += length
+    return names
 
 
-class _Answers:
-    """What stands in the file of answers is of the newest pass that was begun."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._newest = 0
-
-    def begin(self, file: Path, content: Mapping[str, Any]) -> int:
-        with self._lock:
-            self._newest += 1
-            _write(file, json.dumps(content).encode())
-            return self._newest
-
-    def end(self, file: Path, number: int, content: Mapping[str, Any]) -> None:
-        told = json.dumps(content).encode()
-        with self._lock:
-            if number == self._newest:
-                _write(file, told)
+def _end(folder: Path, name: str, taken: TellsFacts) -> None:
+    own, rank = taken.own(), ranks.own_rank()
+    if rank:
+        _write(folder / TOLD.format(name=name, rank=rank), pickle.dumps(own))
+        return
+    others = [_receive(folder / TOLD.format(name=name, rank=rank)) for rank in range(1, ranks.count())]
+    _write(folder / FACTS.format(name=name), json.dumps({"facts": taken.facts([own, *others])}).encode())
 
 
-_answers = _Answers()
+def _receive(file: Path) -> Any:
+    """What another rank of this server put there, as its own kind and in its own words."""
+    until = time.monotonic() + OTHERS_SECONDS
+    while time.monotonic() < until:
+        try:
+            told = pickle.loads(file.read_bytes())
+        except FileNotFoundError:
+            time.sleep(LOOK_SECONDS)
+            continue
+        file.unlink()
+        return told
+    return {"unhooked": [], "told": {}, "error": f"told nothing of the pass within {OTHERS_SECONDS:.0f} s"}
+
+
+_answered: set[str] = set()
+"""The newest request; a later pass may read the same tokens."""
 # One thread of torch's: decoding needs the cores, and a second one would wait for a core that is taken.
 _worker = ThreadPoolExecutor(1, "orbit-facts", initializer=torch.set_num_threads, initargs=(1,))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 
 from orbit_runtime.adapters import tensorfile
 from orbit_runtime.adapters.state import CONFIG_FILE, MODEL_FILE, PEFT_PREFIX, files_digest
-from orbit_runtime.rollout.taps import FACTS, asked_facts
+from orbit_runtime.rollout.taps import asked_facts
 from orbit_runtime.sglang_plugin import readback, taps
 
 RANK, WIDTH = 2, 4
@@ -66,87 +66,144 @@ def test_digests_are_of_the_moment_at_which_the_slot_was_read_however_late_they_
     assert (beside["slot_digest"], beside["applied_digest"]) == (digest_of(layer), None)
 
 
+TOKENS = [5, 6, 7]
+OTHERS = [5, 6, 8, 9]
+
+
 class Held:
     """Facts that are worked out when the test says so."""
 
-    def __init__(self, facts: dict[str, Any]) -> None:
-        self.begun, self.go = threading.Event(), threading.Event()
-        self._facts = facts
+    def __init__(self) -> None:
+        self.go = threading.Event()
+        self.asked: list[tuple[list[str], list[str]]] = []
 
-    def __call__(self, *_: Collection[str]) -> Callable[[], dict[str, Any]]:
-        def make() -> dict[str, Any]:
-            self.begun.set()
-            assert self.go.wait(30)
-            return self._facts
+    def take(self, _: Any, names: Collection[str], standing: Collection[str]) -> Held:
+        self.asked.append((list(names), list(standing)))
+        return self
 
-        return make
+    def own(self) -> dict[str, Any]:
+        assert self.go.wait(30)
+        return {"rank": taps.ranks.own_rank()}
+
+    def facts(self, every: list[Any]) -> dict[str, Any]:
+        return {"every": every}
+
+
+@pytest.fixture
+def held() -> Held:
+    found = Held()
+    found.go.set()
+    return found
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where both sides look."""
     monkeypatch.setenv(taps.VARIABLE, str(tmp_path))
+    be_rank(monkeypatch, 0, 1)
     return tmp_path
 
 
-def passed(*adapters: str) -> tuple[Any, Any]:
+def be_rank(monkeypatch: pytest.MonkeyPatch, rank: int, count: int) -> None:
+    monkeypatch.setattr(taps.ranks, "own_rank", lambda: rank)
+    monkeypatch.setattr(taps.ranks, "count", lambda: count)
+
+
+def passed(*readings: tuple[str | None, list[int]], extends: bool = True) -> tuple[Any, Any]:
     """A runner that knows two adapters, and its pass with these."""
     known = {f"key of {name}": SimpleNamespace(lora_name=name) for name in ("policy-v1", "policy-v2")}
     runner = SimpleNamespace(lora_manager=SimpleNamespace(lora_refs=known))
-    return runner, SimpleNamespace(lora_ids=[None, *(f"key of {name}" for name in adapters)])
+    batch = SimpleNamespace(
+        forward_mode=SimpleNamespace(is_extend=lambda: extends),
+        input_ids=torch.tensor([token for _, tokens in readings for token in tokens]),
+        extend_seq_lens_cpu=[len(tokens) for _, tokens in readings],
+        lora_ids=[name and f"key of {name}" for name, _ in readings],
+    )
+    return runner, batch
 
 
-def test_what_is_told_is_of_the_newest_pass_though_an_older_one_was_begun_for_the_same_request(folder: Path) -> None:
-    older, newer = Held({"of": "older"}), Held({"of": "newer"})
+def test_whoever_has_the_readings_waits_for_what_is_worked_out_beside_the_passes_that_follow(folder: Path) -> None:
+    held = Held()
 
     async def ask() -> Any:
-        with asked_facts(folder, ["policy-v2"]) as told:
-            taps.tell(*passed("policy-v1", "policy-v2"), older)
-            taps.tell(*passed("policy-v2"), newer)
+        with asked_facts(folder, TOKENS, ["policy-v2"], standing=["policy-v1"]) as told:
+            taps.tell(*passed((None, TOKENS), ("policy-v2", OTHERS), ("policy-v2", TOKENS)), held.take)
             waiting = asyncio.create_task(told())
-            older.go.set()
-            assert await asyncio.to_thread(newer.begun.wait, 30)
             await asyncio.sleep(0.05)
             assert not waiting.done()
-            newer.go.set()
+            held.go.set()
             return await waiting
 
-    assert asyncio.run(ask()) == {"of": "newer"}
+    assert asyncio.run(ask()) == {"every": [{"rank": 0}]}
+    assert held.asked == [(["policy-v2"], ["policy-v1"])]
     assert not [*folder.iterdir()]
 
 
-def test_what_stands_in_other_slots_is_told_with_a_pass_that_does_not_use_it(folder: Path) -> None:
-    taken = []
-
-    def take(names: Collection[str], standing: Collection[str]) -> Callable[[], dict[str, Any]]:
-        taken.append((list(names), list(standing)))
-        return dict
-
+@pytest.mark.parametrize(
+    "other",
+    [
+        passed(("policy-v1", TOKENS), ("policy-v2", OTHERS)),
+        passed(("policy-v2", TOKENS[:2]), ("policy-v2", TOKENS[2:])),
+        passed(("policy-v2", [*TOKENS, 1])),
+        passed(("policy-v2", TOKENS), extends=False),
+        passed(("policy-v2", [])),
+    ],
+    ids=["another adapter's", "in two parts", "longer", "decoding", "from the cache"],
+)
+def test_a_pass_that_does_not_read_the_tokens_whole_under_the_adapter_tells_nothing(
+    folder: Path, held: Held, other: tuple[Any, Any]
+) -> None:
     async def ask() -> Any:
-        with asked_facts(folder, ["policy-v2"], standing=["policy-v1"]) as told:
-            taps.tell(*passed("policy-v1"), take)
-            taps.tell(*passed("policy-v2"), take)
+        with asked_facts(folder, TOKENS, ["policy-v2"]) as told:
+            taps.tell(*other, held.take)
             return await told()
 
-    assert asyncio.run(ask()) == {}
-    assert taken == [(["policy-v2"], ["policy-v1"])]
+    assert asyncio.run(ask()) is None
+    assert held.asked == []
 
 
-def test_nobody_waits_for_a_pass_without_the_adapters_or_for_an_answer_to_somebody_else(folder: Path) -> None:
-    facts = Held({"of": "the first"})
-    facts.go.set()
-
+def test_one_pass_answers_a_request_and_the_next_request_is_answered_anew(folder: Path, held: Held) -> None:
     async def ask() -> list[Any]:
         found = []
-        with asked_facts(folder, ["policy-v2"]) as told:
-            taps.tell(*passed("policy-v1"), facts)
-            found.append(await told())
-            taps.tell(*passed("policy-v2"), facts)
-            found.append(await told())
-            left = (folder / FACTS).read_bytes()
-        with asked_facts(folder, ["policy-v2"]) as told:
-            (folder / FACTS).write_bytes(left)
-            found.append(await told())
+        for _ in range(2):
+            with asked_facts(folder, TOKENS, ["policy-v2"]) as told:
+                for _ in range(3):
+                    taps.tell(*passed(("policy-v2", TOKENS)), held.take)
+                found.append(await told())
+        taps.tell(*passed(("policy-v2", TOKENS)), held.take)
         return found
 
-    assert asyncio.run(ask()) == [None, {"of": "the first"}, None]
+    assert asyncio.run(ask()) == [{"every": [{"rank": 0}]}] * 2
+    assert len(held.asked) == 2
+
+
+def test_the_first_rank_waits_for_what_the_others_tell_of_the_same_pass(
+    folder: Path, held: Held, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def ask() -> Any:
+        with asked_facts(folder, TOKENS, ["policy-v2"]) as told:
+            be_rank(monkeypatch, 1, 2)
+            taps.tell(*passed(("policy-v2", TOKENS)), held.take)
+            await asyncio.to_thread(taps._worker.submit(int).result)
+            assert await told() is None, "rank 0 did not say yet that it will tell"
+            be_rank(monkeypatch, 0, 2)
+            # Two processes, each with an answer of its own.
+            taps._answered.clear()
+            taps.tell(*passed(("policy-v2", TOKENS)), held.take)
+            return await told()
+
+    assert asyncio.run(ask()) == {"every": [{"rank": 0}, {"rank": 1}]}
+    assert not [*folder.iterdir()]
+
+
+def test_a_rank_that_tells_nothing_is_said_to(folder: Path, held: Held, monkeypatch: pytest.MonkeyPatch) -> None:
+    be_rank(monkeypatch, 0, 2)
+    monkeypatch.setattr(taps, "OTHERS_SECONDS", 0.05)
+
+    async def ask() -> Any:
+        with asked_facts(folder, TOKENS, ["policy-v2"]) as told:
+            taps.tell(*passed(("policy-v2", TOKENS)), held.take)
+            return await told()
+
+    (_, silent) = asyncio.run(ask())["every"]
+    assert "told nothing of the pass" in silent["error"]
