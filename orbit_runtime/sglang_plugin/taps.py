@@ -123,7 +123,8 @@ def _read_whole(runner: Any, forward_batch: Any, token_ids_T: Sequence[int]) -> 
     """Names of the adapters under which this pass computes exactly these tokens, from the first to the last."""
     known = runner.lora_manager.lora_refs
     tokens, names, start = forward_batch.input_ids.tolist(), set(), 0
-    for key, length in zip(forward_batch.lora_ids, forward_batch.extend_seq_lens_cpu, strict=True):
+    # Not strict: SGLang may have filled the batch up with sequences of nobody's.
+    for key, length in zip(forward_batch.lora_ids, forward_batch.extend_seq_lens_cpu, strict=False):
         if key in known and tokens[start : start + length] == token_ids_T:
             names.add(known[key].lora_name)
         start += length
