@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from cluster.bed.cluster import Cluster, run_cluster
 from cluster.bed.control_plane import ControlPlane
-from cluster.bed.images import build_product_image
+from cluster.bed.images import TARGETS, build_ahead, build_product_image
 from cluster.bed.processes import Processes
 from cluster.bed.programs import find_program
 from cluster.shell import Shell
@@ -60,7 +60,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 @pytest.fixture(scope="session")
 def release(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Shell:
     """The operator, installed by Helm as the guide says: it watches `team-a`. The shell stands in the checkout."""
-    for target in ("operator", "runtime"):
+    for target in TARGETS:
         cluster.import_image(build_product_image(target)[1])
     shell = Shell(cluster, tmp_path_factory.mktemp("shell"))
     shell.follow("install", "Where")
@@ -71,6 +71,13 @@ def pytest_configure() -> None:
     """Whoever ends the tests ends what they started: also as a shell's background job, and by `kill`."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """The first tests mostly wait: images are built beside them."""
+    needs_images = any("release" in getattr(item, "fixturenames", ()) for item in session.items)
+    if needs_images and not session.config.option.collectonly:
+        build_ahead()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -136,8 +136,7 @@ def _start(cluster: Cluster) -> None:
 
 def stop(cluster: Cluster) -> None:
     """Kubelets first, so that nobody starts a container again; then containers, with all that is left."""
-    for node in cluster.nodes:
-        cluster.processes.stop(node.kubelet, seconds=5)
+    cluster.processes.stop_together([node.kubelet for node in cluster.nodes], seconds=5)
     cluster.processes.stop_all()
     remove_leftovers()
 

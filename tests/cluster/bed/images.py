@@ -11,8 +11,10 @@ import os
 import shutil
 import sys
 import tempfile
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from threading import Lock, Thread
 
 from cluster.bed.node import PAUSE_IMAGE
 from cluster.bed.processes import run
@@ -132,12 +134,33 @@ def _add_python(root: Path) -> None:
     run("chroot", root, f"/usr/local/bin/{version}", *compiling, f"/usr/local/lib/{version}")
 
 
-@cache
+TARGETS = ("operator", "runtime")
+_builder = Lock()
+
+
+def build_ahead() -> None:
+    """In a thread, for tests that need images later: whoever asks for one that is being built waits for it."""
+
+    def build() -> None:
+        # One that cannot be built fails again, before whoever needs it.
+        with suppress(Exception):
+            for target in TARGETS:
+                build_product_image(target)
+
+    Thread(target=build).start()
+
+
 def build_product_image(target: str) -> tuple[str, Path]:
     """`operator` or `runtime` of the product's Dockerfile on the local base; its name and its archive.
 
     Nothing is built where nothing that goes into an image has changed.
     """
+    with _builder:
+        return _build_product_image(target)
+
+
+@cache
+def _build_product_image(target: str) -> tuple[str, Path]:
     name = f"{REGISTRY}/orbit-{target}:{__version__}"
     archive = images_folder() / f"orbit-{target}-{digest_sources()}.tar"
     if not archive.exists():

@@ -11,7 +11,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -54,21 +54,25 @@ class Processes:
 
     def stop(self, name: str, number: int = signal.SIGTERM, seconds: float = 20.0) -> None:
         """Ends one process and waits; SIGKILL when it takes longer. Fine where it has ended already."""
-        process = self.running.pop(name, None)
-        if process is None:
-            return
-        process.send_signal(signal.SIGCONT)
-        process.send_signal(number)
-        try:
-            process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        self.stop_together([name], number, seconds)
+
+    def stop_together(self, names: Iterable[str], number: int = signal.SIGTERM, seconds: float = 20.0) -> None:
+        """All at once, so that they take as long as the slowest."""
+        ending = [process for name in names if (process := self.running.pop(name, None)) is not None]
+        for process in ending:
+            process.send_signal(signal.SIGCONT)
+            process.send_signal(number)
+        until = time.monotonic() + seconds
+        for process in ending:
+            try:
+                process.wait(max(0.0, until - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
 
     def stop_all(self) -> None:
-        """The last started first. Nothing that they hold is needed; an API server would wait for its watchers."""
-        for name in reversed(list(self.running)):
-            self.stop(name, seconds=3.0)
+        """Nothing that they hold is needed; an API server would wait for its watchers."""
+        self.stop_together(reversed([*self.running]), seconds=3.0)
 
     def pid(self, name: str) -> int:
         return self.running[name].pid
