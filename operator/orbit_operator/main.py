@@ -178,9 +178,10 @@ class Operator:
     async def look_again(self) -> None:
         """Every run that has not ended is looked at again now and then, spread over the time between."""
         while True:
-            keys = self.unended()
-            seconds = max(self.settings.resync_seconds, len(keys) / LOOKS_PER_SECOND)
+            seconds = max(self.settings.resync_seconds, len(self.unended()) / LOOKS_PER_SECOND)
             await asyncio.sleep(seconds)
+            # Not those from before: most may have ended since.
+            keys = self.unended()
             for index, key in enumerate(keys):
                 self.queue.add_after(key, index * seconds / len(keys))
 

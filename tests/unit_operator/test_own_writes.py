@@ -68,6 +68,27 @@ def test_only_a_run_that_has_ended_is_left_alone_for_long(
     assert operator.unended() == ([] if seconds > 300.0 else [KEY])
 
 
+@pytest.mark.parametrize(("ends", "looks"), [(False, 1), (True, 0)])
+def test_what_ended_while_the_next_look_was_waited_for_is_not_looked_at(ends: bool, looks: int) -> None:
+    head = {"namespace": "team", "name": "adder", "uid": "r", "resourceVersion": "1"}
+
+    def run(status: dict[str, Any]) -> RawRun:
+        return pack_run({"metadata": head, "spec": {}, "status": status})
+
+    async def work() -> None:
+        operator = Operator(Settings(resync_seconds=0.05), NO_API)
+        operator.cache.runs.put(KEY, "r", run({"phase": "Running"}), 1)
+        looking = asyncio.create_task(operator.look_again())
+        await asyncio.sleep(0)
+        if ends:
+            operator.cache.runs.put(KEY, "r", run({"completionTime": "2026-01-01T00:00:00Z"}), 2)
+        await asyncio.sleep(0.2)
+        looking.cancel()
+        assert len(operator.queue) == looks
+
+    asyncio.run(work())
+
+
 def test_a_run_that_is_gone_leaves_nothing_behind() -> None:
     operator = Operator(Settings(), NO_API)
     operator.cache.put_written(KEY, RawRun("r", b"", "11"))
