@@ -82,7 +82,8 @@ def test_what_ended_while_the_next_look_was_waited_for_is_not_looked_at(ends: bo
         await asyncio.sleep(0)
         if ends:
             operator.cache.runs.put(KEY, "r", run({"completionTime": "2026-01-01T00:00:00Z"}), 2)
-        await asyncio.sleep(0.2)
+        # A few looks are spread over a third of a second.
+        await asyncio.sleep(0.6)
         looking.cancel()
         assert len(operator.queue) == looks
 
