@@ -34,7 +34,7 @@ from orbit_runtime.workers.waiting import wait_asleep
 
 REQUESTS, GROUP = 64, 8
 TOKENS = 32
-WATCHES = 12
+WATCHES = 20
 """Of answers that run side by side from their beginning to their end."""
 
 
