@@ -34,6 +34,8 @@ from orbit_runtime.workers.waiting import wait_asleep
 
 REQUESTS, GROUP = 64, 8
 TOKENS = 32
+WARM, PUBLISHES = 5, 50
+"""Of those that are timed alone: the first are not counted."""
 WATCHES = 20
 """Of answers that run side by side from their beginning to their end."""
 
@@ -69,7 +71,7 @@ def measure(adapter: str, repetitions: int) -> tuple[list[harness.Comparison], d
     with started(adapter) as rig:
         rig.move(0, 0.02)
         rig.publish()
-        publishing = _publishing(rig, repetitions)
+        publishing = _publishing(rig)
         url = rig.engine.replicas[0].server.url
         # Answers run on an adapter that stays: a publish waits for its predecessor's answers before it unloads it.
         rig.engine.load_adapter("stays", rig.publication.adapter)
@@ -122,7 +124,7 @@ def _publish(rig: Any) -> None:
     rig.publish()
 
 
-def _publishing(rig: Any, repetitions: int) -> dict[str, float]:
+def _publishing(rig: Any) -> dict[str, float]:
     """Medians: from the published bytes to the end of their proof, the engine's own load call in it, and the whole act.
 
     The whole act also exports the adapter, writes it to the store, reads the trainer, and unloads the version before.
@@ -145,12 +147,13 @@ def _publishing(rig: Any, repetitions: int) -> dict[str, float]:
 
     rig.engine.load_adapter, rig.engine.unload_adapter = timed_load, timed_unload
     whole = []
-    for _ in range(repetitions):
+    for _ in range(WARM + PUBLISHES):
         rig.move(1, 1e-4)
         start = time.perf_counter()
         rig.publish()
         whole.append(time.perf_counter() - start)
     rig.engine.load_adapter, rig.engine.unload_adapter = load, unload
+    loads, proven, whole = loads[WARM:], proven[WARM:], whole[WARM:]
     over = statistics.median(a - b for a, b in zip(proven, loads, strict=True))
     return {"proven after ms": statistics.median(proven) * 1e3, "load ms": statistics.median(loads) * 1e3,
             "over the load ms": over * 1e3, "whole publish ms": statistics.median(whole) * 1e3}  # fmt: skip
