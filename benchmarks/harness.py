@@ -78,6 +78,15 @@ def save(name: str, comparisons: list[Comparison], facts: Mapping[str, object], 
     return path
 
 
+def stolen_seconds() -> float:
+    """CPU time that this machine's host has given to others since it started; 0 where nothing tells."""
+    try:
+        first = Path("/proc/stat").read_text().partition("\n")[0].split()
+    except OSError:
+        return 0.0
+    return int(first[8]) / os.sysconf("SC_CLK_TCK")
+
+
 def arguments(description: str) -> argparse.Namespace:
     """What every benchmark takes: `--out FOLDER`, `--repetitions N`."""
     parser = argparse.ArgumentParser(description=description)
