@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from cluster.bed.cluster import Cluster, wait_for
-from cluster.bed.images import REGISTRY
+from cluster.bed.images import REGISTRY, TARGETS
 from cluster.captures import check_capture
 from cluster.scraping import Prometheus, install_monitoring_crds, read_panels, run_prometheus
 from cluster.shell import ROOT, Shell
@@ -86,7 +86,7 @@ def make_next_version(shell: Shell, cluster: Cluster) -> None:
     file = shell.folder / "charts/orbit/Chart.yaml"
     file.write_text(re.sub(r"(?m)^(version|appVersion): .*$", rf"\1: {NEXT_VERSION}", file.read_text()))
     for node in cluster.nodes:
-        for image in ("operator", "runtime"):
+        for image in TARGETS:
             name = f"{REGISTRY}/orbit-{image}"
             node.ctr("images", "tag", "--force", f"{name}:{__version__}", f"{name}:{NEXT_VERSION}")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from cluster.bed.cluster import Cluster
-from cluster.bed.images import build_product_image
+from cluster.bed.images import TARGETS, build_product_image
 from cluster.bed.services import store_environment
 from cluster.restricted_job import build_job, build_namespace, read_logs, wait_for_end
 
@@ -37,7 +37,7 @@ def test_the_operators_image_is_small() -> None:
     assert added_bytes(archive) <= LARGEST_OPERATOR
 
 
-@pytest.mark.parametrize("target", ["operator", "runtime"])
+@pytest.mark.parametrize("target", TARGETS)
 def test_each_image_passes_its_smoke_test_in_a_restricted_pod(cluster: Cluster, target: str) -> None:
     name, archive = build_product_image(target)
     cluster.import_image(archive)
