@@ -2,7 +2,7 @@
 
 Belongs here: the episodes of a run's life, and what is measured of each. Does not belong here: the cluster and its
 simulated pods (`simulated_cluster`). Needs what `make test-cluster` needs, but no root: `ORBIT_TEST_PROGRAMS` names the
-folder that `tools/cluster_programs.sh` prints.
+folder that `tools/cluster_programs.sh kubernetes kwok` prints.
 
 Everything shares this machine's cores with the operator: API server, etcd, controllers, scheduler, kwok, and this
 program, which makes the runs and answers for their pods. "Others" is what the rest of the machine took meanwhile.
@@ -473,27 +473,25 @@ def main() -> None:
     )
     given = parser.parse_args()
     if "ORBIT_TEST_PROGRAMS" not in os.environ:
-        print("skipped: ORBIT_TEST_PROGRAMS is not set; it names the folder that tools/cluster_programs.sh prints")
+        print("skipped: ORBIT_TEST_PROGRAMS is not set; `tools/cluster_programs.sh kubernetes kwok` prints it")
         return
     # Whoever ends us early shall leave no cluster behind.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    machine = {"cpus": os.cpu_count(), "machine": platform.machine(), "python": platform.python_version()}
     measured, rows = [], []
+    given.out.mkdir(parents=True, exist_ok=True)
     for size in map(int, given.sizes.split(",")):
         idle = given.idle if not measured else min(60.0, given.idle)
         with tempfile.TemporaryDirectory(prefix="orbit-scale-") as name:
             began = time.monotonic()
             measured.append(asyncio.run(run_size(size, idle, Path(name), whole=not measured)))
-        rows += rows_of(measured[-1])
-        print(f"{size} runs, {time.monotonic() - began:.0f} s\n{table(rows_of(measured[-1]))}\n", flush=True)
-    for many in measured[1:]:
-        rows += compare_sizes(measured[0], many)
-        print(table(compare_sizes(measured[0], many)))
-    machine = {"cpus": os.cpu_count(), "machine": platform.machine(), "python": platform.python_version()}
-    content = {"name": "operator_scale", "machine": machine, "rows": [asdict(row) for row in rows],
-               "facts": [{name: asdict(value) if isinstance(value, Episode) else value for name, value in each.items()}
-                         for each in measured]}  # fmt: skip
-    given.out.mkdir(parents=True, exist_ok=True)
-    (given.out / "operator_scale.json").write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+        found = rows_of(measured[-1]) + (compare_sizes(measured[0], measured[-1]) if measured[1:] else [])
+        print(f"{size} runs, {time.monotonic() - began:.0f} s\n{table(found)}\n", flush=True)
+        rows += found
+        # After each: more runs may take long, or fail.
+        content = {"name": "operator_scale", "machine": machine, "rows": rows, "facts": measured}
+        text = json.dumps(content, indent=2, sort_keys=True, default=asdict)
+        (given.out / "operator_scale.json").write_text(text + "\n")
 
 
 if __name__ == "__main__":

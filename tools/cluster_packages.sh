@@ -3,8 +3,8 @@
 # usage: tools/cluster_packages.sh [--check]   (--check: only whether this machine can hold a cluster)
 set -eu
 
-PACKAGES="etcd-server etcd-client containerd runc buildah containernetworking-plugins prometheus debootstrap conntrack
-iptables socat iproute2 util-linux openssl gcc libc6-dev"
+PACKAGES="containerd runc buildah containernetworking-plugins prometheus debootstrap conntrack iptables socat iproute2
+util-linux openssl gcc libc6-dev"
 
 fail() {
     echo "error: 'make test-cluster' cannot run here: $1" >&2
@@ -28,7 +28,7 @@ command -v apt-get >/dev/null || fail "these packages are missing and there is n
 
 echo "Installing$missing ..." >&2
 export DEBIAN_FRONTEND=noninteractive
-# Packages such as etcd-server start a service when they are installed; the tests start their own.
+# Packages such as prometheus start a service when they are installed; the tests start their own.
 policy=/usr/sbin/policy-rc.d
 if [ ! -e $policy ]; then
     printf '#!/bin/sh\nexit 101\n' >$policy

@@ -1,10 +1,10 @@
 #!/bin/sh
 # Builds the programs of the cluster tests with Go, each version once, and prints a folder with a link to each of them.
-# usage: tools/cluster_programs.sh [kubernetes|helm|helm3|kubeconform|coredns|kwok|versitygw|kueue]...   (none: all but kueue)
+# usage: tools/cluster_programs.sh [kubernetes|helm|helm3|kubeconform|coredns|versitygw|kwok|kueue]...   (none: all but the last two)
 #
 # The folder, for ORBIT_TEST_PROGRAMS: ${XDG_CACHE_HOME:-~/.cache}/orbit-rl/cluster-bin/{kube-apiserver,...,helm3,helm4,kwok,...}.
 # What the links lead to, beside it, a folder per module and version:
-#   kubernetes-v1.34.1/{kube-apiserver,kube-controller-manager,kube-scheduler,kube-proxy,kubelet,kubectl}
+#   kubernetes-v1.34.1/{kube-apiserver,kube-controller-manager,kube-scheduler,kube-proxy,kubelet,kubectl,etcd}
 #   cluster-tools-SUM/{helm4,helm3,kubeconform,coredns,kwok}   versitygw-v1.8.0/versitygw   kueue-v0.14.5/kueue
 set -eu
 
@@ -15,6 +15,18 @@ STAGING="api apiextensions-apiserver apimachinery apiserver cli-runtime client-g
 code-generator component-base component-helpers controller-manager cri-api cri-client csi-translation-lib
 dynamic-resource-allocation endpointslice externaljwt kms kube-aggregator kube-controller-manager kube-proxy kube-scheduler
 kubectl kubelet metrics mount-utils pod-security-admission sample-apiserver sample-cli-plugin sample-controller"
+# Of the version that this Kubernetes requires and is released with. An older one cannot tell how far a watch has come, and
+# every list that must be up to date then reads all objects of its kind from etcd.
+ETCD_MAIN='package main
+
+import (
+	"os"
+
+	"go.etcd.io/etcd/server/v3/etcdmain"
+)
+
+func main() { etcdmain.Main(os.Args) }
+'
 KUEUE=v0.14.5
 # In one module, so that what they share, most of it Kubernetes' client, is compiled once.
 TOOLS_MODULE="module orbit.local/cluster-tools
@@ -83,12 +95,15 @@ build_module() {
         mkdir -p "$folder"
         staging=$(mktemp -d "$folder/build.XXXXXX")
         trap 'rm -rf "$staging"' EXIT
-        mkdir "$staging/programs" "$staging/coredns"
+        mkdir "$staging/programs" "$staging/coredns" "$staging/etcd"
         printf '%s\n' "$module" >"$staging/go.mod"
-        case $packages in *./coredns*) printf '%s' "$COREDNS_MAIN" >"$staging/coredns/main.go" ;; esac
+        printf '%s' "$COREDNS_MAIN" >"$staging/coredns/main.go"
+        printf '%s' "$ETCD_MAIN" >"$staging/etcd/main.go"
         echo "Building$packages of $(basename "$folder") with $(go version) ..." >&2
+        # No -dwarf: the linker throws away (-s -w) what the compiler takes long to write.
         # shellcheck disable=SC2086
-        (cd "$staging" && GOFLAGS="${GOFLAGS-} -mod=mod" go build -ldflags "-s -w $ldflags" -o programs/ $packages) >&2
+        (cd "$staging" && GOFLAGS="${GOFLAGS-} -mod=mod" \
+            go build -gcflags all=-dwarf=false -ldflags "-s -w $ldflags" -o programs/ $packages) >&2
         for item in $missing; do mv "$staging/programs/${item##*/}" "$folder/${item%%=*}"; done
         rm -rf "$staging"
         trap - EXIT
@@ -106,7 +121,7 @@ kubernetes() {
     packages=$(for program in $KUBERNETES_PROGRAMS; do printf '%s=k8s.io/kubernetes/cmd/%s ' "$program" "$program"; done)
     # kubectl and helm parse the server's version; an unset one stops them.
     # shellcheck disable=SC2086
-    build_module "$cache/kubernetes-v$KUBERNETES" "$module" "-X k8s.io/component-base/version.gitVersion=v$KUBERNETES" $packages
+    build_module "$cache/kubernetes-v$KUBERNETES" "$module" "-X k8s.io/component-base/version.gitVersion=v$KUBERNETES" $packages etcd=./etcd
 }
 
 kueue() {
@@ -120,7 +135,8 @@ build_tools() {
     (export CGO_ENABLED=0 && build_module "$cache/cluster-tools-$sum" "$TOOLS_MODULE" "" "$@")
 }
 
-[ $# -gt 0 ] || set -- kubernetes helm helm3 kubeconform coredns kwok versitygw
+# kwok is for benchmarks/operator_scale.py alone.
+[ $# -gt 0 ] || set -- kubernetes helm helm3 kubeconform coredns versitygw
 tools_wanted=
 for group in "$@"; do
     case $group in
@@ -132,14 +148,14 @@ for group in "$@"; do
     kwok) tools_wanted="$tools_wanted kwok=sigs.k8s.io/kwok/cmd/kwok" ;;
     versitygw) link versitygw "$("$here/versitygw.sh")" ;;
     kueue) kueue ;;
-    *) echo "error: $0: '$group' is none of: kubernetes helm helm3 kubeconform coredns kwok versitygw kueue." >&2 && exit 64 ;;
+    *) echo "error: $0: '$group' is none of: kubernetes helm helm3 kubeconform coredns versitygw kwok kueue." >&2 && exit 64 ;;
     esac
 done
 # shellcheck disable=SC2086
 [ -z "$tools_wanted" ] || build_tools $tools_wanted
 # Its program is called as Helm 4's is: a build of its own.
 case " $* " in *" helm3 "*) build_tools helm3=helm.sh/helm/v3/cmd/helm ;; esac
-for program in etcd containerd ctr runc buildah prometheus promtool; do
+for program in containerd ctr runc buildah prometheus promtool; do
     found=$(command -v "$program" || command -v "/usr/sbin/$program" || true)
     [ -z "$found" ] || link "$program" "$found"
 done

@@ -17,7 +17,8 @@ if ! "$binary" --version >/dev/null 2>&1; then
     mkdir -p "$folder"
     staging=$(mktemp -d "$folder/build.XXXXXX")
     trap 'rm -rf "$staging"' EXIT
-    GOBIN=$staging CGO_ENABLED=0 go install -trimpath "github.com/versity/versitygw/cmd/versitygw@$VERSION" >&2
+    GOBIN=$staging CGO_ENABLED=0 go install -trimpath -gcflags all=-dwarf=false -ldflags "-s -w" \
+        "github.com/versity/versitygw/cmd/versitygw@$VERSION" >&2
     mv "$staging/versitygw" "$binary"
 fi
 printf '%s\n' "$binary"
