@@ -162,7 +162,7 @@ def _combination(job: Job, model: ModelFacts, machine: Machine) -> Combination:
 def _unsupported(support: Support) -> list[Problem]:
     if support.state != "refused":
         return []
-    return [Problem("; ".join(support.reasons), "spec", support.fix)]
+    return [Problem("; ".join(support.reasons), f"spec.{support.where}", support.fix)]
 
 
 def _idle(model: ModelFacts, job: Job, size: int, gpus: int) -> list[str]:

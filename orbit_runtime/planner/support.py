@@ -48,6 +48,8 @@ class Limit:
     state: State
     reason: str
     fix: str = ""
+    where: str = ""
+    """The field under `spec` that the fix names first; where it is refused."""
     format: tuple[str, ...] = ()
     family: tuple[str, ...] = ()
     adapter: tuple[str, ...] = ()
@@ -74,69 +76,74 @@ class Limit:
 LIMITS: tuple[Limit, ...] = (
     Limit(
         "refused", "SGLang 0.5.23 computes the attention of gpt-oss and of DeepSeek-V4 on GPUs only",
-        "write rollout.engine: Torch", family=("gpt_oss", "deepseek_v4"), engine=("SGLang",), on_cpu=True,
+        "write rollout.engine: Torch", "rollout.engine",
+        family=("gpt_oss", "deepseek_v4"), engine=("SGLang",), on_cpu=True,
     ),
     Limit(
         "refused",
         "SGLang 0.5.23 serves no LoRA on MXFP4 experts",
-        "write adapter.experts: None, or adapter.type: OFT",
+        "write adapter.experts: None, or adapter.type: OFT", "adapter.experts",
         format=("MXFP4",), family=tuple(name for name in MOE_FAMILIES if name != "deepseek_v4"), adapter=("LoRA",),
         experts=("SharedOuter", "Shared", "PerExpert"), engine=("SGLang",), on_gpu=True,
     ),
     Limit(
         "refused",
         "LoRA on DeepSeek-V4's FP4 experts needs SGLang's Marlin kernels, which run on Hopper and on SM120 only",
-        "write adapter.experts: None, or adapter.type: OFT",
+        "write adapter.experts: None, or adapter.type: OFT", "adapter.experts",
         format=("MXFP4",), family=("deepseek_v4",), adapter=("LoRA",), experts=("SharedOuter", "PerExpert"),
         engine=("SGLang",), gpu=("B200", "A100", "RTX4090"),
     ),
     Limit(
         "refused", "SGLang 0.5.23 holds no LoRA of the experts of gpt-oss, whose gate and up are one tensor",
-        "write adapter.experts: None, or adapter.type: OFT",
+        "write adapter.experts: None, or adapter.type: OFT", "adapter.experts",
         family=("gpt_oss",), adapter=("LoRA",), experts=("SharedOuter", "Shared", "PerExpert"), engine=("SGLang",),
     ),
     Limit(
         "refused", "SGLang 0.5.23 holds a LoRA of routed experts shared on the outer side, or one for each",
-        "write adapter.experts: SharedOuter", adapter=("LoRA",), experts=("Shared",), engine=("SGLang",),
+        "write adapter.experts: SharedOuter", "adapter.experts",
+        adapter=("LoRA",), experts=("Shared",), engine=("SGLang",),
     ),
     Limit(
         "refused", "in SGLang tokens are turned before they are sent to their experts, so all experts share an R",
-        "write adapter.experts: Shared", adapter=("OFT",), experts=("SharedOuter", "PerExpert"), engine=("SGLang",),
+        "write adapter.experts: Shared", "adapter.experts",
+        adapter=("OFT",), experts=("SharedOuter", "PerExpert"), engine=("SGLang",),
     ),
     Limit(
         "refused", "SGLang computes routed experts in one kernel on a GPU: no R can stand before their down_proj",
-        "leave down_proj out of adapter.targets, or write adapter.experts: None",
+        "leave down_proj out of adapter.targets, or write adapter.experts: None", "adapter.targets",
         adapter=("OFT",), experts=("Shared",), engine=("SGLang",), on_gpu=True, adapts_down=True,
     ),
     Limit(
         "refused", "SGLang 0.5.23 samples deterministically on GPUs only",
-        "remove rollout.deterministic, or write rollout.engine: Torch",
+        "remove rollout.deterministic, or write rollout.engine: Torch", "rollout.deterministic",
         engine=("SGLang",), on_cpu=True, deterministic=True,
     ),
     Limit(
         "refused", "SGLang 0.5.23 has no deterministic attention for DeepSeek-V4",
-        "remove rollout.deterministic, or write rollout.engine: Torch",
+        "remove rollout.deterministic, or write rollout.engine: Torch", "rollout.deterministic",
         family=("deepseek_v4",), engine=("SGLang",), deterministic=True,
     ),
     Limit(
         "refused", "the torch trainer is one process on one device",
-        "write placement.gpus: 1, or training.trainer: Auto", trainer=("Torch",), several_gpus=True,
+        "write placement.gpus: 1, or training.trainer: Auto", "placement.gpus", trainer=("Torch",), several_gpus=True,
     ),
     Limit(
-        "refused", "the torch engine runs in the torch trainer's process", "write rollout.engine: Auto",
+        "refused", "the torch engine runs in the torch trainer's process",
+        "write rollout.engine: Auto", "rollout.engine",
         engine=("Torch",), trainer=("Megatron",),
     ),
     Limit(
         "refused", "Orbit reads the experts of gpt-oss in MXFP4, as released, and in BF16",
-        "point model.uri at the released checkpoint", format=("INT4", "FP8", "NVFP4"), family=("gpt_oss",),
+        "point model.uri at the released checkpoint", "model.uri", format=("INT4", "FP8", "NVFP4"), family=("gpt_oss",),
     ),
     Limit(
         "refused", "Orbit reads DeepSeek-V4 in FP4 and FP8, as released, and in BF16",
-        "point model.uri at the released checkpoint", format=("INT4", "NVFP4"), family=("deepseek_v4",),
+        "point model.uri at the released checkpoint", "model.uri", format=("INT4", "NVFP4"), family=("deepseek_v4",),
     ),
     Limit(
         "refused", "adapters of routed experts are not handed to attached servers in this version",
-        "write adapter.experts: None", experts=("SharedOuter", "Shared", "PerExpert"), engine=("OpenAI",),
+        "write adapter.experts: None", "adapter.experts",
+        experts=("SharedOuter", "Shared", "PerExpert"), engine=("OpenAI",),
     ),
     Limit("planned", "this version of Orbit has no Megatron trainer yet", trainer=("Megatron",)),
     Limit(
@@ -165,6 +172,8 @@ class Support:
     state: State
     reasons: tuple[str, ...] = ()
     fix: str = ""
+    where: str = ""
+    """A field under `spec`."""
 
 
 def find_support(asked: Combination) -> Support:
@@ -173,7 +182,8 @@ def find_support(asked: Combination) -> Support:
     for state in ("refused", "planned"):
         of_state = [limit for limit in found if limit.state == state]
         if of_state:
-            return Support(of_state[0].state, tuple(each.reason for each in of_state), of_state[0].fix)
+            first, reasons = of_state[0], tuple(each.reason for each in of_state)
+            return Support(first.state, reasons, first.fix, first.where)
     return Support("works")
 
 

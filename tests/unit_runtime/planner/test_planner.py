@@ -15,7 +15,15 @@ from orbit_runtime.model_info.quantization import PRECISIONS
 from orbit_runtime.planner import Machine, Plan, check_fits, plan
 from orbit_runtime.planner.job import Asked
 from orbit_runtime.planner.layout import possible_layouts
-from orbit_runtime.planner.support import FAMILY_NAMES, FORMATS, PINNED, Combination, all_combinations, find_support
+from orbit_runtime.planner.support import (
+    FAMILY_NAMES,
+    FORMATS,
+    LIMITS,
+    PINNED,
+    Combination,
+    all_combinations,
+    find_support,
+)
 from orbit_runtime.spec import OrbitRun
 
 ROOT = Path(__file__).parents[3]
@@ -239,6 +247,16 @@ def test_what_is_supported_and_why_not(asked: Combination, state: str, says: str
     assert says in " ".join(found.reasons)
 
 
+def test_every_refusal_names_the_field_that_its_advice_is_about() -> None:
+    refusals = [limit for limit in LIMITS if limit.state == "refused"]
+    assert len(refusals) > 10
+    spec = build().spec
+    for limit in refusals:
+        assert limit.where in limit.fix, limit
+        part, name = limit.where.split(".")
+        assert name in type(getattr(spec, part)).model_fields, limit.where
+
+
 def test_a_refused_combination_does_not_fit_whatever_the_memory() -> None:
     made = planned(
         Machine(B200, 8), "deepseek-ai/DeepSeek-V4-Flash",
@@ -252,7 +270,7 @@ def test_deterministic_sampling_by_sglang_on_the_cpu_is_refused_before_anything_
     made = planned(Machine(None, 0), rollout={"engine": "SGLang", "deterministic": True})
     with pytest.raises(UnsupportedError, match="on GPUs only") as caught:
         check_fits(made)
-    assert caught.value.exit_code == 78
+    assert (caught.value.exit_code, caught.value.where) == (78, "spec.rollout.deterministic")
     assert planned(Machine(None, 0), rollout={"engine": "Torch", "deterministic": True}).fits
     assert planned(Machine(H100, 1), rollout={"engine": "SGLang", "deterministic": True}).fits
 
