@@ -44,7 +44,12 @@ class Server:
         )
 
     def get(self, path: str, **query: str) -> Object | None:
-        answer = self._http.get(path, params=query)
+        """`None` where there is nothing. Right after a CRD came the server asks to be asked again in a second."""
+        for _ in range(30):
+            answer = self._http.get(path, params=query)
+            if answer.status_code != 429:
+                break
+            time.sleep(float(answer.headers.get("Retry-After", 1)))
         return None if answer.status_code == 404 else self._read(answer)
 
     def items(self, path: str, **query: str) -> list[Object]:
