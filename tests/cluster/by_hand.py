@@ -80,9 +80,11 @@ class Server:
 
 
 def connect(kubeconfig: Path) -> Server:
-    """To a control plane without nodes and without a scheduler; it knows OrbitRuns then."""
+    """As an administrator; the server knows OrbitRuns then. A CRD that is there already is its owner's."""
     server = Server(str(kubeconfig))
-    server.apply("/apis/apiextensions.k8s.io/v1/customresourcedefinitions/orbitruns.orbitrl.dev", build_crd())
+    crd = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions/orbitruns.orbitrl.dev"
+    if server.get(crd) is None:
+        server.apply(crd, build_crd())
     wait_for(lambda: server.get(RUNS), "the CRD is served")
     return server
 

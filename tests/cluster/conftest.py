@@ -11,6 +11,7 @@ from cluster.bed.control_plane import ControlPlane
 from cluster.bed.images import TARGETS, build_ahead, build_product_image
 from cluster.bed.processes import Processes
 from cluster.bed.programs import find_program
+from cluster.real_story import RealStory, run_real_story
 from cluster.shell import Shell
 
 from tests.cluster.crd_api import RunsApi
@@ -51,7 +52,7 @@ def runs_api(shared_runs_api: RunsApi) -> RunsApi:
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Two nodes with eight GPUs each, DNS, Service addresses and an object store. Needs root."""
+    """Two nodes with eight GPUs each, one without, DNS, Service addresses and an object store. Needs root."""
     find_program("kubelet")
     with run_cluster(tmp_path_factory.mktemp("cluster-logs")) as running:
         yield running
@@ -65,6 +66,20 @@ def release(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Shell
     shell = Shell(cluster, tmp_path_factory.mktemp("shell"))
     shell.follow("install", "Where")
     return shell
+
+
+@pytest.fixture(scope="session")
+def real_story(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealStory]:
+    """The runs of `test_node_real_runs`, which ends them."""
+    with run_real_story(cluster, tmp_path_factory.mktemp("real-runs") / "operator.log") as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def real_story_ahead(request: pytest.FixtureRequest) -> None:
+    """Half of it is waiting: it begins beside the tests that ask for this, if somebody looks at it later."""
+    if any("real_story" in getattr(item, "fixturenames", ()) for item in request.session.items):
+        request.getfixturevalue("real_story")
 
 
 def pytest_configure() -> None:

@@ -91,10 +91,12 @@ def wait_for_pod(team: Team, run: str, attempt: int = 1, phase: str = "Running",
     return wait_for(probe, f"the pod of attempt {attempt} of {run} is {phase}", seconds)
 
 
-def wait_reason(team: Team, run: str, reason: str, seconds: float = 90) -> Object:
+def wait_reason(team: Team, run: str, reason: str, seconds: float = 90, says: str = "") -> Object:
+    """Of what is said for that reason, the first that has these words."""
+
     def probe() -> Object | None:
         status = team.status(run)
-        return status if status.get("reason") == reason else None
+        return status if status.get("reason") == reason and says in status["message"] else None
 
     try:
         return wait_for(probe, f"{run}: {reason}", seconds)

@@ -11,11 +11,12 @@ from cluster.bed.services import store_environment
 pytestmark = pytest.mark.cluster
 
 
-def test_two_nodes_are_ready_with_eight_gpus_each(cluster: Cluster) -> None:
+def test_three_nodes_are_ready_two_of_them_with_eight_gpus(cluster: Cluster) -> None:
     nodes = cluster.get("nodes")["items"]
-    assert [node["metadata"]["name"] for node in nodes] == ["b200-0", "b200-1"]
-    assert [node["status"]["allocatable"]["nvidia.com/gpu"] for node in nodes] == ["8", "8"]
-    assert {node["metadata"]["labels"]["nvidia.com/gpu.product"] for node in nodes} == {"NVIDIA-B200"}
+    assert [node["metadata"]["name"] for node in nodes] == ["b200-0", "b200-1", "cpu-0"]
+    assert [node["status"]["allocatable"].get("nvidia.com/gpu") for node in nodes] == ["8", "8", None]
+    products = [node["metadata"]["labels"].get("nvidia.com/gpu.product") for node in nodes]
+    assert products == ["NVIDIA-B200", "NVIDIA-B200", None]
 
 
 def test_the_api_server_answers_at_its_service_address(cluster: Cluster) -> None:

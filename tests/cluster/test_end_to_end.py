@@ -18,6 +18,7 @@ import pytest
 from cluster.bed.cluster import Cluster, wait_for
 from cluster.bed.images import REGISTRY, TARGETS
 from cluster.captures import check_capture
+from cluster.real_node import container_of
 from cluster.scraping import Prometheus, install_monitoring_crds, read_panels, run_prometheus
 from cluster.shell import ROOT, Shell
 from cluster.watching import find_pods, holds, wait_status, watch_status
@@ -85,7 +86,7 @@ def make_next_version(shell: Shell, cluster: Cluster) -> None:
     shutil.copytree(ROOT / "charts", shell.folder / "charts")
     file = shell.folder / "charts/orbit/Chart.yaml"
     file.write_text(re.sub(r"(?m)^(version|appVersion): .*$", rf"\1: {NEXT_VERSION}", file.read_text()))
-    for node in cluster.nodes:
+    for node in filter(lambda node: node.has_gpus, cluster.nodes):
         for image in TARGETS:
             name = f"{REGISTRY}/orbit-{image}"
             node.ctr("images", "tag", "--force", f"{name}:{__version__}", f"{name}:{NEXT_VERSION}")
@@ -238,6 +239,9 @@ def test_a_lost_node_is_left_and_a_run_that_says_so_takes_its_artifacts_with_it(
     start_run(release, "stranded", changes)
     status = wait_status(cluster, "stranded", lambda status: status.get("checkpoint"), "has a checkpoint")
     (lost,) = [node for node in cluster.nodes if node.name == status["node"]]
+    (pod,) = find_pods(cluster, "stranded")
+    # Else it would train on, on the cores that all others share. That it is fenced then: `test_node_real_runs`.
+    lost.ctr("tasks", "pause", container_of(pod))
     lost.freeze()
     try:
         status = wait_status(
@@ -253,6 +257,7 @@ def test_a_lost_node_is_left_and_a_run_that_says_so_takes_its_artifacts_with_it(
         check_capture(release, "node-loss", "stranded")
         assert (cluster.buckets / "orbit-runs/team-a/stranded/run.json").is_file()
     finally:
+        lost.ctr("tasks", "resume", container_of(pod))
         lost.thaw()
     wait_for(lambda: cluster.is_ready(lost), f"{lost.name} is Ready again")
     release.run("kubectl delete orun stranded --namespace team-a --wait=true --timeout=3m")

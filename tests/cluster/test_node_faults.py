@@ -2,153 +2,41 @@
 
 The pods are the operator's own, with `fakes/scripted_orbit.py` in place of `orbit`: a pod that ends as it is told says
 more about endings than one that must first be made to fail. The real one: `test_node_real_runs`. The list of all
-faults and where each is shown: `faults.md`.
+faults and where each is shown: README.md.
 """
 
 from __future__ import annotations
 
-import json
-import re
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from cluster.bed.cluster import Cluster
-from cluster.by_hand import ROOT, Object, Team, wait_for
-from cluster.operator_process import Operator
-from cluster.real_node import (
-    build_scripted_image,
-    container_of,
-    find_pod,
-    node_of,
-    open_real_team,
-    start_scripted,
-    wait_for_pod,
-    wait_reason,
-)
+from cluster.by_hand import Object, Team, wait_for
+from cluster.fault_stories import ENDINGS, LONGEST, Stories, run_stories
+from cluster.real_node import find_pod, wait_for_pod, wait_reason
 
-pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("befallen")]
-NOTHING = "\N{EN DASH}"
-ONCE = {"maxInfraRestarts": 0, "maxUserRetries": 0}
-WORDS = {"where": "spec.data", "message": "Größe 猫: zu klein", "fix": "mehr davon"}
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("real_story_ahead", "befallen")]
 SAID = "spec.data: Größe 猫: zu klein; mehr davon"
 
 
-def read_documented_endings() -> dict[int, tuple[str, str, str]]:
-    """Exit code: reason, who acts, budget of a first occurrence; from the table that operators look it up in."""
-    guide = (ROOT / "docs/guides/cluster/operations.md").read_text(encoding="utf-8")
-    table = guide.split("### How an attempt ends")[1].split("###")[0]
-    owners, budgets = {NOTHING: "None", "us": "Orbit"}, {NOTHING: "Free"}
-    found = {}
-    for line in table.splitlines():
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
-        for code in re.findall(r"\b\d+\b(?! by)", cells[1]) if len(cells) == 5 else ():
-            budget = cells[3].split(",")[0].strip()
-            owner = owners.get(cells[2], cells[2].capitalize())
-            found[int(code)] = (cells[0], owner, budgets.get(budget, budget.capitalize()))
-    return found
-
-
-ENDINGS = read_documented_endings()
-for code in (126, 128, 134, 135):
-    del ENDINGS[code]  # Told apart from 127 and 139 by nothing but the number; `unit_operator/test_failure` has them.
-LONGEST = "n" * 52
-STORIES: dict[str, tuple[Object, Object]] = {
-    **{f"exit-{code}": ({"exit": code, "words": json.dumps(WORDS)}, {"lifecycle": ONCE}) for code in ENDINGS},
-    LONGEST: ({"exit": 0}, {}),
-    "no-image": ({}, {"placement": {"gpus": 0, "image": "localhost/there-is-no-such-image:1"}}),
-    "no-secret": ({}, {"placement": {"gpus": 0, "envFromSecrets": ["made-later"]}}),
-    "no-config-map": ({}, {"environment": {"code": {"uri": "configmap://made-later"}}}),
-    "eats": ({"eat": 1}, {"lifecycle": ONCE, "placement": {"gpus": 0, "resources": {"memory": "64Mi"}}}),
-    "fills": (
-        {"fill": 16, "deaf": True},
-        {"lifecycle": ONCE, "placement": {"gpus": 0, "modelCache": {"sizeLimit": "1Mi"}}},
-    ),
-    "honest": ({"serve": "honest"}, {}),
-    "hangs": ({"serve": "hang"}, {}),
-    "lies": ({"serve": "lie"}, {}),
-    "floods": ({"serve": "flood"}, {}),
-    "killed": ({"attempts": {"2": {"exit": 0}}}, {}),
-    "deleted": ({"attempts": {"2": {"exit": 0}}}, {}),
-    "drained": ({"attempts": {"2": {"exit": 0}}}, {}),
-    "deaf": ({"deaf": True}, {"lifecycle": {**ONCE, "terminationGracePeriodSeconds": 2}}),
-    "held": ({"attempts": {"2": {"exit": 0}}}, {}),
-    "paused": ({"attempts": {"2": {"exit": 0}}}, {}),
-    "gone-running": ({}, {}),
-    "gone-suspended": ({}, {}),
-}
-"""Name of a run: what its pod is told, and what else its manifest says. All start at once: a pod that waits is idle."""
-
-
 @pytest.fixture(scope="module")
-def shared(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Team, Operator]]:
-    cluster.import_image(build_scripted_image())
-    log = tmp_path_factory.mktemp("node-faults") / "operator.log"
-    with open_real_team(cluster, "node-faults", log) as (team, operator):
-        for name, (told, spec) in STORIES.items():
-            start_scripted(team, name, told, **spec)
-        yield team, operator
+def shared(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stories]:
+    with run_stories(cluster, tmp_path_factory.mktemp("node-faults") / "operator.log") as running:
+        yield running
 
 
 @pytest.fixture
-def team(shared: tuple[Team, Operator]) -> Team:
-    team, operator = shared
-    assert operator.process.poll() is None, operator.text[-3000:]
-    return team
+def team(shared: Stories) -> Team:
+    assert shared.operator.process.poll() is None, shared.operator.text[-3000:]
+    return shared.team
 
 
 @pytest.fixture(scope="module")
-def befallen(cluster: Cluster, shared: tuple[Team, Operator]) -> dict[str, Any]:
-    """What happens to pods that run, or cannot start, all of it at once: each then takes its time, mostly waiting.
-
-    Returns what was seen before it happened, by the run's name.
-    """
-    team, _ = shared
-
-    def kill(run: str) -> None:
-        pod = wait_for_pod(team, run)
-        node_of(cluster, pod).ctr("tasks", "kill", "--signal", "SIGKILL", container_of(pod))
-
-    def delete(run: str) -> None:
-        team.server.delete(team.path("pods", wait_for_pod(team, run)["metadata"]["name"]))
-
-    def evict(run: str) -> None:
-        """As `kubectl drain` does it."""
-        name = wait_for_pod(team, run)["metadata"]["name"]
-        eviction = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": name}}
-        team.server.create(team.path("pods", name, "eviction"), eviction)
-
-    def hold(run: str) -> None:
-        """Somebody's finalizer keeps the object when the process is gone."""
-        name = wait_for_pod(team, run)["metadata"]["name"]
-        team.server.merge(team.path("pods", name), {"metadata": {"finalizers": ["example.com/audit"]}})
-        team.server.delete(team.path("pods", name))
-
-    def suspend(run: str) -> None:
-        wait_for_pod(team, run)
-        team.edit_run(run, lifecycle={"suspend": True})
-
-    def supply_secret(run: str) -> Object:
-        seen = wait_reason(team, run, "ConfigurationMissing")
-        secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "made-later"}}
-        team.server.apply(team.path("secrets", "made-later"), secret)
-        return seen
-
-    def supply_config_map(run: str) -> Object:
-        seen = wait_reason(team, run, "VolumeMissing")
-        wanted = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "made-later"}}
-        team.server.apply(team.path("configmaps", "made-later"), {**wanted, "data": {"reward.py": ""}})
-        return seen
-
-    befalls: dict[str, Callable[[str], Object | None]] = {
-        "no-secret": supply_secret, "no-config-map": supply_config_map, "killed": kill, "deleted": delete,
-        "drained": evict, "deaf": delete, "held": hold, "paused": suspend, "gone-suspended": suspend,
-    }  # fmt: skip
-    with ThreadPoolExecutor(len(befalls)) as pool:
-        tasks = {run: pool.submit(befall, run) for run, befall in befalls.items()}
-        return {run: task.result() for run, task in tasks.items()}
+def befallen(shared: Stories) -> dict[str, Any]:
+    """What was seen before it happened, by the run's name."""
+    return {run: task.result() for run, task in shared.befallen.items()}
 
 
 def first_ending(team: Team, run: str, seconds: float = 120) -> Object:
@@ -311,25 +199,9 @@ def test_a_config_map_that_is_missing_is_named_and_once_it_is_there_the_pod_star
     assert team.wait_phase("no-config-map", "Running")["attempt"] == 1
 
 
-def test_a_run_that_finds_no_gpus_waits_and_starts_when_some_are_free(cluster: Cluster, team: Team) -> None:
-    whole = {"placement": {"gpus": 8, "gpuProduct": "NVIDIA-B200"}}
-    for name in ("first", "second", "third"):
-        start_scripted(team, name, {}, **whole)
-        if name != "third":
-            wait_for_pod(team, name)
-    status = wait_reason(team, "third", "Unschedulable")
-    assert (status["phase"], status["whoActs"]) == ("Pending", "Cluster")
-    assert "Insufficient nvidia.com/gpu" in status["message"]
-    team.server.delete(team.path("orbitruns", "first"))
-    status = team.wait_phase("third", "Running")
-    assert (status["attempt"], len(status["attempts"])) == (1, 1)
-    start_scripted(team, "elsewhere", {}, placement={"gpus": 0, "gpuProduct": "NVIDIA-H100"})
-    assert "affinity" in wait_reason(team, "elsewhere", "Unschedulable")["message"]
-
-
-def test_nothing_was_ever_started_twice(shared: tuple[Team, Operator]) -> None:
+def test_nothing_was_ever_started_twice(shared: Stories) -> None:
     """After all of it: no pass failed for a reason of ours, and the operator is well."""
-    team, operator = shared
+    team, operator = shared.team, shared.operator
     time.sleep(1)
     assert operator.process.poll() is None
     assert "Traceback" not in operator.text, operator.text[-3000:]

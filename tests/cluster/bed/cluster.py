@@ -19,7 +19,7 @@ from cluster.bed import network, services
 from cluster.bed.cleanup import FOLDER, RECORD, list_leftovers, remove_leftovers
 from cluster.bed.control_plane import ControlPlane
 from cluster.bed.images import build_pause_image
-from cluster.bed.node import GPU_PRODUCT, NUM_GPUS, Node
+from cluster.bed.node import GPU_PRODUCT, NUM_GPUS, PLAIN_TAINT, Node
 from cluster.bed.pki import NODES
 from cluster.bed.processes import Processes, run
 from cluster.bed.programs import check_machine, find_program
@@ -60,11 +60,12 @@ class Cluster:
         text = "\n---\n".join(json.dumps(each) for each in objects)
         self.kubectl("apply", "--server-side", "--force-conflicts", "-f", "-", stdin=text)
 
-    def import_image(self, archive: Path) -> None:
-        """On every node, once."""
+    def import_image(self, archive: Path, *, everywhere: bool = False) -> None:
+        """Once, on the nodes with GPUs, or also on the one without."""
         if archive not in self.imported:
+            nodes = [node for node in self.nodes if everywhere or node.has_gpus]
             with ThreadPoolExecutor() as pool:
-                list(pool.map(lambda node: node.import_image(archive), self.nodes))
+                list(pool.map(lambda node: node.import_image(archive), nodes))
             self.imported.add(archive)
 
     def add_gpus(self, node: Node) -> None:
@@ -100,7 +101,7 @@ def hold_machine() -> Iterator[None]:
 
 @contextmanager
 def run_cluster(logs: Path) -> Iterator[Cluster]:
-    """Two nodes, ready, until the end."""
+    """All nodes, ready, until the end."""
     with hold_machine():
         cluster = _build(logs)
         try:
@@ -131,7 +132,10 @@ def _start(cluster: Cluster) -> None:
         node.import_image(pause)
     for node in cluster.nodes:
         cluster.processes.wait_for(lambda node=node: cluster.is_ready(node), f"{node.name} is Ready", 90)
-        cluster.add_gpus(node)
+        if node.has_gpus:
+            cluster.add_gpus(node)
+        else:
+            cluster.kubectl("taint", "node", node.name, PLAIN_TAINT)
 
 
 def stop(cluster: Cluster) -> None:

@@ -85,12 +85,14 @@ CONTEXT = ("pyproject.toml", "README.md", "LICENSE", "orbit_runtime", "operator"
 """What `.dockerignore` lets through."""
 NUM_KEPT = 4
 """Archives of each image that are kept: a change that is taken back need not be built again."""
-BASE_IMAGE = "localhost/orbit-test-base:2"
+BASE_IMAGE = "localhost/orbit-test-base:3"
 LEFT_OUT = ("test", "idlelib", "tkinter", "turtledemo", "lib2to3", "site-packages", "__pycache__")
 
 
 def build_base_image() -> None:
     """This machine's own Debian and interpreter, so that packages of its environments can be mounted into images.
+
+    Each node takes in every byte of it with each image: what no pod needs is left out.
 
     It knows the certificates that this machine trusts, through which a build may reach the package index.
     """
@@ -104,7 +106,8 @@ def build_base_image() -> None:
         _add_python(root)
         certificates = Path("/etc/ssl/certs/ca-certificates.crt")
         shutil.copy(certificates, root / certificates.relative_to("/"))
-        shutil.rmtree(root / "var/cache/apt")
+        for left_over in ("var/cache/apt", "var/lib/apt/lists", "usr/share/doc", "usr/share/locale", "usr/share/man"):
+            shutil.rmtree(root / left_over)
         run("tar", "--create", "--numeric-owner", "--file", Path(name, "root.tar"), "--directory", root, ".")
         shutil.rmtree(root)
         lines = ["FROM scratch", "ADD root.tar /", f"ENV SSL_CERT_FILE={certificates} PIP_CERT={certificates}"]
@@ -127,7 +130,7 @@ def _add_python(root: Path) -> None:
     for line in sorted({line.strip() for line in needed.splitlines() if "=> /" in line}):
         path = Path(line.split("=> ")[1].split(" (")[0])
         if not list(root.glob(f"usr/lib/*/{path.name}")) + list(root.glob(f"lib/*/{path.name}")):
-            shutil.copy(path, root / "usr/local/lib" / path.name)
+            run("strip", "--strip-unneeded", "-o", root / "usr/local/lib" / path.name, path)
     run("chroot", root, "ldconfig")
     # Pods cannot keep byte code on their read-only root: each would make that of what it imports again.
     compiling = ("-m", "compileall", "-q", "-j", "0", "--invalidation-mode", "unchecked-hash")

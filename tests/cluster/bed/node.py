@@ -14,7 +14,7 @@ import yaml
 from cluster.bed.control_plane import ControlPlane
 from cluster.bed.heavy import build_container_spec
 from cluster.bed.network import NETNS, bridge_address, bridge_name, pod_subnet
-from cluster.bed.pki import NODES, node_token, write_kubeconfig
+from cluster.bed.pki import NODES, PLAIN_NODE, node_token, write_kubeconfig
 from cluster.bed.processes import Processes, run
 from cluster.bed.programs import find_program
 
@@ -22,6 +22,8 @@ CGROUPS = Path("/sys/fs/cgroup")
 CGROUP_PREFIX = "orbit-bed-"
 PAUSE_IMAGE = "localhost/pause:1"
 NUM_GPUS, GPU_PRODUCT = 8, "NVIDIA-B200"
+PLAIN_TAINT = "example.com/without-gpus=:NoSchedule"
+"""Whoever does not ask for that node does not get there: its images are its own."""
 CPU_SHARES = 2048
 """Of a node, where a thread outside has 1024: pods must not wait for the tests beside them, which are nice, and must
 not keep the API server from answering while several of them start."""
@@ -39,6 +41,10 @@ class Node:
     @property
     def name(self) -> str:
         return NODES[self.index]
+
+    @property
+    def has_gpus(self) -> bool:
+        return self.name != PLAIN_NODE
 
     @property
     def socket(self) -> Path:
@@ -149,7 +155,7 @@ disabled_plugins = ["io.containerd.snapshotter.v1.btrfs", "io.containerd.snapsho
             # A pod's cores are its share when there are too few, and no limit.
             "cpuCFSQuota": False,
             "nodeStatusUpdateFrequency": "2s", "nodeLeaseDurationSeconds": 10, "makeIPTablesUtilChains": False,
-            "maxPods": 60, "serializeImagePulls": False,
+            "serializeImagePulls": False,
             # How much a pod has filled of a folder with a limit is measured so often (each minute in most clusters).
             "volumeStatsAggPeriod": "10s",
         }  # fmt: skip

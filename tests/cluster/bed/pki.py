@@ -12,7 +12,9 @@ from pathlib import Path
 
 import yaml
 
-NODES = ("b200-0", "b200-1")
+PLAIN_NODE = "cpu-0"
+NODES = ("b200-0", "b200-1", PLAIN_NODE)
+"""The last one has no GPUs: pods that say so live there while a node with GPUs is lost or drained."""
 ADMIN_TOKEN = "orbit-test-admin"
 NAMES = ("localhost", "kubernetes", "kubernetes.default", "kubernetes.default.svc",
          "kubernetes.default.svc.cluster.local")  # fmt: skip

@@ -18,7 +18,7 @@ STORE_PORT = 7070
 
 
 def start_proxy(processes: Processes, plane: ControlPlane) -> None:
-    """One for both nodes: they share a network namespace."""
+    """One for all nodes: they share a network namespace."""
     processes.start("kube-proxy", find_program("kube-proxy"), {
         "kubeconfig": plane.kubeconfig, "hostname-override": NODES[0], "proxy-mode": "iptables",
         "cluster-cidr": POD_RANGE, "conntrack-max-per-core": 0, "conntrack-tcp-timeout-established": "0s",
