@@ -1,11 +1,12 @@
 """The operator with a thousand runs and with five thousand: how fast, how big, how many calls.
 
 Belongs here: the episodes of a run's life, and what is measured of each. Does not belong here: the cluster and its
-simulated pods (`simulated_cluster`). Needs what `make test-cluster` needs, but no root: `ORBIT_TEST_PROGRAMS` names the
-folder that `tools/cluster_programs.sh kubernetes kwok` prints.
+simulated pods (`simulated_cluster`), the table (`operator_table`). Needs what `make test-cluster` needs, but no root:
+`ORBIT_TEST_PROGRAMS` names the folder that `tools/cluster_programs.sh kubernetes kwok` prints.
 
 Everything shares this machine's cores with the operator: API server, etcd, controllers, scheduler, kwok, and this
-program, which makes the runs and answers for their pods. "Others" is what the rest of the machine took meanwhile.
+program, which makes the runs and answers for their pods. "Others" is what the rest of the machine took meanwhile. How
+fast the machine was is told by a client that makes runs and all that the operator writes for them, without an operator.
 """
 
 from __future__ import annotations
@@ -25,14 +26,25 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import aiohttp
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.bare_writes import Writes
 from benchmarks.harness import RESULTS
+from benchmarks.operator_table import (
+    NUM_BARE,
+    Episode,
+    compare_sizes,
+    count_passes,
+    count_reads,
+    count_writes,
+    quantile,
+    rows_of,
+    table,
+)
 from benchmarks.simulated_cluster import (
     EXIT,
     JOBS,
@@ -56,25 +68,9 @@ from benchmarks.simulated_cluster import (
 from orbit_runtime.spec import load_manifest
 from orbit_runtime.spec.crd import build_crd
 
-MIB = 2**20
 CRDS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
-WRITES = ("POST", "PUT", "PATCH", "DELETE")
 _SAMPLE = re.compile(r"^(\w+)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
-
-
-@dataclass(frozen=True)
-class Row:
-    """One measured number and its bound; `None` where it is only told."""
-
-    what: str
-    value: float
-    unit: str
-    limit: float | None = None
-
-    @property
-    def is_met(self) -> bool:
-        return self.limit is None or self.value <= self.limit
 
 
 @dataclass
@@ -86,6 +82,8 @@ class History:
     now: dict[str, tuple[str, str, int]] = field(default_factory=dict)
     """Phase, reason and attempt."""
     changes: int = 0
+    first: Object = field(default_factory=dict)
+    """The first status that was ever seen."""
 
     def told_job(self, kind: str, job: Object) -> None:
         if kind == "ADDED":
@@ -95,6 +93,7 @@ class History:
         name, status = run["metadata"]["name"], run.get("status")
         if not status:
             return
+        self.first = self.first or status
         self.statuses.setdefault(name, _now())
         state = (status["phase"], status["reason"], status.get("attempt") or 0)
         if self.now.get(name) != state:
@@ -155,31 +154,6 @@ class Operator:
             self.process.wait()
 
 
-@dataclass(frozen=True)
-class Episode:
-    """What happened between two moments."""
-
-    seconds: float
-    writes: dict[str, int]
-    """Verb and resource; the Lease's not counted."""
-    reads: int
-    changes: int
-    passes: int
-    mean_pass: float
-    p99_pass: float
-    """From taking the run out of the queue until all is written; what it waited in the queue is `p99_wait`."""
-    p99_wait: float
-    cpu: float
-    """Seconds of the operator."""
-    others: float
-    """Cores that the rest of the machine kept busy."""
-    resident: int
-
-    @property
-    def num_writes(self) -> int:
-        return sum(self.writes.values())
-
-
 class Bench:
     """One control plane, one operator, `num_runs` runs."""
 
@@ -206,7 +180,7 @@ class Bench:
         before = -1.0
         while True:
             samples = await self.operator.samples()
-            writes = sum(_writes(samples).values())
+            writes = sum(count_writes(samples).values())
             if writes == before and not samples.get(("orbit_operator_queue_depth",)):
                 return
             before = writes
@@ -223,12 +197,12 @@ class Bench:
         used = cpu_seconds(self.operator.pid) - cpu
         others = (machine_seconds() - machine - (self._cpu() - mine)) / seconds
         last = await self.operator.samples()
-        passes = _passes(last) - _passes(first)
+        passes = count_passes(last) - count_passes(first)
         total = ("orbit_operator_reconcile_seconds_sum",)
+        writes = {name: round(count - count_writes(first).get(name, 0)) for name, count in count_writes(last).items()}
         facts[name] = Episode(
-            seconds, {name: round(count - _writes(first).get(name, 0)) for name, count in _writes(last).items()
-                      if count > _writes(first).get(name, 0)},
-            round(_reads(last) - _reads(first)), self.history.changes - changes, round(passes),
+            seconds, {name: count for name, count in writes.items() if count},
+            round(count_reads(last) - count_reads(first)), self.history.changes - changes, round(passes),
             (last[total] - first.get(total, 0)) / passes if passes else 0.0, quantile("reconcile", first, last, 0.99),
             quantile("queue", first, last, 0.99), used, max(0.0, others), memory_bytes(self.operator.pid),
         )  # fmt: skip
@@ -291,6 +265,9 @@ async def measure(bench: Bench, num_runs: int, idle_seconds: float, folder: Path
     if whole:
         await _live(bench, names, facts, idle_seconds)
     facts["resident highest"] = memory_bytes(bench.operator.pid, "VmHWM")
+    writes = await Writes.read(bench.client, "few-0", history.first)
+    bench.operator.stop()
+    facts["bare"] = await writes.repeat(bench.client, [bench.manifest(f"bare-{index}") for index in range(NUM_BARE)])
     return facts
 
 
@@ -330,91 +307,13 @@ async def _live(bench: Bench, names: list[str], facts: dict[str, Any], idle_seco
         await asyncio.sleep(idle_seconds)
 
 
-Samples = dict[tuple[str, ...], float]
-
-
-def quantile(what: str, first: Samples, last: Samples, part: float) -> float:
-    """Of what a histogram saw between two scrapes: as far as its buckets can tell, even inside the bucket it is in."""
-    name = f"orbit_operator_{what}_seconds_bucket"
-    counts = sorted(
-        (float(key[1].replace("+Inf", "inf")), count - first.get(key, 0))
-        for key, count in last.items()
-        if key[0] == name
-    )
-    total = counts[-1][1] if counts else 0
-    lower, below = 0.0, 0.0
-    for bound, count in counts:
-        if total and count >= part * total:
-            if bound == float("inf"):
-                return bound
-            return lower + (bound - lower) * (part * total - below) / max(1.0, count - below)
-        lower, below = bound, count
-    return 0.0
-
-
-def rows_of(facts: dict[str, Any]) -> list[Row]:
-    """The table, with its bounds; those for a thousand runs are only told where there are more."""
-    few = facts["runs"] <= 1000
-    changing = [name for name in ("start", "crash", "suspend", "resume", "complete") if name in facts]
-    change = [facts[name] for name in changing]
-    busy = {name: facts[name] for name in ("create", *changing[:1], "train", *changing[1:]) if name in facts}
-    rows = [
-        Row("created to each having its Job and its status", facts["served after"], "s", 60 if few else None),
-        Row("of that, until the last was created", facts["created after"], "s"),
-        Row("pass over one run, p99 in the slowest episode", max(each.p99_pass for each in busy.values()), "s", 1.0),
-        *(Row(f"  {name}", each.p99_pass, "s") for name, each in busy.items()),
-        Row("wait for a worker before it, p99 in the slowest", max(each.p99_wait for each in busy.values()), "s"),
-        Row("operator's CPU per run, creation", 1000 * facts["create"].cpu / facts["runs"], "ms"),
-        Row("operator's CPU per run, start", 1000 * facts["start"].cpu / facts["runs"], "ms"),
-        Row("resident memory, most ever", facts["resident highest"] / MIB, "MiB", 128 if few else None),
-        Row("resident memory, without any run", facts["resident empty"] / MIB, "MiB"),
-        Row("API writes per run, creation", facts["create"].num_writes / facts["runs"], ""),
-        Row("API writes per change of state, after creation",
-            sum(each.num_writes for each in change) / sum(each.changes for each in change), "", 3.0),
-        *(Row(f"  {name}", facts[name].num_writes / max(1, facts[name].changes), "") for name in changing),
-        Row("CPU, all runs train and nothing changes", _share(facts["idle"]), "%", 2.0 if few else None),
-        *(Row(what, _share(facts[name]), "%", limit) for what, name, limit in (
-            ("CPU, most runs finished", "idle, most finished", 2.0 if few else None),
-            ("CPU, every run reports a new step each time", "train", None),
-        ) if name in facts),
-        Row("kubectl apply to pod, few runs, median", median(facts["apply, few runs"]), "s", 1.0),
-        Row("kubectl apply to pod, many runs, median", median(facts["apply, many runs"]), "s", 1.0),
-        Row("cores taken by others while creating", facts["create"].others, ""),
-    ]  # fmt: skip
-    return rows
-
-
-def compare_sizes(few: dict[str, Any], many: dict[str, Any]) -> list[Row]:
-    """Nothing grows more than the number of runs does: ratio of ratios."""
-    factor = many["runs"] / few["runs"]
-
-    def grown(facts: dict[str, Any]) -> float:
-        return float(facts["resident highest"] - facts["resident empty"])
-
-    where = f"{many['runs']} runs against {few['runs']}, per run"
-    return [
-        Row(f"time to Job and status: {where}", many["served after"] / few["served after"] / factor, "x", 1.0),
-        Row(f"memory above that without runs: {where}", grown(many) / grown(few) / factor, "x", 1.0),
-        Row(f"operator's CPU for creation: {where}", many["create"].cpu / few["create"].cpu / factor, "x", 1.0),
-    ]
-
-
-def table(rows: list[Row]) -> str:
-    lines = [f"{'what':<76} {'measured':>10} {'bound':>8}"]
-    for row in rows:
-        bound = "" if row.limit is None else f"{row.limit:g}"
-        miss = "" if row.is_met else "  MISSED"
-        lines.append(f"{row.what:<76} {row.value:>10.3f} {bound:>8} {row.unit}{miss}")
-    return "\n".join(lines)
-
-
 async def run_size(num_runs: int, idle_seconds: float, folder: Path, *, whole: bool) -> dict[str, Any]:
     with run_control_plane(folder) as plane:
         async with open_client(plane) as client:
             crd = build_crd()
             await client.call("POST", CRDS, crd)
             await client.call("POST", "/api/v1/namespaces", {"metadata": {"name": NAMESPACE}})
-            await client.make_nodes(num_runs + 30)
+            await client.make_nodes(num_runs + 30 + NUM_BARE)
             pods = Pods()
             async with serve_pods(pods) as port:
                 operator = Operator(plane, folder / "operator.log")
@@ -438,28 +337,6 @@ async def run_size(num_runs: int, idle_seconds: float, folder: Path, *, whole: b
 
 def _now() -> float:
     return asyncio.get_running_loop().time()
-
-
-def _share(episode: Episode) -> float:
-    return 100 * episode.cpu / episode.seconds
-
-
-def _writes(samples: dict[tuple[str, ...], float]) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for key, count in samples.items():
-        if key[0] == "orbit_operator_api_requests_total" and key[3] in WRITES and key[2] != "leases":
-            name = f"{key[3]} {key[2]} {key[1]}"
-            found[name] = found.get(name, 0) + count
-    return found
-
-
-def _reads(samples: dict[tuple[str, ...], float]) -> float:
-    return sum(count for key, count in samples.items()
-               if key[0] == "orbit_operator_api_requests_total" and key[3] == "GET" and key[2] != "leases")  # fmt: skip
-
-
-def _passes(samples: dict[tuple[str, ...], float]) -> float:
-    return samples.get(("orbit_operator_reconcile_seconds_count",), 0.0)
 
 
 def main() -> None:

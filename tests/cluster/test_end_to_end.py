@@ -214,7 +214,8 @@ def test_suspend_resume_and_drain_cost_no_retry(quickstart: Story, release: Shel
     with watch_status(cluster, "pausing") as seen:
         release.follow("run", "Suspend, resume, repeat", 0)
         check_capture(release, "suspend", "pausing")
-        (first,) = seen[-1]["attempts"]
+        now = wait_status(cluster, "pausing", lambda status: holds(status, "Suspended"), "is suspended")
+        (first,) = now["attempts"]
         with release.meanwhile("run", "Suspend, resume, repeat", 1):
             running = wait_status(
                 cluster, "pausing", lambda status: status["attempt"] == 2 and status["phase"] == "Running", "goes on"

@@ -1,0 +1,91 @@
+"""The writes that the operator makes for a new run, by a client that only sends them: what the API server takes for it.
+
+Belongs here: copying what was written for one run, and writing the same for others. Does not belong here: the operator.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import orjson
+
+from benchmarks.simulated_cluster import EVENTS, JOBS, MAPS, POLICIES, RUNS, Client, Object
+
+MANAGER = "fieldManager=bare-client"
+APPLY = "application/apply-patch+yaml"
+WORKERS = 4
+"""As many runs at the same time as the operator works on by default."""
+_SERVERS_OWN = ("uid", "resourceVersion", "creationTimestamp", "managedFields", "generation", "annotations")
+
+
+class Writes:
+    """Everything that stands there because one run was made."""
+
+    def __init__(self, run: Object, children: dict[str, Object], status: Object) -> None:
+        self._name, self._uid = run["metadata"]["name"], run["metadata"]["uid"]
+        self._children = {path: orjson.dumps(_as_sent(each)).decode() for path, each in children.items()}
+        self._status = status
+
+    @classmethod
+    async def read(cls, client: Client, name: str, status: Object) -> Writes:
+        """Of a run that the operator has made its objects for; `status` is the first that it wrote."""
+        children = {
+            MAPS: await client.call("GET", f"{MAPS}/{name}-manifest"),
+            POLICIES: await _find(client, POLICIES, name),
+            JOBS: await client.call("GET", f"{JOBS}/{name}-a1"),
+            EVENTS: (await client.call("GET", f"{EVENTS}?fieldSelector=involvedObject.name={name}"))["items"][0],
+        }
+        return cls(await client.call("GET", f"{RUNS}/{name}"), children, status)
+
+    async def repeat(self, client: Client, manifests: list[Object]) -> float:
+        """Makes these runs and writes the same for each; returns the seconds until all stands there."""
+        places = asyncio.Semaphore(WORKERS)
+
+        async def make(manifest: Object) -> None:
+            made = (await client.call("POST", RUNS, manifest))["metadata"]
+            async with places:
+                await self._write(client, made["name"], made["uid"])
+
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        await asyncio.gather(*(make(manifest) for manifest in manifests))
+        return loop.time() - began
+
+    async def _write(self, client: Client, name: str, uid: str) -> None:
+        """In the operator's order, at the same time what it writes at the same time."""
+
+        def build(path: str) -> Object:
+            return dict(orjson.loads(self._children[path].replace(self._name, name).replace(self._uid, uid)))
+
+        async def apply(path: str, body: Object, sub: str = "") -> None:
+            place = f"{path}/{body['metadata']['name']}{sub}?{MANAGER}&force=true"
+            await client.call("PATCH", place, body, APPLY)
+
+        await asyncio.gather(apply(MAPS, build(MAPS)), apply(POLICIES, build(POLICIES)))
+        await client.call("POST", f"{JOBS}?{MANAGER}", build(JOBS))
+        head = {"apiVersion": "orbitrl.dev/v1alpha1", "kind": "OrbitRun", "metadata": {"name": name}}
+        await asyncio.gather(
+            apply(RUNS, {**head, "status": self._status}, "/status"),
+            client.call("POST", f"{EVENTS}?{MANAGER}", build(EVENTS)),
+        )
+
+
+async def _find(client: Client, path: str, run: str) -> Object:
+    """The run's only object of a kind."""
+    (found,) = (await client.call("GET", f"{path}?labelSelector=orbitrl.dev/run-name={run}"))["items"]
+    kinds = {POLICIES: ("networking.k8s.io/v1", "NetworkPolicy")}
+    return {"apiVersion": kinds[path][0], "kind": kinds[path][1], **found}
+
+
+def _as_sent(found: Object) -> Object:
+    """Without what the server and its controllers add."""
+    sent: dict[str, Any] = {name: value for name, value in found.items() if name != "status"}
+    sent["metadata"] = {name: value for name, value in sent["metadata"].items() if name not in _SERVERS_OWN}
+    if found.get("kind") == "Job":
+        template = sent["spec"]["template"]
+        for labels in (sent["metadata"]["labels"], template["metadata"]["labels"]):
+            for name in [name for name in labels if "job-name" in name or "controller-uid" in name]:
+                del labels[name]
+        sent["spec"] = {name: value for name, value in sent["spec"].items() if name != "selector"}
+    return sent
