@@ -109,7 +109,7 @@ class Operator:
 
     def __init__(self, plane: ControlPlane, log: Path) -> None:
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("ORBIT_")}
-        mine = {
+        self._environment = inherited | {
             "KUBECONFIG": str(plane.kubeconfig),
             "PYTHONPATH": f"{ROOT / 'operator'}{os.pathsep}{ROOT}",
             "ORBIT_OPERATOR_NAMESPACES": NAMESPACE,
@@ -118,11 +118,17 @@ class Operator:
             "ORBIT_OPERATOR_HEALTH_PORT": "18081",
         }
         self.log = log
-        with log.open("ab") as output:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "orbit_operator"], env={**inherited, **mine}, stdout=output, stderr=output
-            )
-        self.pid = self.process.pid
+        self.start()
+
+    def start(self) -> None:
+        """Also after `stop`."""
+        command = [sys.executable, "-m", "orbit_operator"]
+        with self.log.open("ab") as output:
+            self.process = subprocess.Popen(command, env=self._environment, stdout=output, stderr=output)
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
 
     async def ask(self, port: int, path: str) -> tuple[int, str]:
         async with aiohttp.ClientSession(trust_env=False) as session:
@@ -163,7 +169,7 @@ class Bench:
         manifest = load_manifest(ROOT / "examples" / "quickstart.yaml").to_manifest()
         spec = {"storage": {"uri": "s3://runs"}, "placement": {"gpus": 8}, "observability": {"metricsPort": port}}
         self._manifest = {**manifest, "spec": {**manifest["spec"], **spec}}
-        self._pids = [*(process.pid for process in plane.processes.running.values()), operator.pid, os.getpid()]
+        self._others = [*(process.pid for process in plane.processes.running.values()), os.getpid()]
 
     def manifest(self, name: str) -> Object:
         return {**self._manifest, "metadata": {"name": name, "namespace": NAMESPACE}}
@@ -209,7 +215,7 @@ class Bench:
         print(f"{facts['runs']} runs: {name} took {seconds:.0f} s", file=sys.stderr, flush=True)
 
     def _cpu(self) -> float:
-        return sum(cpu_seconds(pid) for pid in self._pids)
+        return sum(cpu_seconds(pid) for pid in (*self._others, self.operator.pid))
 
     async def apply_one(self, kubectl: str, name: str, folder: Path) -> float:
         """Seconds from starting `kubectl apply` to the pod's existence."""
@@ -237,20 +243,41 @@ class Bench:
         asked = {"metadata": {"annotations": {EXIT: str(code)}}}
         await self.each(live, lambda name: self.client.merge(f"{PODS}/{name}", asked))
 
+    async def write_bare(self) -> float:
+        """Seconds for `NUM_BARE` runs and their objects, without an operator; another starts when they are gone."""
+        writes = await Writes.read(self.client, "few-0", self.history.first)
+        self.operator.stop()
+        names = [f"bare-{index}" for index in range(NUM_BARE)]
+        seconds = await writes.repeat(self.client, [self.manifest(name) for name in names])
+        await self.each(names, lambda name: self.client.call("DELETE", f"{RUNS}/{name}"))
+        for path in (JOBS, PODS):
+            while any(
+                each["metadata"]["name"].startswith("bare-") for each in (await self.client.call("GET", path))["items"]
+            ):
+                await asyncio.sleep(1)
+        self.operator.start()
+        while not await self.operator.is_ready():
+            await asyncio.sleep(0.1)
+        return seconds
+
 
 async def measure(bench: Bench, num_runs: int, idle_seconds: float, folder: Path, *, whole: bool) -> dict[str, Any]:
     """All episodes, or those that sizes are compared by; what they were, by name."""
     history, kubectl = bench.history, find_program("kubectl")
-    facts: dict[str, Any] = {"runs": num_runs, "resident empty": memory_bytes(bench.operator.pid)}
+    facts: dict[str, Any] = {"runs": num_runs}
     facts["apply, few runs"] = [await bench.apply_one(kubectl, f"few-{index}", folder) for index in range(15)]
     names = [f"run-{index:05}" for index in range(num_runs)]
+    wanted = set(names)
     await bench.settle()
+    facts["bare"] = await bench.write_bare()
+    await bench.settle()
+    facts["resident empty"] = memory_bytes(bench.operator.pid)
 
     async with bench.episode(facts, "create"):
         began = _now()
         await bench.create(names)
         facts["created after"] = _now() - began
-        await bench.wait(lambda: len(history.jobs) >= num_runs + 15 and len(history.statuses) >= num_runs + 15,
+        await bench.wait(lambda: wanted <= history.jobs.keys() and wanted <= history.statuses.keys(),
                          "every run has its Job and its status")  # fmt: skip
     waits = sorted(max(history.jobs[name], history.statuses[name]) - began for name in names)
     facts["served after"] = waits[-1]
@@ -265,9 +292,6 @@ async def measure(bench: Bench, num_runs: int, idle_seconds: float, folder: Path
     if whole:
         await _live(bench, names, facts, idle_seconds)
     facts["resident highest"] = memory_bytes(bench.operator.pid, "VmHWM")
-    writes = await Writes.read(bench.client, "few-0", history.first)
-    bench.operator.stop()
-    facts["bare"] = await writes.repeat(bench.client, [bench.manifest(f"bare-{index}") for index in range(NUM_BARE)])
     return facts
 
 
@@ -275,7 +299,8 @@ async def _live(bench: Bench, names: list[str], facts: dict[str, Any], idle_seco
     """Training, crashes, pauses, ends."""
     history, client = bench.history, bench.client
     async with bench.episode(facts, "train"):
-        until = _now() + 60
+        # Long enough for each pod to be asked: all together ten times a second.
+        until = _now() + max(60, len(names) / 10 + 5)
         while _now() < until:
             bench.pods.step += 1
             await asyncio.sleep(1)

@@ -93,7 +93,7 @@ def rows_of(facts: dict[str, Any]) -> list[Row]:
         Row("operator's CPU per run, creation", 1000 * facts["create"].cpu / facts["runs"], "ms"),
         Row("operator's CPU per run, start", 1000 * facts["start"].cpu / facts["runs"], "ms"),
         Row("resident memory, most ever", facts["resident highest"] / MIB, "MiB", 128 if few else None),
-        Row("resident memory, without any run", facts["resident empty"] / MIB, "MiB"),
+        Row("resident memory, with 15 runs", facts["resident empty"] / MIB, "MiB"),
         Row("API writes per run, creation", facts["create"].num_writes / facts["runs"], ""),
         Row("API writes per change of state, after creation",
             sum(each.num_writes for each in change) / sum(each.changes for each in change), "", 3.0),
@@ -122,7 +122,7 @@ def compare_sizes(few: dict[str, Any], many: dict[str, Any]) -> list[Row]:
         Row(f"time to Job and status: {where}", many["served after"] / few["served after"] / factor, "x", 1.0),
         Row("the same, each against its bare client", (many["served after"] / many["bare"])
             / (few["served after"] / few["bare"]) / factor, "x"),
-        Row(f"memory above that without runs: {where}", grown(many) / grown(few) / factor, "x", 1.0),
+        Row(f"memory above that with 15 runs: {where}", grown(many) / grown(few) / factor, "x", 1.0),
         Row(f"operator's CPU for creation: {where}", many["create"].cpu / few["create"].cpu / factor, "x", 1.0),
     ]  # fmt: skip
 
