@@ -17,13 +17,15 @@ from pathlib import Path
 from cluster.bed.cluster import Cluster
 from cluster.bed.node import PLAIN_TAINT
 from cluster.bed.pki import PLAIN_NODE
-from cluster.by_hand import ROOT, Object, Team
+from cluster.by_hand import ROOT, Object, Team, wait_for
 from cluster.operator_process import Operator
 from cluster.real_node import (
+    PATIENCE,
     build_scripted_image,
     container_of,
     node_of,
     open_real_team,
+    read_log,
     start_scripted,
     wait_for_pod,
     wait_reason,
@@ -34,8 +36,6 @@ APART = {
     "nodeSelector": {"kubernetes.io/hostname": PLAIN_NODE},
     "tolerations": [{"key": PLAIN_TAINT.partition("=")[0], "operator": "Exists"}],
 }
-PATIENCE = 240.0
-"""Seconds until something befalls a pod: it starts beside other tests, on two cores."""
 NOTHING = "\N{EN DASH}"
 ONCE = {"maxInfraRestarts": 0, "maxUserRetries": 0}
 WORDS = {"where": "spec.data", "message": "Größe 猫: zu klein", "fix": "mehr davon"}
@@ -113,7 +113,10 @@ def list_befalls(cluster: Cluster, team: Team) -> dict[str, Callable[[str], Obje
     """What happens to pods that run, or cannot start: each then takes its time, mostly waiting."""
 
     def live_pod(run: str) -> Object:
-        return wait_for_pod(team, run, seconds=PATIENCE)
+        """One that hears signals: a container runs for a while before."""
+        pod = wait_for_pod(team, run, seconds=PATIENCE)
+        wait_for(lambda: "scripted:" in read_log(cluster, pod), f"{run} was told what to do", PATIENCE)
+        return pod
 
     def kill(run: str) -> None:
         pod = live_pod(run)

@@ -22,6 +22,8 @@ from cluster.restricted_job import build_namespace
 
 SCRIPT = ROOT / "tests" / "fakes" / "scripted_orbit.py"
 SCRIPTED = "localhost/orbit-scripted:1"
+PATIENCE = 240.0
+"""Seconds for what happens beside other tests: two cores are shared by all that lives at the same time."""
 QUICK = {
     "ORBIT_OPERATOR_NODE_LOST_SECONDS": "3", "ORBIT_OPERATOR_RESYNC_SECONDS": "2", "ORBIT_OPERATOR_POLL_SECONDS": "1",
     "ORBIT_OPERATOR_PROGRESS_SECONDS": "1", "ORBIT_OPERATOR_RUNTIME_IMAGE": SCRIPTED,

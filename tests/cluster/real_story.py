@@ -19,14 +19,12 @@ from cluster.bed.images import build_product_image
 from cluster.bed.node import Node
 from cluster.bed.services import store_environment
 from cluster.by_hand import Object, Team, wait_for
-from cluster.real_node import container_of, node_of, open_real_team, read_log, wait_for_pod
+from cluster.real_node import PATIENCE, container_of, node_of, open_real_team, read_log, wait_for_pod
 
 from tests.integration.killing import small_manifest
 
 BUCKET = "real-runs"
 STEPS = 40
-PATIENCE = 240.0
-"""Seconds: two cores are shared by all that lives at the same time."""
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from cluster.bed.cluster import Cluster
 from cluster.by_hand import Object, wait_for
-from cluster.real_node import SCRIPTED, build_scripted_image, start_scripted, wait_for_pod, wait_reason
-from cluster.real_story import BUCKET, PATIENCE, STEPS, RealStory
+from cluster.real_node import PATIENCE, SCRIPTED, build_scripted_image, start_scripted, wait_for_pod, wait_reason
+from cluster.real_story import BUCKET, STEPS, RealStory
 
 pytestmark = pytest.mark.cluster
 

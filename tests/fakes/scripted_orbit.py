@@ -29,13 +29,14 @@ def main() -> int:
     told = manifest["spec"]["environment"]["rewards"][0]["arguments"]
     attempt = os.environ["ORBIT_ATTEMPT"].rpartition("-a")[2]
     told = told.get("attempts", {}).get(attempt, told)
-    print(f"scripted: attempt {attempt}: {json.dumps(told, ensure_ascii=False)[:500]}", flush=True)
-    if "words" in told:
-        Path(os.environ["ORBIT_TERMINATION_FILE"]).write_text(told["words"], encoding="utf-8")
     if told.get("deaf"):
         signal.signal(signal.SIGTERM, lambda *_: print("SIGTERM: no", flush=True))
     else:
         signal.signal(signal.SIGTERM, lambda *_: os._exit(75))
+    # Who reads it knows that signals are heard from now on: until then the kernel keeps them from a first process.
+    print(f"scripted: attempt {attempt}: {json.dumps(told, ensure_ascii=False)[:500]}", flush=True)
+    if "words" in told:
+        Path(os.environ["ORBIT_TERMINATION_FILE"]).write_text(told["words"], encoding="utf-8")
     if "exit" in told:
         return int(told["exit"])
     if told.get("eat"):
