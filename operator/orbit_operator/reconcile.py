@@ -5,7 +5,6 @@ Belongs here: that order. Does not belong here: what any of the four does.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -55,16 +54,10 @@ async def reconcile(key: Key, parts: Parts) -> float | None:
         run, body, observed = seen
         chosen = plan(run, observed, now, parts.limits, run.plan)
     state, events, refused = await _act(chosen, run, body, observed.stored, parts)
-    # At the same time: neither waits for the other. All have ended before one's failure is raised: then the next pass
-    # over this run may begin.
-    posts = (parts.recorder.post(run, event) for event in events)
-    written, *posted = await asyncio.gather(
-        _write(run, body, observed, state, now, parts), *posts, return_exceptions=True
-    )
-    if isinstance(written, BaseException):
-        raise written
-    for failure in (each for each in posted if isinstance(each, BaseException)):
-        raise failure
+    # Before the status: what it says is known, and whoever comes after a crash does not tell it again.
+    for event in events:
+        await parts.recorder.post(run, event)
+    written = await _write(run, body, observed, state, now, parts)
     if refused is not None:
         raise refused
     due = [written, None if chosen.wake_at is None else max(0.0, chosen.wake_at - now)]

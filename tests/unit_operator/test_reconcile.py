@@ -1,0 +1,93 @@
+"""The order in which one pass tells the API server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+pytest.importorskip("kopf", reason="the operator's packages are not installed (extra `operator`)")
+
+from orbit_operator.api import Api, ApiError, Body, Kind
+from orbit_operator.cache import Key
+from orbit_operator.lease import LeaseLostError
+from orbit_operator.main import Operator
+from orbit_operator.read import pack_run
+from orbit_operator.reconcile import reconcile
+from orbit_operator.settings import Settings
+
+KEY: Key = ("team", "adder")
+HEAD = {"namespace": "team", "name": "adder", "uid": "r", "resourceVersion": "1"}
+SPEC: dict[str, Any] = {
+    "model": {"uri": "builtin://tiny-adder"},
+    "data": {"prompts": [{"uri": "builtin://two-digit-addition"}]},
+    "environment": {"rewards": [{"name": "correct", "type": "ExactMatch"}]},
+    "training": {"steps": 10},
+    "storage": {"uri": "s3://runs/team", "credentialsSecretName": "store"},
+}
+
+
+class Answering(Api):
+    """In place of an API server: takes every write, except of kinds for which it was given an error."""
+
+    def __init__(self, **errors: Exception) -> None:
+        super().__init__(None)  # type: ignore[arg-type]
+        self.errors = errors
+        self.writes: list[str] = []
+
+    async def call(
+        self,
+        verb: str,
+        kind: Kind,
+        path: str,
+        query: Mapping[str, str] | None = None,
+        *,
+        body: Mapping[str, Any] | None = None,
+        accept: str = "",
+        content: str = "",
+    ) -> Body:
+        if verb == "GET":
+            return {"items": []}
+        await asyncio.sleep(0)
+        self.writes.append(kind.plural)
+        if kind.plural in self.errors:
+            raise self.errors[kind.plural]
+        assert body is not None
+        return {**body, "metadata": {"uid": "of-the-server", **body["metadata"], "resourceVersion": "2"}}
+
+
+def pass_over(api: Api, **spec: Any) -> None:
+    """One pass over a run that is new."""
+    operator = Operator(Settings(runtime_image="orbit-runtime:1"), api)
+    made = {"apiVersion": "orbitrl.dev/v1alpha1", "kind": "OrbitRun", "metadata": HEAD, "spec": {**SPEC, **spec}}
+    operator.cache.runs.put(KEY, "r", pack_run(made), 1)
+    asyncio.run(reconcile(KEY, operator.parts))
+
+
+def test_a_status_is_written_when_all_that_it_says_was_told() -> None:
+    """What dies before the status tells it again; after it nobody would."""
+    api = Answering()
+    pass_over(api)
+    assert sorted(api.writes[:2]) == ["configmaps", "networkpolicies"]
+    assert api.writes[2:] == ["jobs", "events", "orbitruns"]
+
+
+def test_that_a_run_is_suspended_is_told_before_its_status_says_so() -> None:
+    api = Answering()
+    pass_over(api, lifecycle={"suspend": True})
+    assert api.writes == ["events", "orbitruns"]
+
+
+def test_an_event_that_is_refused_holds_up_nothing() -> None:
+    api = Answering(events=ApiError(403, "Forbidden", "no events here"))
+    pass_over(api)
+    assert api.writes[2:] == ["jobs", "events", "orbitruns"]
+
+
+def test_a_pass_ends_where_the_lease_is_lost() -> None:
+    api = Answering(events=LeaseLostError("held by another"))
+    with pytest.raises(LeaseLostError):
+        pass_over(api)
+    assert api.writes[2:] == ["jobs", "events"]
