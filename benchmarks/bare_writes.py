@@ -32,7 +32,7 @@ class Writes:
         """Of a run that the operator has made its objects for; `status` is the first that it wrote."""
         children = {
             MAPS: await client.call("GET", f"{MAPS}/{name}-manifest"),
-            POLICIES: await _find(client, POLICIES, name),
+            POLICIES: await client.call("GET", f"{POLICIES}/{name}"),
             JOBS: await client.call("GET", f"{JOBS}/{name}-a1"),
             EVENTS: (await client.call("GET", f"{EVENTS}?fieldSelector=involvedObject.name={name}"))["items"][0],
         }
@@ -69,13 +69,6 @@ class Writes:
             apply(RUNS, {**head, "status": self._status}, "/status"),
             client.call("POST", f"{EVENTS}?{MANAGER}", build(EVENTS)),
         )
-
-
-async def _find(client: Client, path: str, run: str) -> Object:
-    """The run's only object of a kind."""
-    (found,) = (await client.call("GET", f"{path}?labelSelector=orbitrl.dev/run-name={run}"))["items"]
-    kinds = {POLICIES: ("networking.k8s.io/v1", "NetworkPolicy")}
-    return {"apiVersion": kinds[path][0], "kind": kinds[path][1], **found}
 
 
 def _as_sent(found: Object) -> Object:

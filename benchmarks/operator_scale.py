@@ -142,6 +142,10 @@ class Operator:
         assert self.process.poll() is None, self.log.read_text()
         return (await self.ask(18081, "/readyz"))[0] == 200
 
+    async def wait_ready(self) -> None:
+        while not await self.is_ready():
+            await asyncio.sleep(0.1)
+
     async def samples(self) -> dict[tuple[str, ...], float]:
         """Its own counters: name, and values of the labels in the order of their names (code, resource, verb)."""
         _, text = await self.ask(18080, "/metrics")
@@ -251,14 +255,15 @@ class Bench:
         seconds = await writes.repeat(self.client, [self.manifest(name) for name in names])
         await self.each(names, lambda name: self.client.call("DELETE", f"{RUNS}/{name}"))
         for path in (JOBS, PODS):
-            while any(
-                each["metadata"]["name"].startswith("bare-") for each in (await self.client.call("GET", path))["items"]
-            ):
+            while await self._has(path, "bare-"):
                 await asyncio.sleep(1)
         self.operator.start()
-        while not await self.operator.is_ready():
-            await asyncio.sleep(0.1)
+        await self.operator.wait_ready()
         return seconds
+
+    async def _has(self, path: str, prefix: str) -> bool:
+        found = (await self.client.call("GET", path))["items"]
+        return any(each["metadata"]["name"].startswith(prefix) for each in found)
 
 
 async def measure(bench: Bench, num_runs: int, idle_seconds: float, folder: Path, *, whole: bool) -> dict[str, Any]:
@@ -344,8 +349,7 @@ async def run_size(num_runs: int, idle_seconds: float, folder: Path, *, whole: b
                 operator = Operator(plane, folder / "operator.log")
                 try:
                     bench = Bench(plane, client, operator, pods, port)
-                    while not await operator.is_ready():
-                        await asyncio.sleep(0.1)
+                    await operator.wait_ready()
                     watches = [
                         await client.watch(RUNS, bench.history.told_run),
                         await client.watch(JOBS, bench.history.told_job, METADATA),

@@ -31,7 +31,7 @@ _VARIABLE = (
     (r"sha256:[0-9a-f]+", "DIGEST"),
     (r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}", "UID"),
     (r"(-a\d+)-[a-z0-9]{5}\b", r"\1-POD"),
-    (r"\b(b200|cpu)-\d\b", "NODE"),
+    (r"\bb200-\d\b", "NODE"),
     (r"\bstep-\d{6}\b", "step-N"),
     (r"\b(\d+[dhms])+\b( \(x\d+ over \w+\))?", "AGE"),
     (r"(?<![\w-])-?\d+(\.\d+)?(e-?\d+)?\b", "N"),

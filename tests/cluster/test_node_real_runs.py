@@ -73,7 +73,7 @@ def test_wrong_credentials_and_a_missing_bucket_are_told_apart_and_say_who_must_
 
 def test_a_run_that_finds_no_gpus_waits_and_starts_when_some_are_free(cluster: Cluster, story: RealStory) -> None:
     """They are the real runs' until those have ended."""
-    cluster.import_image(build_scripted_image(), everywhere=True)
+    cluster.import_image(build_scripted_image())
     team = story.team
     whole = {"placement": {"gpus": 8, "gpuProduct": "NVIDIA-B200", "image": SCRIPTED}}
     for name in ("first", "second", "third"):

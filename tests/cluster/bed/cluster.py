@@ -37,7 +37,8 @@ class Cluster:
     nodes: list[Node]
     processes: Processes
     folder: Path
-    imported: set[Path] = field(default_factory=set)
+    imported: set[tuple[str, Path]] = field(default_factory=set)
+    """Node and archive."""
 
     @property
     def kubeconfig(self) -> Path:
@@ -62,11 +63,11 @@ class Cluster:
 
     def import_image(self, archive: Path, *, everywhere: bool = False) -> None:
         """Once, on the nodes with GPUs, or also on the one without."""
-        if archive not in self.imported:
-            nodes = [node for node in self.nodes if everywhere or node.has_gpus]
-            with ThreadPoolExecutor() as pool:
-                list(pool.map(lambda node: node.import_image(archive), nodes))
-            self.imported.add(archive)
+        wanted = [node for node in self.nodes if everywhere or node.has_gpus]
+        missing = [node for node in wanted if (node.name, archive) not in self.imported]
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(lambda node: node.import_image(archive), missing))
+        self.imported |= {(node.name, archive) for node in missing}
 
     def add_gpus(self, node: Node) -> None:
         """As a device plug-in would say it: eight, and what they are."""
