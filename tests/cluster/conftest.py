@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from cluster.bed.cluster import Cluster, run_cluster
@@ -11,6 +11,7 @@ from cluster.bed.control_plane import ControlPlane
 from cluster.bed.images import TARGETS, build_ahead, build_product_image
 from cluster.bed.processes import Processes
 from cluster.bed.programs import find_program
+from cluster.fault_stories import Stories, run_stories
 from cluster.real_story import RealStory, run_real_story
 from cluster.shell import Shell
 
@@ -76,10 +77,27 @@ def real_story(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> It
 
 
 @pytest.fixture(scope="session")
-def real_story_ahead(request: pytest.FixtureRequest) -> None:
-    """Half of it is waiting: it begins beside the tests that ask for this, if somebody looks at it later."""
-    if any("real_story" in getattr(item, "fixturenames", ()) for item in request.session.items):
-        request.getfixturevalue("real_story")
+def fault_stories(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stories]:
+    """The runs of `test_node_faults`, which ends them."""
+    with run_stories(cluster, tmp_path_factory.mktemp("node-faults") / "operator.log") as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def begin(request: pytest.FixtureRequest) -> Callable[[str], None]:
+    """Starts one of the stories beside a test that mostly waits, if some test looks at that story later."""
+
+    def begin(story: str) -> None:
+        if any(story in getattr(item, "fixturenames", ()) for item in request.session.items):
+            request.getfixturevalue(story)
+
+    return begin
+
+
+@pytest.fixture(scope="session")
+def real_story_ahead(begin: Callable[[str], None]) -> None:
+    """Half of it is waiting: it begins beside the tests that ask for this. It takes all GPUs."""
+    begin("real_story")
 
 
 def pytest_configure() -> None:
@@ -97,12 +115,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Those that start a bed of their own come first, the end of the installation last.
+    """Those that start a bed of their own come first, the end of the installation last. Images need GPUs for a while:
+    they come before the tests that others live beside.
 
     Whoever asks for the shared bed may wait for its start. Those that use nodes are marked: `tools/test_cluster.sh`
     runs the others beside them.
     """
-    order = {"test_leftovers.py": -1, "test_uninstall.py": 1}
+    order = {"test_leftovers.py": -3, "test_bed.py": -2, "test_images.py": -1, "test_uninstall.py": 1}
     items.sort(key=lambda item: order.get(item.path.name, 0))
     for item in items:
         if "cluster" in getattr(item, "fixturenames", ()) or item.path.name in BEDS_OF_THEIR_OWN:

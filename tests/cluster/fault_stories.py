@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -95,18 +95,25 @@ class Stories:
     operator: Operator
     befallen: dict[str, Future[Object | None]]
     """By the run's name: what was seen before it happened."""
+    ending: ExitStack
+
+    def end(self) -> None:
+        """Takes everything away; may be asked again."""
+        self.ending.close()
 
 
 @contextmanager
 def run_stories(cluster: Cluster, log: Path) -> Iterator[Stories]:
     """Starts all of them at once, on the node without GPUs: nobody else loses that one, or drains it."""
     cluster.import_image(build_scripted_image(), everywhere=True)
-    with open_real_team(cluster, "node-faults", log) as (team, operator):
+    with ExitStack() as ending:
+        team, operator = ending.enter_context(open_real_team(cluster, "node-faults", log))
         for name, (told, spec) in STORIES.items():
             start_scripted(team, name, told, **{**spec, "placement": {**APART, **spec.get("placement", {})}})
         befalls = list_befalls(cluster, team)
-        with ThreadPoolExecutor(len(befalls)) as pool:
-            yield Stories(team, operator, {run: pool.submit(befall, run) for run, befall in befalls.items()})
+        pool = ending.enter_context(ThreadPoolExecutor(len(befalls)))
+        befallen = {run: pool.submit(befall, run) for run, befall in befalls.items()}
+        yield Stories(team, operator, befallen, ending)
 
 
 def list_befalls(cluster: Cluster, team: Team) -> dict[str, Callable[[str], Object | None]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -234,7 +234,7 @@ def test_suspend_resume_and_drain_cost_no_retry(quickstart: Story, release: Shel
 
 
 def test_a_lost_node_is_left_and_a_run_that_says_so_takes_its_artifacts_with_it(
-    quickstart: Story, release: Shell, cluster: Cluster
+    quickstart: Story, release: Shell, cluster: Cluster, begin: Callable[[str], None]
 ) -> None:
     changes = {"steps: 60": "steps: 400", "orbit-store\n": "orbit-store\n    deletionPolicy: Delete\n"}
     start_run(release, "stranded", changes)
@@ -245,6 +245,7 @@ def test_a_lost_node_is_left_and_a_run_that_says_so_takes_its_artifacts_with_it(
     lost.ctr("tasks", "pause", container_of(pod))
     lost.freeze()
     try:
+        begin("fault_stories")
         status = wait_status(
             cluster,
             "stranded",
@@ -279,6 +280,7 @@ def test_the_commands_of_the_operations_guide(quickstart: Story, release: Shell,
     release.run("kubectl delete orun alone denied --namespace team-a --wait=true --timeout=3m")
 
 
+@pytest.mark.usefixtures("real_story_ahead")
 def test_a_deleted_run_takes_everything_along_but_its_folder(
     quickstart: Story, release: Shell, cluster: Cluster
 ) -> None:

@@ -12,9 +12,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from cluster.bed.cluster import Cluster
 from cluster.by_hand import Object, Team, wait_for
-from cluster.fault_stories import ENDINGS, LONGEST, Stories, run_stories
+from cluster.fault_stories import ENDINGS, LONGEST, Stories
 from cluster.real_node import find_pod, wait_for_pod, wait_reason
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("real_story_ahead", "befallen")]
@@ -22,9 +21,9 @@ SAID = "spec.data: Größe 猫: zu klein; mehr davon"
 
 
 @pytest.fixture(scope="module")
-def shared(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stories]:
-    with run_stories(cluster, tmp_path_factory.mktemp("node-faults") / "operator.log") as running:
-        yield running
+def shared(fault_stories: Stories) -> Iterator[Stories]:
+    yield fault_stories
+    fault_stories.end()
 
 
 @pytest.fixture
