@@ -58,7 +58,10 @@ Samples = dict[tuple[str, ...], float]
 
 
 def quantile(what: str, first: Samples, last: Samples, part: float) -> float:
-    """Of what a histogram saw between two scrapes: as far as its buckets can tell, even inside the bucket it is in."""
+    """Of what a histogram saw between two scrapes: as far as its buckets can tell, even inside the bucket it is in.
+
+    Infinity beyond the last one; JSON has no number for it, and says null.
+    """
     name = f"orbit_operator_{what}_seconds_bucket"
     counts = sorted(
         (float(key[1].replace("+Inf", "inf")), count - first.get(key, 0))

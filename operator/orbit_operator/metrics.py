@@ -21,9 +21,9 @@ OPERATOR, RUN = "orbit_operator_", "orbit_run_"
 TRUTHS = ("True", "False", "Unknown")
 SPENT = (("user", "userRetries"), ("infra", "infraRestarts"), ("free", "freeRestarts"))
 USES = ("useful", "lost", "waiting")
-PASS_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
+PASS_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.5, 10.0)
 
-WAIT_SECONDS = (*PASS_SECONDS, 30.0, 60.0, 120.0)
+WAIT_SECONDS = (*PASS_SECONDS, 30.0, 60.0, 120.0, 300.0, 600.0)
 
 Labels = Sequence[str]
 Sample = tuple[str, Labels, float]
