@@ -41,8 +41,10 @@ test-store: dev ## storage and resume against a real S3 server (needs Go)
 test-engines: dev ## the engine contract against a real SGLang server (Linux; makes an environment of 10 GB, once)
 	ORBIT_SGLANG_PYTHON="$$(tools/sglang_python.sh)" && export ORBIT_SGLANG_PYTHON && $(BIN)/python -m pytest tests/engines
 
-test-cluster: dev ## the chart, and the operator on a real Kubernetes cluster of three nodes (needs root, Go and Debian; starts and removes it)
+test-cluster: ## the chart, and the operator on a real Kubernetes cluster of three nodes (needs root, Go and Debian; starts and removes it)
 	tools/cluster_packages.sh
+	@# On a new machine Go compiles for minutes; Python's packages come meanwhile.
+	tools/cluster_programs.sh >/dev/null & programs=$$!; $(MAKE) --no-print-directory dev || { kill $$programs; exit 1; }; wait $$programs
 	ORBIT_TEST_PROGRAMS="$$(tools/cluster_programs.sh)" && export ORBIT_TEST_PROGRAMS && tools/test_cluster.sh $(BIN)/python
 
 check-chart: dev ## the Helm chart by Helm 3 and 4, kubeconform and promtool (needs root, Go and Debian)
