@@ -15,7 +15,7 @@ SPREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest --numproce
 PURE := errors types seeds spec storage workers model_info planner algorithms data environments observability
 PURE_PATHS = $(wildcard $(PURE:%=orbit_runtime/%.py) $(PURE:%=orbit_runtime/%))
 
-.PHONY: help install dev quickstart test test-models test-store test-engines test-cluster check-chart images images-push check crds docs vendor-table constraints bench release-check clean
+.PHONY: help install dev quickstart test test-models test-store test-engines test-cluster cluster-programs check-chart images images-push check crds docs vendor-table constraints bench release-check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z -]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -44,8 +44,11 @@ test-engines: dev ## the engine contract against a real SGLang server (Linux; ma
 test-cluster: ## the chart, and the operator on a real Kubernetes cluster of three nodes (needs root, Go and Debian; starts and removes it)
 	tools/cluster_packages.sh
 	@# On a new machine Go compiles for minutes; Python's packages come meanwhile.
-	tools/cluster_programs.sh >/dev/null & programs=$$!; $(MAKE) --no-print-directory dev || { kill $$programs; exit 1; }; wait $$programs
+	@$(MAKE) --no-print-directory -j2 dev cluster-programs
 	ORBIT_TEST_PROGRAMS="$$(tools/cluster_programs.sh)" && export ORBIT_TEST_PROGRAMS && tools/test_cluster.sh $(BIN)/python
+
+cluster-programs:
+	@tools/cluster_programs.sh >/dev/null
 
 check-chart: dev ## the Helm chart by Helm 3 and 4, kubeconform and promtool (needs root, Go and Debian)
 	tools/cluster_packages.sh
