@@ -37,17 +37,7 @@ class Answering(Api):
         self.errors = errors
         self.writes: list[str] = []
 
-    async def call(
-        self,
-        verb: str,
-        kind: Kind,
-        path: str,
-        query: Mapping[str, str] | None = None,
-        *,
-        body: Mapping[str, Any] | None = None,
-        accept: str = "",
-        content: str = "",
-    ) -> Body:
+    async def call(self, verb: str, kind: Kind, *_: Any, body: Mapping[str, Any] | None = None, **__: Any) -> Body:
         if verb == "GET":
             return {"items": []}
         await asyncio.sleep(0)

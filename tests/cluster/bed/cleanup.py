@@ -13,7 +13,7 @@ import signal
 import time
 from pathlib import Path
 
-from cluster.bed.network import has_network, remove_network
+from cluster.bed.network import NAMESPACES, has_network, remove_network
 from cluster.bed.node import CGROUP_PREFIX, CGROUPS
 from cluster.bed.processes import run, started_at
 
@@ -94,9 +94,11 @@ def has_ended(pid: int) -> bool:
 
 
 def _mounts() -> list[str]:
-    """The innermost first."""
+    """The innermost first. The folder of namespaces counts once nobody has one: `ip` mounts it again for the next."""
     lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines()
-    return [path for path in (line.split()[4] for line in reversed(lines)) if path.startswith(f"{FOLDER}/")]
+    paths = [line.split()[4] for line in reversed(lines)]
+    ours = [path for path in paths if path.startswith(f"{FOLDER}/")]
+    return ours + [path for path in paths if path == str(NAMESPACES) and _is_empty(NAMESPACES)]
 
 
 def _cgroups() -> list[Path]:
@@ -120,6 +122,10 @@ def _remove_cgroup(path: Path) -> None:
     raise AssertionError(f"{path} cannot be removed: {(path / 'cgroup.procs').read_text()!r}")
 
 
+def _is_empty(folder: Path) -> bool:
+    return folder.is_dir() and not any(folder.iterdir())
+
+
 def _remove_if_empty(folder: Path) -> None:
-    if folder.is_dir() and not any(folder.iterdir()):
+    if _is_empty(folder):
         folder.rmdir()

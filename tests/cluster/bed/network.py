@@ -13,8 +13,8 @@ from cluster.bed.control_plane import SERVICE_RANGE
 from cluster.bed.processes import run
 
 NETNS = "orbit-bed"
-FOLDER = Path("/run/netns")
-"""Where `ip` keeps what holds a namespace open."""
+NAMESPACES = Path("/run/netns")
+"""Where `ip` keeps what holds a namespace open. With the first it mounts this folder onto itself."""
 CABLE = "orbit-bed"
 """Name of the machine's end of the cable."""
 MACHINE_ADDRESS, INNER_ADDRESS = "10.245.0.1", "10.245.0.2"
@@ -57,10 +57,7 @@ def remove_network() -> None:
     """Fine where there is none. The namespace takes every device in it along, and the cable's other end."""
     for words in (["link", "del", CABLE], ["netns", "del", NETNS]):
         subprocess.run(["ip", *words], capture_output=True)
-    # The first namespace made `ip` mount their folder onto itself; it does so again when somebody makes another.
-    if FOLDER.is_dir() and not any(FOLDER.iterdir()):
-        subprocess.run(["umount", FOLDER], capture_output=True)
 
 
 def has_network() -> bool:
-    return (FOLDER / NETNS).exists() or Path("/sys/class/net", CABLE).exists()
+    return (NAMESPACES / NETNS).exists() or Path("/sys/class/net", CABLE).exists()
