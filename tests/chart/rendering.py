@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import yaml
 from chart.programs import CHART, find_program, run, run_well
@@ -85,8 +85,15 @@ def render_text(helm: str, values: Object, kube_version: str = "1.34.1") -> str:
 
 
 def render(helm: str, values: Object, kube_version: str = "1.34.1") -> list[Object]:
-    """All objects of a rendering."""
-    return [each for each in yaml.load_all(render_text(helm, values, kube_version), _Loader) if each is not None]
+    """All objects of a rendering. Others get the same ones: to be read only."""
+    parts = re.split(r"(?m)^---$", render_text(helm, values, kube_version))
+    return [each for part in parts if (each := _parse(part)) is not None]
+
+
+@cache
+def _parse(part: str) -> Object | None:
+    """Once for each text: the CRD alone is most of a rendering, and the same in all of them."""
+    return cast("Object | None", yaml.load(part, _Loader))
 
 
 def refusal(helm: str, values: Object, *, with_monitoring_api: bool = True) -> str:
