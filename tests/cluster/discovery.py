@@ -36,7 +36,7 @@ def keep_discovering(cluster: Cluster, files: Mapping[Path, Object]) -> Iterator
 
     def keep_looking() -> None:
         with cluster.plane.client() as client:
-            while not over.wait(0.5):
+            while not over.wait(2):
                 try:
                     look(client)
                 except httpx.HTTPError:

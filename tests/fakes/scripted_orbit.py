@@ -17,6 +17,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,7 @@ def serve(run: str, how: str) -> None:
             if how == "hang":
                 time.sleep(3600)
             if how == "flood":
-                return self._answer(b'"' + b"x" * (64 * MIB) + b'"')
+                return self._answer(b'"', *[b"x" * MIB] * 64, b'"')
             step = int(time.monotonic() - began) + 1
             facts: dict[str, Any] = {"run": run, "phase": "Running", "step": step, "total": 1000, "live": True,
                                      "reward": 0.5, "last_checkpoint_step": step, "execution": 1}  # fmt: skip
@@ -70,10 +71,12 @@ def serve(run: str, how: str) -> None:
                           "adapter_digest": "x" * 60_000, "execution": [], "eta_seconds": -1}  # fmt: skip
             return self._answer(json.dumps(facts).encode())
 
-        def _answer(self, body: bytes) -> None:
+        def _answer(self, *parts: bytes) -> None:
             self.send_response(200)
             self.end_headers()
-            self.wfile.write(body)
+            with suppress(ConnectionError):
+                for part in parts:
+                    self.wfile.write(part)
 
         def log_message(self, *_: Any) -> None:
             """Silent: probes come every few seconds."""

@@ -19,6 +19,9 @@ ADMIN_TOKEN = "orbit-test-admin"
 NAMES = ("localhost", "kubernetes", "kubernetes.default", "kubernetes.default.svc",
          "kubernetes.default.svc.cluster.local")  # fmt: skip
 
+NEW_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1")
+"""Made in no time, where an RSA key takes a quarter of a second of a core."""
+
 
 @dataclass(frozen=True)
 class Pki:
@@ -52,9 +55,9 @@ def build_pki(folder: Path, addresses: Sequence[str]) -> Pki:
     folder.mkdir(parents=True, exist_ok=True)
     pki = Pki(folder)
     authority_key = folder / "ca.key"
-    _openssl("genrsa", "-out", pki.accounts_key, "2048")
+    _openssl("ecparam", "-name", "prime256v1", "-genkey", "-noout", "-out", pki.accounts_key)
     _openssl(
-        "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=orbit-test-ca",
+        "req", "-x509", *NEW_KEY, "-nodes", "-days", "2", "-subj", "/CN=orbit-test-ca",
         "-keyout", authority_key, "-out", pki.authority, "-addext", "keyUsage=critical,keyCertSign,digitalSignature",
     )  # fmt: skip
     request, extensions = folder / "apiserver.csr", folder / "extensions.cnf"
@@ -63,7 +66,7 @@ def build_pki(folder: Path, addresses: Sequence[str]) -> Pki:
         f"subjectAltName={','.join(names)}\nextendedKeyUsage=serverAuth\nbasicConstraints=CA:FALSE\n"
         "keyUsage=digitalSignature,keyEncipherment\nsubjectKeyIdentifier=hash\nauthorityKeyIdentifier=keyid\n"
     )
-    _openssl("req", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=kube-apiserver", "-keyout", pki.key, "-out", request)
+    _openssl("req", *NEW_KEY, "-nodes", "-subj", "/CN=kube-apiserver", "-keyout", pki.key, "-out", request)
     _openssl(
         "x509", "-req", "-in", request, "-CA", pki.authority, "-CAkey", authority_key, "-CAcreateserial",
         "-days", "2", "-extfile", extensions, "-out", pki.certificate,
