@@ -68,22 +68,18 @@ def run_real_story(cluster: Cluster, log: Path) -> Iterator[RealStory]:
         team, _ = ending.enter_context(open_real_team(cluster, BUCKET, log, **settings))
         # One thread each: how many there are decides the order of sums, and with it the last bits.
         right = {**store_environment(), "OMP_NUM_THREADS": "1", "ORBIT_STORE_DEADLINE_SECONDS": "5"}
-        for name, data in {"store": right, "wrong": {**right, "AWS_SECRET_ACCESS_KEY": "not-the-one"}}.items():
-            secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": name}, "stringData": data}
-            team.server.apply(team.path("secrets", name), secret)
+        secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "store"}, "stringData": right}
+        team.server.apply(team.path("secrets", "store"), secret)
         start(team, "alone", gpus=8)
         start(team, "disturbed", gpus=8)
-        start(team, "denied", secret="wrong")
         start(team, "nowhere", bucket="there-is-no-such-bucket", maxInfraRestarts=0)
         pool = ending.enter_context(ThreadPoolExecutor(1))
         yield RealStory(cluster, team, pool.submit(disturb, cluster, team), ending)
 
 
-def start(
-    team: Team, name: str, *, bucket: str = BUCKET, secret: str = "store", gpus: int = 0, **lifecycle: Any
-) -> None:
+def start(team: Team, name: str, *, bucket: str = BUCKET, gpus: int = 0, **lifecycle: Any) -> None:
     spec: Object = dict(small_manifest(steps=STEPS)["spec"])
-    spec |= {"storage": {"uri": f"s3://{bucket}", "credentialsSecretName": secret}, "observability": {}}
+    spec |= {"storage": {"uri": f"s3://{bucket}", "credentialsSecretName": "store"}, "observability": {}}
     spec |= {"lifecycle": lifecycle, "placement": {"gpus": gpus}}
     team.start_run(name, **spec)
 

@@ -198,7 +198,10 @@ def test_every_alert_is_evaluated_and_none_fires_for_a_good_run(quickstart: Stor
     assert [alert["labels"] for alert in prometheus.ask("alerts")["alerts"] if alert["state"] == "firing"] == []
 
 
-def test_a_mistake_is_the_users_at_the_first_try(quickstart: Story, release: Shell, cluster: Cluster) -> None:
+def test_a_mistake_is_the_users_at_the_first_try(
+    quickstart: Story, release: Shell, cluster: Cluster, begin: Callable[[str], None]
+) -> None:
+    begin("fault_stories")
     wrong = "--from-literal=AWS_ACCESS_KEY_ID=orbit-test --from-literal=AWS_SECRET_ACCESS_KEY=not-the-one"
     place = '--from-literal=AWS_ENDPOINT_URL="$AWS_ENDPOINT_URL"'
     release.run(f"kubectl create secret generic wrong --namespace team-a {wrong} {place}")
@@ -206,6 +209,7 @@ def test_a_mistake_is_the_users_at_the_first_try(quickstart: Story, release: She
     status = wait_status(cluster, "denied", lambda status: holds(status, "Failed"), "has failed")
     assert (status["reason"], status["whoActs"], status["attempt"]) == ("CredentialsInvalid", "User", 1)
     assert status["attempts"][0]["ending"]["exitCode"] == 77
+    assert "s3://orbit-runs" in status["message"]
     check_capture(release, "user-error", "denied")
 
 
@@ -234,7 +238,7 @@ def test_suspend_resume_and_drain_cost_no_retry(quickstart: Story, release: Shel
 
 
 def test_a_lost_node_is_left_and_a_run_that_says_so_takes_its_artifacts_with_it(
-    quickstart: Story, release: Shell, cluster: Cluster, begin: Callable[[str], None]
+    quickstart: Story, release: Shell, cluster: Cluster
 ) -> None:
     changes = {"steps: 60": "steps: 400", "orbit-store\n": "orbit-store\n    deletionPolicy: Delete\n"}
     start_run(release, "stranded", changes)
@@ -245,7 +249,6 @@ def test_a_lost_node_is_left_and_a_run_that_says_so_takes_its_artifacts_with_it(
     lost.ctr("tasks", "pause", container_of(pod))
     lost.freeze()
     try:
-        begin("fault_stories")
         status = wait_status(
             cluster,
             "stranded",

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from cluster.bed.cluster import Cluster
 from cluster.bed.images import TARGETS, build_product_image
-from cluster.bed.services import store_environment
 from cluster.restricted_job import build_job, build_namespace, read_logs, wait_for_end
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
@@ -48,47 +47,3 @@ def test_each_image_passes_its_smoke_test_in_a_restricted_pod(cluster: Cluster, 
     ended = wait_for_end(cluster, namespace, "smoke")
     assert ended["exitCode"] == 0, read_logs(cluster, namespace, "smoke")
     assert "is well" in read_logs(cluster, namespace, "smoke")
-
-
-def test_a_run_trains_in_a_restricted_pod_with_eight_gpus_and_leaves_adapter_and_report_in_the_bucket(
-    cluster: Cluster,
-) -> None:
-    name, archive = build_product_image("runtime")
-    cluster.import_image(archive)
-    (cluster.buckets / "first").mkdir()
-    cluster.apply(build_namespace("first"))
-    secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "store", "namespace": "first"},
-              "stringData": store_environment()}  # fmt: skip
-    cluster.apply(secret)
-    gpus = {"nvidia.com/gpu": "8"}
-    container = {
-        "image": name,
-        "args": ["run", "/opt/orbit/examples/quickstart.yaml", "--set", "spec.training.steps=3",
-                 "--out", "s3://first/quickstart"],
-        "envFrom": [{"secretRef": {"name": "store"}}],
-        "env": [{"name": "ORBIT_CACHE", "value": "/var/tmp/cache"}],
-        "resources": {"requests": gpus, "limits": gpus},
-    }  # fmt: skip
-    cluster.apply(build_job("first", "quickstart", container))
-    ended = wait_for_end(cluster, "first", "quickstart", 300)
-    assert ended["exitCode"] == 0, read_logs(cluster, "first", "quickstart")
-    folder = cluster.buckets / "first" / "quickstart"
-    assert (folder / "adapters" / "policy-v3" / "manifest.json").is_file()
-    assert (folder / "adapters" / "policy-v3" / "adapter_model.safetensors").is_file()
-    assert (folder / "report.html").is_file()
-
-
-def test_a_wrong_credential_ends_with_77_and_says_so(cluster: Cluster) -> None:
-    name, archive = build_product_image("runtime")
-    cluster.import_image(archive)
-    (cluster.buckets / "denied").mkdir()
-    cluster.apply(build_namespace("denied"))
-    wrong = {**store_environment(), "AWS_SECRET_ACCESS_KEY": "not-the-one"}
-    container = {
-        "image": name, "args": ["run", "/opt/orbit/examples/quickstart.yaml", "--out", "s3://denied/quickstart"],
-        "env": [{"name": key, "value": value} for key, value in wrong.items()],
-    }  # fmt: skip
-    cluster.apply(build_job("denied", "run", container))
-    ended = wait_for_end(cluster, "denied", "run")
-    assert ended["exitCode"] == 77, read_logs(cluster, "denied", "run")
-    assert "fix:" in ended["message"], "the pod's status says what to do"
