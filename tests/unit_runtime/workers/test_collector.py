@@ -1,0 +1,72 @@
+"""The collector of cycles rests while a run loads, and afterwards nothing is lost to it."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+
+import pytest
+
+from orbit_runtime.workers.collector import collector_at_rest, look_at_all_again
+
+
+class Cycle:
+    def __init__(self) -> None:
+        self.itself = self
+
+
+@pytest.fixture(autouse=True)
+def collector() -> Iterator[None]:
+    gc.enable()
+    gc.unfreeze()
+    yield
+    gc.enable()
+    gc.unfreeze()
+
+
+def num_collections() -> int:
+    return sum(generation["collections"] for generation in gc.get_stats())
+
+
+def test_nothing_is_collected_meanwhile_and_all_at_the_end() -> None:
+    with collector_at_rest():
+        before = num_collections()
+        lost = weakref.ref(Cycle())
+        kept = [Cycle() for _ in range(100_000)]
+        assert num_collections() == before
+        assert lost() is not None
+    assert lost() is None
+    assert gc.isenabled()
+    assert gc.get_freeze_count() > len(kept)
+
+
+def test_what_lives_at_the_end_is_collected_after_the_run() -> None:
+    with collector_at_rest():
+        kept = Cycle()
+    model = weakref.ref(kept)
+    del kept
+    gc.collect()
+    assert model() is not None, "left alone"
+    look_at_all_again()
+    gc.collect()
+    assert model() is None
+
+
+def test_the_outer_block_decides_and_so_does_who_switched_it_off() -> None:
+    with collector_at_rest():
+        with collector_at_rest():
+            pass
+        assert not gc.isenabled()
+        assert gc.get_freeze_count() == 0
+    assert gc.isenabled()
+    gc.disable()
+    with collector_at_rest():
+        pass
+    assert not gc.isenabled()
+
+
+def test_it_is_switched_on_again_after_an_error() -> None:
+    with pytest.raises(ValueError, match="no model"), collector_at_rest():
+        raise ValueError("no model")
+    assert gc.isenabled()
