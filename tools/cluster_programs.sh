@@ -62,9 +62,19 @@ import (
 func main() { coremain.Run() }
 '
 
+# The same for all, so that the standard library is compiled once.
+export CGO_ENABLED=0
+
 # Else what a build had written so far would stay: this shell does nothing at its end when a signal ends it.
 trap 'exit 130' INT
 trap 'exit 143' TERM
+staging= fetching= sources=
+clean_up() {
+    # shellcheck disable=SC2086
+    [ -z "$fetching" ] || kill $fetching 2>/dev/null || true
+    for folder in "$staging" "$sources"; do [ -z "$folder" ] || rm -rf "$folder"; done
+}
+trap clean_up EXIT
 
 cache=${XDG_CACHE_HOME:-$HOME/.cache}/orbit-rl
 here=$(cd "$(dirname "$0")" && pwd)
@@ -81,6 +91,14 @@ need_go() {
     exit 1
 }
 
+# lay_out FOLDER GO_MOD: a module of its own, with what is built of sources that stand here.
+lay_out() {
+    mkdir -p "$1/programs" "$1/coredns" "$1/etcd"
+    printf '%s\n' "$2" >"$1/go.mod"
+    printf '%s' "$COREDNS_MAIN" >"$1/coredns/main.go"
+    printf '%s' "$ETCD_MAIN" >"$1/etcd/main.go"
+}
+
 # build_module FOLDER GO_MOD LDFLAGS NAME=PACKAGE...: what of them is missing, in one build inside a module of its own, so that
 # one is linked while others compile. Moved into place when whole. `./` in front of a package: the module's own.
 build_module() {
@@ -94,11 +112,7 @@ build_module() {
         need_go
         mkdir -p "$folder"
         staging=$(mktemp -d "$folder/build.XXXXXX")
-        trap 'rm -rf "$staging"' EXIT
-        mkdir "$staging/programs" "$staging/coredns" "$staging/etcd"
-        printf '%s\n' "$module" >"$staging/go.mod"
-        printf '%s' "$COREDNS_MAIN" >"$staging/coredns/main.go"
-        printf '%s' "$ETCD_MAIN" >"$staging/etcd/main.go"
+        lay_out "$staging" "$module"
         echo "Building$packages of $(basename "$folder") with $(go version) ..." >&2
         # No -dwarf: the linker throws away (-s -w) what the compiler takes long to write.
         # shellcheck disable=SC2086
@@ -106,7 +120,7 @@ build_module() {
             go build -gcflags all=-dwarf=false -ldflags "-s -w $ldflags" -o programs/ $packages) >&2
         for item in $missing; do mv "$staging/programs/${item##*/}" "$folder/${item%%=*}"; done
         rm -rf "$staging"
-        trap - EXIT
+        staging=
     fi
     for item in "$@"; do link "${item%%=*}" "$folder/${item%%=*}"; done
 }
@@ -130,13 +144,28 @@ kueue() {
 }
 
 # build_tools NAME=PACKAGE...: of TOOLS_MODULE.
+tools_folder=$cache/cluster-tools-$(printf '%s%s' "$TOOLS_MODULE" "$COREDNS_MAIN" | cksum | cut -d' ' -f1)
 build_tools() {
-    sum=$(printf '%s%s' "$TOOLS_MODULE" "$COREDNS_MAIN" | cksum | cut -d' ' -f1)
-    (export CGO_ENABLED=0 && build_module "$cache/cluster-tools-$sum" "$TOOLS_MODULE" "" "$@")
+    build_module "$tools_folder" "$TOOLS_MODULE" "" "$@"
+}
+
+# In the background, what later builds will read, so that they need not wait for it. One that fails is told by its build.
+fetch_ahead() {
+    if [ -x "$cache/kubernetes-v$KUBERNETES/etcd" ] || ! go version >/dev/null 2>&1; then return; fi
+    sources=$(mktemp -d)
+    lay_out "$sources" "$TOOLS_MODULE"
+    (cd "$sources" && exec go list -mod=mod -deps helm.sh/helm/v3/cmd/helm helm.sh/helm/v4/cmd/helm \
+        github.com/yannh/kubeconform/cmd/kubeconform ./coredns >packages 2>&1) &
+    fetching=$!
+    "$here/versitygw.sh" --fetch >/dev/null 2>&1 &
+    fetching="$fetching $!"
 }
 
 # kwok is for benchmarks/operator_scale.py alone.
-[ $# -gt 0 ] || set -- kubernetes helm helm3 kubeconform coredns versitygw
+if [ $# -eq 0 ]; then
+    set -- kubernetes helm helm3 kubeconform coredns versitygw
+    fetch_ahead
+fi
 tools_wanted=
 for group in "$@"; do
     case $group in
