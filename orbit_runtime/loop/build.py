@@ -34,6 +34,7 @@ from orbit_runtime.spec.run import RunSpec
 from orbit_runtime.storage import Execution, Store
 from orbit_runtime.storage.cache import Cache, default_cache
 from orbit_runtime.types import Engine, Probe, Sampling, Tokenizer, Trainer
+from orbit_runtime.workers.collector import collector_at_rest, look_at_all_again
 from orbit_runtime.workers.reward_protocol import RewardScorer, RewardTarget
 
 if TYPE_CHECKING:
@@ -130,15 +131,17 @@ def build_parts(
     scorer = closing.enter_context(_build_scorer(spec, rewards or {}, inputs.search_path()))
     show.stage("model")
     folder = inputs.model()
-    from orbit_runtime.data.chat import ChatTokenizer
+    closing.callback(look_at_all_again)
+    with collector_at_rest():
+        from orbit_runtime.data.chat import ChatTokenizer
 
-    tokenizer = ChatTokenizer(folder)
-    new_tokens = spec.rollout.sampling.max_new_tokens
-    check_lengths(table, tokenizer.encode_many, max_prompt_tokens=spec.model.max_sequence_length - new_tokens)
-    policy = build_policy(resolved, folder, show.note)
-    from orbit_runtime.policy.snapshot import group_size_of, take_snapshot
+        tokenizer = ChatTokenizer(folder)
+        new_tokens = spec.rollout.sampling.max_new_tokens
+        check_lengths(table, tokenizer.encode_many, max_prompt_tokens=spec.model.max_sequence_length - new_tokens)
+        policy = build_policy(resolved, folder, show.note)
+        from orbit_runtime.policy.snapshot import group_size_of, take_snapshot
 
-    trainer, algorithm = build_trainer(resolved, policy, base_model=names.model)
+        trainer, algorithm = build_trainer(resolved, policy, base_model=names.model)
     show.stage("engine")
     sequences = _sequences(table, tokenizer)
     engine = build_engine(resolved, policy, tokenizer, folder, sequences, closing)

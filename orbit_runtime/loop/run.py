@@ -37,7 +37,6 @@ from orbit_runtime.observability.status import RunStatus
 from orbit_runtime.observability.versions import installed_versions
 from orbit_runtime.spec import OrbitRun, Resolved, identity_fields, keep_decisions, resolve
 from orbit_runtime.storage import Execution, Store, claim_execution, compact_rows, open_store
-from orbit_runtime.workers.collector import collector_at_rest, look_at_all_again
 
 ATTEMPT_VARIABLE = "ORBIT_ATTEMPT"
 """Set by the operator: the attempt's name. Such a start takes over from an execution that still looks alive."""
@@ -80,7 +79,6 @@ def run(
     execution = claim_execution(store, run_name=spec.name, takeover=attempt is not None, attempt=attempt)
     ended = "failed"
     with ExitStack() as closing:
-        closing.callback(look_at_all_again)
         closing.callback(lambda: execution.release(ended))
         execution.start_heartbeat()
         stop = closing.enter_context(stop_on_signals())
@@ -119,10 +117,7 @@ def _run(
     names = resolve_names(resolved, before)
     patience = build_patience(show, stop, store.deadline_seconds)
     inputs = Inputs(resolved.run.spec, (before or {}).get("inputs", {}), patience, search_path)
-    with collector_at_rest():
-        parts = build_parts(
-            resolved, store, execution, show, rewards=rewards, inputs=inputs, names=names, closing=closing
-        )
+    parts = build_parts(resolved, store, execution, show, rewards=rewards, inputs=inputs, names=names, closing=closing)
     if before:
         check_content(store.uri, before, parts.content)
     state = RunState(trainable_parameters=parts.trainable_parameters, base_digest=parts.content[WEIGHTS])
