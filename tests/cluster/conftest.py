@@ -115,8 +115,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Those that start a bed of their own come first, the end of the installation last. Images need GPUs for a while:
-    they come before the tests that others live beside.
+    """Those that start a bed of their own come first, the end of the installation last. Images come
+    before what runs them.
 
     Whoever asks for the shared bed may wait for its start. Those that use nodes are marked: `tools/test_cluster.sh`
     runs the others beside them.

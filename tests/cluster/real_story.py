@@ -67,8 +67,8 @@ def run_real_story(cluster: Cluster, log: Path) -> Iterator[RealStory]:
     with ExitStack() as ending:
         team, _ = ending.enter_context(open_real_team(cluster, BUCKET, log, **settings))
         # One thread each: how many there are decides the order of sums, and with it the last bits.
-        right = {**store_environment(), "OMP_NUM_THREADS": "1", "ORBIT_STORE_DEADLINE_SECONDS": "5"}
-        secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "store"}, "stringData": right}
+        data = {**store_environment(), "OMP_NUM_THREADS": "1", "ORBIT_STORE_DEADLINE_SECONDS": "5"}
+        secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "store"}, "stringData": data}
         team.server.apply(team.path("secrets", "store"), secret)
         start(team, "alone", gpus=8)
         start(team, "disturbed", gpus=8)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from typing import Any
 
 from cluster.bed.cluster import Cluster, wait_for
@@ -16,21 +15,21 @@ def build_namespace(name: str) -> Object:
     return {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": labels}}
 
 
-def build_job(namespace: str, name: str, container: Object, volumes: Sequence[Object] = ()) -> Object:
+def build_job(namespace: str, name: str, container: Object) -> Object:
     """The pod's user, read-only root and folders are those of a run's pod."""
     mounts = [{"name": "tmp", "mountPath": "/tmp"}, {"name": "shm", "mountPath": "/dev/shm"}]
     security = {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
     container = {
         "name": "run", "imagePullPolicy": "Never", "securityContext": security,
         "terminationMessagePolicy": "FallbackToLogsOnError",
-        **container, "volumeMounts": [*mounts, *container.get("volumeMounts", [])],
+        **container, "volumeMounts": mounts,
     }  # fmt: skip
     pod = {
         "restartPolicy": "Never", "automountServiceAccountToken": False, "enableServiceLinks": False,
         "securityContext": {"runAsNonRoot": True, "runAsUser": 65532, "runAsGroup": 65532, "fsGroup": 65532,
                             "seccompProfile": {"type": "RuntimeDefault"}},
         "containers": [container],
-        "volumes": [{"name": "tmp", "emptyDir": {}}, {"name": "shm", "emptyDir": {"medium": "Memory"}}, *volumes],
+        "volumes": [{"name": "tmp", "emptyDir": {}}, {"name": "shm", "emptyDir": {"medium": "Memory"}}],
     }  # fmt: skip
     return {
         "apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": name, "namespace": namespace},

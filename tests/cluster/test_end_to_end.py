@@ -207,6 +207,7 @@ def test_a_mistake_is_the_users_at_the_first_try(
     assert (status["reason"], status["whoActs"], status["attempt"]) == ("CredentialsInvalid", "User", 1)
     assert status["attempts"][0]["ending"]["exitCode"] == 77
     assert "s3://orbit-runs" in status["message"]
+    assert "check AWS_ACCESS_KEY_ID" in status["message"], "the status says what to do"
     check_capture(release, "user-error", "denied")
 
 
