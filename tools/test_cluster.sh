@@ -1,6 +1,6 @@
 #!/bin/sh
-# Runs tests/chart and tests/cluster in two processes at once: what needs nodes, and beside it all that needs none, whose
-# report follows.
+# Runs tests/chart and tests/cluster: what needs nodes in one process, and beside it in two workers, file by file, all that
+# needs none, whose report follows.
 # usage: tools/test_cluster.sh PYTHON [PYTEST_OPTION]...
 set -u
 python=$1
@@ -11,7 +11,8 @@ unset PYTHONDONTWRITEBYTECODE
 export GOGC="${GOGC-400}"
 report=$(mktemp)
 # The node tests take longer: they go first where both want a core.
-nice -n 10 "$python" -m pytest tests/cluster tests/chart -m "not node" "$@" >"$report" 2>&1 &
+nice -n 10 "$python" -m pytest tests/cluster tests/chart -m "not node" -n 2 --dist loadfile --no-loadscope-reorder "$@" \
+	>"$report" 2>&1 &
 rest=$!
 # Asked to end, pytest ends its servers first.
 trap '[ -z "$rest" ] || { kill -TERM "$rest"; wait "$rest"; }; rm -f "$report"' EXIT

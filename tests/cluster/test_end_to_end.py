@@ -211,30 +211,6 @@ def test_a_mistake_is_the_users_at_the_first_try(
     check_capture(release, "user-error", "denied")
 
 
-def test_suspend_resume_and_drain_cost_no_retry(quickstart: Story, release: Shell, cluster: Cluster) -> None:
-    release.write_files("run", "The manifest", {"steps: 60": "steps: 12"})
-    with watch_status(cluster, "pausing") as seen:
-        release.follow("run", "Suspend, resume, repeat", 0)
-        check_capture(release, "suspend", "pausing")
-        now = wait_status(cluster, "pausing", lambda status: holds(status, "Suspended"), "is suspended")
-        (first,) = now["attempts"]
-        with release.meanwhile("run", "Suspend, resume, repeat", 1):
-            running = wait_status(
-                cluster, "pausing", lambda status: status["attempt"] == 2 and status["phase"] == "Running", "goes on"
-            )
-            left = running["node"]
-            release.say("operations", "kubectl drain NODE --ignore-daemonsets --delete-emptydir-data", NODE=left)
-            release.say("operations", "kubectl uncordon NODE", NODE=left)
-    last = seen[-1]
-    assert last["phase"] == "Succeeded"
-    assert [each["ending"]["result"] for each in last["attempts"]] == ["Stopped", "Stopped", "Succeeded"]
-    assert (last["freeRestarts"], last["infraRestarts"], last["userRetries"]) == (2, 0, 0)
-    assert last["attempts"][2]["node"] != running["node"]
-    assert first["ending"]["exitCode"] == 75
-    steps = [status.get("step", 0) for status in seen]
-    assert steps == sorted(steps), "no step is lost"
-
-
 def test_a_lost_node_is_left_and_a_run_that_says_so_takes_its_artifacts_with_it(
     quickstart: Story, release: Shell, cluster: Cluster
 ) -> None:
@@ -266,6 +242,30 @@ def test_a_lost_node_is_left_and_a_run_that_says_so_takes_its_artifacts_with_it(
     release.run("kubectl delete orun stranded --namespace team-a --wait=true --timeout=3m")
     assert not list((cluster.buckets / "orbit-runs/team-a").glob("stranded/**/*.json"))
     assert (cluster.buckets / "orbit-runs/team-a/quickstart/run.json").is_file(), "and nothing else"
+
+
+def test_suspend_resume_and_drain_cost_no_retry(quickstart: Story, release: Shell, cluster: Cluster) -> None:
+    release.write_files("run", "The manifest", {"steps: 60": "steps: 12"})
+    with watch_status(cluster, "pausing") as seen:
+        release.follow("run", "Suspend, resume, repeat", 0)
+        check_capture(release, "suspend", "pausing")
+        now = wait_status(cluster, "pausing", lambda status: holds(status, "Suspended"), "is suspended")
+        (first,) = now["attempts"]
+        with release.meanwhile("run", "Suspend, resume, repeat", 1):
+            running = wait_status(
+                cluster, "pausing", lambda status: status["attempt"] == 2 and status["phase"] == "Running", "goes on"
+            )
+            left = running["node"]
+            release.say("operations", "kubectl drain NODE --ignore-daemonsets --delete-emptydir-data", NODE=left)
+            release.say("operations", "kubectl uncordon NODE", NODE=left)
+    last = seen[-1]
+    assert last["phase"] == "Succeeded"
+    assert [each["ending"]["result"] for each in last["attempts"]] == ["Stopped", "Stopped", "Succeeded"]
+    assert (last["freeRestarts"], last["infraRestarts"], last["userRetries"]) == (2, 0, 0)
+    assert last["attempts"][2]["node"] != running["node"]
+    assert first["ending"]["exitCode"] == 75
+    steps = [status.get("step", 0) for status in seen]
+    assert steps == sorted(steps), "no step is lost"
 
 
 @pytest.mark.usefixtures("real_story_ahead")
