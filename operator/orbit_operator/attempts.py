@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from orbit_operator.actions import State
+from orbit_operator.claims import read_count
 from orbit_operator.facts import Attempt, JobFacts, Lifecycle, Observed, PodFacts, Progress
 from orbit_operator.policies.accounting import account_all
 from orbit_operator.policies.deadlines import STARTING_PHASES, held_seconds, startup_deadline
@@ -131,10 +132,10 @@ def _take_progress(attempt: Attempt, progress: Progress | None) -> Attempt:
 def _take_last_words(attempt: Attempt, pod: PodFacts) -> Attempt:
     """A pod that ended between two questions says in its termination message how far it came."""
     said = read_termination(pod.end.message) if pod.end is not None else {}
-    step, checkpoint = said.get("step"), said.get("last_checkpoint_step")
-    if isinstance(step, int) and not isinstance(step, bool):
+    step, checkpoint = read_count(said, "step"), read_count(said, "last_checkpoint_step")
+    if step is not None:
         attempt = replace(attempt, step=max(attempt.step, step))
-    if isinstance(checkpoint, int) and not isinstance(checkpoint, bool) and checkpoint > (attempt.checkpoint_step or 0):
+    if checkpoint is not None and checkpoint > (attempt.checkpoint_step or 0):
         attempt = replace(attempt, checkpoint_step=checkpoint, checkpoint_at=attempt.ended)
     return attempt
 

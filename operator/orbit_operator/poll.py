@@ -6,8 +6,6 @@ Belongs here: HTTP to pods, and reading an answer that may be anything. Does not
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -18,13 +16,12 @@ import orjson
 
 from orbit_operator.attempts import newest_pod
 from orbit_operator.cache import Cache, Key
+from orbit_operator.claims import read_count, read_number, read_seconds, read_text
 from orbit_operator.facts import PodFacts, Progress
 from orbit_operator.metrics import Metrics
-from orbit_runtime.spec.status import LARGEST_NUMBER
 
 ANSWER_SECONDS = 3.0
 LARGEST_ANSWER = 64 * 1024
-LARGEST_COUNT = 2**53
 POLLS_PER_SECOND = 10.0
 """All pods together; with many, each is asked less often."""
 
@@ -126,41 +123,19 @@ def read_progress(answer: Any, run: str, pod_uid: str, now: float) -> Progress |
     return Progress(
         at=now,
         pod_uid=pod_uid,
-        phase=_text(answer, "phase", 32) or "",
-        step=_count(answer, "step") or 0,
-        total=_count(answer, "total"),
-        reward=_number(answer, "reward"),
-        parity=_number(answer, "parity"),
-        parity_limit=_number(answer, "parity_limit"),
-        policy_version=_count(answer, "policy_version"),
-        adapter_digest=_text(answer, "adapter_digest", 128),
-        checkpoint=_text(answer, "last_checkpoint", 1024),
-        checkpoint_step=_count(answer, "last_checkpoint_step"),
-        tokens_per_second=_number(answer, "tokens_per_second"),
-        eta_seconds=_number(answer, "eta_seconds", least=0.0),
-        execution=_count(answer, "execution"),
+        phase=read_text(answer, "phase", 32) or "",
+        step=read_count(answer, "step") or 0,
+        total=read_count(answer, "total"),
+        reward=read_number(answer, "reward"),
+        parity=read_number(answer, "parity"),
+        parity_limit=read_number(answer, "parity_limit"),
+        policy_version=read_count(answer, "policy_version"),
+        adapter_digest=read_text(answer, "adapter_digest", 128),
+        checkpoint=read_text(answer, "last_checkpoint", 1024),
+        checkpoint_step=read_count(answer, "last_checkpoint_step"),
+        tokens_per_second=read_number(answer, "tokens_per_second"),
+        eta_seconds=read_seconds(answer, "eta_seconds"),
+        execution=read_count(answer, "execution"),
         is_live=answer.get("live") is not False,
-        message=_text(answer, "reason", 512) or "",
+        message=read_text(answer, "reason", 512) or "",
     )
-
-
-def _count(answer: Mapping[str, Any], name: str) -> int | None:
-    value = answer.get(name)
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    return value if whole and 0 <= value <= LARGEST_COUNT else None  # type: ignore[operator]
-
-
-def _number(answer: Mapping[str, Any], name: str, least: float = -LARGEST_NUMBER) -> float | None:
-    value = answer.get(name)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    with contextlib.suppress(OverflowError):
-        number = float(value)
-        if math.isfinite(number) and least <= number <= LARGEST_NUMBER:
-            return number
-    return None
-
-
-def _text(answer: Mapping[str, Any], name: str, longest: int) -> str | None:
-    value = answer.get(name)
-    return value[:longest] if isinstance(value, str) else None

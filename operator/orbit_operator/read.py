@@ -17,6 +17,7 @@ from orbit_operator.manifests.pod import RUN_CONTAINER
 from orbit_operator.manifests.source import ATTEMPT, RUN_NAME, RUN_UID
 from orbit_operator.timestamps import read_time
 from orbit_runtime.spec import lifecycle as spec_lifecycle
+from orbit_runtime.spec.status import MAX_COUNT
 
 GPU_CONDITIONS = ("GPU", "XID", "NVLink", "NVML", "InfiniBand")
 """A node condition whose type holds one of these and that is True speaks of broken hardware."""
@@ -163,4 +164,4 @@ def _labels(body: Object) -> Mapping[str, str]:
 def _attempt(body: Object) -> int:
     """0 for a child that is no attempt."""
     text = _labels(body).get(ATTEMPT) or ""
-    return int(text) if text.isdecimal() else 0
+    return int(text) if text.isdecimal() and int(text) <= MAX_COUNT else 0

@@ -61,7 +61,8 @@ def _shorten(facts: Mapping[str, Any]) -> bytes:
     longest = LONGEST_TEXT
     while True:
         cut = {name: _cut(value, longest) for name, value in facts.items() if value is not None}
-        line = json.dumps(cut, ensure_ascii=False).encode()
+        # A file's name, which errors quote, need not be UTF-8: then it holds halves of characters.
+        line = json.dumps(cut, ensure_ascii=False).encode("utf-8", "replace")
         if len(line) <= LARGEST:
             return line
         longest //= 2

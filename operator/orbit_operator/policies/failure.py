@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from orbit_operator.claims import read_text
 from orbit_operator.facts import Budget, ContainerEnd, JobFacts, NodeFacts, Owner, PodFacts, Verdict
 from orbit_runtime.errors import EXIT_DONE, EXIT_STOPPED
 
@@ -80,6 +81,8 @@ _REJECTIONS = (
     "Topology",
 )
 _MESSAGE_LIMIT = 1024
+_LONGEST = 4096
+"""What the kubelet keeps of a termination message."""
 
 
 def judge_job(job: JobFacts | None, pod: PodFacts | None, node: NodeFacts | None) -> Verdict:
@@ -140,7 +143,7 @@ def read_termination(message: str) -> dict[str, Any]:
     """The termination message as an object; `{"message": …}` where it is only text."""
     try:
         facts = json.loads(message)
-    except ValueError:
+    except (ValueError, RecursionError):
         facts = None
     return facts if isinstance(facts, dict) else _read_log(message)
 
@@ -232,7 +235,7 @@ def _with_node(verdict: Verdict, node: NodeFacts | None) -> Verdict:
 
 
 def _sentence(said: dict[str, Any]) -> str:
-    where, message, fix = (str(said.get(name) or "") for name in ("where", "message", "fix"))
+    where, message, fix = (read_text(said, name, _LONGEST) or "" for name in ("where", "message", "fix"))
     head = f"{where}: {message}" if where and message else message
     return f"{head}; {fix}" if fix else head
 

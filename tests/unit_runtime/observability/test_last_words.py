@@ -25,7 +25,7 @@ def test_what_the_run_and_what_its_error_say_is_one_line(tmp_path: Path) -> None
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("letter", ["x", "\\", "é", "数", "\U0001f600", "\x01"])
+@pytest.mark.parametrize("letter", ["x", "\\", "é", "数", "\U0001f600", "\x01", "\udcff"])
 def test_the_kubelet_keeps_all_of_it(letter: str, tmp_path: Path) -> None:
     place = {FILE_VARIABLE: str(tmp_path / "log")}
     add_last_words(dict.fromkeys(("message", "where", "fix"), letter * 50000) | {"step": 3}, place)
