@@ -17,6 +17,7 @@ from orbit_operator.read import run_name_of
 from orbit_operator.resync import CHILDREN
 from orbit_operator.session import open_session
 from orbit_operator.settings import Settings
+from orbit_operator.sight import Sight
 from orbit_operator.stateless import NoDiffBase, NoProgress
 
 Body = Mapping[str, Any]
@@ -27,7 +28,7 @@ NOTHING = {"orbitrl.dev/indexed": kopf.PRESENT}
 RUN, JOB, POD = ("orbitrl.dev", "v1alpha1", "orbitruns"), ("batch", "v1", "jobs"), ("", "v1", "pods")
 
 
-def build_registry(intake: Intake, changed: Callable[[Key], None]) -> kopf.OperatorRegistry:
+def build_registry(intake: Intake, sight: Sight, changed: Callable[[Key], None]) -> kopf.OperatorRegistry:
     """All handlers.
 
     Args:
@@ -38,7 +39,7 @@ def build_registry(intake: Intake, changed: Callable[[Key], None]) -> kopf.Opera
     @kopf.on.login(registry=registry)
     async def login(**kwargs: Any) -> Any:
         info = kopf.login_with_kubeconfig(**kwargs) or kopf.login_with_service_account(**kwargs)
-        return None if info is None else open_session(info, intake)
+        return None if info is None else open_session(info, intake, sight)
 
     @kopf.index(*RUN, registry=registry, labels=NOTHING)
     @kopf.index(*JOB, registry=registry, labels=NOTHING)

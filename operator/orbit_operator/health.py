@@ -26,6 +26,8 @@ class Health:
     is_leader: bool = False
     is_synced: bool = False
     crd_problem: str = ""
+    lost: tuple[str, ...] = ()
+    """Namespaces that the operator may not read."""
     passes: dict[int, float] = field(default_factory=dict)
     """When each worker began the pass that it is in."""
 
@@ -42,6 +44,11 @@ class Health:
             return "another operator holds the Lease"
         return "the first lists are not in yet" if not self.is_synced else ""
 
+    def note(self) -> str:
+        """What is wrong although it works."""
+        lost = f"may not read {', '.join(self.lost)}" if self.lost else ""
+        return "; ".join(filter(None, (self.crd_problem, lost)))
+
 
 async def start_servers(health: Health, metrics: Metrics, health_port: int, metrics_port: int) -> list[web.AppRunner]:
     """Both ports, on all addresses; port 0 takes any free one."""
@@ -50,7 +57,7 @@ async def start_servers(health: Health, metrics: Metrics, health_port: int, metr
         return _answer(health.find_stall())
 
     async def readyz(_request: web.Request) -> web.Response:
-        return _answer(health.find_unready(), health.crd_problem)
+        return _answer(health.find_unready(), health.note())
 
     async def render(_request: web.Request) -> web.Response:
         return web.Response(body=metrics.render(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})

@@ -36,6 +36,7 @@ from orbit_operator.read import has_ended
 from orbit_operator.reconcile import Parts, reconcile
 from orbit_operator.resync import Resync
 from orbit_operator.settings import PREFIX, Settings, load_settings
+from orbit_operator.sight import Sight
 from orbit_operator.work_queue import WorkQueue
 from orbit_runtime.errors import OrbitError
 
@@ -57,6 +58,7 @@ class Operator:
         self.metrics = Metrics()
         self.health = Health()
         self.cache = Cache()
+        self.sight = Sight(self.sight_changed)
         self.queue: WorkQueue[Key] = WorkQueue(waited=self.metrics.waited.observe)
         self.unread: dict[Key, dict[str, int]] = {}
         """Versions of runs that came while a pass over them was under way."""
@@ -87,6 +89,13 @@ class Operator:
         self.health.is_synced = True
         self.queue.add(key)
 
+    def sight_changed(self, namespace: str, is_seen: bool) -> None:
+        self.health.lost = self.sight.lost
+        self.metrics.mark_refused(namespace, not is_seen)
+        for key in self.cache.runs.keys_now() if is_seen else ():
+            if key[0] == namespace:
+                self.changed(key)
+
     def is_news(self, key: Key, uid: str, version: int) -> bool:
         """Our own writes come back to us: they are no news. While a pass writes, nobody can tell yet."""
         if self.queue.is_working(key):
@@ -110,6 +119,11 @@ class Operator:
         while True:
             key = await self.queue.get()
             self.metrics.queue.set(len(self.queue))
+            if not self.sight.sees(key[0]):
+                # A Job or pod that is not seen would be made a second time. All of it comes again with the namespace.
+                self.queue.done(key)
+                self.read_again(key)
+                continue
             began = time.monotonic()
             self.health.passes[number] = began
             try:
@@ -198,7 +212,9 @@ class Operator:
         namespaces = self.settings.namespaces
         operating = asyncio.create_task(
             kopf.operator(
-                registry=build_registry(Intake(self.cache, self.is_news, self.metrics.count_event), self.changed),
+                registry=build_registry(
+                    Intake(self.cache, self.is_news, self.metrics.count_event), self.sight, self.changed
+                ),
                 settings=build_kopf_settings(self.settings),
                 clusterwide=not namespaces,
                 namespaces=namespaces,

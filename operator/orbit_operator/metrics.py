@@ -79,10 +79,20 @@ class Metrics:
         )
         self.leader = Gauge(OPERATOR + "lease_held", "1 while this operator holds the Lease.", registry=registry)
         self.current = Gauge(OPERATOR + "watch_current", "0 while watching lags behind.", registry=registry)
+        self.refused = Gauge(
+            OPERATOR + "namespace_refused", "1 for a watched namespace that the operator may not read.", ["watched"],
+            registry=registry,
+        )  # fmt: skip
         self.crd = Gauge(OPERATOR + "crd_outdated", "1 where the served CRD lacks fields.", registry=registry)
 
     def count_request(self, verb: str, resource: str, status: int, _seconds: float) -> None:
         self.requests.labels(verb, resource, str(status)).inc()
+
+    def mark_refused(self, namespace: str, is_refused: bool) -> None:
+        if is_refused:
+            self.refused.labels(namespace).set(1.0)
+        else:
+            self.refused.remove(namespace)
 
     def mark_event(self) -> None:
         self.event.set(time.time())

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from orbit_operator.api import JOBS, PODS, RUNS, Api, Kind
+from orbit_operator.api import JOBS, PODS, RUNS, Api, ApiError, Kind
 from orbit_operator.cache import Cache, Key, Shelf, read_version
 from orbit_operator.health import Health
 from orbit_operator.manifests.source import RUN_UID
@@ -43,14 +43,17 @@ class Resync:
         self._missing: set[str] = set()
 
     async def check(self) -> None:
-        """Raises ApiError where the API server does not answer: then nothing is known, and nothing concluded."""
+        """Raises ApiError where the API server does not answer: then nothing is known, and nothing concluded.
+
+        So it is for one kind in one namespace where that alone is refused; why is `sight`'s to say.
+        """
         behind: dict[str, int] = {}
         missing: set[str] = set()
         for kind, shelf, query in self._shelves:
             before = shelf.uids()
-            there = await self._versions(kind, query)
+            there, refused = await self._versions(kind, query)
             behind |= {uid: version for uid, version in there.items() if (shelf.version(uid) or 0) < version}
-            missing |= before.keys() - there.keys()
+            missing |= {uid for uid, (namespace, _) in before.items() if namespace not in refused} - there.keys()
         self._drop(self._missing & missing)
         self._missing = missing
         # Still without a version that it should have had one check ago.
@@ -62,13 +65,19 @@ class Resync:
             self._health.stalled_since = self._health.clock()
             _log.warning("watching is behind the API server on %d objects", len(stale))
 
-    async def _versions(self, kind: Kind, query: dict[str, str]) -> dict[str, int]:
-        found = {}
+    async def _versions(self, kind: Kind, query: dict[str, str]) -> tuple[dict[str, int], set[str]]:
+        """Versions by uid, and the namespaces whose answer was a refusal."""
+        found, refused = {}, set()
         for namespace in self._namespaces:
-            async for item in self._api.list(kind, namespace, query, metadata_only=True):
-                head = item["metadata"]
-                found[head["uid"]] = read_version(head.get("resourceVersion"))
-        return found
+            try:
+                async for item in self._api.list(kind, namespace, query, metadata_only=True):
+                    head = item["metadata"]
+                    found[head["uid"]] = read_version(head.get("resourceVersion"))
+            except ApiError as error:
+                if error.status != 403 or namespace is None:
+                    raise
+                refused.add(namespace)
+        return found, refused
 
     def _version(self, uid: str) -> int:
         return max((shelf.version(uid) or 0 for _, shelf, _ in self._shelves), default=0)

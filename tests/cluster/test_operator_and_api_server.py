@@ -6,7 +6,6 @@ The operator is a process; API server and controllers are real, pods are moved b
 from __future__ import annotations
 
 import json
-import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import pytest
 from cluster.bed.control_plane import ControlPlane
 from cluster.by_hand import RUNS, Object, Server, connect, open_team, wait_for
 from cluster.operator_process import run_operator
-from cluster.wire import open_wire
+from cluster.wire import free_port, open_wire
 
 from orbit_runtime.spec.crd import build_crd
 
@@ -110,7 +109,7 @@ def test_with_a_crd_that_is_older_runs_go_on_and_everybody_is_told(server: Serve
     del schema["spec"]["properties"]["storage"]["default"]["deletionPolicy"]
     del schema["status"]["properties"]["whoActs"]
     del schema["status"]["properties"]["attempts"]["items"]["properties"]["ending"]["properties"]["whoActs"]
-    health, metrics = _free_port(), _free_port()
+    health, metrics = free_port(), free_port()
     ports = {"ORBIT_OPERATOR_HEALTH_PORT": str(health), "ORBIT_OPERATOR_METRICS_PORT": str(metrics)}
     server.delete(CRD)
     wait_for(lambda: server.get(CRD) is None, "this version's CRD goes")
@@ -133,12 +132,6 @@ def test_with_a_crd_that_is_older_runs_go_on_and_everybody_is_told(server: Serve
     finally:
         server.apply(CRD, build_crd())
         wait_for(lambda: "deletionPolicy" in json.dumps(server.get(CRD)), "this version's CRD")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 WORKLOADS_CRD: Object = {

@@ -77,7 +77,7 @@ def test_values_that_a_guide_names_exist(guide: Path) -> None:
 def test_every_alert_has_a_row() -> None:
     alerts = re.findall(r"- alert: (\w+)", (ROOT / "charts/orbit/files/alerts.yaml").read_text())
     assert set(alerts) - ROWS == set()
-    assert len(alerts) == 13
+    assert len(alerts) == 14
 
 
 def test_every_exit_code_has_a_row() -> None:

@@ -36,6 +36,7 @@ def exported() -> dict[str, set[str]]:
     run.set_target(1)
     run.set_progress(1.0)
     operator = Metrics()
+    operator.mark_refused("n", True)
     operator.runs["n", "r"] = build_text("n", "r", {}, STATUS, 8)
     found: dict[str, set[str]] = {}
     for line in (run.render() + operator.render()).decode().splitlines():

@@ -14,7 +14,8 @@ from aiohttp import web
 
 from orbit_operator.cache import Cache, Key, RawRun
 from orbit_operator.intake import Intake
-from orbit_operator.session import open_session
+from orbit_operator.session import open_session, read_place
+from orbit_operator.sight import LONGEST_PAUSE, Sight
 
 KEY: Key = ("team", "adder")
 LABELS = {"orbitrl.dev/run-name": "adder", "orbitrl.dev/run-uid": "r", "orbitrl.dev/attempt": "1"}
@@ -149,7 +150,7 @@ def test_the_session_changes_lists_and_watches_however_the_bytes_come() -> None:
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         server = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        opened = open_session(kopf.ConnectionInfo(server=server, token="t"), build_intake(Cache()))
+        opened = open_session(kopf.ConnectionInfo(server=server, token="t"), build_intake(Cache()), Sight())
         assert opened.server == server
         async with opened.aiohttp_session as session:
             assert session.headers["Authorization"] == "Bearer t"
@@ -163,3 +164,108 @@ def test_the_session_changes_lists_and_watches_however_the_bytes_come() -> None:
         await runner.cleanup()
 
     asyncio.run(work())
+
+
+class PartlyForbidden:
+    """An API server with a right to give and take; hand-written, the real one is in the cluster tests."""
+
+    def __init__(self) -> None:
+        self.allowed = False
+        self.uids = ["p"]
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        if not self.allowed:
+            return web.json_response({"kind": "Status", "message": "pods is forbidden"}, status=403)
+        if request.query.get("watch") != "true":
+            more = "continue" not in request.query
+            page = {"kind": "PodList", "metadata": {"continue": "x"} if more else {}, "items": []}
+            return web.json_response({**page, "items": [pod(2, "Pending")] if more else []})
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await response.write(line("MODIFIED", pod(5, "Running")) + b"\n")
+        return response
+
+
+def test_where_reading_is_refused_there_is_nothing_and_later_all_is_listed_anew() -> None:
+    told: list[tuple[str, bool]] = []
+    sight = Sight(lambda *news: told.append(news))
+    there = PartlyForbidden()
+
+    async def work() -> None:
+        app = web.Application()
+        app.router.add_get("/{path:.*}", there.answer)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        server = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        path = f"{server}/api/v1/namespaces/team/pods"
+        opened = open_session(kopf.ConnectionInfo(server=server, token="t"), build_intake(Cache()), sight)
+        async with opened.aiohttp_session as session:
+
+            async def listed(query: str = "") -> list[Any]:
+                async with session.get(path + query) as answer:
+                    assert answer.status == 200
+                    return list((await answer.json())["items"])
+
+            async def watched() -> list[dict[str, Any]]:
+                async with session.get(f"{path}?watch=true") as answer:
+                    assert answer.status == 200
+                    text = b"".join([chunk async for chunk in answer.content.iter_chunked(2**20)])
+                return [orjson.loads(each) for each in text.splitlines()]
+
+            assert await listed() == []
+            assert (sight.lost, sight.sees("team"), sight.sees("other")) == (("team",), False, True)
+            there.allowed = True
+            # Allowed again between list and watch: what the list did not tell must come before what changes.
+            (event,) = await watched()
+            assert (event["type"], event["object"]["code"]) == ("ERROR", 410)
+            assert len(await listed()) == 1
+            assert not sight.sees("team"), "there is another page"
+            assert await listed("?continue=x") == []
+            assert sight.sees("team")
+            assert [each["type"] for each in await watched()] == ["MODIFIED"]
+            there.allowed = False
+            assert [each["object"]["code"] for each in await watched()] == [410]
+            assert not sight.sees("team")
+            # What is not of one namespace stays refused: kopf knows what to do.
+            async with session.get(f"{server}/api/v1/pods") as answer:
+                assert answer.status == 403
+                assert (await answer.json())["message"] == "pods is forbidden"
+        await runner.cleanup()
+
+    asyncio.run(work())
+    assert told == [("team", False), ("team", True), ("team", False)]
+
+
+def test_a_namespace_is_back_when_each_kind_was_listed_and_is_asked_less_and_less_often() -> None:
+    told: list[tuple[str, bool]] = []
+    sight = Sight(lambda *news: told.append(news))
+    for kind in ("jobs", "pods"):
+        sight.refuse("team", kind, "no")
+    sight.list_whole("team", "pods")
+    assert (sight.sees("team"), sight.misses("team", "jobs"), sight.misses("team", "pods")) == (False, True, False)
+    pauses = []
+    for _ in range(12):
+        pauses.append(sight.pause("team", "jobs"))
+        sight.refuse("team", "jobs", "no")
+    assert pauses == sorted(pauses)
+    assert (pauses[0], pauses[-1]) == (1.0, LONGEST_PAUSE)
+    sight.list_whole("team", "orbitruns")
+    assert not sight.sees("team")
+    sight.list_whole("team", "jobs")
+    sight.list_whole("team", "jobs")
+    assert (sight.lost, told) == ((), [("team", False), ("team", True)])
+
+
+@pytest.mark.parametrize(
+    ("path", "place"),
+    [
+        ("/apis/batch/v1/namespaces/lab/jobs", ("lab", "jobs")),
+        ("/api/v1/namespaces/lab/pods", ("lab", "pods")),
+        ("/api/v1/pods", None),
+        ("/api/v1/namespaces/lab", None),
+        ("/version", None),
+    ],
+)
+def test_a_path_tells_namespace_and_kind(path: str, place: tuple[str, str] | None) -> None:
+    assert read_place(path) == place

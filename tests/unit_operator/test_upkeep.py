@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("kopf", reason="the operator's packages are not installed (extra `operator`)")
 from prometheus_client.parser import text_string_to_metric_families
 
-from orbit_operator.api import JOBS, PODS, RUNS, Kind
+from orbit_operator.api import JOBS, PODS, RUNS, ApiError, Kind
 from orbit_operator.cache import Cache, Child, RawRun, Shelf
 from orbit_operator.crd_check import drop_fields, find_served, missing_fields
 from orbit_operator.facts import JobFacts, Stored
@@ -116,6 +116,28 @@ def test_news_that_two_checks_have_seen_and_watching_has_not_are_a_stall() -> No
 def test_an_object_nobody_told_us_about_is_a_stall_as_well() -> None:
     more = Listed(orbitruns={"r": 5, "s": 7}, jobs={"j": 6})
     assert check_twice(filled(), more, more)[0].stalled_since == 100.0
+
+
+class PartlyListed(Listed):
+    """Refuses one kind in one namespace."""
+
+    async def list(
+        self, kind: Kind, namespace: str | None, query: Mapping[str, str], *, metadata_only: bool = False
+    ) -> AsyncIterator[dict[str, Any]]:
+        if (namespace, kind) == ("team", JOBS):
+            raise ApiError(403, "Forbidden", "jobs is forbidden")
+        async for item in super().list(kind, namespace, query, metadata_only=metadata_only):
+            yield item
+
+
+def test_of_what_may_not_be_listed_nothing_is_concluded_and_the_rest_is() -> None:
+    cache, changed = filled(), list[tuple[str, str]]()
+    api = PartlyListed(orbitruns={})
+    resync = Resync(api, cache, Health(), ("other", "team"), changed.append)  # type: ignore[arg-type]
+    for _ in range(2):
+        asyncio.run(resync.check())
+    assert len(cache.jobs.of(KEY)) == 1
+    assert (cache.run(KEY), changed) == (None, [KEY])
 
 
 def test_what_two_checks_miss_is_gone() -> None:
