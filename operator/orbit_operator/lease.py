@@ -136,12 +136,14 @@ class Lease:
         if spec.get("holderIdentity") != holder:
             spec |= {"acquireTime": now, "leaseTransitions": int(spec.get("leaseTransitions") or 0) + 1}
         spec |= {"holderIdentity": holder, "leaseDurationSeconds": max(1, round(self._seconds)), "renewTime": now}
-        head = {"name": self._name, "namespace": self._namespace}
+        head: Body = {"name": self._name, "namespace": self._namespace}
+        if found is not None:
+            # Labels and annotations are whoever's made it: Helm knows its own objects by them.
+            head = {name: value for name, value in found["metadata"].items() if name != "managedFields"}
         body: Body = {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": head, "spec": spec}
         if found is None:
             await self._api.create(LEASES, self._namespace, body)
         else:
-            head["resourceVersion"] = found["metadata"]["resourceVersion"]
             await self._api.replace(LEASES, self._namespace, body)
 
 

@@ -310,15 +310,26 @@ def test_of_two_operators_one_acts_and_the_other_takes_over(server: Server, tmp_
 
 
 def test_a_signal_ends_the_operator_soon_and_gives_the_lease_back(server: Server, tmp_path: Path) -> None:
-    with open_team(server, "ends") as team, run_operator(team, tmp_path / "ends.log") as operator:
-        team.start_run("adder")
-        running_pod(team, "adder")
-        began = time.monotonic()
-        assert operator.stop() == 0
-        assert time.monotonic() - began < 25
-        lease = server.get(f"/apis/coordination.k8s.io/v1/namespaces/{team.namespace}/leases/orbit-operator")
+    with open_team(server, "ends") as team:
+        path = f"/apis/coordination.k8s.io/v1/namespaces/{team.namespace}/leases/orbit-operator"
+        made = {
+            "labels": {"app.kubernetes.io/managed-by": "Helm"},
+            "annotations": {"meta.helm.sh/release-name": "orbit"},
+        }
+        head = {"name": "orbit-operator", **made}
+        server.create(
+            path.rpartition("/")[0], {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": head}
+        )
+        with run_operator(team, tmp_path / "ends.log") as operator:
+            team.start_run("adder")
+            running_pod(team, "adder")
+            began = time.monotonic()
+            assert operator.stop() == 0
+            assert time.monotonic() - began < 25
+        lease = server.get(path)
         assert lease is not None
         assert lease["spec"]["holderIdentity"] == ""
+        assert {name: lease["metadata"].get(name) for name in made} == made
 
 
 def test_an_api_server_that_starts_anew_loses_nothing(
