@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from orbit_operator.actions import Action, ApplySupport, RunEvent, State
-from orbit_operator.facts import Attempt, Observed, PodFacts, RunFacts
+from orbit_operator.facts import Attempt, Observed, PodFacts, Progress, RunFacts
 from orbit_operator.manifests.source import config_map_name
 from orbit_operator.policies.failure import find_waiting
 
@@ -51,9 +51,7 @@ def events_since(observed: Observed, attempts: Sequence[Attempt]) -> tuple[RunEv
             found.append(tell_created(attempt.number, attempts[:index]))
         before = known.get(attempt.number, Attempt(attempt.number))
         if attempt.running is not None and before.running is None and attempt.number > 1:
-            found.append(
-                RunEvent("RunResumedFromCheckpoint", f"attempt {attempt.number} trains from step {attempt.step}")
-            )
+            found += _resuming(attempt, observed.progress)
         if attempt.checkpoint_step is not None and before.checkpoint_step is None:
             found.append(RunEvent("CheckpointCommitted", f"attempt {attempt.number} has its first durable checkpoint"))
         if attempt.is_over and not before.is_over:
@@ -66,8 +64,18 @@ def tell_created(number: int, before: Sequence[Attempt]) -> RunEvent:
     last = before[-1] if before else None
     if last is None or last.verdict is None:
         return RunEvent("RunAttemptCreated", f"attempt {number}")
-    resumed = f", resumes from step {last.checkpoint_step}" if last.checkpoint_step else ""
-    return RunEvent("RunAttemptCreated", f"attempt {number} after {last.verdict.reason}{resumed}")
+    seen = f"; the last checkpoint seen is of step {last.checkpoint_step}" if last.checkpoint_step else ""
+    return RunEvent("RunAttemptCreated", f"attempt {number} after {last.verdict.reason}{seen}")
+
+
+def _resuming(attempt: Attempt, progress: Progress | None) -> list[RunEvent]:
+    """Where a later attempt begins, in its own pod's words: what was heard of checkpoints before may be older."""
+    if progress is None or progress.pod_uid != attempt.pod_uid or progress.resumed_from is None:
+        return []
+    if progress.resumed_from == 0:
+        return [RunEvent("RunStartedAnew", f"attempt {attempt.number} begins at step 0: it found no checkpoint")]
+    text = f"attempt {attempt.number} continues after step {progress.resumed_from}"
+    return [RunEvent("RunResumedFromCheckpoint", text)]
 
 
 def _ending(attempt: Attempt) -> list[RunEvent]:

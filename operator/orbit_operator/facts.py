@@ -173,6 +173,8 @@ class Progress:
     checkpoint_step: int | None = None
     tokens_per_second: float | None = None
     eta_seconds: float | None = None
+    resumed_from: int | None = None
+    """Step of the checkpoint that it continues after; 0: it found none."""
     execution: int | None = None
     is_live: bool = True
     message: str = ""

@@ -135,6 +135,7 @@ def read_progress(answer: Any, run: str, pod_uid: str, now: float) -> Progress |
         checkpoint_step=read_count(answer, "last_checkpoint_step"),
         tokens_per_second=read_number(answer, "tokens_per_second"),
         eta_seconds=read_seconds(answer, "eta_seconds"),
+        resumed_from=read_count(answer, "resumed_from_step"),
         execution=read_count(answer, "execution"),
         is_live=answer.get("live") is not False,
         message=read_text(answer, "reason", 512) or "",

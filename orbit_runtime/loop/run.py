@@ -135,7 +135,7 @@ def _run(
     total = parts.spec.training.steps
     if state.step >= total:
         show.note(f"nothing left to train: {state.step} steps are done; to go on, raise spec.training.steps ({total})")
-    show.status.update(phase="Preflight", total=total, step=state.step, resumed=state.resumed > 0)
+    show.status.update(phase="Preflight", total=total, step=state.step, resumed_from_step=state.step)
     _start_policy(parts, state)
     show.status.update(phase="Running")
     show.target(total, state.step)

@@ -47,7 +47,8 @@ class StatusFacts:
     last_checkpoint_step: int | None = None
     tokens_per_second: float | None = None
     eta_seconds: float | None = None
-    resumed: bool = False
+    resumed_from_step: int | None = None
+    """Step of the checkpoint that this process continues after; 0: it found none."""
     message: str | None = None
     exit_code: int | None = None
 

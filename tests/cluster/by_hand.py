@@ -148,11 +148,15 @@ class Team:
         return self.server.items(self.path("pods"))
 
     def events(self) -> list[str]:
-        return [
-            event["reason"]
-            for event in self.server.items(self.path("events"))
-            if event["involvedObject"]["kind"] == "OrbitRun"
-        ]
+        return [event["reason"] for event in self._events()]
+
+    def tellings(self, run: str) -> list[str]:
+        """What was told of one run, in words."""
+        return [event["message"] for event in self._events() if event["involvedObject"]["name"] == run]
+
+    def _events(self) -> list[Object]:
+        items = self.server.items(self.path("events"))
+        return [event for event in items if event["involvedObject"]["kind"] == "OrbitRun"]
 
     def act_as_kubelet(self) -> None:
         """One look at every pod: place it, start it, end it."""

@@ -45,6 +45,8 @@ def test_suspended_resumed_and_on_a_lost_node_the_curve_continues_bit_for_bit_an
     assert results == [("Stopped", "Checkpointed"), ("Failed", "NodeLost"), ("Succeeded", "Succeeded")]
     assert (status["freeRestarts"], status["infraRestarts"], status["execution"]) == (1, 1, 3)
     assert status["attempts"][2]["node"] != lived.lost.name
+    resumed = f"attempt 2 continues after step {lived.suspended['checkpoint']['step']}"
+    assert resumed in team.tellings("disturbed")
 
     folder, alone = story.folder("disturbed"), story.folder("alone")
     assert rows_of(folder) == rows_of(alone)

@@ -23,8 +23,8 @@ from orbit_runtime.spec.status import LARGEST_NUMBER, MAX_COUNT, RunStatus
 
 NAMES = (
     "phase", "step", "total", "reward", "parity", "parity_limit", "policy_version", "adapter_digest", "last_checkpoint",
-    "last_checkpoint_step", "tokens_per_second", "eta_seconds", "execution", "live", "reason", "message", "where",
-    "fix",
+    "last_checkpoint_step", "tokens_per_second", "eta_seconds", "execution", "resumed_from_step",
+    "live", "reason", "message", "where", "fix",
 )  # fmt: skip
 EDGES = (0, -1, MAX_COUNT, MAX_COUNT + 1, 2**63, 10**18, 10**19, 1e18, 1.1e18, -1e19, 1e308, float("nan"), float("inf"))
 HALF = "\ud800"

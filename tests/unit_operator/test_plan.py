@@ -75,6 +75,37 @@ def test_an_attempt_whose_maker_died_is_told_by_its_successor() -> None:
     assert work(cluster).events == ()
 
 
+@pytest.mark.parametrize(
+    ("resumed_from", "told"),
+    [
+        (20, [("RunResumedFromCheckpoint", "attempt 2 continues after step 20")]),
+        (0, [("RunStartedAnew", "attempt 2 begins at step 0: it found no checkpoint")]),
+        (None, []),
+    ],
+)
+def test_where_a_later_attempt_begins_is_told_in_its_own_words(
+    resumed_from: int | None, told: list[tuple[str, str]]
+) -> None:
+    """It may be a later checkpoint than the last one that was heard of; an older runtime says nothing of it."""
+    cluster = running(max_infra_restarts=3)
+    cluster.exit(82)
+    cluster.conclude_jobs()
+    (created,) = [event for event in work(cluster).events if event.reason == "RunInterrupted"]
+    assert "EngineDied" in created.message
+    cluster.wait(600)
+    assert "attempt 2 after EngineDied; the last checkpoint seen is of step 1" in [
+        event.message for event in work(cluster).events
+    ]
+    cluster.make_pod()
+    cluster.schedule("n1")
+    cluster.start()
+    pod = next(uid for uid, each in cluster.pods.items() if each.attempt == 2)
+    begun = Progress(cluster.now, pod, "Running", 21, resumed_from=resumed_from)
+    events = [(event.reason, event.message) for event in work(cluster, begun).events]
+    assert events == told
+    assert work(cluster, begun).events == ()
+
+
 def test_a_running_run_needs_nothing() -> None:
     cluster = running()
     chosen = work(cluster)

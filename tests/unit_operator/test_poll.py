@@ -36,6 +36,7 @@ GOOD: dict[str, Any] = {
     "last_checkpoint_step": 3,
     "tokens_per_second": 100.5,
     "eta_seconds": 12.5,
+    "resumed_from_step": 2,
     "execution": 2,
     "live": True,
 }
@@ -79,7 +80,7 @@ def test_an_answer_is_taken_over_whole() -> None:
     heard = progress[KEY]
     assert outcome == "answered"
     assert (heard.step, heard.total, heard.reward, heard.checkpoint_step) == (3, 60, 0.5, 3)
-    assert (heard.pod_uid, heard.phase, heard.execution) == ("p", "Running", 2)
+    assert (heard.pod_uid, heard.phase, heard.execution, heard.resumed_from) == ("p", "Running", 2, 2)
 
 
 def test_a_pod_that_hangs_costs_one_time_limit() -> None:
