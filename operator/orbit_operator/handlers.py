@@ -23,6 +23,9 @@ from orbit_operator.stateless import NoDiffBase, NoProgress
 Body = Mapping[str, Any]
 WATCH_PAUSES = (0.5, 1.0, *[2.0] * 30)
 """Seconds between attempts to watch; after the last one the process ends, and its Deployment starts it anew."""
+SILENT_SECONDS = 70.0
+"""A watch that brings nothing for so long is dead, though its connection stands: the API server sends a bookmark every
+minute. It is asked for again."""
 NOTHING = {"orbitrl.dev/indexed": kopf.PRESENT}
 """No object has it: an index function that is called takes as long as the rest of an event."""
 RUN, JOB, POD = ("orbitrl.dev", "v1alpha1", "orbitruns"), ("batch", "v1", "jobs"), ("", "v1", "pods")
@@ -68,6 +71,7 @@ def build_kopf_settings(settings: Settings) -> kopf.OperatorSettings:
     chosen.watching.server_timeout = 300
     chosen.watching.client_timeout = 330
     chosen.watching.connect_timeout = 10
+    chosen.watching.inactivity_timeout = SILENT_SECONDS
     # A page is parsed whole: a thousand runs at once would be the most memory there ever is.
     chosen.watching.chunk_size = 100
     chosen.networking.request_timeout = 60

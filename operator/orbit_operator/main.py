@@ -173,7 +173,9 @@ class Operator:
             await asyncio.sleep(pause)
             pause = max(CHECK_SECONDS, len(self.cache) / CHECKED_PER_SECOND)
             try:
-                await self.resync.check()
+                if not await self.resync.check():
+                    # Only a second look tells news that are under way from what watching has missed.
+                    pause = CHECK_SECONDS
                 self.metrics.mark_event()
                 self.health.is_synced = True
             except ApiError as error:

@@ -42,10 +42,11 @@ class Resync:
         self._behind: dict[str, int] = {}
         self._missing: set[str] = set()
 
-    async def check(self) -> None:
-        """Raises ApiError where the API server does not answer: then nothing is known, and nothing concluded.
+    async def check(self) -> bool:
+        """Whether everything is as we believe.
 
-        So it is for one kind in one namespace where that alone is refused; why is `sight`'s to say.
+        Raises ApiError where the API server does not answer: then nothing is known, and nothing concluded. So it is for
+        one kind in one namespace where that alone is refused; why is `sight`'s to say.
         """
         behind: dict[str, int] = {}
         missing: set[str] = set()
@@ -64,6 +65,7 @@ class Resync:
         elif self._health.stalled_since is None:
             self._health.stalled_since = self._health.clock()
             _log.warning("watching is behind the API server on %d objects", len(stale))
+        return not behind and not missing
 
     async def _versions(self, kind: Kind, query: dict[str, str]) -> tuple[dict[str, int], set[str]]:
         """Versions by uid, and the namespaces whose answer was a refusal."""

@@ -2,6 +2,7 @@
 
 `ORBIT_TEST_CRASH=before:7` ends it as `kill -9` does before the seventh call that changes something (the Lease's not
 counted), `after:7` after it was answered. `ORBIT_TEST_FAULTS=409,429,500` answers an eighth of such calls with these.
+`ORBIT_TEST_SILENT_SECONDS=3` is how long a watch may bring nothing.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import random
 import sys
 from typing import Any
 
+from orbit_operator import handlers
 from orbit_operator.api import Api, ApiError, open_api
 from orbit_operator.main import run
 from orbit_operator.settings import load_settings
@@ -50,4 +52,5 @@ async def open_faulty(**options: Any) -> Api:
 
 def main() -> None:
     """As `orbit_operator.main.main`, under that transport."""
+    handlers.SILENT_SECONDS = float(os.environ.get("ORBIT_TEST_SILENT_SECONDS", handlers.SILENT_SECONDS))
     sys.exit(asyncio.run(run(load_settings(os.environ), open_faulty)))

@@ -17,6 +17,7 @@ from cluster.by_hand import RUNS, Object, Server, connect, open_team, wait_for
 from cluster.operator_process import run_operator
 from cluster.wire import free_port, open_wire
 
+from orbit_operator.handlers import SILENT_SECONDS
 from orbit_runtime.spec.crd import build_crd
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
@@ -56,6 +57,27 @@ def test_watches_that_are_dropped_lose_nothing(server: Server, tmp_path: Path) -
             team.wait_phase(f"adder-{number}", "Succeeded", seconds=60)
         assert dropped > 12
         assert team.jobs() == [f"adder-{number}-a1" for number in range(6)]
+
+
+def test_watches_that_fall_silent_are_made_anew(server: Server, tmp_path: Path) -> None:
+    """Their connections stand, and nothing comes: a firewall that forgot them. Bookmarks come once a minute."""
+    assert SILENT_SECONDS > 60
+    config = tmp_path / "kubeconfig"
+    patient = {**PATIENT, "ORBIT_TEST_SILENT_SECONDS": "3"}
+    with (
+        open_team(server, "silent") as team,
+        open_wire(server.kubeconfig, config) as wire,
+        run_operator(team, tmp_path / "operator.log", KUBECONFIG=str(config), **patient) as operator,
+    ):
+        team.start_run("adder")
+        team.wait_phase("adder", "Starting")
+        assert wire.hush() >= 3
+        team.start_run("unheard")
+        team.exits = {1: 0}
+        team.wait_phase("unheard", "Succeeded", seconds=60)
+        team.wait_phase("adder", "Succeeded", seconds=60)
+        assert team.jobs() == ["adder-a1", "unheard-a1"]
+        assert operator.process.poll() is None
 
 
 def test_versions_that_the_api_server_no_longer_has_are_listed_anew(

@@ -22,6 +22,7 @@ class Wire:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = int(self._listener.getsockname()[1])
         self._open: set[socket.socket] = set()
+        self._silent: frozenset[socket.socket] = frozenset()
         self._lock = threading.Lock()
         self._is_cut = threading.Event()
         threading.Thread(target=self._accept, daemon=True).start()
@@ -34,6 +35,12 @@ class Wire:
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
         return len(ended) // 2
+
+    def hush(self) -> int:
+        """From now on nothing comes back on the connections there are, and nobody is told; new ones are as ever."""
+        with self._lock:
+            self._silent = frozenset(self._open)
+        return len(self._silent) // 2
 
     def cut(self) -> None:
         """Nothing passes any more."""
@@ -76,7 +83,8 @@ class Wire:
                 data = side.recv(65536)
                 if not data:
                     return
-                other[side].sendall(data)
+                if side is near or far not in self._silent:
+                    other[side].sendall(data)
 
 
 @contextmanager

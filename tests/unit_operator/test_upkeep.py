@@ -102,6 +102,16 @@ def filled() -> Cache:
 def test_watching_that_keeps_up_is_well() -> None:
     there = Listed(orbitruns={"r": 5}, jobs={"j": 6})
     assert check_twice(filled(), there, there)[0].stalled_since is None
+
+
+@pytest.mark.parametrize(
+    ("runs", "as_believed"), [({"r": 5}, True), ({"r": 6}, False), ({}, False), ({"r": 5, "s": 1}, False)]
+)
+def test_a_check_tells_whether_a_second_look_is_due(runs: dict[str, int], as_believed: bool) -> None:
+    api = Listed(orbitruns=runs, jobs={"j": 6})
+    resync = Resync(api, filled(), Health(), (None,), lambda _: None)  # type: ignore[arg-type]
+    assert asyncio.run(resync.check()) is as_believed
+
     assert (RUNS.plural, JOBS.plural, PODS.plural) == ("orbitruns", "jobs", "pods")
 
 
