@@ -1,5 +1,6 @@
 #!/bin/sh
-# Builds the operator's and the runtime's image with buildah, or pushes them. usage: tools/images.sh build | push REGISTRY
+# Builds the operator's and the runtime's image with buildah and runs the smoke test in each, or pushes them.
+# usage: tools/images.sh build [operator|runtime] | push REGISTRY
 # BASE_IMAGE, OPERATOR_BASE_IMAGE, HEAVY and VERSION in the environment go to the Dockerfile, which says what they are.
 set -eu
 cd "$(dirname "$0")/.."
@@ -17,7 +18,7 @@ fi
 
 case ${1-} in
 build)
-    for target in operator runtime; do
+    for target in ${2:-operator runtime}; do
         set -- --build-arg "VERSION=$VERSION" --build-arg "REVISION=$REVISION" --build-arg "SOURCE_DATE_EPOCH=$SOURCE_DATE_EPOCH"
         for name in BASE_IMAGE OPERATOR_BASE_IMAGE HEAVY; do
             value=$(printenv $name || true)
@@ -41,5 +42,5 @@ push)
         buildah push "localhost/orbit-$target:$VERSION" "docker://$2/orbit-$target:$VERSION"
     done
     ;;
-*) echo "usage: tools/images.sh build | push REGISTRY" >&2 && exit 64 ;;
+*) echo "usage: tools/images.sh build [operator|runtime] | push REGISTRY" >&2 && exit 64 ;;
 esac

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cluster.bed.cluster import Cluster
 from cluster.bed.images import TARGETS, build_product_image
 from cluster.restricted_job import build_job, build_namespace, read_logs, wait_for_end
+
+from orbit_runtime import __version__
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
 LARGEST_OPERATOR = 150_000_000
@@ -25,10 +29,28 @@ def added_bytes(archive: Path, num_base_layers: int = 1) -> int:
         return sum(tar.getmember(_target(tar, layer)).size for layer in layers[num_base_layers:])
 
 
+def read_config(archive: Path) -> dict[str, Any]:
+    with tarfile.open(archive) as tar:
+        manifest = tar.extractfile("manifest.json")
+        assert manifest is not None
+        config = tar.extractfile(_target(tar, json.load(manifest)[0]["Config"]))
+        assert config is not None
+        return dict(json.load(config))
+
+
 def _target(tar: tarfile.TarFile, name: str) -> str:
     """A layer may be a link to another file of the archive."""
     member = tar.getmember(name)
     return str(Path(name).parent / member.linkname) if member.issym() else name
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_each_image_says_what_it_is(target: str) -> None:
+    _, archive = build_product_image(target)
+    labels = read_config(archive)["config"]["Labels"]
+    told = {name.removeprefix("org.opencontainers.image."): value for name, value in labels.items()}
+    assert (told["title"], told["version"], told["licenses"]) == (f"orbit-{target}", __version__, "Apache-2.0")
+    assert re.fullmatch("[0-9a-f]{40}", told["revision"])
 
 
 def test_the_operators_image_is_small() -> None:

@@ -61,7 +61,7 @@ def build_pause_image() -> Path:
 
 def build_image(context: Path, name: str, *options: str) -> None:
     """Builds a folder with its Containerfile, or the file that the options name."""
-    buildah("bud", "--isolation", "chroot", "--layers", "--tag", name, *options, str(context))
+    buildah("bud", "--layers", "--tag", name, *options, str(context))
 
 
 def save_image(name: str, archive: Path) -> None:
@@ -73,10 +73,19 @@ def save_image(name: str, archive: Path) -> None:
 
 
 def buildah(*words: str) -> str:
+    environment = {**os.environ, **_buildah_environment()}
+    return run(find_program("buildah"), *words, environment=environment, seconds=1200)
+
+
+def _buildah_environment() -> dict[str, str]:
     """Its storage is kept in the cache folder; what runs while it builds is in a chroot, not in a container."""
-    storage = images_folder() / "buildah"
-    roots = ["--root", storage, "--runroot", "/run/orbit-buildah", "--storage-driver", "overlay"]
-    return run(find_program("buildah"), *roots, *words, seconds=1200)
+    settings = images_folder() / "storage.conf"
+    lines = ("[storage]", 'driver = "overlay"', f'graphroot = "{images_folder() / "buildah"}"',
+             'runroot = "/run/orbit-buildah"')  # fmt: skip
+    staging = settings.with_suffix(f".{os.getpid()}")
+    staging.write_text("\n".join(lines) + "\n")
+    staging.replace(settings)
+    return {"CONTAINERS_STORAGE_CONF": str(settings), "BUILDAH_ISOLATION": "chroot"}
 
 
 REGISTRY = "localhost"
@@ -168,11 +177,10 @@ def _build_product_image(target: str) -> tuple[str, Path]:
     archive = images_folder() / f"orbit-{target}-{digest_sources()}.tar"
     if not archive.exists():
         build_base_image()
-        build_image(
-            ROOT, name, "--target", target, "--build-arg", f"BASE_IMAGE={BASE_IMAGE}",
-            "--build-arg", f"OPERATOR_BASE_IMAGE={BASE_IMAGE}", "--build-arg", "HEAVY=mounted",
-            "--build-arg", f"VERSION={__version__}",
-        )  # fmt: skip
+        # As `make images` does. The time of the commit would only build more of it anew.
+        bases = {"BASE_IMAGE": BASE_IMAGE, "OPERATOR_BASE_IMAGE": BASE_IMAGE, "HEAVY": "mounted"}
+        environment = {**os.environ, **_buildah_environment(), **bases, "SOURCE_DATE_EPOCH": "315532800"}
+        run(ROOT / "tools/images.sh", "build", target, environment=environment, seconds=1200)
         save_image(name, archive)
         kept = sorted(images_folder().glob(f"orbit-{target}*.tar"), key=lambda path: path.stat().st_mtime)
         for old in kept[:-NUM_KEPT]:
