@@ -12,6 +12,7 @@ from pathlib import Path
 
 from orbit_runtime.model_info.gpus import GPUCard, find_gpu
 from orbit_runtime.planner import Machine
+from orbit_runtime.workers.sglang_launch import AGENT_VARIABLE
 
 _QUERY = ["--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
 CUDA_SHARE = 0.97
@@ -19,10 +20,12 @@ CUDA_SHARE = 0.97
 
 
 def this_machine() -> Machine:
-    """Its GPUs; without any, the CPU and its memory."""
+    """Its GPUs; without any, the CPU and its memory. Of a `Split` pod a container has, and sees, half of both."""
     gpus = _gpus()
     memory = usable_memory()
-    return Machine(gpus[0], len(gpus), memory) if gpus else Machine(None, 0, memory)
+    parts = 2 if os.environ.get(AGENT_VARIABLE) else 1
+    whole = None if memory is None else parts * memory
+    return Machine(gpus[0], parts * len(gpus), whole) if gpus else Machine(None, 0, whole)
 
 
 def usable_memory() -> int | None:

@@ -247,6 +247,16 @@ def list_runs(
 
 
 @app.command()
+def agent(
+    port: Annotated[int, typer.Option(min=1, max=65535, help="On the loopback device.")] = 9401,
+) -> None:
+    """Start engine servers for a run in another container of the pod."""
+    from orbit_runtime.workers.server_agent import run_agent
+
+    run_agent(port)
+
+
+@app.command()
 def doctor(
     store: Annotated[str | None, typer.Option(metavar="URI", help="Also write to and read from this store.")] = None,
     as_json: AsJson = False,

@@ -96,10 +96,12 @@ def build_job(run: OrbitRun, machine: Machine, *, may_choose: bool = True) -> Jo
     spec = run.spec
     training, adapter, placement = spec.training, spec.adapter, spec.placement
     several = machine.num_gpus > 1
+    is_split = placement.layout == "Split" and several
+    trainer_gpus = machine.num_gpus // 2 if is_split else machine.num_gpus
     parallel = training.parallel
     samples = training.prompts_per_step * spec.algorithm.group_size
     return Job(
-        trainer=_decide(training.trainer, "Megatron" if several else "Torch"),
+        trainer=_decide(training.trainer, "Megatron" if trainer_gpus > 1 else "Torch"),
         engine=_decide(spec.rollout.engine, "SGLang" if several else "Torch"),
         precision=spec.model.precision,
         adapter=adapter.type,
@@ -117,7 +119,7 @@ def build_job(run: OrbitRun, machine: Machine, *, may_choose: bool = True) -> Jo
         replicas=spec.rollout.replicas if machine.gpu is None else 1,
         servers=spec.rollout.replicas,
         asked_server_gpus=spec.rollout.tensor_parallel,
-        is_split=placement.layout == "Split" and several,
+        is_split=is_split,
         kept_checkpoints=spec.checkpoint.keep,
         deterministic=spec.rollout.deterministic,
     )

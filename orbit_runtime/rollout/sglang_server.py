@@ -8,7 +8,6 @@ On a CPU SGLang runs no packed format, so it is given the base dequantised by ou
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,11 +20,11 @@ from orbit_runtime.errors import UnsupportedError
 from orbit_runtime.rollout.served import Sleeping
 from orbit_runtime.rollout.sglang_experts import expert_arguments
 from orbit_runtime.rollout.wire import is_serving
-from orbit_runtime.workers.server_process import ServerProcess, free_port
-from orbit_runtime.workers.waiting import wait_asleep
+from orbit_runtime.workers.remote_process import RemoteProcess
+from orbit_runtime.workers.server_process import ServerProcess, WatchedServer, free_port
+from orbit_runtime.workers.sglang_launch import AGENT_VARIABLE, launch_command, launch_environment
+from orbit_runtime.workers.waiting import VARIABLE, wait_asleep
 
-PYTHON_VARIABLE = "ORBIT_SGLANG_PYTHON"
-"""Interpreter of the environment that SGLang is installed in; this process's own unless set."""
 START_SECONDS = 900.0
 MAX_ADAPTERS = 4
 """Slots: the current policy, the one before it, one for preflight, and the bare base."""
@@ -71,7 +70,7 @@ class SGLangServer:
         self._log = log
         self.taps = log.parent / "taps"
         """Where the plug-in is asked what a pass computed, and answers."""
-        self._process: ServerProcess | None = None
+        self._process: WatchedServer | None = None
         self._port = 0
 
     @property
@@ -85,17 +84,26 @@ class SGLangServer:
 
     @property
     def pid(self) -> int:
-        assert self._process is not None
+        """Of a process of ours; there is none where an agent started it."""
+        assert isinstance(self._process, ServerProcess)
         return self._process.pid
 
     def start(self) -> None:
-        """Raises EngineDiedError with the log's end where it does not come to answer."""
+        """In the engine's container where there is one, or else here.
+
+        Raises EngineDiedError with the log's end where it does not come to answer.
+        """
         self._port = free_port()
         self.taps.mkdir(parents=True, exist_ok=True)
-        python = os.environ.get(PYTHON_VARIABLE) or sys.executable
-        command = [python, "-m", "orbit_runtime.sglang_plugin.launch", *server_arguments(self._settings, self._port)]
-        environment = _environment(self._settings, self.taps)
-        self._process = ServerProcess("SGLang", command, environment=environment, log=self._log)
+        arguments = server_arguments(self._settings, self._port)
+        own = _environment(self._settings, self.taps)
+        agent = os.environ.get(AGENT_VARIABLE)
+        if agent:
+            self._process = RemoteProcess(agent, "SGLang", arguments, environment=own, log=self._log)
+        else:
+            self._process = ServerProcess(
+                "SGLang", launch_command(arguments), environment=launch_environment(own), log=self._log
+            )
         self._process.wait_until(self._answers, seconds=START_SECONDS)
 
     def is_alive(self) -> bool:
@@ -113,9 +121,11 @@ class SGLangServer:
             return None
         if self._settings.device == "cpu":
             return self._process.resident_bytes()
+        first = self._settings.gpu
+        if isinstance(self._process, RemoteProcess):
+            return self._process.gpu_bytes(first, self._settings.tensor_parallel)
         import torch
 
-        first = self._settings.gpu
         memory = [torch.cuda.mem_get_info(gpu) for gpu in range(first, first + self._settings.tensor_parallel)]
         return sum(total - free for free, total in memory)
 
@@ -208,24 +218,21 @@ def sleeping_parts(sleep: str) -> tuple[Sleeping, ...]:
 
 
 def _environment(settings: ServerSettings, taps: Path) -> dict[str, str]:
-    here = str(Path(__file__).parents[2])
-    path = os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH", ""))))
+    """What the plug-in and SGLang are told, beside what is in the environment that it is started in."""
     own = {
         "ORBIT_SGLANG": "1",
         "ORBIT_SGLANG_OFT_BLOCK_SIZE": str(settings.oft_block_size),
         "ORBIT_SGLANG_EXPERTS": settings.experts,
         "ORBIT_SGLANG_TAPS": str(taps),
-        "ORBIT_SGLANG_PARENT": str(os.getpid()),
         "SGLANG_PLUGINS": "orbit",
     }
     if settings.device == "cpu" and settings.tensor_parallel > 1:
         # Else it wants a NUMA node for each process. Without its own kernels for CPUs it binds none in any case.
         every_core = f"0-{(os.cpu_count() or 1) - 1}"
         own |= {"SGLANG_CPU_OMP_THREADS_BIND": "|".join([every_core] * settings.tensor_parallel)}
-    environment = {**os.environ, **own, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
-    if settings.device == "cpu":
-        wait_asleep(environment)
-    return environment
+    if settings.device == "cpu" and VARIABLE not in os.environ:
+        wait_asleep(own)
+    return own
 
 
 def lora_targets(modules: Collection[str]) -> tuple[str, ...]:

@@ -19,9 +19,6 @@ OFT_VARIABLE = "ORBIT_SGLANG_OFT_BLOCK_SIZE"
 EXPERTS_VARIABLE = "ORBIT_SGLANG_EXPERTS"
 """How the adapters of routed experts are laid out, `None` without such; where it is not set, SGLang is left alone."""
 
-PARENT_VARIABLE = "ORBIT_SGLANG_PARENT"
-"""Process that a server ends with."""
-
 
 def activate() -> None:
     """Registers the hooks with SGLang; safe to call twice."""

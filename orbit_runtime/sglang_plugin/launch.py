@@ -13,7 +13,8 @@ import sys
 import threading
 import time
 
-from orbit_runtime.sglang_plugin import PARENT_VARIABLE, VARIABLE, activate, cpu
+from orbit_runtime.sglang_plugin import VARIABLE, activate, cpu
+from orbit_runtime.workers.sglang_launch import PARENT_VARIABLE
 
 os.environ.update({VARIABLE: "1"})
 if "cpu" in sys.argv:

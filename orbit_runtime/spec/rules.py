@@ -69,6 +69,11 @@ CHECKS: dict[str, tuple[Rule, ...]] = {
             "leave room for a prompt: lower it, or raise model.maxSequenceLength",
             ".rollout.sampling.maxNewTokens",
         ),
+        Rule(
+            "self.placement.layout != 'Split' || self.rollout.engine == 'SGLang'",
+            "write rollout.engine: SGLang, or layout: Colocated",
+            ".placement.layout",
+        ),
     ),
     "spec.model": (_uri_rule(MODEL_SCHEMES),),
     "spec.adapter": (

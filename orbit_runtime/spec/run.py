@@ -109,6 +109,13 @@ class RunSpec(Block):
                 f"{new} leaves no room for a prompt within `spec.model.maxSequenceLength` ({longest})",
                 "lower `maxNewTokens`, or raise `spec.model.maxSequenceLength`",
             )
+        if self.placement.layout == "Split" and self.rollout.engine != "SGLang":
+            yield Contradiction(
+                ("placement", "layout"),
+                (("rollout", "engine"),),
+                f"with `spec.rollout.engine: {self.rollout.engine}` nothing would run on the engine's half of the GPUs",
+                "write `engine: SGLang` in `spec.rollout`, or `layout: Colocated`",
+            )
 
 
 class OrbitRun(Block):

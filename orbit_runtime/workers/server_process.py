@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -20,24 +21,24 @@ TAIL_LINES = 20
 STOP_SECONDS = 20.0
 
 
-class ServerProcess:
-    """One server. Its process group is its own, so that stopping it stops what it started."""
+class WatchedServer(ABC):
+    """A server that was started somewhere, and whose log can be read here."""
 
-    def __init__(self, name: str, command: Sequence[str], *, environment: Mapping[str, str], log: Path) -> None:
+    def __init__(self, name: str, log: Path) -> None:
         self.name = name
         self.log = log
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("ab") as out:
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=dict(environment), start_new_session=True
-            )
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
+    @abstractmethod
     def exit_status(self) -> int | None:
-        return self._process.poll()
+        """None while it lives; negative: the signal that killed it."""
+
+    @abstractmethod
+    def resident_bytes(self) -> int | None:
+        """Of all its processes; None where that is not known."""
+
+    @abstractmethod
+    def stop(self, seconds: float = STOP_SECONDS) -> None:
+        """Asks all its processes to end, then ends them. Safe to call twice."""
 
     def wait_until(self, ready: Callable[[], bool], *, seconds: float) -> None:
         """Raises EngineDiedError (82) with the log's end where the process dies or is not ready in time."""
@@ -56,8 +57,30 @@ class ServerProcess:
 
     def tail(self) -> str:
         """The last lines of the log, for an error's message."""
-        lines = self.log.read_text(errors="replace").splitlines()[-TAIL_LINES:]
+        try:
+            lines = self.log.read_text(errors="replace").splitlines()[-TAIL_LINES:]
+        except OSError as error:
+            return f"its log cannot be read: {error}"
         return "read the end of its log:\n" + "\n".join(lines)
+
+
+class ServerProcess(WatchedServer):
+    """One server. Its process group is its own, so that stopping it stops what it started."""
+
+    def __init__(self, name: str, command: Sequence[str], *, environment: Mapping[str, str], log: Path) -> None:
+        super().__init__(name, log)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as out:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=dict(environment), start_new_session=True
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def exit_status(self) -> int | None:
+        return self._process.poll()
 
     def resident_bytes(self) -> int | None:
         """Of the whole group; None where the system has no /proc."""

@@ -107,8 +107,7 @@ GOOD_BLOCKS: dict[str, tuple[str, ...]] = {
     "placement": (
         "{egress: [], tolerations: [], envFromSecrets: [], nodeSelector: {}, resources: {}, modelCache: {}}",
         "{gpus: 0, modelCache: {sizeLimit: 10Gi}}", "{egress: [{cidr: 10.1.2.3/8}]}", "{nodeSelector: {a: }}",
-        "{layout: Split, gpus: 2}",
-        "{layout: Split, gpus: 4, gpuProduct: NVIDIA-B200, image: 'registry:5000/a/b@sha256:00', "
+        "{gpus: 4, gpuProduct: NVIDIA-B200, image: 'registry:5000/a/b@sha256:00', "
         "resources: {cpu: 64, memory: 1Ti, ephemeralStorage: '1000', sharedMemory: 64Gi}, modelCache: {claimName: c}, "
         "envFromSecrets: [a, b.c], egress: [{cidr: 10.0.0.0/8, ports: [1, 65535]}, {cidr: '::/0'}, {namespace: m}], "
         "nodeSelector: {example.com/pool: b200, plain: ''}, tolerations: [{operator: Exists}, {key: c/d}, "
@@ -197,7 +196,7 @@ BAD_BLOCKS: dict[str, tuple[tuple[str, str], ...]] = {
         ("{credentialsSecretName: a, serviceAccountName: b}", "serviceAccountName"),
     ),
     "placement": (
-        ("{layout: Split, gpus: 3}", "gpus"), ("{layout: Split, gpus: 0}", "gpus"),
+        ("{layout: Split}", "layout"),
         ("{modelCache: {claimName: a, sizeLimit: 1Gi}}", "modelCache.sizeLimit"),
         ("{resources: {memory: 64 GB}}", "resources.memory"), ("{resources: {memory: 64}}", "resources.memory"),
         ("{resources: {cpu: 500m}}", "resources.cpu"), ("{envFromSecrets: [a, b, a]}", "envFromSecrets[2]"),
@@ -272,6 +271,14 @@ OTHERS = (
         "no room for a prompt",
         manifest(model="{uri: a, maxSequenceLength: 64}", rollout="{sampling: {maxNewTokens: 64}}"),
         ("spec.rollout.sampling.maxNewTokens",),
+    ),
+    *(
+        Case(f"halves of {gpus} GPUs", manifest(placement=f"{{layout: Split, gpus: {gpus}}}", rollout=rollout), refused)
+        for gpus, rollout, refused in (
+            (2, "{engine: SGLang}", ()), (8, "{engine: SGLang, replicas: 2}", ()),
+            (3, "{engine: SGLang}", ("spec.placement.gpus",)), (0, "{engine: SGLang}", ("spec.placement.gpus",)),
+            (2, "{engine: Torch}", ("spec.placement.layout",)), (2, "{engine: Auto}", ("spec.placement.layout",)),
+        )
     ),
     Case(
         "a generated name",

@@ -22,8 +22,9 @@ from orbit_runtime.policy import Policy, load_policy
 from orbit_runtime.rollout.attached import Endpoint, Wanted, attach_engine
 from orbit_runtime.rollout.handover import Transport
 from orbit_runtime.rollout.served_engine import ServedEngine
-from orbit_runtime.rollout.sglang_server import PYTHON_VARIABLE, ServerSettings, SGLangServer, lora_targets
+from orbit_runtime.rollout.sglang_server import ServerSettings, SGLangServer, lora_targets
 from orbit_runtime.rollout.starting import start_engine
+from orbit_runtime.workers.sglang_launch import PYTHON_VARIABLE
 from tests.integration.tiny_models import TARGETS
 
 LORA = AdapterConfig(type="LoRA", targets=TARGETS, rank=4, alpha=8.0)

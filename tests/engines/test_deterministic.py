@@ -10,9 +10,10 @@ import pytest
 from orbit_runtime.checkpoints.convert import convert
 from orbit_runtime.checkpoints.target import Target
 from orbit_runtime.model_info.builtin_models import builtin_folder
-from orbit_runtime.rollout.sglang_server import PYTHON_VARIABLE, ServerSettings, SGLangServer, lora_targets
+from orbit_runtime.rollout.sglang_server import ServerSettings, SGLangServer, lora_targets
 from orbit_runtime.rollout.starting import start_engine
 from orbit_runtime.types import Sampling
+from orbit_runtime.workers.sglang_launch import PYTHON_VARIABLE
 from tests.engines.servers import LORA, OFT, load_adder
 from tests.integration.engine_inputs import by_id, random_adapter, requests_for
 

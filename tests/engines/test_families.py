@@ -22,7 +22,6 @@ from orbit_runtime.rollout.handover import SharedMemory
 from orbit_runtime.rollout.served_engine import ServedEngine
 from orbit_runtime.rollout.sglang_experts import check_experts, served_experts
 from orbit_runtime.rollout.sglang_server import (
-    PYTHON_VARIABLE,
     ServerSettings,
     SGLangServer,
     check_served,
@@ -30,6 +29,7 @@ from orbit_runtime.rollout.sglang_server import (
 )
 from orbit_runtime.rollout.starting import start_engine
 from orbit_runtime.types import AdapterFiles, Request, Sampling
+from orbit_runtime.workers.sglang_launch import PYTHON_VARIABLE
 from tests.engines.test_contract import policy_logprobs
 from tests.engines.test_sglang_faults import policy_scores
 from tests.integration.engine_inputs import random_adapter

@@ -28,7 +28,6 @@ from orbit_runtime.adapters.state import ROTATIONS_FILE, expected_applied_digest
 from orbit_runtime.policy import Policy, load_policy
 from orbit_runtime.rollout.sglang_experts import served_experts
 from orbit_runtime.rollout.sglang_server import (
-    PYTHON_VARIABLE,
     ServerSettings,
     check_served,
     lora_targets,
@@ -37,6 +36,7 @@ from orbit_runtime.rollout.sglang_server import (
 from orbit_runtime.sglang_plugin.rotation import parts
 from orbit_runtime.types import AdapterFiles
 from orbit_runtime.workers.server_process import free_port
+from orbit_runtime.workers.sglang_launch import PYTHON_VARIABLE
 from tests.integration.engine_inputs import random_adapter
 from tests.integration.tiny_families import make_family
 from tests.models.family_matrix import tokens_of

@@ -19,10 +19,11 @@ from orbit_runtime.checkpoints.target import Target
 from orbit_runtime.model_info.builtin_models import builtin_folder
 from orbit_runtime.rollout import replica, sglang_api
 from orbit_runtime.rollout.served_engine import ServedEngine
-from orbit_runtime.rollout.sglang_server import PYTHON_VARIABLE, ServerSettings, server_arguments
+from orbit_runtime.rollout.sglang_server import ServerSettings, server_arguments
 from orbit_runtime.rollout.wire import is_serving
 from orbit_runtime.types import Sampling
 from orbit_runtime.workers.server_process import ServerProcess
+from orbit_runtime.workers.sglang_launch import PYTHON_VARIABLE
 from tests.engines.servers import Adder, attach
 from tests.engines.test_contract import policy_logprobs
 from tests.integration.engine_inputs import by_id, random_adapter, requests_for

@@ -15,9 +15,10 @@ from orbit_runtime.checkpoints.convert import convert
 from orbit_runtime.checkpoints.target import Target
 from orbit_runtime.model_info.builtin_models import builtin_folder
 from orbit_runtime.parity.liveness import Limits, prove
-from orbit_runtime.rollout.sglang_server import PYTHON_VARIABLE, ServerSettings, server_arguments
+from orbit_runtime.rollout.sglang_server import ServerSettings, server_arguments
 from orbit_runtime.rollout.wire import is_serving
 from orbit_runtime.workers.server_process import ServerProcess, free_port
+from orbit_runtime.workers.sglang_launch import PYTHON_VARIABLE
 from tests.engines.servers import Adder, attach
 from tests.engines.test_sglang_faults import canary, policy_scores
 from tests.integration.engine_inputs import random_adapter

@@ -22,6 +22,7 @@ from orbit_operator.manifests.source import Object, RunSource
 from orbit_operator.settings import Settings
 from orbit_runtime.spec import OrbitRun
 from orbit_runtime.spec.quantities import halve, read_quantity
+from orbit_runtime.workers.sglang_launch import AGENT_VARIABLE
 
 GOLDEN = Path(__file__).parent / "golden"
 SETTINGS = Settings(namespace="orbit-system", scrape_namespaces=("monitoring",), runtime_image="orbit-runtime:1")
@@ -41,6 +42,7 @@ LARGE: dict[str, Any] = {
         "rewards": [{"name": "mine", "entrypoint": "rewards:score"}],
     },
     "storage": {"uri": "s3://runs/team", "serviceAccountName": "orbit-runs"},
+    "rollout": {"engine": "SGLang"},
     "placement": {
         "layout": "Split",
         "gpuProduct": "NVIDIA-B200",
@@ -122,6 +124,11 @@ def test_a_split_pod_shares_everything_by_halves() -> None:
     pod = build_job(source(LARGE), 1, (), SETTINGS)["spec"]["template"]["spec"]
     (engine,), (run,) = pod["initContainers"], pod["containers"]
     assert engine["restartPolicy"] == "Always"
+    port = engine["args"][engine["args"].index("--port") + 1]
+    assert {"name": AGENT_VARIABLE, "value": f"http://127.0.0.1:{port}"} in run["env"]
+    assert (engine["command"], engine["args"][0]) == (["orbit"], "agent")
+    shared = {"/tmp", "/dev/shm", "/var/cache/orbit", "/var/lib/orbit"}
+    assert shared <= {each["mountPath"] for each in engine["volumeMounts"]}
     for container in (engine, run):
         limits = container["resources"]["limits"]
         assert (limits["nvidia.com/gpu"], limits["cpu"], limits["memory"]) == ("4", "32500m", "512Gi")
@@ -145,7 +152,7 @@ def test_a_split_pod_shares_everything_by_halves() -> None:
 def test_cores_that_are_named_are_a_limit_too_and_others_a_share_for_each_gpu(
     placement: Object, settings: dict[str, Any], requested: str | None, limit: str | None
 ) -> None:
-    run = source({**SMALL, "placement": placement})
+    run = source({**SMALL, "placement": placement, "rollout": {"engine": "SGLang"}})
     pod = build_job(run, 1, (), replace(SETTINGS, **settings))["spec"]["template"]["spec"]
     for container in [*pod["containers"], *pod.get("initContainers", [])]:
         resources = container["resources"]

@@ -117,18 +117,19 @@ def container_security() -> Object:
 
 
 def _engine(run: Object, settings: Settings) -> Object:
-    """The engine as a native sidecar: it starts before the run's container and ends after it."""
+    """The engine as a native sidecar: it starts before the run's container and ends after it.
+
+    Its agent starts servers when the run asks for them, and listens to this pod alone. What both containers see
+    (models, adapters, logs) stands in the volumes that they share.
+    """
     return {
         **{name: run[name] for name in ("imagePullPolicy", "workingDir", "envFrom", "resources", "volumeMounts",
                                         "securityContext", "terminationMessagePolicy", "command")},
         "name": ENGINE_CONTAINER,
         "image": settings.engine_image or run["image"],
-        "args": ["inference", f"{MANIFEST_FOLDER}/{MANIFEST_FILE}", "--port", str(ENGINE_PORT)],
+        "args": ["agent", "--port", str(ENGINE_PORT)],
         "env": [each for each in run["env"] if each["name"] in ("ORBIT_CACHE", "HOME")],
         "restartPolicy": "Always",
-        "startupProbe": {
-            "tcpSocket": {"port": ENGINE_PORT}, "periodSeconds": 5, "failureThreshold": 720,
-        },
     }  # fmt: skip
 
 

@@ -130,10 +130,12 @@ def test_host_memory_and_disk_that_the_manifest_limits_are_checked() -> None:
 
 
 def test_halves_of_a_node_hold_one_side_each() -> None:
-    made = planned(Machine(H100, 8), placement={"layout": "Split"})
+    made = planned(Machine(H100, 8), placement={"layout": "Split"}, rollout={"engine": "SGLang"})
     assert made.layout.num_gpus == 4
     assert "optimizer" not in made.phases["rollout"]
     assert "KV cache" not in made.phases["train"]
+    of_two = planned(Machine(H100, 2), placement={"layout": "Split", "gpus": 2}, rollout={"engine": "SGLang"})
+    assert (made.trainer, of_two.trainer) == ("Megatron", "Torch"), "by the trainer's own half"
 
 
 def test_a_precision_that_the_checkpoint_has_not_is_refused() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from orbit_runtime.rollout.sglang_server import ServerSettings, _environment
+from orbit_runtime.workers.sglang_launch import launch_environment
 from orbit_runtime.workers.waiting import VARIABLE, wait_asleep
 
 SETTINGS = ServerSettings(
@@ -24,7 +25,7 @@ def test_what_the_user_set_stands(monkeypatch: pytest.MonkeyPatch) -> None:
     wait_asleep(environment)
     assert environment == {VARIABLE: "ACTIVE"}
     monkeypatch.setenv(VARIABLE, "ACTIVE")
-    assert _environment(SETTINGS, Path("taps"))[VARIABLE] == "ACTIVE"
+    assert launch_environment(_environment(SETTINGS, Path("taps")))[VARIABLE] == "ACTIVE"
 
 
 def test_a_server_on_a_cpu_waits_asleep_and_one_on_a_gpu_as_it_likes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,102 @@
+"""A server in another container of the pod, started by the agent there: the same as a process of our own.
+
+Belongs here: asking the agent (`server_agent`), and what it means that it does not answer. Does not belong here: what
+is asked of the server itself (`rollout`).
+
+An agent that is away was ended with all its servers, most often because one of them used too much memory, and is
+started anew by the kubelet. So its servers count as dead, and a start waits for it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+
+from orbit_runtime import __version__
+from orbit_runtime.errors import EngineDiedError, UnsupportedError
+from orbit_runtime.workers.server_process import STOP_SECONDS, WatchedServer
+
+AGENT_SECONDS = 330.0
+"""A container that ended again and again is started after a pause, of five minutes at most."""
+GONE = 255
+"""Exit status of a server whose agent is gone, or no longer knows it."""
+ASK_SECONDS = 10.0
+
+
+class RemoteProcess(WatchedServer):
+    """One server. Its log is in a folder that both containers see."""
+
+    def __init__(
+        self,
+        agent: str,
+        name: str,
+        arguments: Sequence[str],
+        *,
+        environment: Mapping[str, str],
+        log: Path,
+        patience: float = AGENT_SECONDS,
+    ) -> None:
+        """Waits for the agent and has it start the server.
+
+        Raises:
+            EngineDiedError: the agent does not answer within `patience` seconds, or cannot start it.
+            UnsupportedError: the engine's image has another version of Orbit.
+        """
+        super().__init__(name, log)
+        # Servers of one run have logs of their own; a name lasts as long as its place.
+        self._path = f"/servers/{quote(log.parent.name, safe='')}"
+        self._agent = agent
+        self._http = httpx.Client(base_url=agent, timeout=ASK_SECONDS, trust_env=False)
+        self._find_agent(patience)
+        order = {"arguments": list(arguments), "environment": dict(environment), "log": str(log)}
+        answer = self._ask("PUT", self._path, json=order, timeout=2 * STOP_SECONDS + ASK_SECONDS)
+        if answer is None or answer.status_code != 200:
+            why = "it does not answer any more" if answer is None else answer.text[:500]
+            raise EngineDiedError(f"the agent at {agent} did not start {name}: {why}", fix=_FIX)
+
+    def exit_status(self) -> int | None:
+        answer = self._ask("GET", self._path)
+        return GONE if answer is None or answer.status_code != 200 else answer.json()["exit_status"]
+
+    def resident_bytes(self) -> int | None:
+        return self._bytes(self._path + "/memory")
+
+    def gpu_bytes(self, first: int, count: int) -> int | None:
+        """In use on these GPUs of the engine's container; None where that is not known. Not run on hardware."""
+        return self._bytes("/gpus/memory", params={"first": first, "count": count}, timeout=30.0)
+
+    def stop(self, seconds: float = STOP_SECONDS) -> None:
+        """Safe to call twice. With an agent that is away there is nothing left to stop."""
+        self._ask("DELETE", self._path, timeout=2 * seconds + ASK_SECONDS)
+
+    def _bytes(self, path: str, **options: Any) -> int | None:
+        answer = self._ask("GET", path, **options)
+        return None if answer is None or answer.status_code != 200 else answer.json()["bytes"]
+
+    def _find_agent(self, patience: float) -> None:
+        until = time.monotonic() + patience
+        while (answer := self._ask("GET", "/version")) is None or answer.status_code != 200:
+            if time.monotonic() > until:
+                raise EngineDiedError(f"no agent answers at {self._agent} for {patience:.0f} s", fix=_FIX)
+            time.sleep(0.5)
+        found = answer.json()["version"]
+        if found != __version__:
+            raise UnsupportedError(
+                f"the engine's image has Orbit {found}, the run's has {__version__}",
+                where="spec.placement",
+                fix="use images of the same version",
+            )
+
+    def _ask(self, verb: str, path: str, **options: Any) -> httpx.Response | None:
+        with suppress(httpx.TransportError):
+            return self._http.request(verb, path, **options)
+        return None
+
+
+_FIX = "read the log of the pod's container `engine`"

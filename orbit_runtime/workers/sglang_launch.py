@@ -1,0 +1,32 @@
+"""How an SGLang server with Orbit's plug-in is started: interpreter, module, environment.
+
+Belongs here: what holds wherever it is started, here or by the agent of another container. Does not belong here: which
+arguments follow from a run (`rollout.sglang_server`).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+PYTHON_VARIABLE = "ORBIT_SGLANG_PYTHON"
+"""Interpreter of the environment that SGLang is installed in; this process's own unless set."""
+PARENT_VARIABLE = "ORBIT_SGLANG_PARENT"
+"""Process that a server ends with."""
+AGENT_VARIABLE = "ORBIT_ENGINE_URL"
+"""Where the agent of the engine's container listens (`server_agent`). Unset, servers are processes of ours."""
+MODULE = "orbit_runtime.sglang_plugin.launch"
+
+
+def launch_command(arguments: Sequence[str]) -> list[str]:
+    return [os.environ.get(PYTHON_VARIABLE) or sys.executable, "-m", MODULE, *arguments]
+
+
+def launch_environment(own: Mapping[str, str]) -> dict[str, str]:
+    """This process's, and what is the server's own. It ends with this process."""
+    here = str(Path(__file__).parents[2])
+    path = os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH", ""))))
+    fixed = {PARENT_VARIABLE: str(os.getpid()), "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
+    return {**os.environ, **own, **fixed}
