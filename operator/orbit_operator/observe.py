@@ -8,17 +8,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import orjson
 from pydantic import ValidationError
 
-from orbit_operator.api import EVENTS, JOBS, NODES, PODS, RUNS, WORKLOADS, Api, ApiError, Body, Kind
+from orbit_operator.api import EVENTS, JOBS, NODES, PODS, RUNS, Api, ApiError, Body, Kind
 from orbit_operator.attempts import newest_pod
 from orbit_operator.cache import Cache, Child, Key
-from orbit_operator.facts import JobFacts, NodeFacts, Observed, PodFacts, Progress, QueueFacts, RunFacts, Stored
+from orbit_operator.facts import JobFacts, NodeFacts, Observed, PodFacts, Progress, RunFacts, Stored
+from orbit_operator.kueue import Kueue
 from orbit_operator.manifests.config_map import LARGEST_MANIFEST, MANIFEST_FILE, build_config_map
 from orbit_operator.manifests.source import RUN_NAME, RunSource, cleanup_name
 from orbit_operator.plan_check import UNREAD, check_plan
@@ -52,6 +52,7 @@ class Observer:
     def __init__(self, api: Api, cache: Cache) -> None:
         self._api = api
         self._cache = cache
+        self._kueue = Kueue(api)
         self.progress: dict[Key, Progress] = {}
         self._nodes: dict[str, tuple[float, NodeFacts | None]] = {}
         self._judged: dict[Key, tuple[str, int, Judgement]] = {}
@@ -107,7 +108,7 @@ class Observer:
         )
         live = [job for job in attempts if job.finished is None]
         if live and live[-1].is_suspended and run.lifecycle.queue_name:
-            observed = replace(observed, queue=await self._queue(run.namespace, live[-1]))
+            observed = replace(observed, queue=await self._kueue.ask(run.namespace, live[-1].uid))
         return replace(observed, warning=await self._warning(run.namespace, live, own_pods, now))
 
     def _newest_word(self, run: RunFacts, pods: Sequence[PodFacts], stored: Stored) -> Progress | None:
@@ -141,14 +142,6 @@ class Observer:
                 return None
             raise
         return NodeFacts(name, exists=False, is_ready=False) if body is None else read_node(body)
-
-    async def _queue(self, namespace: str, job: JobFacts) -> QueueFacts | None:
-        """Kueue's newest word on a Job that it holds; `None` without Kueue, or without the right to read it."""
-        selector = f"kueue.x-k8s.io/job-uid={job.uid}"
-        with contextlib.suppress(ApiError):
-            async for item in self._api.list(WORKLOADS, namespace, {"labelSelector": selector}):
-                return read_queue(item)
-        return None
 
     async def _warning(self, namespace: str, jobs: list[JobFacts], pods: tuple[PodFacts, ...], now: float) -> str:
         """Why a pod is not made, or a container not created, in the words of whoever could not."""
@@ -217,17 +210,6 @@ def newest_word(run: str, pods: Sequence[PodFacts], stored: Stored, heard: Progr
         return heard
     at = pod.end.finished if pod.end.finished is not None else pod.created
     return read_progress(read_termination(pod.end.message), run, pod.uid, at) or heard
-
-
-def read_queue(workload: Mapping[str, Any]) -> QueueFacts:
-    """The condition of a Workload that says most: why it was evicted, or why it waits."""
-    conditions = {each["type"]: each for each in (workload.get("status") or {}).get("conditions") or ()}
-    admitted = conditions.get("Admitted", {}).get("status") == "True"
-    for kind in ("Evicted", "QuotaReserved", "Admitted"):
-        found = conditions.get(kind)
-        if found and found.get("status") == ("True" if kind == "Evicted" else "False"):
-            return QueueFacts(str(found.get("reason") or kind), str(found.get("message") or "")[:900], admitted)
-    return QueueFacts("QueuedByKueue", "waiting for the queue", admitted)
 
 
 def judge_manifest(body: Body) -> Judgement:

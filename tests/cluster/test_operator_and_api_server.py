@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 from cluster.bed.control_plane import ControlPlane
-from cluster.by_hand import RUNS, Object, Server, connect, open_team, wait_for
+from cluster.by_hand import RUNS, Server, connect, open_team, wait_for
 from cluster.operator_process import run_operator
 from cluster.wire import open_wire
 
@@ -141,26 +141,40 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-WORKLOADS_CRD: Object = {
-    "apiVersion": "apiextensions.k8s.io/v1", "kind": "CustomResourceDefinition",
-    "metadata": {"name": "workloads.kueue.x-k8s.io",
-                 # The API server wants to know who approved of a name in this group: Kueue's own manifest says so too.
-                 "annotations": {"api-approved.kubernetes.io": "https://github.com/kubernetes-sigs/kueue/pull/1"}},
-    "spec": {
-        "group": "kueue.x-k8s.io", "scope": "Namespaced",
-        "names": {"kind": "Workload", "plural": "workloads", "singular": "workload", "listKind": "WorkloadList"},
-        "versions": [{"name": "v1beta1", "served": True, "storage": True,
-                      "schema": {"openAPIV3Schema": {"type": "object", "x-kubernetes-preserve-unknown-fields": True}}}],
-    },
-}  # fmt: skip
+WORKLOADS = "workloads.kueue.x-k8s.io"
+
+
+def serve_workloads(server: Server, version: str) -> str:
+    """Kueue's CRD, which has two versions, serves this one alone; returns the path of its API."""
+    schema = {"openAPIV3Schema": {"type": "object", "x-kubernetes-preserve-unknown-fields": True}}
+    versions = [
+        {"name": each, "served": each == version, "storage": each == "v1beta2", "schema": schema}
+        for each in ("v1beta1", "v1beta2")
+    ]
+    # The API server wants to know who approved of a name in this group: Kueue's own manifest says so too.
+    approved = {"api-approved.kubernetes.io": "https://github.com/kubernetes-sigs/kueue/pull/1"}
+    crd = {
+        "apiVersion": "apiextensions.k8s.io/v1", "kind": "CustomResourceDefinition",
+        "metadata": {"name": WORKLOADS, "annotations": approved},
+        "spec": {
+            "group": "kueue.x-k8s.io", "scope": "Namespaced", "versions": versions,
+            "names": {"kind": "Workload", "plural": "workloads", "singular": "workload", "listKind": "WorkloadList"},
+        },
+    }  # fmt: skip
+    server.apply(CRD.replace("orbitruns.orbitrl.dev", WORKLOADS), crd)
+    other = "v1beta1" if version == "v1beta2" else "v1beta2"
+    path = "/apis/kueue.x-k8s.io/{}/workloads"
+    wait_for(lambda: server.get(path.format(version)), f"Workloads of {version} are served")
+    wait_for(lambda: server.get(path.format(other)) is None, f"those of {other} are not")
+    return f"/apis/kueue.x-k8s.io/{version}"
 
 
 def test_what_kueue_says_of_a_run_stands_in_its_condition(server: Server, tmp_path: Path) -> None:
-    """Its controller is played here: what it writes into the Workload and the Job is what its documentation says."""
-    crd = CRD.replace("orbitruns.orbitrl.dev", WORKLOADS_CRD["metadata"]["name"])
-    server.apply(crd, WORKLOADS_CRD)
-    workloads = "/apis/kueue.x-k8s.io/v1beta1"
-    wait_for(lambda: server.get(f"{workloads}/workloads"), "Workloads are served")
+    """Its controller is played here: what it writes into the Workload and the Job is what its documentation says.
+
+    While the run trains, Kueue is upgraded from a version that serves v1beta1 to one that serves v1beta2 alone.
+    """
+    workloads = serve_workloads(server, "v1beta1")
     with (
         open_team(server, "kueue") as team,
         run_operator(team, tmp_path / "operator.log", ORBIT_OPERATOR_RESYNC_SECONDS="1"),
@@ -176,7 +190,7 @@ def test_what_kueue_says_of_a_run_stands_in_its_condition(server: Server, tmp_pa
             assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team-queue"
             said = {"type": kind, "status": status, "reason": reason, "message": message}
             head = {"name": f"job-{name}", "labels": {"kueue.x-k8s.io/job-uid": job["metadata"]["uid"]}}
-            body = {"apiVersion": "kueue.x-k8s.io/v1beta1", "kind": "Workload", "metadata": head}
+            body = {"apiVersion": workloads.removeprefix("/apis/"), "kind": "Workload", "metadata": head}
             path = f"{workloads}/namespaces/{team.namespace}/workloads/job-{name}"
             server.apply(path, {**body, "status": {"conditions": [said]}})
             server.merge(team.path("jobs", name), {"spec": {"suspend": suspend}})
@@ -196,6 +210,7 @@ def test_what_kueue_says_of_a_run_stands_in_its_condition(server: Server, tmp_pa
         (pod,) = team.pods()
         wait_for(lambda: (found := team.pods()) and found[0]["status"]["phase"] == "Running", f"{pod} runs", 20)
 
+        workloads = serve_workloads(server, "v1beta2")
         preempted = "Preempted to accommodate a workload of higher priority"
         say(1, "Evicted", "True", "Preempted", preempted, suspend=True)
         wait_for(lambda: not team.pods(), "the pod ends", 30)
