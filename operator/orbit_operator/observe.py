@@ -20,7 +20,7 @@ from orbit_operator.cache import Cache, Child, Key
 from orbit_operator.facts import JobFacts, NodeFacts, Observed, PodFacts, Progress, RunFacts, Stored
 from orbit_operator.kueue import Kueue
 from orbit_operator.manifests.config_map import LARGEST_MANIFEST, MANIFEST_FILE, build_config_map
-from orbit_operator.manifests.source import RUN_NAME, RunSource, cleanup_name
+from orbit_operator.manifests.source import RUN_NAME, RunSource, cleanup_name, run_folder
 from orbit_operator.plan_check import UNREAD, check_plan
 from orbit_operator.policies.failure import read_termination
 from orbit_operator.policies.patience import PATIENCE_SECONDS
@@ -105,6 +105,7 @@ class Observer:
             is_new=not self._cache.had_children(run.uid),
             former_pods=sum(each.run_uid != run.uid and not each.facts.is_terminal for each in pods),
             cleanup="" if cleanup is None else cleanup.finished or "Running",
+            cleanup_failure="" if cleanup is None else why_failed(cleanup, (each.facts for each in pods)),
         )
         live = [job for job in attempts if job.finished is None]
         if live and live[-1].is_suspended and run.lifecycle.queue_name:
@@ -168,7 +169,7 @@ class Observer:
     def _run(self, body: Body) -> RunFacts:
         metadata, spec = body["metadata"], body.get("spec") or {}
         generation, judged = int(metadata.get("generation") or 0), self._judge(body)
-        placement = spec.get("placement") or {}
+        placement, storage = spec.get("placement") or {}, spec.get("storage") or {}
         return RunFacts(
             namespace=metadata["namespace"],
             name=metadata["name"],
@@ -182,7 +183,8 @@ class Observer:
             gpus=int(placement.get("gpus", Placement().gpus)),
             total_steps=(spec.get("training") or {}).get("steps"),
             checkpoint_every=int((spec.get("checkpoint") or {}).get("everySteps") or 1),
-            deletes_artifacts=(spec.get("storage") or {}).get("deletionPolicy") == "Delete",
+            deletes_artifacts=storage.get("deletionPolicy") == "Delete",
+            artifacts=run_folder(storage.get("uri"), metadata["name"]),
             invalid=judged.invalid,
             plan=judged.plan,
         )
@@ -196,6 +198,15 @@ class Observer:
         if known is None or known[:2] != (uid, generation):
             known = self._judged[key] = (uid, generation, judge_manifest(body))
         return known[2]
+
+
+def why_failed(job: JobFacts, pods: Iterable[PodFacts]) -> str:
+    """The last words of its newest pod, else its controller's reason; empty while it has not failed."""
+    if job.finished != "Failed":
+        return ""
+    pod = newest_pod([each for each in pods if each.job_uid == job.uid and each.end is not None])
+    words = "" if pod is None or pod.end is None else " ".join(pod.end.message.split())
+    return words or job.failure
 
 
 def newest_word(run: str, pods: Sequence[PodFacts], stored: Stored, heard: Progress | None) -> Progress | None:

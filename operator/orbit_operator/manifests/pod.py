@@ -40,7 +40,7 @@ def build_pod_template(source: RunSource, attempt: int, avoid_nodes: Sequence[st
         "securityContext": pod_security(),
         "containers": [run],
         "volumes": [*_volumes(source), *extra_volumes],
-        "tolerations": _tolerations(placement, settings),
+        "tolerations": build_tolerations(placement, settings),
     }
     if placement.layout == "Split":
         pod["initContainers"] = [_engine(run, settings)]
@@ -173,7 +173,8 @@ def _volumes(source: RunSource) -> list[Object]:
     ]
 
 
-def _tolerations(placement: Placement, settings: Settings) -> list[Object]:
+def build_tolerations(placement: Placement, settings: Settings) -> list[Object]:
+    """Of an attempt, and of what is made for the same nodes."""
     seconds = int(settings.node_lost_seconds)
     away = [
         {"key": f"node.kubernetes.io/{key}", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": seconds}
