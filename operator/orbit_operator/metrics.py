@@ -79,7 +79,9 @@ class Metrics:
         )
         self.leader = Gauge(OPERATOR + "lease_held", "1 while this operator holds the Lease.", registry=registry)
         self.current = Gauge(OPERATOR + "watch_current", "0 while watching lags behind.", registry=registry)
-        self.crd = Gauge(OPERATOR + "crd_outdated", "1 where the served CRD lacks fields.", registry=registry)
+        self.crd = Gauge(
+            OPERATOR + "crd_outdated", "1 where the served CRD lacks something or differs.", registry=registry
+        )
 
     def count_request(self, verb: str, resource: str, status: int, _seconds: float) -> None:
         self.requests.labels(verb, resource, str(status)).inc()

@@ -18,7 +18,8 @@ from cluster.by_hand import RUNS, Server, connect, open_team, wait_for
 from cluster.operator_process import run_operator
 from cluster.wire import open_wire
 
-from orbit_runtime.spec.crd import build_crd
+from orbit_operator.crd_check import find_differences, find_served, missing_fields
+from orbit_runtime.spec.crd import build_crd, build_schema
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 CRD = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions/orbitruns.orbitrl.dev"
@@ -103,11 +104,15 @@ def _answers(server: Server) -> bool:
 
 
 def test_with_a_crd_that_is_older_runs_go_on_and_everybody_is_told(server: Server, tmp_path: Path) -> None:
-    """It lacks a field of the spec and two of the status, one of them in a list."""
+    """It lacks a field of the spec and two of the status, one of them in a list; a bound, a value and a rule differ."""
     older = build_crd()
     schema = older["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]
     del schema["spec"]["properties"]["storage"]["properties"]["deletionPolicy"]
     del schema["spec"]["properties"]["storage"]["default"]["deletionPolicy"]
+    placement = schema["spec"]["properties"]["placement"]["properties"]
+    placement["gpus"]["maximum"] = 8
+    placement["layout"]["enum"].remove("Split")
+    placement["tolerations"]["items"]["x-kubernetes-validations"].pop()
     del schema["status"]["properties"]["whoActs"]
     del schema["status"]["properties"]["attempts"]["items"]["properties"]["ending"]["properties"]["whoActs"]
     health, metrics = _free_port(), _free_port()
@@ -125,14 +130,29 @@ def test_with_a_crd_that_is_older_runs_go_on_and_everybody_is_told(server: Serve
             assert "whoActs" not in status
             ready = httpx.get(f"http://127.0.0.1:{health}/readyz", trust_env=False)
             assert ready.status_code == 200
-            assert "spec.storage.deletionPolicy" in ready.json()["note"]
-            assert "apply crds/" in ready.json()["note"]
+            assert ready.json()["note"] == (
+                "the installed CRD is older than the operator: it lacks spec.storage.deletionPolicy, it lacks "
+                "status.whoActs, it lacks status.attempts[].ending.whoActs, it knows no Split for "
+                "spec.placement.layout, it has another maximum for spec.placement.gpus …; apply crds/ of this version"
+            )
             told = httpx.get(f"http://127.0.0.1:{metrics}/metrics", trust_env=False).text
             assert "orbit_operator_crd_outdated 1.0" in told
             assert "the installed CRD is older" in operator.text
     finally:
         server.apply(CRD, build_crd())
         wait_for(lambda: "deletionPolicy" in json.dumps(server.get(CRD)), "this version's CRD")
+
+
+def test_the_api_server_publishes_the_schema_as_it_was_written(server: Server) -> None:
+    """What the operator compares its own with: in its own CRD it finds no difference."""
+
+    def compare() -> tuple[list[str], list[str]] | None:
+        document = server.get("/openapi/v3/apis/orbitrl.dev/v1alpha1")
+        served = None if document is None else find_served(document)
+        return served and (missing_fields(build_schema(), served), find_differences(build_schema(), served))
+
+    # Another test's CRD may be published for some moments more.
+    wait_for(lambda: compare() == ([], []), "no difference", 20)
 
 
 def _free_port() -> int:
