@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from orbit_operator.manifests.pod import build_container, build_tolerations, container_security, pod_security
+from orbit_operator.manifests.pod import (
+    build_container,
+    build_node_selector,
+    build_pod_metadata,
+    build_tolerations,
+    container_security,
+    pod_security,
+)
 from orbit_operator.manifests.source import Object, RunSource, cleanup_name, labels, metadata, run_folder
 from orbit_operator.settings import Settings
 
@@ -16,7 +23,10 @@ FAILURE_RULES: list[Object] = [
 
 
 def build_cleanup_job(source: RunSource, settings: Settings) -> Object:
-    """It has the run's own rights to the store, and no others, and may stand where the run may: on any GPU or none."""
+    """It has the run's own rights to the store, and no others, and may stand where the run may: on any GPU or none.
+
+    It has no priority class: nothing that trains should make room for it.
+    """
     storage, placement = source.manifest.spec.storage, source.manifest.spec.placement
     run = build_container(source, 0, [], settings)
     container = {
@@ -42,8 +52,8 @@ def build_cleanup_job(source: RunSource, settings: Settings) -> Object:
         "volumes": [{"name": "tmp", "emptyDir": {}}],
         "tolerations": build_tolerations(placement, settings),
     }
-    if placement.node_selector:
-        pod["nodeSelector"] = dict(placement.node_selector)
+    if selector := build_node_selector(placement, settings):
+        pod["nodeSelector"] = selector
     if storage.service_account_name:
         pod["serviceAccountName"] = storage.service_account_name
     if settings.image_pull_secrets:
@@ -56,6 +66,6 @@ def build_cleanup_job(source: RunSource, settings: Settings) -> Object:
             "backoffLimit": 3,
             "activeDeadlineSeconds": DEADLINE_SECONDS,
             "podFailurePolicy": {"rules": FAILURE_RULES},
-            "template": {"metadata": {"labels": labels(source, component=COMPONENT)}, "spec": pod},
+            "template": {"metadata": build_pod_metadata(labels(source, component=COMPONENT), settings), "spec": pod},
         },
     }
