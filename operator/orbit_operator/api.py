@@ -53,7 +53,6 @@ EVENTS = Kind("/api/v1", "events")
 CONFIG_MAPS = Kind("/api/v1", "configmaps")
 NETWORK_POLICIES = Kind("/apis/networking.k8s.io/v1", "networkpolicies")
 LEASES = Kind("/apis/coordination.k8s.io/v1", "leases")
-WORKLOADS = Kind("/apis/kueue.x-k8s.io/v1beta1", "workloads")
 
 
 class ApiError(Exception):

@@ -1,4 +1,4 @@
-"""Is the installed CRD at least as new as this operator? An older one drops fields without a word.
+"""Is the installed CRD the one of this operator, or a newer one? An older one drops fields without a word.
 
 Belongs here: comparing with the schema that the API server publishes. Does not belong here: installing (the chart).
 """
@@ -15,6 +15,15 @@ from orbit_runtime.spec.crd import GROUP, VERSION, build_schema
 
 _log = logging.getLogger("orbit.operator")
 OPENAPI = Kind("/openapi/v3", "openapi")
+RULES = "x-kubernetes-validations"
+KEYWORDS = (
+    "type", "format", "pattern", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "minLength", "maxLength",
+    "minItems", "maxItems", "maxProperties", "nullable", "x-kubernetes-preserve-unknown-fields",
+    "x-kubernetes-list-type", "x-kubernetes-list-map-keys",
+)  # fmt: skip
+"""Compared as they stand: the API server publishes them as they were written. Descriptions say nothing about a run."""
+NAMED = 5
+"""So many differences are listed."""
 
 
 async def wait_for_crd(api: Api, stopping: asyncio.Event) -> None:
@@ -41,11 +50,21 @@ async def find_crd_problem(api: Api) -> tuple[str, tuple[str, ...]] | None:
             return f"the CRD orbitruns.{GROUP} is not installed; apply crds/ or set crds.install in the chart", ()
         return None
     served = find_served(document)
-    missing = () if served is None else tuple(missing_fields(build_schema(), served))
-    if not missing:
+    if served is None:
         return "", ()
-    listed = ", ".join(missing[:5]) + (" …" if len(missing) > 5 else "")
-    return f"the installed CRD is older than the operator and lacks {listed}; apply crds/ of this version", missing
+    own = build_schema()
+    missing = tuple(missing_fields(own, served))
+    return describe_problem(missing, find_differences(own, served)), missing
+
+
+def describe_problem(missing: Sequence[str], differences: Sequence[str]) -> str:
+    """One line, empty where there is nothing to say."""
+    found = [*(f"it lacks {path}" for path in missing), *differences]
+    if not found:
+        return ""
+    listed = ", ".join(found[:NAMED]) + (" …" if len(found) > NAMED else "")
+    word = "older than the operator" if missing else "not the operator's"
+    return f"the installed CRD is {word}: {listed}; apply crds/ of this version"
 
 
 def drop_fields(status: Mapping[str, Any], missing: Iterable[str]) -> dict[str, Any]:
@@ -95,3 +114,72 @@ def _missing(own: Mapping[str, Any], served: Mapping[str, Any], path: str) -> It
             yield from _missing(schema, theirs, here)
             if "items" in schema:
                 yield from _missing(schema["items"], theirs.get("items") or {}, f"{here}[]")
+
+
+type _Pair = tuple[str, Mapping[str, Any], Mapping[str, Any]]
+"""Path, our schema and the served one, of something that both know."""
+
+
+def find_differences(own: Mapping[str, Any], served: Mapping[str, Any]) -> list[str]:
+    """Where the served schema takes or refuses otherwise than ours, in words; fields that it lacks are left out.
+
+    One that has more fields or values than ours is newer, and rules that only it has are its own business then.
+    """
+    blocks = {name: own["properties"][name] for name in ("spec", "status")}
+    pairs = [
+        (path or "the object", ours, theirs)
+        for path, ours, theirs in _pairs({RULES: own.get(RULES), "properties": blocks}, served, "")
+    ]
+    inner = pairs[1:]
+    found = [f"it {what} {path}" for path, ours, theirs in inner for what in _differences(ours, theirs)]
+    if not any(theirs.get(RULES) for _, _, theirs in pairs):
+        return found  # An API server that publishes no rules.
+    is_newer = any(_extra(name, ours, theirs) for _, ours, theirs in inner for name in ("properties", "enum"))
+    for path, ours, theirs in pairs:
+        known, there = _rules(ours), _rules(theirs)
+        if known - there or (there - known and not is_newer):
+            found.append(f"it has other rules for {path}")
+    return found
+
+
+def _differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[str]:
+    for name in KEYWORDS:
+        if ours.get(name) != theirs.get(name):
+            yield f"has another {name} for"
+    if ours.get("enum") and not theirs.get("enum"):
+        yield "takes any value for"
+    elif refused := _extra("enum", theirs, ours):
+        yield f"knows no {' or '.join(sorted(refused))} for"
+    both = {*(ours.get("properties") or ())} & {*(theirs.get("properties") or ())}
+    if both & {*ours.get("required", ())} != both & {*theirs.get("required", ())}:
+        yield "wants other fields of"
+    if not _agree(ours.get("default"), theirs.get("default")):
+        yield "has another default for"
+
+
+def _pairs(ours: Mapping[str, Any], theirs: Mapping[str, Any], path: str) -> Iterator[_Pair]:
+    yield path, ours, theirs
+    for name, schema in (ours.get("properties") or {}).items():
+        there = (theirs.get("properties") or {}).get(name)
+        if there is not None:
+            yield from _pairs(schema, there, f"{path}.{name}" if path else name)
+    for name, suffix in (("items", "[]"), ("additionalProperties", ".*")):
+        schema, there = ours.get(name), theirs.get(name)
+        if isinstance(schema, Mapping) and isinstance(there, Mapping):
+            yield from _pairs(schema, there, path + suffix)
+
+
+def _extra(name: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> set[str]:
+    """Fields or values that only the second one has, where both have any."""
+    return {*(theirs.get(name) or ())} - {*ours[name]} if ours.get(name) else set()
+
+
+def _rules(schema: Mapping[str, Any]) -> set[str]:
+    return {each["rule"] for each in schema.get(RULES) or ()}
+
+
+def _agree(ours: Any, theirs: Any) -> bool:
+    """Defaults of blocks hold those of their fields, and not every version has the same fields."""
+    if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
+        return all(_agree(each, theirs[name]) for name, each in ours.items() if name in theirs)
+    return bool(ours == theirs)

@@ -244,6 +244,8 @@ class RunFacts:
     total_steps: int | None = None
     checkpoint_every: int = 1
     deletes_artifacts: bool = False
+    artifacts: str = ""
+    """Where they are."""
     invalid: str = ""
     """What this operator cannot read in the manifest; empty when it can read it all."""
     plan: tuple[str, str, str] = ("Unknown", "PlannerUnavailable", "")
@@ -272,3 +274,5 @@ class Observed:
     """Live pods of an earlier run of the same name, which is being deleted."""
     cleanup: Literal["", "Running", "Complete", "Failed"] = ""
     """State of the Job that deletes the artifacts."""
+    cleanup_failure: str = ""
+    """Why that Job failed: the last words of its newest pod, or its controller's reason."""

@@ -83,7 +83,9 @@ class Metrics:
             OPERATOR + "namespace_refused", "1 for a watched namespace that the operator may not read.", ["watched"],
             registry=registry,
         )  # fmt: skip
-        self.crd = Gauge(OPERATOR + "crd_outdated", "1 where the served CRD lacks fields.", registry=registry)
+        self.crd = Gauge(
+            OPERATOR + "crd_outdated", "1 where the served CRD lacks something or differs.", registry=registry
+        )
 
     def count_request(self, verb: str, resource: str, status: int, _seconds: float) -> None:
         self.requests.labels(verb, resource, str(status)).inc()

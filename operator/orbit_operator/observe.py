@@ -8,19 +8,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import orjson
 from pydantic import ValidationError
 
-from orbit_operator.api import EVENTS, JOBS, NODES, PODS, RUNS, WORKLOADS, Api, ApiError, Body, Kind
+from orbit_operator.api import EVENTS, JOBS, NODES, PODS, RUNS, Api, ApiError, Body, Kind
 from orbit_operator.attempts import newest_pod
 from orbit_operator.cache import Cache, Child, Key
-from orbit_operator.facts import JobFacts, NodeFacts, Observed, PodFacts, Progress, QueueFacts, RunFacts, Stored
+from orbit_operator.facts import JobFacts, NodeFacts, Observed, PodFacts, Progress, RunFacts, Stored
+from orbit_operator.kueue import Kueue
 from orbit_operator.manifests.config_map import LARGEST_MANIFEST, MANIFEST_FILE, build_config_map
-from orbit_operator.manifests.source import RUN_NAME, RunSource, cleanup_name
+from orbit_operator.manifests.source import RUN_NAME, RunSource, cleanup_name, run_folder
 from orbit_operator.plan_check import UNREAD, check_plan
 from orbit_operator.policies.failure import read_termination
 from orbit_operator.policies.patience import PATIENCE_SECONDS
@@ -52,6 +52,7 @@ class Observer:
     def __init__(self, api: Api, cache: Cache) -> None:
         self._api = api
         self._cache = cache
+        self._kueue = Kueue(api)
         self.progress: dict[Key, Progress] = {}
         self._nodes: dict[str, tuple[float, NodeFacts | None]] = {}
         self._judged: dict[Key, tuple[str, int, Judgement]] = {}
@@ -104,10 +105,11 @@ class Observer:
             is_new=not self._cache.had_children(run.uid),
             former_pods=sum(each.run_uid != run.uid and not each.facts.is_terminal for each in pods),
             cleanup="" if cleanup is None else cleanup.finished or "Running",
+            cleanup_failure="" if cleanup is None else why_failed(cleanup, (each.facts for each in pods)),
         )
         live = [job for job in attempts if job.finished is None]
         if live and live[-1].is_suspended and run.lifecycle.queue_name:
-            observed = replace(observed, queue=await self._queue(run.namespace, live[-1]))
+            observed = replace(observed, queue=await self._kueue.ask(run.namespace, live[-1].uid))
         return replace(observed, warning=await self._warning(run.namespace, live, own_pods, now))
 
     def _newest_word(self, run: RunFacts, pods: Sequence[PodFacts], stored: Stored) -> Progress | None:
@@ -142,14 +144,6 @@ class Observer:
             raise
         return NodeFacts(name, exists=False, is_ready=False) if body is None else read_node(body)
 
-    async def _queue(self, namespace: str, job: JobFacts) -> QueueFacts | None:
-        """Kueue's newest word on a Job that it holds; `None` without Kueue, or without the right to read it."""
-        selector = f"kueue.x-k8s.io/job-uid={job.uid}"
-        with contextlib.suppress(ApiError):
-            async for item in self._api.list(WORKLOADS, namespace, {"labelSelector": selector}):
-                return read_queue(item)
-        return None
-
     async def _warning(self, namespace: str, jobs: list[JobFacts], pods: tuple[PodFacts, ...], now: float) -> str:
         """Why a pod is not made, or a container not created, in the words of whoever could not."""
         job = jobs[-1] if jobs else None
@@ -175,7 +169,7 @@ class Observer:
     def _run(self, body: Body) -> RunFacts:
         metadata, spec = body["metadata"], body.get("spec") or {}
         generation, judged = int(metadata.get("generation") or 0), self._judge(body)
-        placement = spec.get("placement") or {}
+        placement, storage = spec.get("placement") or {}, spec.get("storage") or {}
         return RunFacts(
             namespace=metadata["namespace"],
             name=metadata["name"],
@@ -189,7 +183,8 @@ class Observer:
             gpus=int(placement.get("gpus", Placement().gpus)),
             total_steps=(spec.get("training") or {}).get("steps"),
             checkpoint_every=int((spec.get("checkpoint") or {}).get("everySteps") or 1),
-            deletes_artifacts=(spec.get("storage") or {}).get("deletionPolicy") == "Delete",
+            deletes_artifacts=storage.get("deletionPolicy") == "Delete",
+            artifacts=run_folder(storage.get("uri"), metadata["name"]),
             invalid=judged.invalid,
             plan=judged.plan,
         )
@@ -205,6 +200,15 @@ class Observer:
         return known[2]
 
 
+def why_failed(job: JobFacts, pods: Iterable[PodFacts]) -> str:
+    """The last words of its newest pod, else its controller's reason; empty while it has not failed."""
+    if job.finished != "Failed":
+        return ""
+    pod = newest_pod([each for each in pods if each.job_uid == job.uid and each.end is not None])
+    words = "" if pod is None or pod.end is None else " ".join(pod.end.message.split())
+    return words or job.failure
+
+
 def newest_word(run: str, pods: Sequence[PodFacts], stored: Stored, heard: Progress | None) -> Progress | None:
     """What the newest pod said as it ended goes before what was heard of it while it lived.
 
@@ -217,17 +221,6 @@ def newest_word(run: str, pods: Sequence[PodFacts], stored: Stored, heard: Progr
         return heard
     at = pod.end.finished if pod.end.finished is not None else pod.created
     return read_progress(read_termination(pod.end.message), run, pod.uid, at) or heard
-
-
-def read_queue(workload: Mapping[str, Any]) -> QueueFacts:
-    """The condition of a Workload that says most: why it was evicted, or why it waits."""
-    conditions = {each["type"]: each for each in (workload.get("status") or {}).get("conditions") or ()}
-    admitted = conditions.get("Admitted", {}).get("status") == "True"
-    for kind in ("Evicted", "QuotaReserved", "Admitted"):
-        found = conditions.get(kind)
-        if found and found.get("status") == ("True" if kind == "Evicted" else "False"):
-            return QueueFacts(str(found.get("reason") or kind), str(found.get("message") or "")[:900], admitted)
-    return QueueFacts("QueuedByKueue", "waiting for the queue", admitted)
 
 
 def judge_manifest(body: Body) -> Judgement:

@@ -13,6 +13,7 @@ import orjson
 
 from orbit_operator.cache import RawRun
 from orbit_operator.facts import ContainerEnd, JobFacts, Lifecycle, NodeFacts, PodFacts
+from orbit_operator.manifests.cleanup import COMPONENT as CLEANUP
 from orbit_operator.manifests.pod import RUN_CONTAINER
 from orbit_operator.manifests.source import ATTEMPT, RUN_NAME, RUN_UID
 from orbit_operator.timestamps import read_time
@@ -91,7 +92,7 @@ def read_pod(body: Object) -> PodFacts:
     conditions = {each["type"]: each for each in status.get("conditions") or ()}
     scheduled, disruption = conditions.get("PodScheduled", {}), conditions.get("DisruptionTarget", {})
     containers = [*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())]
-    run: Object = next((each for each in containers if each.get("name") == RUN_CONTAINER), {})
+    run: Object = next((each for each in containers if each.get("name") in (RUN_CONTAINER, CLEANUP)), {})
     state = run.get("state") or {}
     begun = state.get("running") or state.get("terminated") or {}
     waiting = next((each for each in map(_waiting, containers) if each.get("reason") not in _NORMAL), {})

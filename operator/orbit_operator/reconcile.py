@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from orbit_operator.actions import Plan, RunEvent, State
 from orbit_operator.api import ApiError, Body
@@ -53,6 +53,11 @@ async def reconcile(key: Key, parts: Parts) -> float | None:
             return None
         run, body, observed = seen
         chosen = plan(run, observed, now, parts.limits, run.plan)
+    if chosen.state is None:
+        # A run that is being deleted: it may be gone with the next action, and then nobody could tell.
+        for event in chosen.events:
+            await parts.recorder.post(run, event)
+        chosen = replace(chosen, events=())
     state, events, refused = await _act(chosen, run, body, observed.stored, parts)
     # Before the status: what it says is known, and whoever comes after a crash does not tell it again.
     for event in events:

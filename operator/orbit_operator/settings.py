@@ -5,19 +5,28 @@ Belongs here: the table, its defaults and its check. Does not belong here: anyth
 
 from __future__ import annotations
 
+import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from types import MappingProxyType
 from typing import Any
 
+from orbit_operator.run_defaults import READERS
 from orbit_runtime.errors import UsageError
+from orbit_runtime.spec.placement import Egress, Toleration
 
 PREFIX = "ORBIT_OPERATOR_"
+PRIORITY_CLASS = re.compile(r"([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?)?")
+NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """One field is one variable: `metrics_port` is `ORBIT_OPERATOR_METRICS_PORT`. Lists are separated by commas."""
+    """One field is one variable: `metrics_port` is `ORBIT_OPERATOR_METRICS_PORT`.
+
+    Lists of texts are separated by commas; what has an inner structure (`run_defaults.READERS`) is JSON.
+    """
 
     namespaces: tuple[str, ...] = ()
     """Namespaces that are watched; empty means all of them, which needs cluster-wide rights."""
@@ -39,6 +48,18 @@ class Settings:
     """Cores that such a run requests for each of its GPUs, without a limit; 0 requests none."""
     run_memory: str = ""
     """Memory of a run whose manifest says nothing, such as `1Ti`; empty asks for none in particular."""
+    run_node_selector: Mapping[str, str] = NOTHING
+    """Labels of nodes that runs may use; a manifest's own value for a key goes before."""
+    run_tolerations: tuple[Toleration, ...] = ()
+    """Taints that every run tolerates, besides those that its manifest names."""
+    run_egress: tuple[Egress, ...] = ()
+    """What every run may connect to, besides what its manifest names."""
+    run_priority_class: str = ""
+    """PriorityClass of the pods that train; empty names none."""
+    run_pod_labels: Mapping[str, str] = NOTHING
+    """Further labels of every pod of a run."""
+    run_pod_annotations: Mapping[str, str] = NOTHING
+    """Annotations of every pod of a run."""
     metrics_port: int = 8080
     """Port of the operator's own `/metrics`; 0 takes any free one."""
     health_port: int = 8081
@@ -95,7 +116,11 @@ def load_settings(environ: Mapping[str, str]) -> Settings:
         ):
             raise UsageError("there is no such setting", where=name, fix=f"one of {', '.join(sorted(known))}")
     given = {
-        field.name: _read(name, environ[name], field.default) for name, field in known.items() if environ.get(name)
+        field.name: READERS[field.name](name, environ[name])
+        if field.name in READERS
+        else _read(name, environ[name], field.default)
+        for name, field in known.items()
+        if environ.get(name)
     }
     settings = Settings(**given)
     _check(settings)
@@ -126,6 +151,12 @@ def _check(settings: Settings) -> None:
             raise UsageError(
                 f"must be at least {bound}", where=PREFIX + name.upper(), fix="correct it in the Deployment"
             )
+    if not PRIORITY_CLASS.fullmatch(settings.run_priority_class):
+        raise UsageError(
+            f"`{settings.run_priority_class}` cannot be the name of a PriorityClass",
+            where=PREFIX + "RUN_PRIORITY_CLASS",
+            fix="correct `runs.priorityClassName` in the chart's values",
+        )
     if settings.log_level not in ("Debug", "Info", "Warning", "Error"):
         raise UsageError(
             f"`{settings.log_level}` is no log level", where=PREFIX + "LOG_LEVEL", fix="Debug, Info, Warning or Error"

@@ -40,6 +40,14 @@ COMBINATIONS: dict[str, Object] = {
             "cpu": 16,
             "cpuRequestPerGPU": 2.5,
             "memory": "1Ti",
+            "nodeSelector": {"pool": "gpu"},
+            "tolerations": [
+                {"key": "dedicated", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 86400000}
+            ],
+            "egress": [{"cidr": "169.254.170.23/32", "ports": [80]}, {"namespace": "minio"}],
+            "priorityClassName": "training",
+            "podLabels": {"azure.workload.identity/use": "true"},
+            "podAnnotations": {"example.com/note": 'a "quoted" <word> \\'},
             "ttlSecondsAfterFinished": 86400,
             "protectFromEviction": True,
         },

@@ -6,6 +6,7 @@ import re
 from dataclasses import fields
 from typing import Any
 
+import pytest
 from chart.programs import ROOT
 from chart.rendering import COMBINATIONS, NAMESPACE, Object, of_kind, pick, render
 from ruamel.yaml import YAML
@@ -14,6 +15,7 @@ from orbit_operator.manifests.job import build_job
 from orbit_operator.manifests.source import RunSource
 from orbit_operator.settings import PREFIX, Settings, load_settings
 from orbit_runtime.spec import OrbitRun
+from orbit_runtime.spec.placement import Egress, Toleration
 
 
 def container(objects: list[Object]) -> Object:
@@ -49,6 +51,14 @@ def test_values_reach_the_operator(helm: str) -> None:
         run_cpu=16,
         run_cpu_per_gpu=2.5,
         run_memory="1Ti",
+        run_node_selector={"pool": "gpu"},
+        run_tolerations=(
+            Toleration(key="dedicated", operator="Exists", effect="NoExecute", toleration_seconds=86400000),
+        ),
+        run_egress=(Egress(cidr="169.254.170.23/32", ports=(80,)), Egress(namespace="minio")),
+        run_priority_class="training",
+        run_pod_labels={"azure.workload.identity/use": "true"},
+        run_pod_annotations={"example.com/note": 'a "quoted" <word> \\'},
         log_level="Debug",
         poll_seconds=1.5,
         resync_seconds=1000000.0,
@@ -61,6 +71,18 @@ def test_defaults_are_the_operators_own(helm: str) -> None:
     settings = load_settings(environment(render(helm, {})))
     chosen = {"namespaces", "namespace", "identity", "runtime_image"}
     assert {field.name for field in fields(Settings) if getattr(settings, field.name) != field.default} == chosen
+
+
+@pytest.mark.parametrize("guide", ["install", "security"])
+def test_values_for_every_run_that_a_guide_shows_are_taken(helm: str, guide: str) -> None:
+    text = (ROOT / f"docs/guides/cluster/{guide}.md").read_text()
+    (values,) = [
+        each for each in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL) if re.search("^runs:", each, re.MULTILINE)
+    ]
+    shown = YAML(typ="safe").load(values)
+    settings = load_settings(environment(render(helm, shown)))
+    assert len(settings.run_egress) == len(shown["runs"]["egress"])
+    assert settings.run_pod_labels == shown["runs"]["podLabels"]
 
 
 def test_the_policies_and_monitors_find_the_pods_that_the_operator_makes(helm: str) -> None:

@@ -201,7 +201,8 @@ class Team:
         self.write(pod, "Failed" if code else "Succeeded", {"terminated": ended}, is_ready=False)
 
     def write(self, pod: Object, phase: str, state: Object, *, is_ready: bool) -> None:
-        container = {"name": "run", "image": "x", "imageID": "", "restartCount": 0, "ready": is_ready, "state": state}
+        name = pod["spec"]["containers"][0]["name"]
+        container = {"name": name, "image": "x", "imageID": "", "restartCount": 0, "ready": is_ready, "state": state}
         ready = {"type": "Ready", "status": str(is_ready), "lastTransitionTime": now()}
         placed = {"type": "PodScheduled", "status": "True", "lastTransitionTime": now()}
         body = {"status": {"phase": phase, "containerStatuses": [container], "conditions": [ready, placed]}}

@@ -13,12 +13,13 @@ from typing import Any
 import httpx
 import pytest
 from cluster.bed.control_plane import ControlPlane
-from cluster.by_hand import RUNS, Object, Server, connect, open_team, wait_for
+from cluster.by_hand import RUNS, Server, connect, open_team, wait_for
 from cluster.operator_process import run_operator
 from cluster.wire import free_port, open_wire
 
+from orbit_operator.crd_check import find_differences, find_served, missing_fields
 from orbit_operator.handlers import SILENT_SECONDS
-from orbit_runtime.spec.crd import build_crd
+from orbit_runtime.spec.crd import build_crd, build_schema
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 CRD = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions/orbitruns.orbitrl.dev"
@@ -124,11 +125,15 @@ def _answers(server: Server) -> bool:
 
 
 def test_with_a_crd_that_is_older_runs_go_on_and_everybody_is_told(server: Server, tmp_path: Path) -> None:
-    """It lacks a field of the spec and two of the status, one of them in a list."""
+    """It lacks a field of the spec and two of the status, one of them in a list; a bound, a value and a rule differ."""
     older = build_crd()
     schema = older["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]
     del schema["spec"]["properties"]["storage"]["properties"]["deletionPolicy"]
     del schema["spec"]["properties"]["storage"]["default"]["deletionPolicy"]
+    placement = schema["spec"]["properties"]["placement"]["properties"]
+    placement["gpus"]["maximum"] = 8
+    placement["layout"]["enum"].remove("Split")
+    placement["tolerations"]["items"]["x-kubernetes-validations"].pop()
     del schema["status"]["properties"]["whoActs"]
     del schema["status"]["properties"]["attempts"]["items"]["properties"]["ending"]["properties"]["whoActs"]
     health, metrics = free_port(), free_port()
@@ -146,8 +151,11 @@ def test_with_a_crd_that_is_older_runs_go_on_and_everybody_is_told(server: Serve
             assert "whoActs" not in status
             ready = httpx.get(f"http://127.0.0.1:{health}/readyz", trust_env=False)
             assert ready.status_code == 200
-            assert "spec.storage.deletionPolicy" in ready.json()["note"]
-            assert "apply crds/" in ready.json()["note"]
+            assert ready.json()["note"] == (
+                "the installed CRD is older than the operator: it lacks spec.storage.deletionPolicy, it lacks "
+                "status.whoActs, it lacks status.attempts[].ending.whoActs, it knows no Split for "
+                "spec.placement.layout, it has another maximum for spec.placement.gpus …; apply crds/ of this version"
+            )
             told = httpx.get(f"http://127.0.0.1:{metrics}/metrics", trust_env=False).text
             assert "orbit_operator_crd_outdated 1.0" in told
             assert "the installed CRD is older" in operator.text
@@ -156,26 +164,52 @@ def test_with_a_crd_that_is_older_runs_go_on_and_everybody_is_told(server: Serve
         wait_for(lambda: "deletionPolicy" in json.dumps(server.get(CRD)), "this version's CRD")
 
 
-WORKLOADS_CRD: Object = {
-    "apiVersion": "apiextensions.k8s.io/v1", "kind": "CustomResourceDefinition",
-    "metadata": {"name": "workloads.kueue.x-k8s.io",
-                 # The API server wants to know who approved of a name in this group: Kueue's own manifest says so too.
-                 "annotations": {"api-approved.kubernetes.io": "https://github.com/kubernetes-sigs/kueue/pull/1"}},
-    "spec": {
-        "group": "kueue.x-k8s.io", "scope": "Namespaced",
-        "names": {"kind": "Workload", "plural": "workloads", "singular": "workload", "listKind": "WorkloadList"},
-        "versions": [{"name": "v1beta1", "served": True, "storage": True,
-                      "schema": {"openAPIV3Schema": {"type": "object", "x-kubernetes-preserve-unknown-fields": True}}}],
-    },
-}  # fmt: skip
+def test_the_api_server_publishes_the_schema_as_it_was_written(server: Server) -> None:
+    """What the operator compares its own with: in its own CRD it finds no difference."""
+
+    def compare() -> tuple[list[str], list[str]] | None:
+        document = server.get("/openapi/v3/apis/orbitrl.dev/v1alpha1")
+        served = None if document is None else find_served(document)
+        return served and (missing_fields(build_schema(), served), find_differences(build_schema(), served))
+
+    # Another test's CRD may be published for some moments more.
+    wait_for(lambda: compare() == ([], []), "no difference", 20)
+
+
+WORKLOADS = "workloads.kueue.x-k8s.io"
+
+
+def serve_workloads(server: Server, version: str) -> str:
+    """Kueue's CRD, which has two versions, serves this one alone; returns the path of its API."""
+    schema = {"openAPIV3Schema": {"type": "object", "x-kubernetes-preserve-unknown-fields": True}}
+    versions = [
+        {"name": each, "served": each == version, "storage": each == "v1beta2", "schema": schema}
+        for each in ("v1beta1", "v1beta2")
+    ]
+    # The API server wants to know who approved of a name in this group: Kueue's own manifest says so too.
+    approved = {"api-approved.kubernetes.io": "https://github.com/kubernetes-sigs/kueue/pull/1"}
+    crd = {
+        "apiVersion": "apiextensions.k8s.io/v1", "kind": "CustomResourceDefinition",
+        "metadata": {"name": WORKLOADS, "annotations": approved},
+        "spec": {
+            "group": "kueue.x-k8s.io", "scope": "Namespaced", "versions": versions,
+            "names": {"kind": "Workload", "plural": "workloads", "singular": "workload", "listKind": "WorkloadList"},
+        },
+    }  # fmt: skip
+    server.apply(CRD.replace("orbitruns.orbitrl.dev", WORKLOADS), crd)
+    other = "v1beta1" if version == "v1beta2" else "v1beta2"
+    path = "/apis/kueue.x-k8s.io/{}/workloads"
+    wait_for(lambda: server.get(path.format(version)), f"Workloads of {version} are served")
+    wait_for(lambda: server.get(path.format(other)) is None, f"those of {other} are not")
+    return f"/apis/kueue.x-k8s.io/{version}"
 
 
 def test_what_kueue_says_of_a_run_stands_in_its_condition(server: Server, tmp_path: Path) -> None:
-    """Its controller is played here: what it writes into the Workload and the Job is what its documentation says."""
-    crd = CRD.replace("orbitruns.orbitrl.dev", WORKLOADS_CRD["metadata"]["name"])
-    server.apply(crd, WORKLOADS_CRD)
-    workloads = "/apis/kueue.x-k8s.io/v1beta1"
-    wait_for(lambda: server.get(f"{workloads}/workloads"), "Workloads are served")
+    """Its controller is played here: what it writes into the Workload and the Job is what its documentation says.
+
+    While the run trains, Kueue is upgraded from a version that serves v1beta1 to one that serves v1beta2 alone.
+    """
+    workloads = serve_workloads(server, "v1beta1")
     with (
         open_team(server, "kueue") as team,
         run_operator(team, tmp_path / "operator.log", ORBIT_OPERATOR_RESYNC_SECONDS="1"),
@@ -191,7 +225,7 @@ def test_what_kueue_says_of_a_run_stands_in_its_condition(server: Server, tmp_pa
             assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team-queue"
             said = {"type": kind, "status": status, "reason": reason, "message": message}
             head = {"name": f"job-{name}", "labels": {"kueue.x-k8s.io/job-uid": job["metadata"]["uid"]}}
-            body = {"apiVersion": "kueue.x-k8s.io/v1beta1", "kind": "Workload", "metadata": head}
+            body = {"apiVersion": workloads.removeprefix("/apis/"), "kind": "Workload", "metadata": head}
             path = f"{workloads}/namespaces/{team.namespace}/workloads/job-{name}"
             server.apply(path, {**body, "status": {"conditions": [said]}})
             server.merge(team.path("jobs", name), {"spec": {"suspend": suspend}})
@@ -211,6 +245,7 @@ def test_what_kueue_says_of_a_run_stands_in_its_condition(server: Server, tmp_pa
         (pod,) = team.pods()
         wait_for(lambda: (found := team.pods()) and found[0]["status"]["phase"] == "Running", f"{pod} runs", 20)
 
+        workloads = serve_workloads(server, "v1beta2")
         preempted = "Preempted to accommodate a workload of higher priority"
         say(1, "Evicted", "True", "Preempted", preempted, suspend=True)
         wait_for(lambda: not team.pods(), "the pod ends", 30)

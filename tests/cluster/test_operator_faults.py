@@ -221,6 +221,29 @@ def test_a_deleted_run_takes_everything_with_it(team: Team) -> None:
     wait_for(lambda: team.server.get(team.path("configmaps", "gone-manifest")) is None, "its ConfigMap goes")
 
 
+def test_a_cleanup_that_fails_lets_the_run_go_and_says_what_stays(team: Team) -> None:
+    """Credentials that were taken away do not come back by trying again: the first pod that says so is the last."""
+    team.exits = {1: 0}
+    team.start_run("kept", storage={"uri": "s3://runs", "deletionPolicy": "Delete"})
+    team.wait_phase("kept", "Succeeded")
+    began = time.monotonic()
+    team.server.delete(team.path("orbitruns", "kept"))
+
+    def find_pod() -> Object | None:
+        cleanup = "app.kubernetes.io/component=cleanup"
+        found = team.server.items(team.path("pods"), labelSelector=cleanup)
+        return next((pod for pod in found if pod["status"]["phase"] == "Running"), None)
+
+    team.end(wait_for(find_pod, "the cleanup runs"), 77, "error: 403 Forbidden\n  where: s3://runs/kept\n")
+    wait_for(lambda: team.server.get(team.path("orbitruns", "kept")) is None, "the run is gone", 30)
+    assert time.monotonic() - began < 60
+    said = [event for event in team.server.items(team.path("events")) if event["reason"] == "ArtifactCleanupFailed"]
+    assert [(each["type"], each["message"]) for each in said] == [
+        ("Warning", "what was not deleted stays in s3://runs/kept, and nobody tries again: "
+                    "error: 403 Forbidden where: s3://runs/kept")
+    ]  # fmt: skip
+
+
 def test_a_name_used_again_waits_for_the_pods_of_its_former_run(team: Team) -> None:
     team.start_run("twice")
     pod = running_pod(team, "twice")

@@ -11,6 +11,8 @@ from typing import Any
 
 from ruamel.yaml import YAML
 
+from orbit_operator.kueue import WORKLOADS
+
 ROOT = Path(__file__).parents[2]
 OPERATOR = ROOT / "operator/orbit_operator"
 
@@ -26,6 +28,9 @@ VERBS = {
 }
 WATCHED = {"orbitruns", "jobs", "pods"}
 """What kopf lists and watches (`orbit_operator.handlers`)."""
+
+IN_TURN = {("workloads", "list")}
+"""What is asked for in one version after the other, by a name that stands for both (`orbit_operator.kueue`)."""
 
 VERB = "(?:get|list|watch|create|patch|update|delete)"
 
@@ -56,7 +61,7 @@ def calls() -> Iterator[tuple[str, str, list[ast.expr]]]:
 
 
 def used() -> Rights:
-    found = {(plural, verb) for plural in WATCHED for verb in ("list", "watch")}
+    found = IN_TURN | {(plural, verb) for plural in WATCHED for verb in ("list", "watch")}
     for method, kind, arguments in calls():
         resource, verbs = plurals()[kind], VERBS[method]
         last = arguments[-1]
@@ -72,6 +77,14 @@ def granted() -> Rights:
     text = "\n".join(line for line in lines if not line.startswith("{{") and "resourceNames" not in line)
     rules: list[dict[str, Any]] = YAML(typ="safe").load(text)
     return {(resource, verb) for rule in rules for resource in rule["resources"] for verb in rule["verbs"]}
+
+
+def test_what_is_asked_for_in_turn_is_one_kind_and_one_verb() -> None:
+    assert {(kind.plural, "list") for kind in WORKLOADS} == IN_TURN
+    asked = {node.func.attr for node in ast.walk(ast.parse((OPERATOR / "kueue.py").read_text()))
+             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+             and isinstance(node.func.value, ast.Attribute) and node.func.value.attr == "_api"}  # fmt: skip
+    assert asked == {"list"}
 
 
 def test_the_rights_are_the_ones_that_are_used() -> None:

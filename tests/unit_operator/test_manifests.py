@@ -18,9 +18,10 @@ from orbit_operator.manifests.config_map import build_config_map
 from orbit_operator.manifests.job import build_job
 from orbit_operator.manifests.mounts import build_mounts, localise
 from orbit_operator.manifests.network_policy import build_network_policy
-from orbit_operator.manifests.source import Object, RunSource
+from orbit_operator.manifests.source import Object, RunSource, labels
 from orbit_operator.settings import Settings
 from orbit_runtime.spec import OrbitRun
+from orbit_runtime.spec.placement import Egress, Toleration
 from orbit_runtime.spec.quantities import halve, read_quantity
 from orbit_runtime.workers.sglang_launch import AGENT_VARIABLE
 
@@ -157,6 +158,54 @@ def test_cores_that_are_named_are_a_limit_too_and_others_a_share_for_each_gpu(
     for container in [*pod["containers"], *pod.get("initContainers", [])]:
         resources = container["resources"]
         assert (resources.get("requests", {}).get("cpu"), resources.get("limits", {}).get("cpu")) == (requested, limit)
+
+
+ADDED = replace(
+    SETTINGS,
+    run_node_selector={"pool": "any", "zone": "a"},
+    run_tolerations=(
+        Toleration(key="dedicated", value="rl", effect="NoSchedule"),
+        Toleration(key="spot", operator="Exists"),
+    ),
+    run_egress=(Egress(namespace="proxy"), Egress(cidr="169.254.170.23/32", ports=(80,))),
+    run_priority_class="training",
+    run_pod_labels={"team": "rl"},
+    run_pod_annotations={"example.com/note": "1"},
+)
+
+
+def test_what_the_installation_says_is_added_to_what_the_manifest_says() -> None:
+    template = build_job(source(LARGE), 1, (), ADDED)["spec"]["template"]
+    pod, head = template["spec"], template["metadata"]
+    assert pod["nodeSelector"] == {"pool": "gpu", "zone": "a"}, "the manifest's own value for a key holds"
+    assert [each["key"] for each in pod["tolerations"]] == [
+        "nvidia.com/gpu", "node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable", "dedicated", "spot",
+    ], "what both name is there once"  # fmt: skip
+    assert pod["priorityClassName"] == "training"
+    assert head["labels"] == {"team": "rl", **labels(source(LARGE), 1)}
+    assert head["annotations"] == {"example.com/note": "1"}
+    egress = build_network_policy(source(LARGE), ADDED)["spec"]["egress"]
+    assert [each["to"] for each in egress[2:]] == [
+        [{"ipBlock": {"cidr": "10.0.0.0/8"}}],
+        [{"namespaceSelector": {"matchExpressions": [
+            {"key": "kubernetes.io/metadata.name", "operator": "In", "values": ["proxy"]}]}}],
+        [{"ipBlock": {"cidr": "169.254.170.23/32"}}],
+    ]  # fmt: skip
+    bare = build_job(source(SMALL), 1, (), ADDED)["spec"]["template"]["spec"]
+    assert bare["nodeSelector"] == {"pool": "any", "zone": "a"}
+
+
+def test_the_cleanup_may_stand_where_its_run_may_and_pushes_nothing_away() -> None:
+    run, cleanup = (build(source(LARGE)) for build in (
+        lambda run: build_job(run, 1, ("n1",), ADDED), lambda run: build_cleanup_job(run, ADDED)
+    ))  # fmt: skip
+    of_run, of_cleanup = run["spec"]["template"], cleanup["spec"]["template"]
+    for same in ("nodeSelector", "tolerations"):
+        assert of_cleanup["spec"][same] == of_run["spec"][same]
+    assert not {"affinity", "priorityClassName"} & set(of_cleanup["spec"])
+    assert "nvidia.com/gpu" not in json.dumps(of_cleanup["spec"]["containers"])
+    assert of_cleanup["metadata"]["annotations"] == of_run["metadata"]["annotations"]
+    assert of_cleanup["metadata"]["labels"]["team"] == "rl"
 
 
 def test_the_longest_name_fits_every_object() -> None:

@@ -15,6 +15,7 @@ from orbit_operator.actions import (
     DeletePod,
     DeleteRun,
     Plan,
+    RunEvent,
     SetFinalizer,
     StartCleanup,
 )
@@ -343,14 +344,35 @@ def test_deletion_cleans_up_once_nothing_writes_any_more_and_never_for_long() ->
     assert work(cluster).actions == ()
     cluster.cleanup = "Complete"
     assert work(cluster).actions == (SetFinalizer(False),)
-    cluster.cleanup = "Failed"
+    cluster.cleanup = "Running"
     cluster.wait(CLEANUP_SECONDS)
-    timed_out = cluster.think(cluster.observe())
-    assert timed_out.actions == ()  # the finalizer is gone already
+    assert cluster.think(cluster.observe()) == Plan()  # the finalizer is gone already
     cluster.run = replace(cluster.run, finalizers=(FINALIZER,))
     timed_out = cluster.think(cluster.observe())
     assert timed_out.actions == (SetFinalizer(False),)
     assert [event.reason for event in timed_out.events] == ["ArtifactCleanupTimedOut"]
+
+
+def test_a_cleanup_that_failed_holds_nobody_up_and_says_what_stays_where_and_why() -> None:
+    cluster = running()
+    cluster.end_deleted(75)
+    cluster.run = replace(cluster.run, deletes_artifacts=True, finalizers=(FINALIZER,), deleting_since=cluster.now,
+                          artifacts="s3://runs/adder")  # fmt: skip
+    cluster.pods.clear()
+    assert work(cluster).actions == (StartCleanup(),)
+    cluster.cleanup = "Failed"
+    why = "error: 403 Forbidden (where: s3://runs)"
+    failed = cluster.think(replace(cluster.observe(), cleanup_failure=why))
+    assert failed.actions == (SetFinalizer(False),)
+    assert failed.events == (
+        RunEvent(
+            "ArtifactCleanupFailed",
+            f"what was not deleted stays in s3://runs/adder, and nobody tries again: {why}",
+            True,
+        ),
+    )
+    assert work(cluster).actions == (SetFinalizer(False),), "without a reason too"
+    assert work(cluster) == Plan()
 
 
 def test_deletion_without_a_policy_is_the_collectors_business() -> None:

@@ -7,8 +7,8 @@ from typing import Any
 import orjson
 import pytest
 
-from orbit_operator.facts import Attempt, ContainerEnd, PodFacts, Progress, Stored
-from orbit_operator.observe import judge_manifest, newest_word
+from orbit_operator.facts import Attempt, ContainerEnd, JobFacts, PodFacts, Progress, Stored
+from orbit_operator.observe import judge_manifest, newest_word, why_failed
 from orbit_operator.read import lifecycle_of, pack_run, read_job, read_node, read_pod
 from orbit_operator.timestamps import format_micro_time, format_time, read_time
 
@@ -183,3 +183,23 @@ def test_what_was_heard_of_an_earlier_run_of_the_same_name_is_not_this_ones() ->
     assert newest_word("adder", [], Stored(), heard) is None
     assert newest_word("adder", [PodFacts("adder-a1-y", "p9", 1)], Stored(), heard) is None
     assert newest_word("adder", [], Stored(attempts=(Attempt(1, pod_uid="p1"),)), heard) is heard, "its pod is gone"
+
+
+def test_a_cleanup_that_failed_says_why_in_its_pods_last_words_or_its_controllers() -> None:
+    def ended(name: str, created: float, message: str, job: str = "j") -> PodFacts:
+        return PodFacts(name, name, 0, job, "Failed", created=created, end=ContainerEnd(74, "Error", message))
+
+    job = JobFacts("adder-cleanup", "j", 0, finished="Failed", failure="BackoffLimitExceeded")
+    pods = [
+        ended("a", 1.0, "first"),
+        ended("b", 2.0, "error: no such bucket\n  fix: make it\n"),
+        ended("c", 3.0, "x", "k"),
+    ]
+    assert why_failed(job, pods) == "error: no such bucket fix: make it"
+    assert why_failed(job, [PodFacts("d", "d", 0, "j"), ended("e", 4.0, "")]) == "BackoffLimitExceeded"
+    assert why_failed(JobFacts("adder-cleanup", "j", 0), pods) == ""
+    terminated = {"exitCode": 77, "reason": "Error", "message": "no right"}
+    facts = read_pod(
+        pod({"phase": "Failed", "containerStatuses": [{"name": "cleanup", "state": {"terminated": terminated}}]})
+    )
+    assert facts.end == ContainerEnd(77, "Error", "no right")

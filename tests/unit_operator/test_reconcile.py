@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -11,12 +12,15 @@ import pytest
 pytest.importorskip("kopf", reason="the operator's packages are not installed (extra `operator`)")
 
 from orbit_operator.api import Api, ApiError, Body, Kind
-from orbit_operator.cache import Key
+from orbit_operator.cache import Child, Key
+from orbit_operator.ending import FINALIZER
+from orbit_operator.facts import JobFacts
 from orbit_operator.lease import LeaseLostError
 from orbit_operator.main import Operator
 from orbit_operator.read import pack_run
 from orbit_operator.reconcile import reconcile
 from orbit_operator.settings import Settings
+from orbit_operator.timestamps import format_time
 
 KEY: Key = ("team", "adder")
 HEAD = {"namespace": "team", "name": "adder", "uid": "r", "resourceVersion": "1"}
@@ -45,13 +49,24 @@ class Answering(Api):
         if kind.plural in self.errors:
             raise self.errors[kind.plural]
         assert body is not None
-        return {**body, "metadata": {"uid": "of-the-server", **body["metadata"], "resourceVersion": "2"}}
+        return {
+            **body,
+            "metadata": {
+                "namespace": "team",
+                "name": "adder",
+                "uid": "of-the-server",
+                **body["metadata"],
+                "resourceVersion": "2",
+            },
+        }
 
 
-def pass_over(api: Api, **spec: Any) -> None:
-    """One pass over a run that is new."""
+def pass_over(api: Api, head: Mapping[str, Any] = HEAD, jobs: Sequence[JobFacts] = (), **spec: Any) -> None:
+    """One pass over a run, which is new unless it has Jobs."""
     operator = Operator(Settings(runtime_image="orbit-runtime:1"), api)
-    made = {"apiVersion": "orbitrl.dev/v1alpha1", "kind": "OrbitRun", "metadata": HEAD, "spec": {**SPEC, **spec}}
+    made = {"apiVersion": "orbitrl.dev/v1alpha1", "kind": "OrbitRun", "metadata": head, "spec": {**SPEC, **spec}}
+    for job in jobs:
+        operator.cache.put_job(KEY, Child("r", job), 1)
     operator.cache.runs.put(KEY, "r", pack_run(made), 1)
     asyncio.run(reconcile(KEY, operator.parts))
 
@@ -67,6 +82,14 @@ def test_a_status_is_written_when_all_that_it_says_was_told() -> None:
 def test_that_a_run_is_suspended_is_told_before_its_status_says_so() -> None:
     api = Answering()
     pass_over(api, lifecycle={"suspend": True})
+    assert api.writes == ["events", "orbitruns"]
+
+
+def test_what_stays_of_a_run_is_told_before_the_run_can_be_gone() -> None:
+    api = Answering()
+    head = {**HEAD, "deletionTimestamp": format_time(time.time()), "finalizers": [FINALIZER]}
+    failed = JobFacts("adder-cleanup", "j", 0, finished="Failed", failure="DeadlineExceeded")
+    pass_over(api, head, [failed])
     assert api.writes == ["events", "orbitruns"]
 
 

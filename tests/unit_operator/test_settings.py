@@ -6,6 +6,7 @@ import pytest
 
 from orbit_operator.settings import Settings, load_settings
 from orbit_runtime.errors import UsageError
+from orbit_runtime.spec.placement import Egress, Toleration
 
 
 def test_an_empty_environment_gives_the_defaults() -> None:
@@ -24,6 +25,58 @@ def test_every_kind_of_value_is_read() -> None:
     )
     assert (settings.namespaces, settings.workers, settings.poll_seconds) == (("a", "b"), 9, 2.5)
     assert (settings.network_policies, settings.holder, settings.is_cluster_wide) == (False, "pod-1", False)
+
+
+def test_what_has_an_inner_structure_is_json_in_the_shape_of_a_manifest() -> None:
+    settings = load_settings(
+        {
+            "ORBIT_OPERATOR_RUN_NODE_SELECTOR": '{"pool": "gpu"}',
+            "ORBIT_OPERATOR_RUN_TOLERATIONS": '[{"key": "dedicated", "operator": "Exists", "effect": "NoSchedule"}]',
+            "ORBIT_OPERATOR_RUN_EGRESS": '[{"cidr": "169.254.170.23/32", "ports": [80]}, {"namespace": "minio"}]',
+            "ORBIT_OPERATOR_RUN_PRIORITY_CLASS": "training",
+            "ORBIT_OPERATOR_RUN_POD_LABELS": '{"azure.workload.identity/use": "true", "team": ""}',
+            "ORBIT_OPERATOR_RUN_POD_ANNOTATIONS": '{"example.com/note": "two words"}',
+        }
+    )
+    assert settings.run_node_selector == {"pool": "gpu"}
+    assert settings.run_tolerations == (Toleration(key="dedicated", operator="Exists", effect="NoSchedule"),)
+    assert settings.run_egress == (Egress(cidr="169.254.170.23/32", ports=(80,)), Egress(namespace="minio"))
+    assert settings.run_priority_class == "training"
+    assert settings.run_pod_labels == {"azure.workload.identity/use": "true", "team": ""}
+    assert settings.run_pod_annotations == {"example.com/note": "two words"}
+    empty = {"NODE_SELECTOR": "{}", "TOLERATIONS": "[]", "EGRESS": "[]", "POD_LABELS": "{}", "POD_ANNOTATIONS": "{}"}
+    assert load_settings({f"ORBIT_OPERATOR_RUN_{name}": text for name, text in empty.items()}) == Settings()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "place", "said"),
+    [
+        ("NODE_SELECTOR", "pool=gpu", "", "not JSON"),
+        ("NODE_SELECTOR", "[]", ": nodeSelector", "dictionary"),
+        ("NODE_SELECTOR", '{"pool": 1}', ": nodeSelector.pool", "string"),
+        ("NODE_SELECTOR", '{"a b": "c"}', ": nodeSelector", "cannot be the key of a label"),
+        ("TOLERATIONS", '[{"operator": "Exists", "value": "b"}]', ": tolerations.0.value", "takes any value"),
+        ("TOLERATIONS", '[{"toleration_seconds": 1}]', ": tolerations.0.toleration_seconds", "not permitted"),
+        ("EGRESS", '[{"ports": [80]}]', ": egress.0", "needs a `cidr` or a `namespace`"),
+        ("EGRESS", '[{"cidr": "10.0.0.0/8", "ports": ["80"]}]', ": egress.0.ports.0", "valid integer"),
+        ("PRIORITY_CLASS", "High Priority", "", "PriorityClass"),
+        ("POD_LABELS", '["a"]', "", "keys with texts"),
+        ("POD_LABELS", '{"team": true}', "", "keys with texts"),
+        ("POD_LABELS", '{"team": "a b"}', ": team", "cannot be the value"),
+        ("POD_LABELS", '{"a/b/c": "d"}', ": a/b/c", "cannot be the key"),
+        ("POD_LABELS", '{"orbitrl.dev/attempt": "1"}', ": orbitrl.dev/attempt", "given by Orbit"),
+        ("POD_LABELS", '{"alpha.orbitrl.dev/x": "1"}', ": alpha.orbitrl.dev/x", "given by Orbit"),
+        ("POD_LABELS", '{"app.kubernetes.io/name": "x"}', ": app.kubernetes.io/name", "given by Orbit"),
+        ("POD_LABELS", '{"batch.kubernetes.io/job-name": "x"}', ": batch.kubernetes.io/job-name", "given by Orbit"),
+        ("POD_ANNOTATIONS", '{"orbitrl.dev/reconcile": "x"}', ": orbitrl.dev/reconcile", "given by Orbit"),
+    ],
+)  # fmt: skip
+def test_a_default_of_runs_that_cannot_be_is_refused_at_the_start(name: str, value: str, place: str, said: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        load_settings({f"ORBIT_OPERATOR_RUN_{name}": value})
+    assert caught.value.where == f"ORBIT_OPERATOR_RUN_{name}{place}"
+    assert said in str(caught.value)
+    assert "in the chart's values" in str(caught.value)
 
 
 @pytest.mark.parametrize(

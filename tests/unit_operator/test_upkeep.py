@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+import copy
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from orbit_operator.api import JOBS, PODS, RUNS, ApiError, Kind
 from orbit_operator.cache import Cache, Child, RawRun, Shelf
-from orbit_operator.crd_check import drop_fields, find_served, missing_fields
+from orbit_operator.crd_check import describe_problem, drop_fields, find_differences, find_served, missing_fields
 from orbit_operator.facts import JobFacts, Stored
 from orbit_operator.handlers import build_kopf_settings
 from orbit_operator.health import LONGEST_PASS_SECONDS, STALLED_SECONDS, Health
@@ -244,6 +245,74 @@ def test_a_crd_of_this_version_lacks_nothing_and_an_older_one_says_what() -> Non
     older = {**own, "properties": {**properties, "spec": {**properties["spec"], "properties": spec}}}
     assert missing_fields(own, older) == ["spec.placement"]
     assert find_served({}) is None
+
+
+def at(schema: dict[str, Any], path: str) -> dict[str, Any]:
+    """The schema of a field, as `spec.data.prompts[].uri`."""
+    for name in path.replace("[]", ".[]").split("."):
+        schema = schema["items"] if name == "[]" else schema["properties"][name]
+    return schema
+
+
+def add_newer_field(schema: dict[str, Any]) -> None:
+    storage = at(schema, "spec.storage")
+    storage["properties"]["region"] = {"type": "string"}
+    storage["default"]["region"] = "eu"
+    storage["x-kubernetes-validations"].append({"rule": "self.region != ''"})
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda own: None, []),
+        (lambda own: at(own, "spec.placement").update(description="told otherwise"), []),
+        (lambda own: at(own, "spec.placement.gpus").update(maximum=8),
+         ["it has another maximum for spec.placement.gpus"]),
+        (lambda own: at(own, "spec.placement.gpus").update(default=4),
+         ["it has another default for spec.placement.gpus"]),
+        (lambda own: at(own, "spec.placement.egress[].cidr").pop("pattern"),
+         ["it has another pattern for spec.placement.egress[].cidr"]),
+        (lambda own: at(own, "spec.adapter.type")["enum"].remove("OFT"), ["it knows no OFT for spec.adapter.type"]),
+        (lambda own: at(own, "spec.adapter.type").pop("enum"), ["it takes any value for spec.adapter.type"]),
+        (lambda own: at(own, "spec.adapter.type")["enum"].append("DoRA"), []),
+        (lambda own: at(own, "spec")["required"].remove("model"), ["it wants other fields of spec"]),
+        (lambda own: at(own, "spec.storage")["x-kubernetes-validations"].pop(),
+         ["it has other rules for spec.storage"]),
+        (lambda own: own["x-kubernetes-validations"].append({"rule": "false"}), ["it has other rules for the object"]),
+        (add_newer_field, []),
+        (lambda own: at(own, "spec.storage")["properties"].pop("deletionPolicy"), []),
+        (lambda own: at(own, "spec.placement.nodeSelector")["additionalProperties"].update(maxLength=9),
+         ["it has another maxLength for spec.placement.nodeSelector.*"]),
+    ],
+)  # fmt: skip
+def test_a_crd_that_differs_says_where_unless_it_only_has_more(
+    change: Callable[[dict[str, Any]], Any], said: list[str]
+) -> None:
+    served = copy.deepcopy(build_schema())
+    change(served)
+    assert find_differences(build_schema(), served) == said
+
+
+def test_no_rule_is_missed_where_an_api_server_publishes_none() -> None:
+    def strip(schema: Any) -> Any:
+        if isinstance(schema, list):
+            return [strip(each) for each in schema]
+        if not isinstance(schema, dict):
+            return schema
+        return {name: strip(each) for name, each in schema.items() if name != "x-kubernetes-validations"}
+
+    assert find_differences(build_schema(), strip(build_schema())) == []
+
+
+def test_what_is_wrong_with_a_crd_takes_one_line() -> None:
+    assert describe_problem((), ()) == ""
+    assert describe_problem((), ["it has other rules for spec"]) == (
+        "the installed CRD is not the operator's: it has other rules for spec; apply crds/ of this version"
+    )
+    assert describe_problem(tuple("abcde"), ["it has other rules for spec"]) == (
+        "the installed CRD is older than the operator: it lacks a, it lacks b, it lacks c, it lacks d, it lacks e …; "
+        "apply crds/ of this version"
+    )
 
 
 def test_fields_that_the_crd_lacks_are_left_out_of_a_status() -> None:

@@ -5,8 +5,10 @@ Belongs here: bounds, and the schema as Helm reads it (draft 7). Does not belong
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+from orbit_runtime.spec.crd import build_schema as build_crd_schema
 from tools.chart.values_file import Value
 
 Schema = dict[str, Any]
@@ -20,6 +22,42 @@ _DIGEST: Schema = {"pattern": "^(sha256:[0-9a-f]{64})?$"}
 _DURATION: Schema = {"pattern": "^([0-9]+(ms|s|m|h|d))+$"}
 _NAME: Schema = {"type": "object", "required": ["name"], "properties": {"name": {"type": "string", "minLength": 1}},
                  "additionalProperties": False}  # fmt: skip
+_KEPT = (
+    "type",
+    "enum",
+    "pattern",
+    "minimum",
+    "maximum",
+    "minLength",
+    "maxLength",
+    "minItems",
+    "maxItems",
+    "maxProperties",
+)
+_RESERVED = (
+    r"^([^/]+\.)?orbitrl\.dev/|^batch\.kubernetes\.io/"
+    r"|^app\.kubernetes\.io/(name|instance|component|part-of|managed-by)$|^(controller-uid|job-name)$"
+)
+_POD_KEYS: Schema = {**_STRINGS, "patternProperties": {_RESERVED: False}}
+
+
+def _of_manifest(name: str) -> Schema:
+    """What the CRD says of a field of `spec.placement`, as far as draft 7 can say it; the operator checks the rest."""
+    placement = build_crd_schema()["properties"]["spec"]["properties"]["placement"]
+    return _plain(placement["properties"][name])
+
+
+def _plain(schema: Mapping[str, Any]) -> Schema:
+    found = {key: schema[key] for key in _KEPT if key in schema}
+    if "properties" in schema:
+        found["properties"] = {name: _plain(child) for name, child in schema["properties"].items()}
+        found["additionalProperties"] = False
+    elif "additionalProperties" in schema:
+        found["additionalProperties"] = _plain(schema["additionalProperties"])
+    if "items" in schema:
+        found["items"] = _plain(schema["items"])
+    return found
+
 
 BOUNDS: dict[str, Schema] = {
     "watchNamespaces": {"items": NAMESPACE, "uniqueItems": True},
@@ -34,6 +72,12 @@ BOUNDS: dict[str, Schema] = {
     "runs.cpu": {"minimum": 0, "maximum": 1024},
     "runs.cpuRequestPerGPU": {"type": "number", "minimum": 0, "maximum": 128},
     "runs.memory": {"type": "string", "pattern": f"^$|{QUANTITY['pattern']}"},
+    "runs.nodeSelector": _of_manifest("nodeSelector"),
+    "runs.tolerations": _of_manifest("tolerations"),
+    "runs.egress": _of_manifest("egress"),
+    "runs.priorityClassName": {"pattern": "^([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?)?$"},
+    "runs.podLabels": _POD_KEYS,
+    "runs.podAnnotations": _POD_KEYS,
     "runs.ttlSecondsAfterFinished": {"minimum": -1},
     "operator.logLevel": {"enum": ["Debug", "Info", "Warning", "Error"]},
     "operator.workers": {"minimum": 1, "maximum": 64},

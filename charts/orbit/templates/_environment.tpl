@@ -9,6 +9,12 @@
   "RUN_CPU" (int64 .Values.runs.cpu)
   "RUN_CPU_PER_GPU" .Values.runs.cpuRequestPerGPU
   "RUN_MEMORY" .Values.runs.memory
+  "RUN_NODE_SELECTOR" (toJson .Values.runs.nodeSelector)
+  "RUN_TOLERATIONS" (toJson .Values.runs.tolerations)
+  "RUN_EGRESS" (toJson .Values.runs.egress)
+  "RUN_PRIORITY_CLASS" .Values.runs.priorityClassName
+  "RUN_POD_LABELS" (toJson .Values.runs.podLabels)
+  "RUN_POD_ANNOTATIONS" (toJson .Values.runs.podAnnotations)
   "METRICS_PORT" 8080
   "HEALTH_PORT" 8081
   "LOG_LEVEL" .Values.operator.logLevel

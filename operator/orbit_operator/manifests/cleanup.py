@@ -2,25 +2,39 @@
 
 from __future__ import annotations
 
-from orbit_operator.manifests.pod import build_container, container_security, pod_security
-from orbit_operator.manifests.source import Object, RunSource, cleanup_name, labels, metadata
+from orbit_operator.manifests.pod import (
+    build_container,
+    build_node_selector,
+    build_pod_metadata,
+    build_tolerations,
+    container_security,
+    pod_security,
+)
+from orbit_operator.manifests.source import Object, RunSource, cleanup_name, labels, metadata, run_folder
 from orbit_operator.settings import Settings
 
 COMPONENT = "cleanup"
 DEADLINE_SECONDS = 540
 """Within the time for which the deletion of the run waits."""
+FAILURE_RULES: list[Object] = [
+    {"action": "FailJob", "onExitCodes": {"containerName": COMPONENT, "operator": "In", "values": [64, 73, 77, 78]}},
+]
+"""What another try would not mend: no run folder is there, or no right to it."""
 
 
 def build_cleanup_job(source: RunSource, settings: Settings) -> Object:
-    """It has the run's own rights to the store, and no others."""
-    storage = source.manifest.spec.storage
+    """It has the run's own rights to the store, and no others, and may stand where the run may: on any GPU or none.
+
+    It has no priority class: nothing that trains should make room for it.
+    """
+    storage, placement = source.manifest.spec.storage, source.manifest.spec.placement
     run = build_container(source, 0, [], settings)
     container = {
         "name": COMPONENT,
         "image": run["image"],
         "imagePullPolicy": run["imagePullPolicy"],
         "command": ["python", "-m", "orbit_runtime.storage.delete"],
-        "args": [f"{storage.uri.rstrip('/')}/{source.name}"],
+        "args": [run_folder(storage.uri, source.name)],
         "env": [{"name": "HOME", "value": "/tmp"}],
         "envFrom": run["envFrom"],
         "resources": {name: {"cpu": "500m", "memory": "512Mi"} for name in ("requests", "limits")},
@@ -29,13 +43,17 @@ def build_cleanup_job(source: RunSource, settings: Settings) -> Object:
         "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}],
     }
     pod: Object = {
-        "restartPolicy": "OnFailure",
+        # A pod that failed stays until its Job goes, and says why.
+        "restartPolicy": "Never",
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "securityContext": pod_security(),
         "containers": [container],
         "volumes": [{"name": "tmp", "emptyDir": {}}],
+        "tolerations": build_tolerations(placement, settings),
     }
+    if selector := build_node_selector(placement, settings):
+        pod["nodeSelector"] = selector
     if storage.service_account_name:
         pod["serviceAccountName"] = storage.service_account_name
     if settings.image_pull_secrets:
@@ -47,6 +65,7 @@ def build_cleanup_job(source: RunSource, settings: Settings) -> Object:
         "spec": {
             "backoffLimit": 3,
             "activeDeadlineSeconds": DEADLINE_SECONDS,
-            "template": {"metadata": {"labels": labels(source, component=COMPONENT)}, "spec": pod},
+            "podFailurePolicy": {"rules": FAILURE_RULES},
+            "template": {"metadata": build_pod_metadata(labels(source, component=COMPONENT), settings), "spec": pod},
         },
     }

@@ -22,7 +22,8 @@ def build_network_policy(source: RunSource, settings: Settings) -> Object:
             }
         ]
     egress: list[Object] = [{"ports": list(DNS_PORTS)}, {"ports": [{"protocol": "TCP", "port": 443}]}]
-    egress += [_egress(each) for each in source.manifest.spec.placement.egress]
+    named = dict.fromkeys((*source.manifest.spec.placement.egress, *settings.run_egress))
+    egress += [_egress(each) for each in named]
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",

@@ -40,7 +40,7 @@ def build_pod_template(source: RunSource, attempt: int, avoid_nodes: Sequence[st
         "securityContext": pod_security(),
         "containers": [run],
         "volumes": [*_volumes(source), *extra_volumes],
-        "tolerations": _tolerations(placement, settings),
+        "tolerations": build_tolerations(placement, settings),
     }
     if placement.layout == "Split":
         pod["initContainers"] = [_engine(run, settings)]
@@ -48,12 +48,14 @@ def build_pod_template(source: RunSource, attempt: int, avoid_nodes: Sequence[st
         pod["serviceAccountName"] = spec.storage.service_account_name
     if settings.image_pull_secrets:
         pod["imagePullSecrets"] = [{"name": name} for name in settings.image_pull_secrets]
-    if placement.node_selector:
-        pod["nodeSelector"] = dict(placement.node_selector)
+    if selector := build_node_selector(placement, settings):
+        pod["nodeSelector"] = selector
+    if settings.run_priority_class:
+        pod["priorityClassName"] = settings.run_priority_class
     affinity = _affinity(placement, avoid_nodes)
     if affinity:
         pod["affinity"] = {"nodeAffinity": affinity}
-    return {"metadata": {"labels": labels(source, attempt)}, "spec": pod}
+    return {"metadata": build_pod_metadata(labels(source, attempt), settings), "spec": pod}
 
 
 def build_container(source: RunSource, attempt: int, extra_mounts: list[Object], settings: Settings) -> Object:
@@ -95,6 +97,17 @@ def build_container(source: RunSource, attempt: int, extra_mounts: list[Object],
         container["ports"] = [{"name": "metrics", "containerPort": source.metrics_port, "protocol": "TCP"}]
         container["readinessProbe"] = {**probe, "failureThreshold": 3}
     return container
+
+
+def build_pod_metadata(own: Object, settings: Settings) -> Object:
+    """With what the installation adds; our own labels go before."""
+    annotations = {"annotations": dict(settings.run_pod_annotations)} if settings.run_pod_annotations else {}
+    return {"labels": {**settings.run_pod_labels, **own}, **annotations}
+
+
+def build_node_selector(placement: Placement, settings: Settings) -> dict[str, str]:
+    """The installation's, and the manifest's before it."""
+    return {**settings.run_node_selector, **placement.node_selector}
 
 
 def pod_security() -> Object:
@@ -174,14 +187,16 @@ def _volumes(source: RunSource) -> list[Object]:
     ]
 
 
-def _tolerations(placement: Placement, settings: Settings) -> list[Object]:
+def build_tolerations(placement: Placement, settings: Settings) -> list[Object]:
+    """Of an attempt, and of what is made for the same nodes."""
     seconds = int(settings.node_lost_seconds)
     away = [
         {"key": f"node.kubernetes.io/{key}", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": seconds}
         for key in ("not-ready", "unreachable")
     ]
     own = [{"key": GPU, "operator": "Exists", "effect": "NoSchedule"}] if placement.gpus else []
-    return [*own, *away, *(_toleration(each) for each in placement.tolerations)]
+    named = dict.fromkeys((*placement.tolerations, *settings.run_tolerations))
+    return [*own, *away, *(_toleration(each) for each in named)]
 
 
 def _toleration(each: Toleration) -> Object:

@@ -49,6 +49,11 @@ def cleanup_name(run: str) -> str:
     return f"{run}-cleanup"
 
 
+def run_folder(uri: object, name: str) -> str:
+    """Where a run keeps its artifacts, given `storage.uri`."""
+    return f"{str(uri or '').rstrip('/')}/{name}"
+
+
 def labels(source: RunSource, attempt: int | None = None, component: str = "trainer") -> dict[str, str]:
     """The labels of a child; those of an attempt's Job and pod carry its number."""
     common = {

@@ -144,10 +144,10 @@ def test_an_agent_of_another_version_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("body", "why"),
     [
-        ({"arguments": [], "environment": {"LD_PRELOAD": "/x"}, "log": "/tmp/log"}, "may not set LD_PRELOAD"),
+        ({"arguments": [], "environment": {"LD_PRELOAD": "/x"}, "log": "log"}, "may not set LD_PRELOAD"),
         ({"arguments": [], "environment": {}, "log": "/proc/no/log"}, "/proc/no"),
-        ({"arguments": [], "environment": {}, "log": "/tmp/log", "command": ["sh"]}, "command"),
-        ({"arguments": [7], "environment": {}, "log": "/tmp/log"}, "arguments"),
+        ({"arguments": [], "environment": {}, "log": "log", "command": ["sh"]}, "command"),
+        ({"arguments": [7], "environment": {}, "log": "log"}, "arguments"),
     ],
 )
 def test_what_no_run_asks_for_is_refused(agent: AgentProcess, body: dict[str, object], why: str) -> None:
