@@ -18,6 +18,7 @@ from pathlib import Path
 from orbit_runtime.errors import EngineDiedError
 
 TAIL_LINES = 20
+LONGEST_LINE = 300
 STOP_SECONDS = 20.0
 
 
@@ -46,8 +47,10 @@ class WatchedServer(ABC):
         while not ready():
             status = self.exit_status()
             if status is not None:
+                said = self._lines()[-1:]
+                last = f": {said[0][:LONGEST_LINE]}" if said else ""
                 raise EngineDiedError(
-                    f"{self.name} {_ended(status)} while it started", where=str(self.log), fix=self.tail()
+                    f"{self.name} {_ended(status)} while it started{last}", where=str(self.log), fix=self.tail()
                 )
             if time.monotonic() > until:
                 raise EngineDiedError(
@@ -57,11 +60,13 @@ class WatchedServer(ABC):
 
     def tail(self) -> str:
         """The last lines of the log, for an error's message."""
+        return "read the end of its log:\n" + "\n".join(self._lines())
+
+    def _lines(self) -> list[str]:
         try:
-            lines = self.log.read_text(errors="replace").splitlines()[-TAIL_LINES:]
+            return [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()][-TAIL_LINES:]
         except OSError as error:
-            return f"its log cannot be read: {error}"
-        return "read the end of its log:\n" + "\n".join(lines)
+            return [f"it cannot be read: {error}"]
 
 
 class ServerProcess(WatchedServer):

@@ -29,6 +29,11 @@ from tools.chart.dashboards import RUN
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 Object = dict[str, Any]
 NEXT_VERSION = "0.1.1-next"
+HALVES = {
+    "rollout: {": "rollout: {engine: SGLang, ", "gpus: 8": "gpus: 2\n    layout: Split",
+    "  placement:": "  lifecycle: {maxInfraRestarts: 0}\n  placement:",
+}  # fmt: skip
+"""Changes of the guide's manifest for a run with a container for its engine, that is tried once."""
 WITHOUT_DATA = {
     "Orbit: one run: KL from the base": "the quickstart has no KL term (algorithm.kl.coefficient is 0)",
     "Orbit: one run: Bound of OFT's series": "the quickstart trains LoRA",
@@ -190,7 +195,7 @@ def test_every_panel_of_both_dashboards_has_data_after_a_run(
 
 def test_every_alert_is_evaluated_and_none_fires_for_a_good_run(quickstart: Story, prometheus: Prometheus) -> None:
     rules = [rule for group in prometheus.ask("rules")["groups"] for rule in group["rules"]]
-    assert len([rule for rule in rules if rule["type"] == "alerting"]) == 13
+    assert len([rule for rule in rules if rule["type"] == "alerting"]) == 14
     assert [rule["lastError"] for rule in rules if rule["health"] != "ok"] == []
     assert [alert["labels"] for alert in prometheus.ask("alerts")["alerts"] if alert["state"] == "firing"] == []
 
@@ -203,12 +208,31 @@ def test_a_mistake_is_the_users_at_the_first_try(
     place = '--from-literal=AWS_ENDPOINT_URL="$AWS_ENDPOINT_URL"'
     release.run(f"kubectl create secret generic wrong --namespace team-a {wrong} {place}")
     start_run(release, "denied", {"orbit-store": "wrong"})
+    # Its end is the next test's.
+    start_run(release, "halves", HALVES)
     status = wait_status(cluster, "denied", lambda status: holds(status, "Failed"), "has failed")
     assert (status["reason"], status["whoActs"], status["attempt"]) == ("CredentialsInvalid", "User", 1)
     assert status["attempts"][0]["ending"]["exitCode"] == 77
     assert "s3://orbit-runs" in status["message"]
     assert "check AWS_ACCESS_KEY_ID" in status["message"], "the status says what to do"
     check_capture(release, "user-error", "denied")
+
+
+def test_in_a_split_pod_the_run_asks_the_engines_container_for_its_server(quickstart: Story, cluster: Cluster) -> None:
+    """No image here has SGLang, which `tests/engines/test_agent.py` starts so: all else is as on GPUs."""
+    status = wait_status(cluster, "halves", lambda status: holds(status, "Failed"), "has failed")
+    (attempt,) = status["attempts"]
+    assert (attempt["ending"]["reason"], attempt["ending"]["exitCode"]) == ("EngineDied", 82)
+    assert "SGLang ended with 1 while it started: ModuleNotFoundError: No module named 'sglang'" in status["message"]
+    (pod,) = find_pods(cluster, "halves")
+    (engine,) = pod["status"]["initContainerStatuses"]
+    assert (engine["name"], engine["restartCount"], engine["state"]["terminated"]["exitCode"]) == ("engine", 0, 0)
+    gpus = [
+        each["resources"]["limits"]["nvidia.com/gpu"]
+        for key in ("containers", "initContainers")
+        for each in pod["spec"][key]
+    ]
+    assert gpus == ["1", "1"]
 
 
 def test_a_lost_node_is_left_and_a_run_that_says_so_takes_its_artifacts_with_it(

@@ -91,7 +91,7 @@ def test_a_server_lives_where_the_agent_is_and_ends_when_asked(agent: AgentProce
 
 def test_one_that_ends_by_itself_says_how_and_its_log_is_read(agent: AgentProcess, tmp_path: Path) -> None:
     server = start(agent, tmp_path, "end", "3")
-    with pytest.raises(EngineDiedError, match="SGLang ended with 3 while it started") as caught:
+    with pytest.raises(EngineDiedError, match=r"SGLang ended with 3 while it started: pid=\d+") as caught:
         server.wait_until(lambda: False, seconds=20)
     assert "ORBIT_SGLANG_TAPS=/taps" in caught.value.fix
 
