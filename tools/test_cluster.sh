@@ -14,11 +14,14 @@ report=$(mktemp)
 nice -n 10 "$python" -m pytest tests/cluster tests/chart -m "not node" -n 2 --dist loadfile --no-loadscope-reorder "$@" \
 	>"$report" 2>&1 &
 rest=$!
+# In the background too: a shell that is asked to end hears it only while it waits.
+"$python" -m pytest tests/cluster -m node "$@" &
+first=$!
 # Asked to end, pytest ends its servers first.
-trap '[ -z "$rest" ] || { kill -TERM "$rest"; wait "$rest"; }; rm -f "$report"' EXIT
+trap '[ -z "$first$rest" ] || kill -TERM $first $rest; wait; rm -f "$report"' EXIT
 trap 'exit 130' INT TERM
-"$python" -m pytest tests/cluster -m node "$@"
-nodes=$?
+wait "$first"
+nodes=$? first=
 wait "$rest"
 others=$? rest=
 cat "$report"

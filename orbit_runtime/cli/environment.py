@@ -26,6 +26,8 @@ VARIABLES: tuple[Variable, ...] = (
              "everything that reads or writes a run folder"),
     Variable("ORBIT_SGLANG_PYTHON", "Orbit's own", "Interpreter of the environment that SGLang is installed in.",
              "orbit run with `engine: SGLang`"),
+    Variable("ORBIT_ENGINE_URL", "", "Where the agent of the engine's container listens (`orbit agent`): it starts "
+             "SGLang then. The operator sets it in a `Split` pod.", "orbit run with `engine: SGLang`"),
     Variable("ORBIT_SGLANG", "", "Set by Orbit for the SGLang servers it starts: its plug-in acts only then.",
              "the SGLang plug-in"),
     Variable("ORBIT_SGLANG_OFT_BLOCK_SIZE", "0", "Set by Orbit for a server that serves OFT: the size of R's blocks.",

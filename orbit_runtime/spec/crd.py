@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from typing import Any
 
 from orbit_runtime.spec.fields import Schema, is_block, schema_tree, status_tree
@@ -119,9 +120,9 @@ def _build_spec() -> dict[str, Any]:
 
 
 def build_schema() -> Schema:
-    """Structural OpenAPI v3 schema of the object."""
+    """Structural OpenAPI v3 schema of the object; the caller's own."""
     tree = schema_tree()
-    return {
+    schema: Schema = {
         "type": "object",
         "description": tree["description"],
         "required": ["spec"],
@@ -134,6 +135,7 @@ def build_schema() -> Schema:
         },
         "x-kubernetes-validations": _rules(""),
     }
+    return deepcopy(schema)
 
 
 def _structural(schema: Schema, path: str) -> Schema:

@@ -218,7 +218,9 @@ def test_a_mistake_is_the_users_at_the_first_try(
     check_capture(release, "user-error", "denied")
 
 
-def test_in_a_split_pod_the_run_asks_the_engines_container_for_its_server(quickstart: Story, cluster: Cluster) -> None:
+def test_in_a_split_pod_the_run_asks_the_engines_container_for_its_server(
+    quickstart: Story, release: Shell, cluster: Cluster
+) -> None:
     """No image here has SGLang, which `tests/engines/test_agent.py` starts so: all else is as on GPUs."""
     status = wait_status(cluster, "halves", lambda status: holds(status, "Failed"), "has failed")
     (attempt,) = status["attempts"]
@@ -233,6 +235,7 @@ def test_in_a_split_pod_the_run_asks_the_engines_container_for_its_server(quicks
         for each in pod["spec"][key]
     ]
     assert gpus == ["1", "1"]
+    release.run("kubectl delete orun halves --namespace team-a --wait=true --timeout=2m")
 
 
 def test_a_lost_node_is_left_and_a_run_that_says_so_takes_its_artifacts_with_it(

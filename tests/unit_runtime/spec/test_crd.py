@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -175,3 +176,10 @@ def test_an_older_crd_lacks_fields_and_a_newer_one_none() -> None:
 
 def test_the_file_is_the_same_each_time() -> None:
     assert render_crd() == render_crd()
+
+
+def test_whoever_changes_the_schema_changes_a_copy() -> None:
+    before = json.dumps(build_schema())
+    changed = build_schema()
+    changed["properties"]["spec"]["properties"]["placement"]["properties"]["layout"]["enum"].clear()
+    assert json.dumps(build_schema()) == before
