@@ -6,9 +6,6 @@ Does not belong here: what only CEL can say (`rules`), or writing the file (`gen
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from typing import Any
 
@@ -16,8 +13,6 @@ from orbit_runtime.spec.fields import Schema, is_block, schema_tree, status_tree
 from orbit_runtime.spec.rules import CHECKS, rules_at
 
 GROUP, VERSION, PLURAL = "orbitrl.dev", "v1alpha1", "orbitruns"
-SCHEMA_HASH = "orbitrl.dev/schema-hash"
-"""Annotation by which an operator sees that a cluster's CRD is not the one it was built with."""
 
 LIST_TYPES: dict[str, Schema] = {
     "spec.adapter.targets": {"x-kubernetes-list-type": "set"},
@@ -56,46 +51,12 @@ _KEPT = (
 
 def build_crd() -> dict[str, Any]:
     """The whole object, as it is written to `crds/`."""
-    spec = _build_spec()
     return {
         "apiVersion": "apiextensions.k8s.io/v1",
         "kind": "CustomResourceDefinition",
-        "metadata": {"name": f"{PLURAL}.{GROUP}", "annotations": {SCHEMA_HASH: _digest(spec)}},
-        "spec": spec,
+        "metadata": {"name": f"{PLURAL}.{GROUP}"},
+        "spec": _build_spec(),
     }
-
-
-def schema_hash() -> str:
-    """What `SCHEMA_HASH` says on the CRD of this version."""
-    return _digest(_build_spec())
-
-
-def missing_fields(served: Mapping[str, Any]) -> list[str]:
-    """Fields of this version that a served CRD lacks, e.g. `["spec.placement.gpuProduct"]`.
-
-    The API server drops what its CRD does not know, without a word to an older client. A CRD of another hash that lacks
-    nothing is a newer one.
-
-    Args:
-        served: the CustomResourceDefinition object as the API server returns it.
-    """
-    versions = served.get("spec", {}).get("versions", [])
-    schemas = [each.get("schema", {}).get("openAPIV3Schema", {}) for each in versions if each.get("name") == VERSION]
-    there = set(_paths(schemas[0])) if schemas else set()
-    return [path for path in _paths(build_schema()) if path not in there]
-
-
-def _paths(schema: Mapping[str, Any], path: str = "") -> Iterator[str]:
-    for name, child in schema.get("properties", {}).items():
-        here = f"{path}.{name}" if path else name
-        yield here
-        yield from _paths(child, here)
-    if "items" in schema:
-        yield from _paths(schema["items"], f"{path}[]")
-
-
-def _digest(spec: Mapping[str, Any]) -> str:
-    return "sha256:" + hashlib.sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()
 
 
 def _build_spec() -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from orbit_runtime.spec import OrbitRun
-from orbit_runtime.spec.crd import LIST_TYPES, SCHEMA_HASH, build_crd, build_schema, missing_fields, schema_hash
+from orbit_runtime.spec.crd import LIST_TYPES, build_crd, build_schema
 from orbit_runtime.spec.fields import all_fields
 from orbit_runtime.spec.generate import render_crd
 from orbit_runtime.spec.rules import CHECKS, TRANSITIONS, rules_at
@@ -160,18 +160,6 @@ def test_every_field_of_the_spec_is_immutable_but_those_that_are_meant_to_change
     }
     (queue,) = [rule for rule in TRANSITIONS["spec.lifecycle"] if rule.field == ".queueName"]
     assert "oldSelf.suspend" in queue.cel
-
-
-def test_an_older_crd_lacks_fields_and_a_newer_one_none() -> None:
-    crd = build_crd()
-    assert crd["metadata"]["annotations"][SCHEMA_HASH] == schema_hash()
-    assert missing_fields(crd) == []
-    schema = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
-    schema["properties"]["spec"]["properties"]["model"]["properties"]["later"] = {"type": "string"}
-    assert missing_fields(crd) == []
-    del schema["properties"]["spec"]["properties"]["data"]["properties"]["prompts"]["items"]["properties"]["format"]
-    assert missing_fields(crd) == ["spec.data.prompts[].format"]
-    assert "spec.model.uri" in missing_fields({})
 
 
 def test_the_file_is_the_same_each_time() -> None:
