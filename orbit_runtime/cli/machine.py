@@ -23,9 +23,14 @@ def this_machine() -> Machine:
     """Its GPUs; without any, the CPU and its memory. Of a `Split` pod a container has, and sees, half of both."""
     gpus = _gpus()
     memory = usable_memory()
-    parts = 2 if os.environ.get(AGENT_VARIABLE) else 1
+    parts = num_containers()
     whole = None if memory is None else parts * memory
     return Machine(gpus[0], parts * len(gpus), whole) if gpus else Machine(None, 0, whole)
+
+
+def num_containers() -> int:
+    """Into how many this run's pod is cut; 1 outside of one."""
+    return 2 if os.environ.get(AGENT_VARIABLE) else 1
 
 
 def usable_memory() -> int | None:

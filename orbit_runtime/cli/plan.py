@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from orbit_runtime.cli.machine import this_machine
+from orbit_runtime.cli.machine import num_containers, this_machine
 from orbit_runtime.cli.output import print_json
 from orbit_runtime.errors import EXIT_DONE, ModelError, OrbitError, UnsupportedError
 
@@ -57,8 +57,10 @@ def check_before_run(run: OrbitRun, folder: Path) -> None:
     try:
         model = find_facts(run, folder)
         machine = this_machine()
-        gpus = machine.num_gpus
-        made = plan(run, model, replace(machine, num_gpus=min(1, gpus)), may_choose=False, gpus_for_servers=gpus)
+        gpus, parts = machine.num_gpus, num_containers()
+        # The trainer takes one; in a `Split` pod the engine's stands in the other container.
+        used = replace(machine, num_gpus=min(parts, gpus))
+        made = plan(run, model, used, may_choose=False, gpus_for_servers=gpus // parts)
     except OrbitError:
         return
     check_fits(made)
@@ -80,7 +82,7 @@ def find_server_gpus(run: OrbitRun, folder: Path) -> int | None:
         model, job = find_facts(run, folder), build_job(run, machine)
     except OrbitError:
         return run.spec.rollout.tensor_parallel
-    return check_servers(model, job, machine.num_gpus)
+    return check_servers(model, job, machine.num_gpus // num_containers())
 
 
 def find_facts(run: OrbitRun, folder: Path) -> ModelFacts:

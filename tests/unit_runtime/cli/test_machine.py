@@ -1,0 +1,73 @@
+"""What a container sees of its machine. `nvidia-smi` is played: there is no GPU here."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from orbit_runtime.cli import plan as cli_plan
+from orbit_runtime.cli.machine import this_machine, usable_memory
+from orbit_runtime.cli.plan import check_before_run, find_server_gpus
+from orbit_runtime.errors import UnsupportedError
+from orbit_runtime.model_info.cards import card_facts
+from orbit_runtime.spec import OrbitRun, load_manifest
+from orbit_runtime.workers.sglang_launch import AGENT_VARIABLE
+
+ROOT = Path(__file__).parents[3]
+MODEL = "Qwen/Qwen3-4B"
+
+
+@pytest.fixture
+def four_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of a pod with eight."""
+    played = tmp_path / "nvidia-smi"
+    played.write_text("#!/bin/sh\nfor each in 1 2 3 4; do echo 'NVIDIA H100 80GB HBM3, 81559'; done\n")
+    played.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(cli_plan, "find_facts", lambda *_: card_facts(MODEL))
+
+
+def split_run() -> OrbitRun:
+    manifest = load_manifest(ROOT / "examples/qwen3-4b.yaml").to_manifest()
+    manifest["spec"]["model"]["precision"] = "BF16"
+    manifest["spec"]["rollout"]["engine"] = "SGLang"
+    manifest["spec"]["placement"] |= {"layout": "Split", "gpus": 8}
+    return OrbitRun.model_validate(manifest)
+
+
+@pytest.mark.usefixtures("four_gpus")
+def test_of_a_split_pod_a_container_sees_half(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(AGENT_VARIABLE, raising=False)
+    assert (this_machine().num_gpus, this_machine().host_bytes) == (4, usable_memory())
+    monkeypatch.setenv(AGENT_VARIABLE, "http://127.0.0.1:9401")
+    whole = this_machine()
+    assert (whole.num_gpus, whole.host_bytes) == (8, 2 * (usable_memory() or 0))
+
+
+@pytest.mark.usefixtures("four_gpus")
+def test_servers_of_a_split_pod_get_its_other_half(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(AGENT_VARIABLE, "http://127.0.0.1:9401")
+    assert find_server_gpus(split_run(), tmp_path) == 4
+    manifest = split_run().to_manifest()
+    manifest["spec"]["rollout"]["replicas"] = 5
+    with pytest.raises(UnsupportedError, match="more than the 4 that servers can have"):
+        find_server_gpus(OrbitRun.model_validate(manifest), tmp_path)
+
+
+@pytest.mark.usefixtures("four_gpus")
+def test_before_a_run_trainer_and_engine_of_a_split_pod_are_judged_apart(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    made = []
+    monkeypatch.setattr("orbit_runtime.planner.check_fits", made.append)
+    monkeypatch.setenv(AGENT_VARIABLE, "http://127.0.0.1:9401")
+    check_before_run(split_run(), tmp_path)
+    monkeypatch.delenv(AGENT_VARIABLE)
+    check_before_run(split_run(), tmp_path)
+    split, shared = made
+    assert split.layout.num_gpus == shared.layout.num_gpus == 1
+    assert "KV cache" not in split.phases["train"]
+    assert "optimizer" not in split.phases["rollout"]
+    assert split.total("train") < shared.total("train"), "on one GPU both stand at once"
