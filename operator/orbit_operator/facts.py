@@ -95,6 +95,8 @@ class PodFacts:
     """The scheduler's message while it finds no node."""
     started: float | None = None
     end: ContainerEnd | None = None
+    engine_killed: bool = False
+    """The engine's container of a `Split` pod was killed for its memory, once or more often."""
     waiting_reason: str = ""
     """Why a container does not start, such as `ImagePullBackOff`."""
     waiting_message: str = ""

@@ -14,7 +14,7 @@ import orjson
 from orbit_operator.cache import RawRun
 from orbit_operator.facts import ContainerEnd, JobFacts, Lifecycle, NodeFacts, PodFacts
 from orbit_operator.manifests.cleanup import COMPONENT as CLEANUP
-from orbit_operator.manifests.pod import RUN_CONTAINER
+from orbit_operator.manifests.pod import ENGINE_CONTAINER, RUN_CONTAINER
 from orbit_operator.manifests.source import ATTEMPT, RUN_NAME, RUN_UID
 from orbit_operator.timestamps import read_time
 from orbit_runtime.spec import lifecycle as spec_lifecycle
@@ -112,6 +112,7 @@ def read_pod(body: Object) -> PodFacts:
         unschedulable=str(scheduled.get("message") or "")[:_TEXT] if unplaced else "",
         started=read_time(begun.get("startedAt")),
         end=_end(state.get("terminated")),
+        engine_killed=any(map(_is_killed_engine, containers)),
         waiting_reason=str(waiting.get("reason") or ""),
         waiting_message=str(waiting.get("message") or "")[:_TEXT],
         is_ready=conditions.get("Ready", {}).get("status") == "True",
@@ -135,6 +136,11 @@ def read_node(body: Object) -> NodeFacts:
 
 
 _NORMAL = ("", None, "ContainerCreating", "PodInitializing")
+
+
+def _is_killed_engine(container: Object) -> bool:
+    ends = ((container.get(name) or {}).get("terminated") or {} for name in ("state", "lastState"))
+    return container.get("name") == ENGINE_CONTAINER and any(each.get("reason") == "OOMKilled" for each in ends)
 
 
 def _exit_code(condition: Object) -> int | None:

@@ -117,6 +117,17 @@ def test_a_container_out_of_memory_is_not_just_killed() -> None:
     assert "memory" in verdict.message
 
 
+def test_an_engine_that_was_killed_for_its_memory_is_not_just_dead() -> None:
+    said = json.dumps({"message": "no agent answers"})
+    dead, killed = (judge_job(FAILED_JOB, replace(pod(82, said), engine_killed=each), None) for each in (False, True))
+    assert (dead.reason, dead.message) == ("EngineDied", "no agent answers")
+    assert (killed.reason, killed.budget, killed.owner, killed.exit_code) == ("OutOfMemory", "infra", "user", 82)
+    assert killed.message == "the engine's container used more memory than its limit; no agent answers"
+    silent = judge_job(FAILED_JOB, replace(pod(82), engine_killed=True), None)
+    assert silent.message == "the engine's container used more memory than its limit"
+    assert judge_job(FAILED_JOB, replace(pod(66, said), engine_killed=True), None).reason == "ModelUnusable"
+
+
 def test_what_killed_a_container_comes_before_the_end_of_its_log() -> None:
     """The kubelet gives the end of the log where the process left no message, which nobody who is killed does."""
     log, own = "step 3 of 60\n", json.dumps({"message": "not enough", "fix": "more memory"})

@@ -63,6 +63,18 @@ def test_a_pod_that_ended_in_memory_pressure() -> None:
     assert facts.started == CREATED + 9
 
 
+def test_an_engine_that_was_killed_for_its_memory_is_known_when_it_runs_again() -> None:
+    killed, ended = {"terminated": {"reason": "OOMKilled"}}, {"terminated": {"reason": "Error"}}
+    for name, state, last, seen in (
+        ("engine", {"running": {}}, killed, True),
+        ("engine", killed, {}, True),
+        ("engine", {"running": {}}, ended, False),
+        ("run", killed, {}, False),
+    ):
+        engine = {"name": name, "state": state, "lastState": last}
+        assert read_pod(pod({"initContainerStatuses": [engine]})).engine_killed is seen
+
+
 def test_a_pod_that_waits_says_for_what() -> None:
     waiting = {"waiting": {"reason": "ImagePullBackOff", "message": "no such image"}}
     facts = read_pod(pod({"phase": "Pending", "containerStatuses": [{"name": "run", "state": waiting}]}))

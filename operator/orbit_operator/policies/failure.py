@@ -14,7 +14,7 @@ from orbit_operator.facts import Budget, ContainerEnd, JobFacts, NodeFacts, Owne
 from orbit_runtime.errors import EXIT_DONE, EXIT_STOPPED
 
 STARTUP_DEADLINE = "StartupDeadlineExceeded"
-OUT_OF_MEMORY = 79
+OUT_OF_MEMORY, ENGINE_DIED = 79, 82
 
 EXIT_CODES: dict[int, tuple[str, Budget, Owner]] = {
     64: ("ValidationFailed", "user", "user"),
@@ -28,7 +28,7 @@ EXIT_CODES: dict[int, tuple[str, Budget, Owner]] = {
     OUT_OF_MEMORY: ("OutOfMemory", "infra", "user"),
     80: ("GPUFault", "infra", "hardware"),
     81: ("CollectiveFailed", "infra", "hardware"),
-    82: ("EngineDied", "infra", "cluster"),
+    ENGINE_DIED: ("EngineDied", "infra", "cluster"),
     83: ("Stalled", "infra", "cluster"),
     84: ("GateFailed", "user", "user"),
     85: ("RewardNonFinite", "user", "user"),
@@ -172,6 +172,10 @@ def _judge_exit(end: ContainerEnd, pod: PodFacts) -> Verdict:
         return Verdict("Failed", reason, budget, owner, text, end.exit_code)
     if end.exit_code in (137, 143):
         return _judge_killed(end, pod)
+    if end.exit_code == ENGINE_DIED and pod.engine_killed:
+        reason, budget, owner = EXIT_CODES[OUT_OF_MEMORY]
+        text = _cut(f"the engine's container used more memory than its limit; {message}".removesuffix("; "))
+        return Verdict("Failed", reason, budget, owner, text, end.exit_code)
     reason, budget, owner = EXIT_CODES.get(end.exit_code, ("InternalError", "user", "orbit"))
     text = message or f"the container ended with exit code {end.exit_code} and no message"
     return Verdict("Failed", reason, budget, owner, text, end.exit_code, reason in AVOID_NODE)
