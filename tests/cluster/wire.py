@@ -102,10 +102,3 @@ def open_wire(kubeconfig: str, copy: Path) -> Iterator[Wire]:
         yield wire
     finally:
         wire.close()
-
-
-def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

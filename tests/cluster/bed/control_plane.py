@@ -5,7 +5,6 @@ Belongs here: their flags, start, stop and readiness. Does not belong here: node
 
 from __future__ import annotations
 
-import socket
 import ssl
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +13,8 @@ import httpx
 from cluster.bed.pki import ADMIN_TOKEN, build_pki, write_kubeconfig
 from cluster.bed.processes import Processes
 from cluster.bed.programs import find_program
+
+from orbit_runtime.workers.server_process import free_port
 
 SERVICE_RANGE = "10.96.0.0/16"
 SERVICE_ADDRESS = "10.96.0.1"
@@ -39,8 +40,8 @@ class ControlPlane:
     ) -> None:
         """`flags` are added to the controller manager's."""
         self.processes, self.folder, self.address = processes, folder, address
-        self._etcd_port, self._peer_port = _free_port(), _free_port()
-        self.port = port or _free_port()
+        self._etcd_port, self._peer_port = free_port(), free_port()
+        self.port = port or free_port()
         self.url = f"https://{address}:{self.port}"
         self.kubeconfig = folder / "kubeconfig"
         self._schedules, self._flags = schedules, dict(flags or {})
@@ -61,13 +62,13 @@ class ControlPlane:
             "root-ca-file": self.pki.authority, "use-service-account-credentials": "true", "leader-elect": "false",
             # A node that says nothing is NotReady after 16 s (40 s in most clusters).
             "node-monitor-period": "2s", "node-monitor-grace-period": "16s", "bind-address": "127.0.0.1",
-            "secure-port": _free_port(), "concurrent-job-syncs": 10,
+            "secure-port": free_port(), "concurrent-job-syncs": 10,
             # By default it asks at most 20 times a second: tests that start runs by the dozen would wait for it.
             "kube-api-qps": 200, "kube-api-burst": 400, **self._flags,
         })  # fmt: skip
         if self._schedules:
             flags = {"kubeconfig": self.kubeconfig, "leader-elect": "false", "bind-address": "127.0.0.1",
-                     "secure-port": _free_port()}  # fmt: skip
+                     "secure-port": free_port()}  # fmt: skip
             self.processes.start("kube-scheduler", find_program("kube-scheduler"), flags)
 
     def start_api_server(self) -> None:
@@ -102,9 +103,3 @@ class ControlPlane:
                 return client.get("/readyz").status_code == 200
         except httpx.HTTPError:
             return False
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
