@@ -96,6 +96,8 @@ def disturb(cluster: Cluster, team: Team) -> Lived:
     pod = wait_for_pod(team, "disturbed", 2, seconds=PATIENCE)
     lost = node_of(cluster, pod)
     wait_for_file(folder / "metrics" / f"step-{int(kept[-1][5:11]) + 3:06d}.json")
+    # A quick machine is there before the operator asks for the first time, and then nobody could tell where it began.
+    wait_for(lambda: team.status("disturbed")["attempts"][1].get("runTime"), "the operator has heard of it", 30)
     lost.ctr("tasks", "pause", container_of(pod))
     lost.freeze()
     frozen = time.monotonic()
