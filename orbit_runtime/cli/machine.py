@@ -1,20 +1,18 @@
 """What this machine has, without torch: GPUs as the driver names them, and main memory.
 
-Belongs here: asking `nvidia-smi` and the kernel. Does not belong here: judging (`planner`, `doctor`).
+Belongs here: asking the driver and the kernel. Does not belong here: judging (`planner`, `doctor`).
 """
 
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
 from pathlib import Path
 
 from orbit_runtime.model_info.gpus import GPUCard, find_gpu
 from orbit_runtime.planner import Machine
+from orbit_runtime.workers.nvidia_smi import ask_driver
 from orbit_runtime.workers.sglang_launch import AGENT_VARIABLE
 
-_QUERY = ["--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
 CUDA_SHARE = 0.97
 """Of the memory that the driver counts, what programs get."""
 
@@ -49,14 +47,10 @@ def usable_memory() -> int | None:
 
 
 def _gpus() -> list[GPUCard]:
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return []
+    rows = [line.rpartition(",") for line in ask_driver("name,memory.total")]
     try:
-        asked = subprocess.run([program, *_QUERY], capture_output=True, text=True, timeout=20, check=True)
-        rows = [line.rpartition(",") for line in asked.stdout.splitlines() if line.strip()]
         return [find_gpu(name) or _unknown(name.strip(), int(mib)) for name, _, mib in rows]
-    except (OSError, subprocess.SubprocessError, ValueError):
+    except ValueError:
         return []
 
 

@@ -8,8 +8,6 @@ It starts SGLang with Orbit's plug-in and nothing else. Only what runs in the sa
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -23,13 +21,13 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from orbit_runtime import __version__
 from orbit_runtime.errors import OutputError
+from orbit_runtime.workers.nvidia_smi import ask_driver
 from orbit_runtime.workers.server_process import ServerProcess
 from orbit_runtime.workers.sglang_launch import launch_command, launch_environment
 
 HOST = "127.0.0.1"
 ALLOWED = ("ORBIT_SGLANG", "SGLANG_", "OMP_WAIT_POLICY")
 """How names of variables begin that a run may set for a server."""
-_QUERY = ("--query-gpu=memory.used", "--format=csv,noheader,nounits")
 
 Text = Annotated[str, Field(max_length=4096)]
 
@@ -164,19 +162,12 @@ def _known(state: State | None) -> State:
 
 
 def gpu_memory(first: int, count: int) -> int | None:
-    """Bytes in use on these of the container's GPUs, as the driver says; None where it cannot be asked.
-
-    Not run on hardware. Without torch, which would take memory of each GPU itself.
-    """
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return None
+    """Bytes in use on these of the container's GPUs, as the driver says, if it does. Not run on hardware."""
     try:
-        asked = subprocess.run([program, *_QUERY], capture_output=True, text=True, timeout=20, check=True)
-        used = [int(line) for line in asked.stdout.split()]
-    except (OSError, subprocess.SubprocessError, ValueError):
+        used = [int(line) for line in ask_driver("memory.used")]
+    except ValueError:
         return None
-    return sum(used[first : first + count]) * 2**20
+    return sum(used[first : first + count]) * 2**20 if used else None
 
 
 def run_agent(port: int) -> None:

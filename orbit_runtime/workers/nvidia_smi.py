@@ -1,0 +1,26 @@
+"""Asking the driver about its GPUs, without torch: that would take memory of each.
+
+Belongs here: running `nvidia-smi`. Does not belong here: what an answer means to whoever asks.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+
+
+def ask_driver(fields: str) -> list[str]:
+    """One line for each GPU that this process sees, in their order; none where the driver cannot be asked.
+
+    Args:
+        fields: as `--query-gpu` takes them, such as `name,memory.total`; memory comes in MiB, without the unit.
+    """
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return []
+    command = [program, f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
+    try:
+        asked = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return []
+    return [line for line in asked.stdout.splitlines() if line.strip()]
