@@ -13,7 +13,7 @@ import orjson
 from pydantic import ValidationError
 
 from orbit_runtime.errors import UsageError
-from orbit_runtime.spec.block import LABEL_KEY, MAX_LABEL_KEY
+from orbit_runtime.spec.block import is_label_key, is_label_value
 from orbit_runtime.spec.placement import Egress, Placement, Toleration
 from orbit_runtime.spec.run import find_contradictions
 
@@ -23,7 +23,6 @@ RESERVED = re.compile(
     r"|batch\.kubernetes\.io/.*|controller-uid|job-name"
 )
 """Keys that we, or the Job's controller, give a run's pod: selectors, policies and monitors rest on them."""
-LABEL_VALUE = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?")
 
 
 def read_node_selector(where: str, text: str) -> Mapping[str, str]:
@@ -42,7 +41,7 @@ def read_labels(where: str, text: str) -> Mapping[str, str]:
     """Of a run's pod."""
     labels = read_annotations(where, text)
     for key, value in labels.items():
-        if not LABEL_VALUE.fullmatch(value):
+        if not is_label_value(value):
             raise UsageError(f"`{value}` cannot be the value of a label", where=f"{where}: {key}", fix=FIX)
     return labels
 
@@ -53,7 +52,7 @@ def read_annotations(where: str, text: str) -> Mapping[str, str]:
     if not isinstance(pairs, dict) or not all(isinstance(value, str) for value in pairs.values()):
         raise UsageError("keys with texts are wanted", where=where, fix=f"{FIX}; quote numbers, true and false")
     for key in pairs:
-        if len(key) > MAX_LABEL_KEY or not re.fullmatch(LABEL_KEY, key):
+        if not is_label_key(key):
             raise UsageError("this cannot be the key of a label or an annotation", where=f"{where}: {key}", fix=FIX)
         if RESERVED.fullmatch(key):
             raise UsageError("this key is given by Orbit or by Kubernetes", where=f"{where}: {key}", fix=FIX)

@@ -29,7 +29,9 @@ ObjectName = Annotated[str, Field(min_length=1, max_length=253, pattern=rf"^{_LA
 """Name of a Kubernetes object."""
 LabelName = Annotated[str, Field(min_length=1, max_length=63, pattern=rf"^{_LABEL}$")]
 """Name of a Kubernetes object whose name is part of another name, such as a namespace."""
-LabelValue = Annotated[str, Field(max_length=63, pattern=r"^([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?$")]
+MAX_LABEL_VALUE = 63
+_LABEL_VALUE = r"^([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?$"
+LabelValue = Annotated[str, Field(max_length=MAX_LABEL_VALUE, pattern=_LABEL_VALUE)]
 """Value of a Kubernetes label."""
 LABEL_KEY = rf"^({_LABEL}(\.{_LABEL})*/)?[A-Za-z0-9]([-A-Za-z0-9_.]{{0,61}}[A-Za-z0-9])?$"
 MAX_LABEL_KEY = 317
@@ -72,10 +74,19 @@ def check_scheme(name: str, uri: str, schemes: tuple[str, ...]) -> Iterator[Cont
         yield Contradiction((name,), (), f"`{uri}` names nothing after `{scheme}://`", "write its name")
 
 
+def is_label_key(text: str) -> bool:
+    """Whether Kubernetes takes it as the key of a label or an annotation."""
+    return len(text) <= MAX_LABEL_KEY and re.fullmatch(LABEL_KEY, text) is not None
+
+
+def is_label_value(text: str) -> bool:
+    return len(text) <= MAX_LABEL_VALUE and re.fullmatch(_LABEL_VALUE, text) is not None
+
+
 def check_label_keys(name: str, keys: Iterable[str]) -> Iterator[Contradiction]:
     """A key that no Kubernetes label can have."""
     for key in keys:
-        if len(key) > MAX_LABEL_KEY or not re.fullmatch(LABEL_KEY[1:-1], key):
+        if not is_label_key(key):
             fix = "write letters, digits, `-`, `_` and `.`, and a domain and `/` before them if need be"
             yield Contradiction((name,), (), f"`{key}` cannot be the key of a label", fix)
 
