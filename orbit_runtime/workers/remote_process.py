@@ -9,6 +9,7 @@ started anew by the kubelet. So its servers count as dead, and a start waits for
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -21,6 +22,9 @@ import httpx
 from orbit_runtime import __version__
 from orbit_runtime.errors import EngineDiedError, UnsupportedError
 from orbit_runtime.workers.server_process import STOP_SECONDS, WatchedServer
+from orbit_runtime.workers.sglang_launch import AGENT_VARIABLE
+
+_log = logging.getLogger(__name__)
 
 AGENT_SECONDS = 330.0
 """A container that ended again and again is started after a pause, of five minutes at most."""
@@ -81,9 +85,14 @@ class RemoteProcess(WatchedServer):
 
     def _find_agent(self, patience: float) -> None:
         until = time.monotonic() + patience
+        waits = False
         while (answer := self._ask("GET", "/version")) is None or answer.status_code != 200:
+            if not waits:
+                _log.warning("no agent answers at %s; waiting for it, %.0f s at most", self._agent, patience)
+                waits = True
             if time.monotonic() > until:
-                raise EngineDiedError(f"no agent answers at {self._agent} for {patience:.0f} s", fix=_FIX)
+                fix = f"{_FIX}; outside a pod unset {AGENT_VARIABLE}"
+                raise EngineDiedError(f"no agent answers at {self._agent} for {patience:.0f} s", fix=fix)
             time.sleep(0.5)
         found = answer.json()["version"]
         if found != __version__:

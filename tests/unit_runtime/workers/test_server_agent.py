@@ -115,7 +115,9 @@ def test_an_agent_that_ends_ends_its_servers(agent: AgentProcess, tmp_path: Path
     servers[0].stop()
 
 
-def test_an_agent_that_was_killed_is_waited_for(agent: AgentProcess, tmp_path: Path) -> None:
+def test_an_agent_that_was_killed_is_waited_for(
+    agent: AgentProcess, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     server = start(agent, tmp_path, "live")
     wait_for(lambda: "pid" in said(server))
     agent.end(signal.SIGKILL)
@@ -124,6 +126,7 @@ def test_an_agent_that_was_killed_is_waited_for(agent: AgentProcess, tmp_path: P
     with pytest.raises(EngineDiedError, match=r"no agent answers at http://127.0.0.1:\d+ for 1 s") as caught:
         start(agent, tmp_path, "live", patience=1.0)
     assert "container `engine`" in caught.value.fix
+    assert caplog.messages[-1] == f"no agent answers at {agent.url}; waiting for it, 1 s at most"
     again = AgentProcess(agent.port)
     try:
         assert start(again, tmp_path, "live").exit_status() is None
