@@ -23,7 +23,7 @@ from orbit_operator.metrics import Metrics
 ANSWER_SECONDS = 3.0
 LARGEST_ANSWER = 64 * 1024
 POLLS_PER_SECOND = 10.0
-"""All pods together; with many, each is asked less often."""
+"""All pods together, one after the other; with many, each is asked less often."""
 
 
 class Poller:
@@ -48,7 +48,7 @@ class Poller:
         self._session: aiohttp.ClientSession | None = None
 
     async def run(self, seconds: float) -> None:
-        """For ever. A round is never faster than the limit on questions per second allows."""
+        """For ever. A round lasts so long at least, and with many pods as long as their questions take."""
         limit = aiohttp.ClientTimeout(total=ANSWER_SECONDS)
         async with aiohttp.ClientSession(
             timeout=limit, trust_env=False, cookie_jar=aiohttp.DummyCookieJar()
@@ -56,34 +56,42 @@ class Poller:
             self._session = session
             while True:
                 began = time.monotonic()
-                asked = await self.round()
-                least = max(seconds, asked / POLLS_PER_SECOND)
-                await asyncio.sleep(max(0.0, began + least - time.monotonic()))
+                await self.round()
+                await asyncio.sleep(max(0.0, began + seconds - time.monotonic()))
 
     async def round(self) -> int:
-        """Every live pod once; returns how many."""
-        targets = list(self._targets())
-        await asyncio.gather(*(self._ask(*target) for target in targets))
-        return len(targets)
+        """Every live pod once, one after the other no faster than the limit; returns how many.
 
-    def _targets(self) -> list[tuple[Key, PodFacts, int]]:
-        found = []
-        for key in self._cache.pods.keys_now():
-            run = self._cache.run(key)
-            own = [child.facts for child in self._cache.pods.of(key) if run is not None and child.run_uid == run.uid]
-            # Only the newest: one that was left behind on a lost node may still answer, and speaks for nobody.
-            pod = newest_pod(own)
-            if pod is None or not pod.ip or not pod.started or pod.is_terminal:
-                continue
-            port = self._port_of(key)
-            if port is not None:
-                found.append((key, pod, port))
-        return found
+        All at once would hold up the passes over other runs for as long as a thousand answers take.
+        """
+        asked = 0
+        async with asyncio.TaskGroup() as group:
+            for key in self._cache.pods.keys_now():
+                # As late as possible: a round of thousands takes minutes, in which one pod may follow another.
+                await self._places.acquire()
+                target = self._target(key)
+                if target is None:
+                    self._places.release()
+                    continue
+                group.create_task(self._ask(key, *target)).add_done_callback(lambda _: self._places.release())
+                asked += 1
+                await asyncio.sleep(1 / POLLS_PER_SECOND)
+        return asked
+
+    def _target(self, key: Key) -> tuple[PodFacts, int] | None:
+        """The pod that speaks for a run, and its port."""
+        run = self._cache.run(key)
+        own = [child.facts for child in self._cache.pods.of(key) if run is not None and child.run_uid == run.uid]
+        # Only the newest: one that was left behind on a lost node may still answer, and speaks for nobody.
+        pod = newest_pod(own)
+        if pod is None or not pod.ip or not pod.started or pod.is_terminal:
+            return None
+        port = self._port_of(key)
+        return None if port is None else (pod, port)
 
     async def _ask(self, key: Key, pod: PodFacts, port: int) -> None:
         host = f"[{pod.ip}]" if ":" in pod.ip else pod.ip
-        async with self._places:
-            answer, outcome = await self._fetch(f"http://{host}:{port}/status")
+        answer, outcome = await self._fetch(f"http://{host}:{port}/status")
         heard = read_progress(answer, key[1], pod.uid, time.time())
         self._metrics.polls.labels("refused" if outcome == "answered" and heard is None else outcome).inc()
         if heard is None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -43,29 +44,35 @@ GOOD: dict[str, Any] = {
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
+@asynccontextmanager
+async def serve(handler: Handler) -> AsyncIterator[int]:
+    """The port where every pod of a test answers."""
+    app = web.Application()
+    app.router.add_get("/status", handler)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        yield runner.addresses[0][1]
+    finally:
+        await runner.cleanup()
+
+
 def ask(handler: Handler, known: Progress | None = None) -> tuple[dict[Key, Progress], str, float]:
     """One question to one pod: what is known then, the outcome that was counted, and how long it took."""
 
     async def work() -> tuple[dict[Key, Progress], str, float]:
-        app = web.Application()
-        app.router.add_get("/status", handler)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        port = runner.addresses[0][1]
         cache, metrics = Cache(), Metrics()
         cache.runs.put(KEY, "r", RawRun("r", b"{}", "1"), 1)
         pod = PodFacts("adder-a1-x", "p", 1, ip="127.0.0.1", started=1.0, phase="Running")
         cache.pods.put(KEY, "p", Child("r", pod), 1)
         progress = {} if known is None else {KEY: known}
-        poller = Poller(cache, progress, lambda _: None, metrics, connections=2, port_of=lambda _: port)
-        began = time.monotonic()
-        async with ClientSession(timeout=ClientTimeout(total=0.5)) as session:
+        async with serve(handler) as port, ClientSession(timeout=ClientTimeout(total=0.5)) as session:
+            poller = Poller(cache, progress, lambda _: None, metrics, connections=2, port_of=lambda _: port)
             poller._session = session
+            began = time.monotonic()
             await poller.round()
-        took = time.monotonic() - began
-        await runner.cleanup()
+            took = time.monotonic() - began
         outcomes = [s.labels["outcome"] for m in metrics.polls.collect() for s in m.samples if s.value]
         return progress, outcomes[-1], took
 
@@ -136,6 +143,32 @@ def test_only_the_newest_pod_is_asked() -> None:
     cache.pods.put(KEY, "p2", Child("r", PodFacts("adder-a2-x", "p2", 2, created=2.0)), 2)
     poller = Poller(cache, {}, lambda _: None, Metrics(), connections=2, port_of=lambda _: 1)
     assert asyncio.run(poller.round()) == 0, "one on a lost node may still answer, and speaks for nobody"
+
+
+def test_pods_are_asked_one_after_the_other_and_none_that_has_ended_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(poll, "POLLS_PER_SECOND", 20.0)
+    cache, times = Cache(), []
+    for index in range(6):
+        key = ("team", f"run-{index}")
+        cache.runs.put(key, f"r{index}", RawRun(f"r{index}", b"{}", "1"), 1)
+        pod = PodFacts(f"run-{index}-a1-x", f"p{index}", 1, ip="127.0.0.1", started=1.0, phase="Running")
+        cache.pods.put(key, pod.uid, Child(f"r{index}", pod), 1)
+
+    async def handler(_: web.Request) -> web.StreamResponse:
+        times.append(time.monotonic())
+        cache.pods.drop("p5")
+        await asyncio.sleep(0.3)
+        return web.json_response(GOOD)
+
+    async def work() -> int:
+        async with serve(handler) as port, ClientSession() as session:
+            poller = Poller(cache, {}, lambda _: None, Metrics(), connections=16, port_of=lambda _: port)
+            poller._session = session
+            return await poller.round()
+
+    assert asyncio.run(work()) == len(times) == 5, "the last one was gone before its turn came"
+    assert times[-1] - times[0] > 3.5 / 20, "no faster than the limit"
+    assert times[-1] - times[0] < 5 * 0.3, "a slow answer holds nobody up"
 
 
 def test_last_words_stay_when_the_pod_is_deleted() -> None:
