@@ -45,6 +45,8 @@ class Episode:
     p99_wait: float
     cpu: float
     """Seconds of the operator."""
+    rest: dict[str, float]
+    """Seconds of every other program that takes part, by name; the last is this one."""
     others: float
     """Cores that the rest of the machine kept busy."""
     resident: int
@@ -93,8 +95,9 @@ def rows_of(facts: dict[str, Any]) -> list[Row]:
         Row("pass over one run, p99 in the slowest episode", max(each.p99_pass for each in busy.values()), "s", 1.0),
         *(Row(f"  {name}", each.p99_pass, "s") for name, each in busy.items()),
         Row("wait for a worker before it, p99 in the slowest", max(each.p99_wait for each in busy.values()), "s"),
-        Row("operator's CPU per run, creation", 1000 * facts["create"].cpu / facts["runs"], "ms"),
         Row("operator's CPU per run, start", 1000 * facts["start"].cpu / facts["runs"], "ms"),
+        Row("operator's CPU per run, creation", 1000 * facts["create"].cpu / facts["runs"], "ms"),
+        *(Row(f"  {name}'s", 1000 * seconds / facts["runs"], "ms") for name, seconds in facts["create"].rest.items()),
         Row("resident memory, most ever", facts["resident highest"] / MIB, "MiB", 128 if few else None),
         Row("resident memory, with 15 runs", facts["resident empty"] / MIB, "MiB"),
         Row("API writes per run, creation", facts["create"].num_writes / facts["runs"], ""),
@@ -127,6 +130,8 @@ def compare_sizes(few: dict[str, Any], many: dict[str, Any]) -> list[Row]:
             / (few["served after"] / few["bare"]) / factor, "x"),
         Row(f"memory above that with 15 runs: {where}", grown(many) / grown(few) / factor, "x", 1.0),
         Row(f"operator's CPU for creation: {where}", many["create"].cpu / few["create"].cpu / factor, "x", 1.0),
+        *(Row(f"  {name}'s", seconds / few["create"].rest[name] / factor, "x")
+          for name, seconds in many["create"].rest.items()),
     ]  # fmt: skip
 
 
