@@ -299,9 +299,12 @@ async def measure(bench: Bench, num_runs: int, idle_seconds: float, folder: Path
     await bench.settle()
     async with bench.episode(facts, "idle"):
         await asyncio.sleep(idle_seconds)
+    most = memory_bytes(bench.operator.pid, "VmHWM")
+    facts["bare, many runs"] = await bench.write_bare()
+    await bench.settle()
     if whole:
         await _live(bench, names, facts, idle_seconds)
-    facts["resident highest"] = memory_bytes(bench.operator.pid, "VmHWM")
+    facts["resident highest"] = max(most, memory_bytes(bench.operator.pid, "VmHWM"))
     return facts
 
 
