@@ -73,7 +73,7 @@ def build_kopf_settings(settings: Settings) -> kopf.OperatorSettings:
     chosen.watching.connect_timeout = 10
     chosen.watching.inactivity_timeout = SILENT_SECONDS
     # A page is parsed whole: a thousand runs at once would be the most memory there ever is.
-    chosen.watching.chunk_size = 100
+    chosen.watching.chunk_size = 50
     chosen.networking.request_timeout = 60
     chosen.networking.connect_timeout = 10
     # An API server that is back is watched again at once: by default the pauses grow to 21 s.

@@ -59,8 +59,12 @@ async def start_servers(health: Health, metrics: Metrics, health_port: int, metr
     async def readyz(_request: web.Request) -> web.Response:
         return _answer(health.find_unready(), health.note())
 
-    async def render(_request: web.Request) -> web.Response:
-        return web.Response(body=metrics.render(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+    async def render(request: web.Request) -> web.StreamResponse:
+        answer = web.StreamResponse(headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+        await answer.prepare(request)
+        for part in metrics.render():
+            await answer.write(part)
+        return answer
 
     runners = []
     for port, routes in (

@@ -215,7 +215,7 @@ def test_a_scrape_tells_of_every_run_and_forgets_those_that_are_gone() -> None:
     ended = {"time": format_time(7), "budget": "Infra", "reason": "NodeLost", "whoActs": "Cluster"}
     status = {**STATUS, "infraRestarts": 2, "attempts": [{"number": 1, "ending": ended}, *STATUS["attempts"]]}
     metrics.runs[KEY] = build_text(*KEY, spec, status, 8)
-    text = metrics.render().decode()
+    text = b"".join(metrics.render()).decode()
     where = 'namespace="team"'
     for line in (
         f'orbit_run_info{{adapter="LoRA",model="hf://a/b",{where},node="",precision="INT4",queue="",run="adder"}} 1.0',
@@ -229,7 +229,7 @@ def test_a_scrape_tells_of_every_run_and_forgets_those_that_are_gone() -> None:
         assert line in text, line
     assert "orbit_run_finished_timestamp_seconds{" not in text
     del metrics.runs[KEY]
-    assert 'run="adder"' not in metrics.render().decode()
+    assert 'run="adder"' not in b"".join(metrics.render()).decode()
 
 
 def test_a_crd_of_this_version_lacks_nothing_and_an_older_one_says_what() -> None:
@@ -343,7 +343,7 @@ def test_every_series_of_a_run_is_read_by_prometheus_own_parser_whatever_its_lab
     status = {"phase": "Running", "reason": "Running", "attempt": 3}
     for name in ("one", "two"):
         metrics.runs["team", name] = build_text("team", name, {"lifecycle": {"queueName": queue}}, status, 8)
-    families = {family.name: family for family in text_string_to_metric_families(metrics.render().decode())}
+    families = {family.name: family for family in text_string_to_metric_families(b"".join(metrics.render()).decode())}
     assert {f"orbit_run_{name}" for name in RUN_SERIES} <= {*families}
     info = families["orbit_run_info"].samples
     assert [(each.labels["run"], each.labels["queue"], each.value) for each in info] == [
