@@ -39,7 +39,7 @@ def exported() -> dict[str, set[str]]:
     operator.mark_refused("n", True)
     operator.runs["n", "r"] = build_text("n", "r", {}, STATUS, 8)
     found: dict[str, set[str]] = {}
-    for line in (run.render() + operator.render()).decode().splitlines():
+    for line in b"".join((run.render(), *operator.render())).decode().splitlines():
         sample = re.match(r"^(orbit_[a-z0-9_]+)(?:\{(.*)\})? ", line)
         if sample:
             found.setdefault(sample[1], set()).update(re.findall(r'(\w+)="', sample[2] or ""))
