@@ -133,6 +133,11 @@ class Cache:
         self._with_children.discard(run_uid)
         self._written.pop(run_uid, None)
 
+    def keys_now(self) -> list[Key]:
+        """Runs, and then those of which only Jobs or pods are left, as of now."""
+        shelves = (self.runs, self.jobs, self.pods)
+        return list(dict.fromkeys(key for shelf in shelves for key in shelf.keys_now()))
+
     def __len__(self) -> int:
         return len(self.runs) + len(self.jobs) + len(self.pods)
 

@@ -1,7 +1,6 @@
 """What kopf brings is a key for the queue: what it says was taken by the intake on its way. Nothing else happens here.
 
 Belongs here: decorators and one-line calls. Does not belong here: logic of any kind.
-The index functions store nothing with kopf: they make it hold back every event until all first lists are in.
 """
 
 from __future__ import annotations
@@ -26,8 +25,6 @@ WATCH_PAUSES = (0.5, 1.0, *[2.0] * 30)
 SILENT_SECONDS = 70.0
 """A watch that brings nothing for so long is dead, though its connection stands: the API server sends a bookmark every
 minute. It is asked for again."""
-NOTHING = {"orbitrl.dev/indexed": kopf.PRESENT}
-"""No object has it: an index function that is called takes as long as the rest of an event."""
 RUN, JOB, POD = ("orbitrl.dev", "v1alpha1", "orbitruns"), ("batch", "v1", "jobs"), ("", "v1", "pods")
 
 
@@ -43,12 +40,6 @@ def build_registry(intake: Intake, sight: Sight, changed: Callable[[Key], None])
     async def login(**kwargs: Any) -> Any:
         info = kopf.login_with_kubeconfig(**kwargs) or kopf.login_with_service_account(**kwargs)
         return None if info is None else open_session(info, intake, sight)
-
-    @kopf.index(*RUN, registry=registry, labels=NOTHING)
-    @kopf.index(*JOB, registry=registry, labels=NOTHING)
-    @kopf.index(*POD, registry=registry, labels=NOTHING)
-    async def hold_back(**_: Any) -> None:
-        return None
 
     @kopf.on.event(*RUN, registry=registry)
     @kopf.on.event(*JOB, registry=registry)

@@ -27,6 +27,8 @@ class Intake:
 
     Args:
         is_news: whether a version of a run, given by key, uid and number, may hold what we did not write ourselves.
+        changed: told of every run of which a list brings news.
+        pod_changed: told of every run of whose pods there is news.
         heard: told of everything that comes: whether it is news, or no object of ours (None).
     """
 
@@ -34,10 +36,14 @@ class Intake:
         self,
         cache: Cache,
         is_news: Callable[[Key, str, int], bool],
+        changed: Callable[[Key], None],
+        pod_changed: Callable[[Key], None] = lambda _: None,
         heard: Callable[[bool | None], None] = lambda _: None,
     ) -> None:
         self._cache = cache
         self._is_news = is_news
+        self._changed = changed
+        self._pod_changed = pod_changed
         self._heard = heard
 
     def take_line(self, line: bytes) -> bytes | None:
@@ -57,12 +63,18 @@ class Intake:
         return None if stub is None else orjson.dumps({"type": event["type"], "object": stub})
 
     def take_list(self, answer: Any) -> Any:
-        """One page of a list, or any other answer, which goes on as it is."""
+        """One page of a list; kopf gets none of it, since a task for each object at once is 20 MB for a thousand runs.
+
+        Any other answer goes on as it is.
+        """
         kind = str(answer.get("kind") or "").removesuffix("List") if isinstance(answer, dict) else ""
         if kind not in KINDS or "items" not in answer:
             return answer
-        stubs = (self._take("ADDED", kind, body) for body in answer["items"] or ())
-        return {**answer, "items": [stub for stub in stubs if stub is not None]}
+        for body in answer["items"] or ():
+            stub = self._take("ADDED", kind, body)
+            if stub is not None:
+                self._changed((stub["metadata"]["namespace"], run_name_of(stub)))
+        return {**answer, "items": []}
 
     def _take(self, event: str, kind: str, body: Body) -> dict[str, Any] | None:
         head = body["metadata"]
@@ -95,7 +107,10 @@ class Intake:
             shelf = self._cache.jobs if kind == "Job" else self._cache.pods
             before = shelf.value(uid)
             put_child(self._cache, kind, body)
-            return shelf.value(uid) != before
+            if shelf.value(uid) == before:
+                return False
+            if kind == "Pod":
+                self._pod_changed(key)
         return True
 
 

@@ -36,7 +36,7 @@ from orbit_operator.read import has_ended
 from orbit_operator.reconcile import Parts, reconcile
 from orbit_operator.resync import Resync
 from orbit_operator.settings import PREFIX, Settings, load_settings
-from orbit_operator.sight import Sight
+from orbit_operator.sight import EVERYWHERE, Sight
 from orbit_operator.work_queue import WorkQueue
 from orbit_runtime.errors import OrbitError
 
@@ -58,7 +58,7 @@ class Operator:
         self.metrics = Metrics()
         self.health = Health()
         self.cache = Cache()
-        self.sight = Sight(self.sight_changed)
+        self.sight = Sight(self.sight_changed, settings.namespaces or (EVERYWHERE,))
         self.queue: WorkQueue[Key] = WorkQueue(waited=self.metrics.waited.observe)
         self.unread: dict[Key, dict[str, int]] = {}
         """Versions of runs that came while a pass over them was under way."""
@@ -85,16 +85,14 @@ class Operator:
         )  # fmt: skip
         self.resync = Resync(api, self.cache, self.health, settings.namespaces or (None,), self.queue.add)
 
-    def changed(self, key: Key) -> None:
-        self.health.is_synced = True
-        self.queue.add(key)
-
     def sight_changed(self, namespace: str, is_seen: bool) -> None:
         self.health.lost = self.sight.lost
         self.metrics.mark_refused(namespace, not is_seen)
-        for key in self.cache.runs.keys_now() if is_seen else ():
-            if key[0] == namespace:
-                self.changed(key)
+        if is_seen:
+            self.health.is_synced = True
+            for key in self.cache.keys_now():
+                if namespace in (key[0], EVERYWHERE):
+                    self.queue.add(key)
 
     def is_news(self, key: Key, uid: str, version: int) -> bool:
         """Our own writes come back to us: they are no news. While a pass writes, nobody can tell yet."""
@@ -107,7 +105,7 @@ class Operator:
         """The pass is over: what came meanwhile and was not written by it is news."""
         for uid, version in self.unread.pop(key, {}).items():
             if not self.cache.is_known(uid, version):
-                self.changed(key)
+                self.queue.add(key)
 
     def port_of(self, key: Key) -> int | None:
         run = self.cache.run(key)
@@ -120,7 +118,7 @@ class Operator:
             key = await self.queue.get()
             self.metrics.queue.set(len(self.queue))
             if not self.sight.sees(key[0]):
-                # A Job or pod that is not seen would be made a second time. All of it comes again with the namespace.
+                # A Job or pod that is not seen would be made a second time. All of it comes once all was listed.
                 self.queue.done(key)
                 self.read_again(key)
                 continue
@@ -215,7 +213,9 @@ class Operator:
         operating = asyncio.create_task(
             kopf.operator(
                 registry=build_registry(
-                    Intake(self.cache, self.is_news, self.metrics.count_event), self.sight, self.changed
+                    Intake(self.cache, self.is_news, self.queue.add, self.poller.ask_first, self.metrics.count_event),
+                    self.sight,
+                    self.queue.add,
                 ),
                 settings=build_kopf_settings(self.settings),
                 clusterwide=not namespaces,

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -46,7 +47,12 @@ class Poller:
         self._metrics = metrics
         self._places = asyncio.Semaphore(connections)
         self._port_of = port_of
+        self._first: dict[Key, None] = {}
         self._session: aiohttp.ClientSession | None = None
+
+    def ask_first(self, key: Key) -> None:
+        """Its pod has changed and may now answer: with thousands its turn would come minutes later."""
+        self._first[key] = None
 
     async def run(self, seconds: float) -> None:
         """For ever. A round lasts so long at least, and with many pods as long as their questions take."""
@@ -64,9 +70,9 @@ class Poller:
         """Every live pod once, no faster than the limit; returns how many."""
         asked = 0
         async with asyncio.TaskGroup() as group:
-            for key in self._cache.pods.keys_now():
-                # As late as possible: a round of thousands takes minutes, in which one pod may follow another.
+            for key in self._keys():
                 await self._places.acquire()
+                # As late as possible: a round of thousands takes minutes, in which one pod may follow another.
                 target = self._target(key)
                 if target is None:
                     self._places.release()
@@ -76,6 +82,20 @@ class Poller:
                 if asked % POLLS_AT_ONCE == 0:
                     await asyncio.sleep(POLLS_AT_ONCE / POLLS_PER_SECOND)
         return asked
+
+    def _keys(self) -> Iterator[Key]:
+        """Whose turn it is: first those that something happened to, also while the others take theirs."""
+        waiting, had = deque(self._cache.pods.keys_now()), set[Key]()
+        while self._first or waiting:
+            if self._first:
+                key = next(iter(self._first))
+                del self._first[key]
+                had.add(key)
+            else:
+                key = waiting.popleft()
+                if key in had:
+                    continue
+            yield key
 
     def _target(self, key: Key) -> tuple[PodFacts, int] | None:
         """The pod that speaks for a run, and its port."""

@@ -1,6 +1,6 @@
 """The HTTP session that kopf lists and watches with: answers pass through the intake before kopf parses them.
 
-Belongs here: HTTP. Does not belong here: what becomes of an object (`intake`), or of a refusal (`sight`).
+Belongs here: HTTP. Does not belong here: what becomes of an object (`intake`), or of a list or a refusal (`sight`).
 kopf takes any aiohttp session from its login handler, and aiohttp any class of answers. Left to itself kopf parses
 every object whole, into ten times the size of its text, and then spends as long again on an event that most often says
 nothing new. A refusal in one namespace would end it for all of them, so there it is told that there is nothing, and a
@@ -18,7 +18,7 @@ import kopf
 import orjson
 
 from orbit_operator.intake import Intake
-from orbit_operator.sight import Sight
+from orbit_operator.sight import EVERYWHERE, PLURALS, Sight
 
 LIST_ANEW = orjson.dumps(
     {"type": "ERROR", "object": {"kind": "Status", "apiVersion": "v1", "code": 410, "reason": "Expired"}}
@@ -49,13 +49,13 @@ def build_response_class(intake: Intake, sight: Sight) -> type[aiohttp.ClientRes
 
     class Answer(aiohttp.ClientResponse):
         place: tuple[str, str] | None = None
-        """Namespace and plural of what was listed or watched in one namespace."""
+        """Namespace, or `EVERYWHERE`, and plural of what was listed or watched."""
 
         async def start(self, connection: Any) -> aiohttp.ClientResponse:
             await super().start(connection)
             self.place = read_place(self.url.path)
             watches = self.url.query.get("watch") == "true"
-            if self.status == 403 and self.place is not None:
+            if self.status == 403 and self.place is not None and self.place[0] != EVERYWHERE:
                 sight.refuse(*self.place, why=_read_message(await self.read()))
                 self.status = 200
             elif self.status != 200 or not watches:
@@ -78,9 +78,11 @@ def build_response_class(intake: Intake, sight: Sight) -> type[aiohttp.ClientRes
 
 
 def read_place(path: str) -> tuple[str, str] | None:
-    """Namespace and plural in a path such as `/apis/batch/v1/namespaces/lab/jobs`; `None` for the whole cluster."""
+    """Namespace and plural in a path such as `/apis/batch/v1/namespaces/lab/jobs`; `EVERYWHERE` in one without."""
     *_, word, namespace, plural = ("", "", "", *path.split("/"))
-    return (namespace, plural) if word == "namespaces" else None
+    if plural not in PLURALS or namespace == "namespaces":
+        return None
+    return (namespace if word == "namespaces" else EVERYWHERE, plural)
 
 
 def _read_message(body: bytes) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import orjson
@@ -15,7 +16,7 @@ from aiohttp import web
 from orbit_operator.cache import Cache, Key, RawRun
 from orbit_operator.intake import Intake
 from orbit_operator.session import open_session, read_place
-from orbit_operator.sight import LONGEST_PAUSE, Sight
+from orbit_operator.sight import EVERYWHERE, LONGEST_PAUSE, PLURALS, Sight
 
 KEY: Key = ("team", "adder")
 LABELS = {"orbitrl.dev/run-name": "adder", "orbitrl.dev/run-uid": "r", "orbitrl.dev/attempt": "1"}
@@ -40,8 +41,8 @@ def line(event: str, body: Any) -> bytes:
     return orjson.dumps({"type": event, "object": body})
 
 
-def build_intake(cache: Cache) -> Intake:
-    return Intake(cache, lambda key, uid, version: not cache.is_known(uid, version))
+def build_intake(cache: Cache, changed: Callable[[Key], None] = lambda _: None) -> Intake:
+    return Intake(cache, lambda key, uid, version: not cache.is_known(uid, version), changed)
 
 
 def test_a_stub_says_who_it_is_and_whose_and_nothing_else() -> None:
@@ -58,8 +59,8 @@ def test_a_stub_says_who_it_is_and_whose_and_nothing_else() -> None:
 
 
 def test_an_object_that_says_nothing_new_is_no_news_and_its_version_is_kept() -> None:
-    cache, heard = Cache(), list[bool | None]()
-    intake = Intake(cache, lambda *_: True, heard.append)
+    cache, heard, stirred = Cache(), list[bool | None](), list[Key]()
+    intake = Intake(cache, lambda *_: True, lambda _: None, stirred.append, heard.append)
     assert intake.take_line(line("ADDED", pod(3, "Running")))
     assert intake.take_line(line("MODIFIED", pod(4, "Running", qosClass="Guaranteed"))) is None
     assert cache.pods.version("p") == 4
@@ -69,6 +70,7 @@ def test_an_object_that_says_nothing_new_is_no_news_and_its_version_is_kept() ->
     assert [each.facts.phase for each in cache.pods.of(KEY)] == ["Failed"]
     assert intake.take_line(line("BOOKMARK", {"kind": "Pod"}))
     assert heard == [True, False, True, False, True, None]
+    assert stirred == [KEY, KEY], "it runs, it has failed: that it is gone need not be asked about"
 
 
 def test_a_job_that_is_deleted_is_told_and_forgotten() -> None:
@@ -116,14 +118,18 @@ def test_an_object_that_cannot_be_read_is_told_nevertheless(caplog: pytest.LogCa
     assert "cannot be read" in caplog.text
 
 
-def test_of_a_list_the_items_are_stubs_and_all_else_stays() -> None:
-    intake = build_intake(Cache())
+def test_of_a_list_the_news_are_told_at_once_and_all_else_stays() -> None:
+    cache = Cache()
+    news: list[Key] = []
+    intake = build_intake(cache, news.append)
     bare = {name: value for name, value in pod(3, "Running").items() if name not in ("kind", "apiVersion")}
     page = {"kind": "PodList", "metadata": {"resourceVersion": "8", "continue": "more"}, "items": [bare]}
-    told = intake.take_list(page)
-    assert told["metadata"] == page["metadata"]
-    assert [set(item) for item in told["items"]] == [{"apiVersion", "kind", "metadata"}]
-    assert intake.take_list(page)["items"] == [], "listed anew, and nothing has changed"
+    assert intake.take_list(page) == {**page, "items": []}
+    assert (news, len(cache.pods)) == ([KEY], 1)
+    assert intake.take_list(page) == {**page, "items": []}
+    assert news == [KEY], "listed anew, and nothing has changed"
+    intake.take_list({"kind": "OrbitRunList", "items": [run(7)]})
+    assert (news, len(cache.runs)) == ([KEY, KEY], 1)
     other = {"kind": "APIResourceList", "resources": []}
     assert intake.take_list(other) is other
     assert intake.take_list([1]) == [1]
@@ -150,12 +156,15 @@ def test_the_session_changes_lists_and_watches_however_the_bytes_come() -> None:
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         server = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        opened = open_session(kopf.ConnectionInfo(server=server, token="t"), build_intake(Cache()), Sight())
+        news: list[Key] = []
+        intake = build_intake(Cache(), news.append)
+        opened = open_session(kopf.ConnectionInfo(server=server, token="t"), intake, Sight())
         assert opened.server == server
         async with opened.aiohttp_session as session:
             assert session.headers["Authorization"] == "Bearer t"
             async with session.get(f"{server}/pods") as answer:
-                assert [item["metadata"]["uid"] for item in (await answer.json())["items"]] == ["p"]
+                assert (await answer.json())["items"] == []
+                assert news == [KEY]
             async with session.get(f"{server}/pods?watch=true") as answer:
                 text = b"".join([chunk async for chunk in answer.content.iter_chunked(2**20)])
         told = [orjson.loads(each) for each in text.splitlines()]
@@ -188,6 +197,7 @@ class PartlyForbidden:
 
 def test_where_reading_is_refused_there_is_nothing_and_later_all_is_listed_anew() -> None:
     told: list[tuple[str, bool]] = []
+    keys: list[Key] = []
     sight = Sight(lambda *news: told.append(news))
     there = PartlyForbidden()
 
@@ -199,13 +209,16 @@ def test_where_reading_is_refused_there_is_nothing_and_later_all_is_listed_anew(
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         server = f"http://127.0.0.1:{runner.addresses[0][1]}"
         path = f"{server}/api/v1/namespaces/team/pods"
-        opened = open_session(kopf.ConnectionInfo(server=server, token="t"), build_intake(Cache()), sight)
+        intake = build_intake(Cache(), keys.append)
+        opened = open_session(kopf.ConnectionInfo(server=server, token="t"), intake, sight)
         async with opened.aiohttp_session as session:
 
-            async def listed(query: str = "") -> list[Any]:
+            async def listed(query: str = "") -> int:
+                before = len(keys)
                 async with session.get(path + query) as answer:
                     assert answer.status == 200
-                    return list((await answer.json())["items"])
+                    assert (await answer.json())["items"] == []
+                return len(keys) - before
 
             async def watched() -> list[dict[str, Any]]:
                 async with session.get(f"{path}?watch=true") as answer:
@@ -213,15 +226,15 @@ def test_where_reading_is_refused_there_is_nothing_and_later_all_is_listed_anew(
                     text = b"".join([chunk async for chunk in answer.content.iter_chunked(2**20)])
                 return [orjson.loads(each) for each in text.splitlines()]
 
-            assert await listed() == []
+            assert await listed() == 0
             assert (sight.lost, sight.sees("team"), sight.sees("other")) == (("team",), False, True)
             there.allowed = True
             # Allowed again between list and watch: what the list did not tell must come before what changes.
             (event,) = await watched()
             assert (event["type"], event["object"]["code"]) == ("ERROR", 410)
-            assert len(await listed()) == 1
+            assert await listed() == 1
             assert not sight.sees("team"), "there is another page"
-            assert await listed("?continue=x") == []
+            assert await listed("?continue=x") == 0
             assert sight.sees("team")
             assert [each["type"] for each in await watched()] == ["MODIFIED"]
             there.allowed = False
@@ -257,12 +270,45 @@ def test_a_namespace_is_back_when_each_kind_was_listed_and_is_asked_less_and_les
     assert (sight.lost, told) == ((), [("team", False), ("team", True)])
 
 
+def test_nothing_is_in_sight_before_each_kind_was_listed(caplog: pytest.LogCaptureFixture) -> None:
+    told: list[tuple[str, bool]] = []
+    caplog.set_level("INFO")
+    sight = Sight(lambda *news: told.append(news), ("team", "other"))
+    for kind in ("orbitruns", "jobs"):
+        sight.list_whole("team", kind)
+    assert (sight.sees("team"), sight.misses("team", "pods"), told) == (False, True, [])
+    sight.list_whole("team", "pods")
+    assert (sight.sees("team"), sight.sees("other"), sight.lost, told) == (True, False, (), [("team", True)])
+    assert caplog.text == "", "it was never refused"
+    sight.refuse("other", "jobs", "no")
+    for kind in ("jobs", "orbitruns"):
+        sight.list_whole("other", kind)
+    assert (sight.sees("other"), sight.lost) == (False, ("other",)), "its pods were not listed yet"
+    sight.list_whole("other", "pods")
+    assert (sight.sees("other"), sight.lost) == (True, ())
+    assert told == [("team", True), ("other", False), ("other", True)]
+    assert caplog.text.count("can be read again") == 1
+
+
+def test_the_whole_cluster_is_in_sight_at_once() -> None:
+    told: list[tuple[str, bool]] = []
+    sight = Sight(lambda *news: told.append(news), (EVERYWHERE,))
+    for kind in PLURALS:
+        assert not sight.sees("team")
+        sight.list_whole(EVERYWHERE, kind)
+    assert sight.sees("team")
+    assert told == [(EVERYWHERE, True)]
+
+
 @pytest.mark.parametrize(
     ("path", "place"),
     [
         ("/apis/batch/v1/namespaces/lab/jobs", ("lab", "jobs")),
         ("/api/v1/namespaces/lab/pods", ("lab", "pods")),
-        ("/api/v1/pods", None),
+        ("/api/v1/pods", (EVERYWHERE, "pods")),
+        ("/apis/orbitrl.dev/v1alpha1/orbitruns", (EVERYWHERE, "orbitruns")),
+        ("/apis/batch/v1", None),
+        ("/api/v1/namespaces/pods", None),
         ("/api/v1/namespaces/lab", None),
         ("/version", None),
     ],

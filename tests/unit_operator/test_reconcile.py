@@ -20,6 +20,7 @@ from orbit_operator.main import Operator
 from orbit_operator.read import pack_run
 from orbit_operator.reconcile import reconcile
 from orbit_operator.settings import Settings
+from orbit_operator.sight import EVERYWHERE, PLURALS
 from orbit_operator.timestamps import format_time
 
 KEY: Key = ("team", "adder")
@@ -104,3 +105,37 @@ def test_a_pass_ends_where_the_lease_is_lost() -> None:
     with pytest.raises(LeaseLostError):
         pass_over(api)
     assert api.writes[2:] == ["jobs", "events"]
+
+
+@pytest.mark.parametrize(("namespaces", "place"), [((), EVERYWHERE), (("team", "other"), "team")])
+def test_nothing_is_done_before_each_kind_was_listed(namespaces: tuple[str, ...], place: str) -> None:
+    """A Job that is not seen yet would be made a second time."""
+
+    async def work() -> None:
+        api = Answering()
+        operator = Operator(Settings(runtime_image="orbit-runtime:1", namespaces=namespaces), api)
+        made = {"apiVersion": "orbitrl.dev/v1alpha1", "kind": "OrbitRun", "metadata": HEAD, "spec": SPEC}
+        operator.cache.runs.put(KEY, "r", pack_run(made), 1)
+        worker = asyncio.create_task(operator.work(0))
+        for plural in PLURALS:
+            operator.queue.add(KEY)
+            await asyncio.sleep(0.05)
+            assert (api.writes, operator.health.is_synced) == ([], False)
+            operator.sight.list_whole(place, plural)
+        for _ in range(100):
+            await asyncio.sleep(0.05)
+            if "orbitruns" in api.writes:
+                break
+        worker.cancel()
+        assert api.writes[2:] == ["jobs", "events", "orbitruns"]
+        assert operator.health.is_synced
+
+    asyncio.run(work())
+
+
+def test_what_lost_its_run_is_looked_at_as_well_once_all_was_listed() -> None:
+    operator = Operator(Settings(), Answering())
+    operator.cache.put_job(("team", "orphan"), Child("r", JobFacts("orphan-a1", "j", 1)), 1)
+    for plural in PLURALS:
+        operator.sight.list_whole(EVERYWHERE, plural)
+    assert len(operator.queue) == 1
