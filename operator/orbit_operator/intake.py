@@ -63,7 +63,7 @@ class Intake:
         return None if stub is None else orjson.dumps({"type": event["type"], "object": stub})
 
     def take_list(self, answer: Any) -> Any:
-        """One page of a list; kopf gets none of it, since a task for each object at once is 20 MB for a thousand runs.
+        """One page of a list; kopf gets none of it, as a task for each object of 1,000 runs took 31 MiB and 8 s.
 
         Any other answer goes on as it is.
         """
