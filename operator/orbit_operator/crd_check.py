@@ -32,6 +32,10 @@ async def wait_for_crd(api: Api, stopping: asyncio.Event) -> None:
     while not stopping.is_set():
         try:
             await api.call("GET", OPENAPI, f"/apis/{GROUP}/{VERSION}")
+            # Listed a little later than it is served; kopf looks there, and once only.
+            groups = (await api.call("GET", OPENAPI, "/apis"))["groups"]
+            if not any(group["name"] == GROUP for group in groups):
+                raise ApiError(404, "NotFound", f"{GROUP} is not in /apis yet")
         except ApiError as error:
             if not said:
                 _log.warning("waiting for the CRD orbitruns.%s: %s", GROUP, error)

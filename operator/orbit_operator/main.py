@@ -71,6 +71,10 @@ class Operator:
             seconds=settings.lease_seconds,
         )
         observer = Observer(api, self.cache)
+        self.poller = Poller(
+            self.cache, observer.progress, self.queue.add, self.metrics,
+            connections=settings.poll_connections, port_of=self.port_of,
+        )  # fmt: skip
         self.parts = Parts(
             observer,
             Writer(api, self.cache, settings),
@@ -78,19 +82,18 @@ class Operator:
             self.metrics,
             Limits(settings.node_lost_seconds, settings.ttl_seconds),
             settings.progress_seconds,
+            self.poller.ask,
         )
-        self.poller = Poller(
-            self.cache, observer.progress, self.queue.add, self.metrics,
-            connections=settings.poll_connections, port_of=self.port_of,
-        )  # fmt: skip
         self.resync = Resync(api, self.cache, self.health, settings.namespaces or (None,), self.queue.add)
 
     def sight_changed(self, namespace: str, is_seen: bool) -> None:
+        if not is_seen or namespace in self.health.lost:
+            self.metrics.mark_refused(namespace, not is_seen)
         self.health.lost = self.sight.lost
-        self.metrics.mark_refused(namespace, not is_seen)
+        self.health.is_synced = not self.sight.waits
         if is_seen:
-            self.health.is_synced = True
-            for key in self.cache.keys_now():
+            # Of what was deleted meanwhile, only the numbers are left.
+            for key in dict.fromkeys((*self.cache.keys_now(), *self.metrics.runs)):
                 if namespace in (key[0], EVERYWHERE):
                     self.queue.add(key)
 
@@ -175,7 +178,6 @@ class Operator:
                     # Only a second look tells news that are under way from what watching has missed.
                     pause = CHECK_SECONDS
                 self.metrics.mark_event()
-                self.health.is_synced = True
             except ApiError as error:
                 _log.warning("the check of what is believed did not come through: %s", error)
             self.metrics.current.set(0.0 if self.health.stalled_since is not None else 1.0)

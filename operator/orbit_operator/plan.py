@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from orbit_operator.actions import CreateAttempt, DeleteJob, Plan, RunEvent, State
+from orbit_operator.actions import CreateAttempt, DeleteJob, DeletePod, Plan, RunEvent, State
 from orbit_operator.attempts import fold_attempts, newest_pod, retire
 from orbit_operator.describe import POD_PENDING, describe, events_since, tell_created
 from orbit_operator.ending import find_end, finish, idle_jobs, keep_finalizer, plan_deletion, stop
@@ -62,10 +62,13 @@ def plan(run: RunFacts, observed: Observed, now: float, limits: Limits, verdict:
 def needs_fresh_look(chosen: Plan, observed: Observed) -> bool:
     """An attempt is only made from facts read from the API server itself: what watching brings may lag.
 
-    A run that is new to everybody needs none: no child of it can be on its way.
+    A run that is new to everybody needs none: no child of it can be on its way. What a pod said lags as well, with
+    thousands by minutes: none is stopped for being late that may train by now.
     """
     makes = any(isinstance(action, CreateAttempt) for action in chosen.actions)
-    return makes and not (observed.is_new and not observed.stored.attempts)
+    is_late = chosen.state is not None and chosen.state.reason == STARTUP_DEADLINE
+    stops = any(isinstance(action, DeletePod) for action in chosen.actions)
+    return (makes and not (observed.is_new and not observed.stored.attempts)) or (is_late and stops)
 
 
 def is_ours(run: RunFacts) -> bool:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import aiohttp
@@ -48,11 +48,18 @@ class Poller:
         self._places = asyncio.Semaphore(connections)
         self._port_of = port_of
         self._first: dict[Key, None] = {}
+        self._asked: dict[Key, float] = {}
         self._session: aiohttp.ClientSession | None = None
 
     def ask_first(self, key: Key) -> None:
         """Its pod has changed and may now answer: with thousands its turn would come minutes later."""
         self._first[key] = None
+
+    async def ask(self, key: Key) -> None:
+        """Now, whoever else waits: what is to happen to the pod depends on it."""
+        target = self._target(key)
+        if target is not None:
+            await self._ask(key, *target)
 
     async def run(self, seconds: float) -> None:
         """For ever. A round lasts so long at least, and with many pods as long as their questions take."""
@@ -74,6 +81,7 @@ class Poller:
                 await self._places.acquire()
                 # As late as possible: a round of thousands takes minutes, in which one pod may follow another.
                 target = self._target(key)
+                self._asked[key] = time.monotonic()
                 if target is None:
                     self._places.release()
                     continue
@@ -84,17 +92,18 @@ class Poller:
         return asked
 
     def _keys(self) -> Iterator[Key]:
-        """Whose turn it is: first those that something happened to, also while the others take theirs."""
-        waiting, had = deque(self._cache.pods.keys_now()), set[Key]()
-        while self._first or waiting:
-            if self._first:
-                key = next(iter(self._first))
-                del self._first[key]
-                had.add(key)
-            else:
-                key = waiting.popleft()
-                if key in had:
-                    continue
+        """Whose turn it is: who was not asked for longest, and between any two of them one that has changed."""
+        began, keys = time.monotonic(), self._cache.pods.keys_now()
+        self._asked = {key: self._asked[key] for key in keys if key in self._asked}
+        for key in sorted(keys, key=lambda key: self._asked.get(key, 0.0)):
+            if self._asked.get(key, 0.0) < began:
+                yield key
+            yield from self._pop_first(1)
+        yield from self._pop_first(len(self._first))
+
+    def _pop_first(self, most: int) -> Iterator[Key]:
+        for key in list(islice(self._first, most)):
+            del self._first[key]
             yield key
 
     def _target(self, key: Key) -> tuple[PodFacts, int] | None:

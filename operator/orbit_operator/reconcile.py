@@ -6,7 +6,7 @@ Belongs here: that order. Does not belong here: what any of the four does.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 
 from orbit_operator.actions import Plan, RunEvent, State
@@ -34,6 +34,8 @@ class Parts:
     metrics: Metrics
     limits: Limits
     progress_seconds: float
+    ask: Callable[[Key], Awaitable[None]]
+    """Hears what the run's pod says now."""
     clock: Callable[[], float] = time.time
 
 
@@ -48,6 +50,7 @@ async def reconcile(key: Key, parts: Parts) -> float | None:
     run, body, observed = seen
     chosen = plan(run, observed, now, parts.limits, run.plan)
     if needs_fresh_look(chosen, observed):
+        await parts.ask(key)
         seen = await parts.observer.look(key, now, fresh=True)
         if seen is None:
             return None

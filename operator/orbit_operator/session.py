@@ -55,14 +55,21 @@ def build_response_class(intake: Intake, sight: Sight) -> type[aiohttp.ClientRes
             await super().start(connection)
             self.place = read_place(self.url.path)
             watches = self.url.query.get("watch") == "true"
-            if self.status == 403 and self.place is not None and self.place[0] != EVERYWHERE:
+            if self.place is None:
+                return self
+            if self.status == 403 and self.place[0] != EVERYWHERE:
                 sight.refuse(*self.place, why=_read_message(await self.read()))
+                self.status = 200
+            elif self.status == 410 and not watches:
+                # Between two pages the rest has become too old: kopf would end.
+                sight.expire(*self.place)
                 self.status = 200
             elif self.status != 200 or not watches:
                 return self
-            if self.place is not None and sight.misses(*self.place):
+            if sight.misses(*self.place):
                 self.content = Refused(self.content, sight.pause(*self.place))  # type: ignore[assignment]
-            elif watches:
+            else:
+                sight.watch(*self.place)
                 self.content = Lines(self.content, intake.take_line)  # type: ignore[assignment]
             return self
 
@@ -80,9 +87,11 @@ def build_response_class(intake: Intake, sight: Sight) -> type[aiohttp.ClientRes
 def read_place(path: str) -> tuple[str, str] | None:
     """Namespace and plural in a path such as `/apis/batch/v1/namespaces/lab/jobs`; `EVERYWHERE` in one without."""
     *_, word, namespace, plural = ("", "", "", *path.split("/"))
-    if plural not in PLURALS or namespace == "namespaces":
+    if plural not in PLURALS:
         return None
-    return (namespace if word == "namespaces" else EVERYWHERE, plural)
+    if word == "namespaces":
+        return namespace, plural
+    return None if namespace == "namespaces" else (EVERYWHERE, plural)
 
 
 def _read_message(body: bytes) -> str:

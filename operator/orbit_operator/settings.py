@@ -18,6 +18,7 @@ from orbit_runtime.spec.placement import Egress, Toleration
 
 PREFIX = "ORBIT_OPERATOR_"
 PRIORITY_CLASS = re.compile(r"([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?)?")
+NAMESPACE = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
@@ -150,6 +151,13 @@ def _check(settings: Settings) -> None:
         if not getattr(settings, name) >= bound:
             raise UsageError(
                 f"must be at least {bound}", where=PREFIX + name.upper(), fix="correct it in the Deployment"
+            )
+    for name in settings.namespaces:
+        if not NAMESPACE.fullmatch(name):
+            raise UsageError(
+                f"`{name}` cannot be the name of a namespace",
+                where=PREFIX + "NAMESPACES",
+                fix="name each one in `watchNamespaces`, without wildcards; or watch all with `clusterScope`",
             )
     if not PRIORITY_CLASS.fullmatch(settings.run_priority_class):
         raise UsageError(

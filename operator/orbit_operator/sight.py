@@ -27,14 +27,21 @@ class Sight:
 
     def __init__(self, changed: Callable[[str, bool], None] = lambda *_: None, places: Iterable[str] = ()) -> None:
         self._changed = changed
-        self._unlisted: dict[str, dict[str, int]] = {place: dict.fromkeys(PLURALS, 0) for place in places}
-        """What is to be listed there, and how often it was refused."""
+        self._unlisted: dict[str, set[str]] = {place: set(PLURALS) for place in places}
+        """What is to be listed there."""
         self._refused: set[str] = set()
+        self._refusals: dict[tuple[str, str], int] = {}
+        """In a row, since it was watched last."""
 
     @property
     def lost(self) -> tuple[str, ...]:
         """Namespaces that may not be read."""
         return tuple(sorted(self._refused))
+
+    @property
+    def waits(self) -> bool:
+        """Whether anything that is not refused has yet to be listed."""
+        return not self._unlisted.keys() <= self._refused
 
     def sees(self, namespace: str) -> bool:
         return namespace not in self._unlisted and EVERYWHERE not in self._unlisted
@@ -45,8 +52,8 @@ class Sight:
 
     def refuse(self, namespace: str, plural: str, why: str) -> None:
         """The API server refused to list or watch this kind here."""
-        kinds = self._unlisted.setdefault(namespace, {})
-        kinds[plural] = kinds.get(plural, 0) + 1
+        self.expire(namespace, plural)
+        self._refusals[namespace, plural] = self._refusals.get((namespace, plural), 0) + 1
         if namespace not in self._refused:
             self._refused.add(namespace)
             _log.error(
@@ -56,10 +63,21 @@ class Sight:
             )  # fmt: skip
             self._changed(namespace, False)
 
+    def expire(self, namespace: str, plural: str) -> None:
+        """What was listed of this kind here has no end, and has to be listed anew."""
+        self._unlisted.setdefault(namespace, set()).add(plural)
+
+    def watch(self, namespace: str, plural: str) -> None:
+        """This kind is watched here again."""
+        self._refusals.pop((namespace, plural), None)
+
     def list_whole(self, namespace: str, plural: str) -> None:
         """This kind was listed here, to the last page."""
         kinds = self._unlisted.get(namespace)
-        if kinds is None or kinds.pop(plural, None) is None or kinds:
+        if kinds is None:
+            return
+        kinds.discard(plural)
+        if kinds:
             return
         del self._unlisted[namespace]
         if namespace in self._refused:
@@ -69,5 +87,4 @@ class Sight:
 
     def pause(self, namespace: str, plural: str) -> float:
         """Seconds until this kind is asked for again: longer with each refusal."""
-        refusals = self._unlisted.get(namespace, {}).get(plural, 1)
-        return min(LONGEST_PAUSE, 0.5 * 2.0 ** min(refusals, 10))
+        return min(LONGEST_PAUSE, 0.5 * 2.0 ** min(self._refusals.get((namespace, plural), 0), 10))

@@ -185,6 +185,8 @@ class PartlyForbidden:
     async def answer(self, request: web.Request) -> web.StreamResponse:
         if not self.allowed:
             return web.json_response({"kind": "Status", "message": "pods is forbidden"}, status=403)
+        if request.query.get("continue") == "old":
+            return web.json_response({"kind": "Status", "reason": "Expired"}, status=410)
         if request.query.get("watch") != "true":
             more = "continue" not in request.query
             page = {"kind": "PodList", "metadata": {"continue": "x"} if more else {}, "items": []}
@@ -237,6 +239,11 @@ def test_where_reading_is_refused_there_is_nothing_and_later_all_is_listed_anew(
             assert await listed("?continue=x") == 0
             assert sight.sees("team")
             assert [each["type"] for each in await watched()] == ["MODIFIED"]
+            assert await listed("?continue=old") == 0
+            assert (sight.sees("team"), sight.lost, sight.waits) == (False, (), True), "the rest is not known"
+            assert [each["object"]["code"] for each in await watched()] == [410]
+            assert await listed("?continue=x") == 0
+            assert sight.sees("team")
             there.allowed = False
             assert [each["object"]["code"] for each in await watched()] == [410]
             assert not sight.sees("team")
@@ -247,7 +254,7 @@ def test_where_reading_is_refused_there_is_nothing_and_later_all_is_listed_anew(
         await runner.cleanup()
 
     asyncio.run(work())
-    assert told == [("team", False), ("team", True), ("team", False)]
+    assert told == [("team", False), ("team", True), ("team", True), ("team", False)]
 
 
 def test_a_namespace_is_back_when_each_kind_was_listed_and_is_asked_less_and_less_often() -> None:
@@ -268,6 +275,12 @@ def test_a_namespace_is_back_when_each_kind_was_listed_and_is_asked_less_and_les
     sight.list_whole("team", "jobs")
     sight.list_whole("team", "jobs")
     assert (sight.lost, told) == ((), [("team", False), ("team", True)])
+    sight.refuse("team", "jobs", "it may be listed, and not watched")
+    assert sight.pause("team", "jobs") == LONGEST_PAUSE
+    sight.list_whole("team", "jobs")
+    sight.watch("team", "jobs")
+    sight.refuse("team", "jobs", "no")
+    assert sight.pause("team", "jobs") == 1.0
 
 
 def test_nothing_is_in_sight_before_each_kind_was_listed(caplog: pytest.LogCaptureFixture) -> None:
@@ -280,7 +293,9 @@ def test_nothing_is_in_sight_before_each_kind_was_listed(caplog: pytest.LogCaptu
     sight.list_whole("team", "pods")
     assert (sight.sees("team"), sight.sees("other"), sight.lost, told) == (True, False, (), [("team", True)])
     assert caplog.text == "", "it was never refused"
+    assert sight.waits
     sight.refuse("other", "jobs", "no")
+    assert not sight.waits
     for kind in ("jobs", "orbitruns"):
         sight.list_whole("other", kind)
     assert (sight.sees("other"), sight.lost) == (False, ("other",)), "its pods were not listed yet"
@@ -309,6 +324,7 @@ def test_the_whole_cluster_is_in_sight_at_once() -> None:
         ("/apis/orbitrl.dev/v1alpha1/orbitruns", (EVERYWHERE, "orbitruns")),
         ("/apis/batch/v1", None),
         ("/api/v1/namespaces/pods", None),
+        ("/api/v1/namespaces/namespaces/pods", ("namespaces", "pods")),
         ("/api/v1/namespaces/lab", None),
         ("/version", None),
     ],

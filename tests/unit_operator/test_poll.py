@@ -194,6 +194,7 @@ def test_a_pod_that_has_just_started_need_not_wait_for_the_others(monkeypatch: p
                     start("new")
                     poller.ask_first(("team", "new"))
                     poller.ask_first(("team", "run-3"))
+                    poller.ask_first(("team", "run-3"))
                     poller.ask_first(("team", "nobody"))
                 return port
 
@@ -204,8 +205,28 @@ def test_a_pod_that_has_just_started_need_not_wait_for_the_others(monkeypatch: p
     for index in range(4):
         start(f"run-{index}")
     assert asyncio.run(work()) == [5, 5]
-    assert told[:5] == ["run-0", "run-1", "new", "run-3", "run-2"], "each once"
-    assert told[5:] == ["run-0", "run-1", "run-2", "run-3", "new"]
+    assert told[:5] == ["run-0", "run-1", "new", "run-2", "run-3"], "each once"
+    assert told[5:] == told[:5], "who was not asked for longest"
+
+
+def test_pods_that_change_again_and_again_keep_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(poll, "POLLS_AT_ONCE", 1000)
+    cache, told = Cache(), list[str]()
+    for index in range(30):
+        key = ("team", f"run-{index}")
+        cache.runs.put(key, f"r{index}", RawRun(f"r{index}", b"{}", "1"), 1)
+        pod = PodFacts(f"run-{index}-a1-x", f"p{index}", 1, ip="127.0.0.1", started=1.0, phase="Running")
+        cache.pods.put(key, pod.uid, Child(f"r{index}", pod), 1)
+
+    def port_of(key: Key) -> None:
+        told.append(key[1])
+        for index in range(3):
+            poller.ask_first(("team", f"run-{index}"))
+
+    poller = Poller(cache, {}, lambda _: None, Metrics(), connections=16, port_of=port_of)
+    asyncio.run(poller.round())
+    assert set(told) == {f"run-{index}" for index in range(30)}
+    assert len(told) < 65, "and the round has an end"
 
 
 def test_last_words_stay_when_the_pod_is_deleted() -> None:

@@ -88,6 +88,8 @@ def test_a_default_of_runs_that_cannot_be_is_refused_at_the_start(name: str, val
         ("POLL_SECONDS", "nan"),
         ("NETWORK_POLICIES", "maybe"),
         ("LOG_LEVEL", "Loud"),
+        ("NAMESPACES", "team-*"),
+        ("NAMESPACES", "lab,Team"),
         ("NO_SUCH", "1"),
     ],
 )
