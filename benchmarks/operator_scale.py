@@ -256,7 +256,8 @@ class Bench:
         """Seconds for `NUM_BARE` runs and their objects, without an operator; another starts when they are gone."""
         writes = await Writes.read(self.client, "few-0", self.history.first)
         self.operator.stop()
-        names = [f"bare-{index}" for index in range(NUM_BARE)]
+        # Never twice the same: events outlive what they speak of.
+        names = [f"bare-{int(_now())}-{index}" for index in range(NUM_BARE)]
         seconds = await writes.repeat(self.client, [self.manifest(name) for name in names])
         await self.each(names, lambda name: self.client.call("DELETE", f"{RUNS}/{name}"))
         for path in (JOBS, PODS):
