@@ -12,10 +12,13 @@ export MKL_NUM_THREADS ?= 2
 # One maths thread per process of tests. A file stays in one process, with what it sets up.
 SPREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses logical --maxprocesses 8 --dist loadfile
 
+SGLANG_SAMPLE := tests/engines/test_contract.py tests/engines/test_plain_sglang.py \
+	tests/engines/test_sglang_faults.py::test_a_server_killed_in_mid_generation_loses_and_doubles_nothing
+
 PURE := errors types seeds spec storage workers model_info planner algorithms data environments observability
 PURE_PATHS = $(wildcard $(PURE:%=orbit_runtime/%.py) $(PURE:%=orbit_runtime/%))
 
-.PHONY: help install dev quickstart test test-models test-store test-engines test-cluster cluster-programs check-chart images images-push check crds docs vendor-table constraints bench release-check clean
+.PHONY: help install dev quickstart test test-models test-store test-sglang test-engines test-cluster cluster-programs check-chart images images-push check crds docs vendor-table constraints bench release-check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z -]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -37,6 +40,9 @@ test-models: dev ## every model family and format: kernels, whole small models, 
 
 test-store: dev ## storage and resume against a real S3 server (needs Go)
 	ORBIT_TEST_VERSITYGW="$$(tools/versitygw.sh)" && export ORBIT_TEST_VERSITYGW && $(SPREAD) tests/store
+
+test-sglang: dev ## a sample of test-engines: the contract with LoRA and OFT, SGLang without our plug-in, a killed server (Linux; the same environment)
+	ORBIT_SGLANG_PYTHON="$$(tools/sglang_python.sh)" && export ORBIT_SGLANG_PYTHON && $(BIN)/python -m pytest $(SGLANG_SAMPLE)
 
 test-engines: dev ## the engine contract against a real SGLang server (Linux; makes an environment of 10 GB, once)
 	ORBIT_SGLANG_PYTHON="$$(tools/sglang_python.sh)" && export ORBIT_SGLANG_PYTHON && $(BIN)/python -m pytest tests/engines
