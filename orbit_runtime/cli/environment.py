@@ -28,6 +28,11 @@ VARIABLES: tuple[Variable, ...] = (
              "orbit run with `engine: SGLang`"),
     Variable("ORBIT_ENGINE_URL", "", "Where the agent of the engine's container listens (`orbit agent`): it starts "
              "SGLang then. The operator sets it in a `Split` pod.", "orbit run with `engine: SGLang`"),
+    Variable("ORBIT_TOKEN_FILE", "", "File with the token that the agent of the engine's container, and its servers, "
+             "must be asked with; whoever comes first makes it. The operator sets it in a `Split` pod. Unset, a run "
+             "makes a token of its own and writes it nowhere.", "orbit run, orbit agent"),
+    Variable("ORBIT_SGLANG_TOKEN_FD", "", "Set by Orbit for the SGLang servers it starts: where they read their "
+             "token.", "the SGLang launcher"),
     Variable("ORBIT_SGLANG", "", "Set by Orbit for the SGLang servers it starts: its plug-in acts only then.",
              "the SGLang plug-in"),
     Variable("ORBIT_SGLANG_OFT_BLOCK_SIZE", "0", "Set by Orbit for a server that serves OFT: the size of R's blocks.",

@@ -21,7 +21,7 @@ from orbit_runtime.environments.rewards import REWARDS
 from orbit_runtime.environments.single_turn import SingleTurn
 from orbit_runtime.errors import UnsupportedError
 from orbit_runtime.loop.content import Names, content_digests
-from orbit_runtime.loop.engines import build_engine, change_limit
+from orbit_runtime.loop.engines import build_engine, change_limit, endpoint_headers
 from orbit_runtime.loop.inputs import Inputs
 from orbit_runtime.loop.keep import keep_checkpoint
 from orbit_runtime.loop.publish import Publisher
@@ -120,6 +120,8 @@ def build_parts(
     """
     run = resolved.run
     spec = run.spec
+    for index, endpoint in enumerate(spec.rollout.endpoints):
+        endpoint_headers(index, endpoint, os.environ)
     show.stage("prompts")
     sources = [
         PromptSource(each.uri, each.format, each.prompt_field, name, inputs.prompts(index))

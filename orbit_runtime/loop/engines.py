@@ -7,15 +7,17 @@ Belongs here: what a manifest asks of an engine, and what each kind refuses. Doe
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from orbit_runtime.errors import UnsupportedError
+from orbit_runtime.errors import CredentialsError, UnsupportedError
 from orbit_runtime.spec import Resolved
+from orbit_runtime.spec.rollout import Endpoint as EndpointSpec
 from orbit_runtime.types import Engine, Tokenizer
 
 if TYPE_CHECKING:
@@ -73,6 +75,7 @@ def _start(resolved: Resolved, policy: Policy, tokenizer: Tokenizer, folder: Pat
         sleeping_parts,
     )
     from orbit_runtime.rollout.starting import start_engine
+    from orbit_runtime.workers.run_token import run_token
 
     spec, adapter, layers = resolved.run.spec, policy.injected.config, tuple(policy.injected.layers)
     formats = expert_formats(policy)
@@ -112,8 +115,11 @@ def _start(resolved: Resolved, policy: Policy, tokenizer: Tokenizer, folder: Pat
     )
     count, size = spec.rollout.replicas, settings.tensor_parallel
     # Of one seed, two servers would draw the same tokens for the same prompt.
+    token = run_token()
     servers = [
-        SGLangServer(replace(settings, seed=settings.seed + index, gpu=index * size), log=_log(scratch, index))
+        SGLangServer(
+            replace(settings, seed=settings.seed + index, gpu=index * size), log=_log(scratch, index), token=token
+        )
         for index in range(count)
     ]
     for server in servers:
@@ -179,8 +185,12 @@ def _attach(
     # The server may run as another user.
     Path(parent).chmod(0o755)
     endpoints = [
-        Endpoint(each.url, "Folder" if shared and each.adapter_method == "Auto" else each.adapter_method)
-        for each in spec.rollout.endpoints
+        Endpoint(
+            each.url,
+            "Folder" if shared and each.adapter_method == "Auto" else each.adapter_method,
+            endpoint_headers(index, each, os.environ),
+        )
+        for index, each in enumerate(spec.rollout.endpoints)
     ]
     wanted = Wanted(
         adapter=adapter,
@@ -198,6 +208,22 @@ def _attach(
         folder=Path(parent) / "adapters",
         max_running_requests=spec.rollout.max_running_requests,
     )
+
+
+def endpoint_headers(index: int, endpoint: EndpointSpec, environment: Mapping[str, str]) -> dict[str, str]:
+    """What each request to it carries. Raises CredentialsError (77) for a variable that is not set."""
+    named = {f"headers[{at}].valueEnv": header.value_env for at, header in enumerate(endpoint.headers)}
+    for field, variable in {"apiKeyEnv": endpoint.api_key_env, **named}.items():
+        if variable and not environment.get(variable):
+            raise CredentialsError(
+                f"the environment variable {variable} is not set",
+                where=f"spec.rollout.endpoints[{index}].{field}",
+                fix="set it, or remove the field; on a cluster it comes from a secret of placement.envFromSecrets",
+            )
+    headers = {each.name: each.value or environment[str(each.value_env)] for each in endpoint.headers}
+    if endpoint.api_key_env:
+        headers["Authorization"] = f"Bearer {environment[endpoint.api_key_env]}"
+    return headers
 
 
 def change_limit(policy: Policy) -> float:

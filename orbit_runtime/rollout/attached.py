@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -38,6 +38,8 @@ class Endpoint:
 
     url: str
     method: Method = "Auto"
+    headers: Mapping[str, str] = field(default_factory=dict)
+    """It must be asked with them."""
 
     @property
     def is_local(self) -> bool:
@@ -63,13 +65,18 @@ class Wanted:
 class AttachedServer:
     """Somebody else's: it is waited for, and never started or stopped."""
 
-    def __init__(self, url: str, *, seconds: float = RETURN_SECONDS) -> None:
+    def __init__(self, url: str, *, seconds: float = RETURN_SECONDS, headers: Mapping[str, str] | None = None) -> None:
         self._url = url.rstrip("/")
         self._seconds = seconds
+        self._headers = headers or {}
 
     @property
     def url(self) -> str:
         return self._url
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        return self._headers
 
     def start(self) -> None:
         until = time.monotonic() + self._seconds
@@ -79,7 +86,7 @@ class AttachedServer:
             time.sleep(POLL_SECONDS)
 
     def is_alive(self) -> bool:
-        return is_serving(self._url, seconds=10)
+        return is_serving(self._url, seconds=10, headers=self._headers)
 
     def describe(self) -> str:
         return f"look at the log of the server at {self._url}: Orbit did not start it"
@@ -115,8 +122,8 @@ def attach_engine(
     try:
         replicas = []
         for index, endpoint in enumerate(endpoints):
-            AttachedServer(endpoint.url, seconds=attach_seconds).start()
-            server = AttachedServer(endpoint.url)
+            AttachedServer(endpoint.url, seconds=attach_seconds, headers=endpoint.headers).start()
+            server = AttachedServer(endpoint.url, headers=endpoint.headers)
             wire, name = Wire(client, server), f"endpoint {index} ({server.url})"
             api = _ask(engine, name, partial(_recognise, wire, endpoint, wanted))
             replicas.append(Replica(name, server, api, engine.loaded, tolerance=wanted.tolerance))

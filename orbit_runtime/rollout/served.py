@@ -105,6 +105,11 @@ class Server(Protocol):
     @property
     def url(self) -> str: ...
 
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """What it must be asked with."""
+        ...
+
     def start(self) -> None:
         """Returns once it answers. Raises EngineDiedError (82) where it does not come to answer."""
         ...

@@ -8,7 +8,7 @@ On a CPU SGLang runs no packed format, so it is given the base dequantised by ou
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -21,6 +21,7 @@ from orbit_runtime.rollout.served import Sleeping
 from orbit_runtime.rollout.sglang_experts import expert_arguments
 from orbit_runtime.rollout.wire import is_serving
 from orbit_runtime.workers.remote_process import RemoteProcess
+from orbit_runtime.workers.run_token import new_token
 from orbit_runtime.workers.server_process import ServerProcess, WatchedServer, free_port
 from orbit_runtime.workers.sglang_launch import AGENT_VARIABLE, launch_command, launch_environment
 from orbit_runtime.workers.waiting import VARIABLE, wait_asleep
@@ -65,8 +66,10 @@ class ServerSettings:
 class SGLangServer:
     """One server on the loopback device; `start` again after its death gives a new one on a new port."""
 
-    def __init__(self, settings: ServerSettings, *, log: Path) -> None:
+    def __init__(self, settings: ServerSettings, *, log: Path, token: str | None = None) -> None:
+        """Args: token: of the run; the server answers nobody without it. None: one of its own."""
         self._settings = settings
+        self._token = token or new_token()
         self._log = log
         self.taps = log.parent / "taps"
         """Where the plug-in is asked what a pass computed, and answers."""
@@ -76,6 +79,10 @@ class SGLangServer:
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self._port}"
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        return {"Authorization": f"Bearer {self._token}"}
 
     @property
     def deterministic(self) -> bool:
@@ -99,11 +106,12 @@ class SGLangServer:
         own = _environment(self._settings, self.taps)
         agent = os.environ.get(AGENT_VARIABLE)
         if agent:
-            self._process = RemoteProcess(agent, "SGLang", arguments, environment=own, log=self._log)
+            self._process = RemoteProcess(agent, "SGLang", arguments, environment=own, log=self._log, token=self._token)
         else:
             self._process = ServerProcess(
-                "SGLang", launch_command(arguments), environment=launch_environment(own), log=self._log
-            )
+                "SGLang", launch_command(arguments), environment=launch_environment(own), log=self._log,
+                token=self._token,
+            )  # fmt: skip
         self._process.wait_until(self._answers, seconds=START_SECONDS)
 
     def is_alive(self) -> bool:

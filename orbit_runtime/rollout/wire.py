@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from orbit_runtime.errors import GateError
+from orbit_runtime.errors import CredentialsError, GateError, UnsupportedError
 from orbit_runtime.rollout.served import LostError, Server
 
 REQUEST_SECONDS = 3600.0
@@ -65,7 +65,7 @@ class Wire:
 
     async def _send(self, method: str, path: str, **how: Any) -> httpx.Response:
         try:
-            return await self._client.request(method, f"{self.url}{path}", **how)
+            return await self._client.request(method, f"{self.url}{path}", headers=dict(self._server.headers), **how)
         except httpx.InvalidURL as error:
             raise LostError(f"{self.url}: {error}") from None
         except httpx.RequestError as error:
@@ -77,10 +77,10 @@ async def exposition(wire: Wire) -> str:
     return await wire.text("/metrics", METRICS_SECONDS)
 
 
-def is_serving(url: str, *, seconds: float) -> bool:
+def is_serving(url: str, *, seconds: float, headers: Mapping[str, str] | None = None) -> bool:
     """Whether the server there answers in this time that it is up; for who waits for one, outside of an event loop."""
     try:
-        return httpx.get(f"{url}/health", timeout=seconds, trust_env=False).status_code == 200
+        return httpx.get(f"{url}/health", timeout=seconds, trust_env=False, headers=headers).status_code == 200
     except httpx.HTTPError:
         return False
 
@@ -93,6 +93,18 @@ async def adapter_names(wire: Wire) -> frozenset[str]:
 
 def _check(path: str, answer: httpx.Response) -> None:
     told = f"{path} was answered with {answer.status_code}: {answer.text[:SHOWN]}"
+    if answer.status_code in (401, 403):
+        raise CredentialsError(
+            f"{answer.request.url.host}:{answer.request.url.port} refuses this run: {told}",
+            where="spec.rollout.endpoints",
+            fix="name the environment variable with its key in apiKeyEnv, or other headers that it asks for",
+        )
+    if answer.is_redirect:
+        raise UnsupportedError(
+            f"{path} was redirected to {answer.headers.get('location')}, where no key is sent",
+            where="spec.rollout.endpoints",
+            fix="write the address that answers by itself",
+        )
     if answer.status_code >= 500:
         raise LostError(told)
     if answer.status_code != 200:

@@ -7,6 +7,7 @@ SGLang's children are spawned and import this file again, so what stands at its 
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -14,6 +15,7 @@ import threading
 import time
 
 from orbit_runtime.sglang_plugin import VARIABLE, activate, cpu
+from orbit_runtime.workers.run_token import token_from_pipe
 from orbit_runtime.workers.sglang_launch import PARENT_VARIABLE
 
 os.environ.update({VARIABLE: "1"})
@@ -34,11 +36,29 @@ def main() -> None:
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
-    arguments = prepare_server_args(sys.argv[1:])
+    token = token_from_pipe()
+    own = sys.argv[1:]
+    if token is not None:
+        # In these arguments only, not in those that the system shows of this process.
+        own += ["--api-key", token]
+        _keep_from_log(token)
+    arguments = prepare_server_args(own)
     try:
         run_server(arguments)
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
+
+
+def _keep_from_log(token: str) -> None:
+    """SGLang writes all its arguments there."""
+
+    def hide(record: logging.LogRecord) -> bool:
+        message = record.getMessage()
+        if token in message:
+            record.msg, record.args = message.replace(token, "***"), ()
+        return True
+
+    logging.getLogger("sglang.srt.entrypoints.engine").addFilter(hide)
 
 
 def _end_with_parent(parent: int) -> None:

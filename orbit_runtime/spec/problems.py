@@ -27,8 +27,13 @@ _SHOWN = 60
 _OBJECT_NAME = "the name of a Kubernetes object: lower-case letters, digits, `-` and `.`"
 _LABEL_VALUE = "letters, digits, `-`, `_` and `.`, with a letter or digit at both ends"
 _QUANTITY = "a number of bytes such as `512Mi` or `64Gi`"
+_VARIABLE = "the name of an environment variable, not its value: letters, digits and `_`"
 _HINTS = {
     "spec.rollout.endpoints[].url": "`http://host:port`, without a path",
+    "spec.rollout.endpoints[].apiKeyEnv": _VARIABLE,
+    "spec.rollout.endpoints[].headers[].name": "letters, digits and `-`",
+    "spec.rollout.endpoints[].headers[].value": "printable ASCII without spaces",
+    "spec.rollout.endpoints[].headers[].valueEnv": _VARIABLE,
     "spec.rollout.adapterFolder": "an absolute path",
     "metadata.name": "lower-case letters, digits and `-`, with a letter or digit at both ends",
     "metadata.namespace": "lower-case letters, digits and `-`, with a letter or digit at both ends",

@@ -103,7 +103,7 @@ def resolve(run: OrbitRun, machine: MachineFacts, *, folder: Path | None = None)
         model=_changed(decided.spec.model, uri=absolute_uri(spec.model.uri, base)),
         data=_changed(spec.data, prompts=prompts),
         environment=environment,
-        rollout=_decide_rollout(spec.rollout),
+        rollout=_decide_rollout(spec.rollout, spec.placement.layout),
         training=_changed(training, trainer="Torch", attention=attention),
         placement=_changed(spec.placement, base_copies="Shared"),
     )
@@ -196,10 +196,11 @@ def _decide_identity(run: OrbitRun) -> OrbitRun:
     return run
 
 
-def _decide_rollout(rollout: Rollout) -> Rollout:
+def _decide_rollout(rollout: Rollout, layout: str) -> Rollout:
     transport = rollout.adapter_transport
     if transport == "Auto":
-        transport = "SharedMemory" if rollout.engine == "SGLang" else "File"
+        # The memory of one container has no name in another.
+        transport = "SharedMemory" if rollout.engine == "SGLang" and layout == "Colocated" else "File"
     engine = "Torch" if rollout.engine == "Auto" else rollout.engine
     return _changed(rollout, engine=engine, adapter_transport=transport)
 

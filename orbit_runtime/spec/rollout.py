@@ -12,6 +12,9 @@ from pydantic import Field
 
 from orbit_runtime.spec.block import IDENTITY, LAYOUT, AsTuple, Block, Contradiction
 
+VARIABLE_PATTERN = r"^[A-Za-z_][A-Za-z0-9_]*$"
+HEADER_PATTERN = r"^[A-Za-z0-9-]+$"
+VALUE_PATTERN = r"^[!-~]+$"
 URL_PATTERN = r"^https?://[A-Za-z0-9.:\[\]_-]+$"
 
 
@@ -33,6 +36,26 @@ class Sampling(Block):
     """Texts that end a completion, besides the model's own end tokens."""
 
 
+class Header(Block):
+    """One header of each request to a server."""
+
+    name: Annotated[str, LAYOUT, Field(min_length=1, max_length=128, pattern=HEADER_PATTERN, examples=["X-Route"])]
+    """Its name."""
+    value: Annotated[str | None, LAYOUT, Field(min_length=1, max_length=1024, pattern=VALUE_PATTERN)] = None
+    """Its text, which is written to `run.json` too: a secret belongs into `valueEnv`."""
+    value_env: Annotated[str | None, LAYOUT, Field(max_length=256, pattern=VARIABLE_PATTERN)] = None
+    """Environment variable that holds its text."""
+
+    def contradictions(self) -> Iterator[Contradiction]:
+        if (self.value is None) == (self.value_env is None):
+            fix = "write `value` or `valueEnv`, and not both"
+            message = "a header has either a text or a variable that holds it"
+            yield Contradiction(("name",), (("value",), ("valueEnv",)), message, fix)
+        elif self.value is not None and self.name.lower() == "authorization":
+            message = "the key would stand in the manifest and in run.json"
+            yield Contradiction(("value",), (("name",),), message, "name the variable that holds it in `valueEnv`")
+
+
 class Endpoint(Block):
     """A server that is there already."""
 
@@ -43,6 +66,23 @@ class Endpoint(Block):
     adapter_method: Annotated[Literal["Auto", "Folder", "Upload"], LAYOUT] = "Auto"
     """How adapters get there: `Folder`, as a path that the server sees too, or `Upload`, LoRA's tensors in the request,
     which only SGLang takes. `Auto` is `Folder` on this machine and where `adapterFolder` is set, else `Upload`."""
+    api_key_env: Annotated[
+        str | None, LAYOUT, Field(max_length=256, pattern=VARIABLE_PATTERN, examples=["ENGINE_API_KEY"])
+    ] = None
+    """Environment variable that holds the server's key, sent as `Authorization: Bearer …`. On a cluster it comes from a
+    secret of `placement.envFromSecrets`."""
+    headers: Annotated[
+        tuple[Header, ...], AsTuple, Field(max_length=16, examples=[[{"name": "X-Route", "value": "blue"}]])
+    ] = ()
+    """Further headers of each request."""
+
+    def contradictions(self) -> Iterator[Contradiction]:
+        names = [header.name.lower() for header in self.headers]
+        if self.api_key_env and "authorization" in names:
+            message = "`Authorization` is set by `apiKeyEnv` already"
+            yield Contradiction(("apiKeyEnv",), (("headers",),), message, "remove one of the two")
+        if len(set(names)) < len(names):
+            yield Contradiction(("headers",), (), "a header stands here twice", "name each once")
 
 
 class Rollout(Block):
@@ -64,7 +104,8 @@ class Rollout(Block):
     """With `engine: OpenAI`: a folder that Orbit and the endpoints see under this path, for published adapters."""
     adapter_transport: Annotated[Literal["Auto", "File", "SharedMemory", "Broadcast"], LAYOUT] = "Auto"
     """How published adapters reach servers that Orbit starts: as files, in the host's memory, or by one broadcast to
-    all. A server that is not reached so gets files. `Auto` is `SharedMemory`; `endpoints` have `adapterMethod`."""
+    all. A server that is not reached so gets files. `Auto` is `SharedMemory`, and in a
+    `Split` pod, whose containers share none, `File`; `endpoints` have `adapterMethod`."""
     sleep: Annotated[Literal["None", "Cache", "All"], LAYOUT] = "None"
     """What servers that Orbit starts give back while the trainer works, on a GPU that both use: nothing, the key-value
     cache, or the weights as well, which meanwhile wait in the host's memory. On a CPU nothing is freed by it."""

@@ -74,6 +74,11 @@ CHECKS: dict[str, tuple[Rule, ...]] = {
             "write rollout.engine: SGLang, or layout: Colocated",
             ".placement.layout",
         ),
+        Rule(
+            "self.placement.layout != 'Split' || self.rollout.adapterTransport != 'SharedMemory'",
+            "write File or Broadcast, or leave it out",
+            ".rollout.adapterTransport",
+        ),
     ),
     "spec.model": (_uri_rule(MODEL_SCHEMES),),
     "spec.adapter": (
@@ -136,6 +141,28 @@ CHECKS: dict[str, tuple[Rule, ...]] = {
             "self.engine == 'OpenAI' || !has(self.adapterFolder)",
             "remove adapterFolder, or write engine: OpenAI",
             ".adapterFolder",
+        ),
+    ),
+    "spec.rollout.endpoints[]": (
+        Rule(
+            "!has(self.apiKeyEnv) || !has(self.headers)"
+            " || !self.headers.exists(h, h.name.lowerAscii() == 'authorization')",
+            "remove apiKeyEnv, or the header Authorization",
+            ".apiKeyEnv",
+        ),
+        Rule(
+            "!has(self.headers)"
+            " || self.headers.all(h, self.headers.exists_one(o, o.name.lowerAscii() == h.name.lowerAscii()))",
+            "name each header once",
+            ".headers",
+        ),
+    ),
+    "spec.rollout.endpoints[].headers[]": (
+        Rule("has(self.value) != has(self.valueEnv)", "write value or valueEnv, and not both", ".name"),
+        Rule(
+            "!has(self.value) || has(self.valueEnv) || self.name.lowerAscii() != 'authorization'",
+            "name the variable that holds it in valueEnv",
+            ".value",
         ),
     ),
     "spec.training": (

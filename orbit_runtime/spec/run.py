@@ -116,6 +116,13 @@ class RunSpec(Block):
                 f"with `spec.rollout.engine: {self.rollout.engine}` nothing would run on the engine's half of the GPUs",
                 "write `engine: SGLang` in `spec.rollout`, or `layout: Colocated`",
             )
+        if self.placement.layout == "Split" and self.rollout.adapter_transport == "SharedMemory":
+            yield Contradiction(
+                ("rollout", "adapterTransport"),
+                (("placement", "layout"),),
+                "with `spec.placement.layout: Split` the engine's container does not see the trainer's memory",
+                "write `File` or `Broadcast`, or leave it out",
+            )
 
 
 class OrbitRun(Block):

@@ -20,7 +20,8 @@ from urllib.parse import quote
 import httpx
 
 from orbit_runtime import __version__
-from orbit_runtime.errors import EngineDiedError, UnsupportedError
+from orbit_runtime.errors import EngineDiedError, OutputError, UnsupportedError
+from orbit_runtime.workers.run_token import TOKEN_VARIABLE
 from orbit_runtime.workers.server_process import STOP_SECONDS, WatchedServer
 from orbit_runtime.workers.sglang_launch import AGENT_VARIABLE
 
@@ -34,7 +35,7 @@ ASK_SECONDS = 10.0
 
 
 class RemoteProcess(WatchedServer):
-    """One server. Its log is in a folder that both containers see."""
+    """One server. Its log is the agent's, and is fetched when it is asked for."""
 
     def __init__(
         self,
@@ -44,21 +45,28 @@ class RemoteProcess(WatchedServer):
         *,
         environment: Mapping[str, str],
         log: Path,
+        token: str,
         patience: float = AGENT_SECONDS,
     ) -> None:
         """Waits for the agent and has it start the server.
 
+        Args:
+            log: the server's, here: what the agent's says is put there when it is asked for.
+            token: of the run.
+
         Raises:
             EngineDiedError: the agent does not answer within `patience` seconds, or cannot start it.
             UnsupportedError: the engine's image has another version of Orbit.
+            OutputError: the agent has another token.
         """
         super().__init__(name, log)
         # Servers of one run have logs of their own; a name lasts as long as its place.
         self._path = f"/servers/{quote(log.parent.name, safe='')}"
         self._agent = agent
-        self._http = httpx.Client(base_url=agent, timeout=ASK_SECONDS, trust_env=False)
+        headers = {"Authorization": f"Bearer {token}"}
+        self._http = httpx.Client(base_url=agent, timeout=ASK_SECONDS, trust_env=False, headers=headers)
         self._find_agent(patience)
-        order = {"arguments": list(arguments), "environment": dict(environment), "log": str(log)}
+        order = {"arguments": list(arguments), "environment": dict(environment)}
         answer = self._ask("PUT", self._path, json=order, timeout=2 * STOP_SECONDS + ASK_SECONDS)
         if answer is None or answer.status_code != 200:
             why = "it does not answer any more" if answer is None else answer.text[:500]
@@ -75,6 +83,14 @@ class RemoteProcess(WatchedServer):
         """In use on these GPUs of the engine's container; None where that is not known. Not run on hardware."""
         return self._bytes("/gpus/memory", params={"first": first, "count": count}, timeout=30.0)
 
+    def _lines(self) -> list[str]:
+        """The agent's container has the log; a copy of its end is kept here for when that container is gone."""
+        answer = self._ask("GET", self._path + "/log")
+        if answer is not None and answer.status_code == 200:
+            self.log.parent.mkdir(parents=True, exist_ok=True)
+            self.log.write_text(answer.json()["text"])
+        return super()._lines()
+
     def stop(self, seconds: float = STOP_SECONDS) -> None:
         """Safe to call twice. With an agent that is away there is nothing left to stop."""
         self._ask("DELETE", self._path, timeout=2 * seconds + ASK_SECONDS)
@@ -87,6 +103,12 @@ class RemoteProcess(WatchedServer):
         until = time.monotonic() + patience
         waits = False
         while (answer := self._ask("GET", "/version")) is None or answer.status_code != 200:
+            if answer is not None and answer.status_code == 401:
+                raise OutputError(
+                    f"the agent at {self._agent} has another token than this run",
+                    where=TOKEN_VARIABLE,
+                    fix="it must name the same file for both, in a folder that they share",
+                )
             if not waits:
                 _log.warning("no agent answers at %s; waiting for it, %.0f s at most", self._agent, patience)
                 waits = True

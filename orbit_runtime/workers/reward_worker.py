@@ -20,9 +20,12 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any, BinaryIO
 
+from orbit_runtime.workers.confine import confine
 from orbit_runtime.workers.reward_function import TargetError, call_reward, load_target
+from orbit_runtime.workers.run_token import TOKEN_VARIABLE
 
 PR_SET_PDEATHSIG = 1
 
@@ -30,6 +33,7 @@ PR_SET_PDEATHSIG = 1
 def main(calls_fd: int, results_fd: int, parent_pid: int) -> int:
     """Serves until the parent closes the pipe."""
     end_with_parent(parent_pid)
+    confine_rewards()
     for fd in (calls_fd, results_fd):
         os.set_inheritable(fd, False)  # a subprocess of a reward must not keep the pipes open
     os.dup2(2, 1)  # what rewards print is log output, and is not lost when the worker is killed
@@ -55,6 +59,13 @@ def main(calls_fd: int, results_fd: int, parent_pid: int) -> int:
                 result = call_reward(function, arguments, completion, prompt, fields)
                 _write(results_fd, [result.outcome, result.value, result.reason, result.seconds])
     return 0
+
+
+def confine_rewards() -> None:
+    """Rewards, and what they run, look into no process of the run and its engine, and read no token of theirs."""
+    token = os.environ.pop(TOKEN_VARIABLE, None)
+    # A pod's seccomp profile lets nobody mount in any case.
+    confine(Path(token).parent if token else None, may_mount="ORBIT_ATTEMPT" not in os.environ)
 
 
 def end_with_parent(parent_pid: int) -> None:

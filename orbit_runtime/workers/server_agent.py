@@ -3,32 +3,57 @@
 Belongs here: HTTP on the loopback device, which the containers of a pod share, and the servers that were started.
 Does not belong here: the other side (`remote_process`), processes (`server_process`).
 
-It starts SGLang with Orbit's plug-in and nothing else. Only what runs in the same pod reaches it.
+It starts SGLang with Orbit's plug-in and nothing else, with arguments that a run has use for, and only for who knows
+the run's token. Only what runs in the same pod reaches it at all.
 """
 
 from __future__ import annotations
 
+import os
+import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from threading import Lock
 from typing import Annotated
 
-from fastapi import FastAPI, HTTPException
+from fastapi import Depends, FastAPI, Header, HTTPException
+from fastapi import Path as PathParameter
 from fastapi.concurrency import run_in_threadpool
 from pydantic import BaseModel, ConfigDict, Field
 
 from orbit_runtime import __version__
-from orbit_runtime.errors import OutputError
+from orbit_runtime.errors import OutputError, UsageError
 from orbit_runtime.workers.nvidia_smi import ask_driver
+from orbit_runtime.workers.run_token import TOKEN_VARIABLE, shared_token
 from orbit_runtime.workers.server_process import ServerProcess
 from orbit_runtime.workers.sglang_launch import launch_command, launch_environment
 
 HOST = "127.0.0.1"
-ALLOWED = ("ORBIT_SGLANG", "SGLANG_", "OMP_WAIT_POLICY")
-"""How names of variables begin that a run may set for a server."""
+VARIABLES = frozenset(
+    {
+        "ORBIT_SGLANG", "ORBIT_SGLANG_EXPERTS", "ORBIT_SGLANG_OFT_BLOCK_SIZE", "ORBIT_SGLANG_TAPS",
+        "OMP_WAIT_POLICY", "SGLANG_CPU_OMP_THREADS_BIND", "SGLANG_PLUGINS",
+    }
+)  # fmt: skip
+"""What a run may set for a server."""
+FLAGS = frozenset(
+    {
+        "--attention-backend", "--base-gpu-id", "--context-length", "--device", "--disable-overlap-schedule",
+        "--disable-shared-experts-fusion", "--dtype", "--enable-deterministic-inference", "--enable-lora",
+        "--enable-memory-saver", "--enable-metrics", "--enable-weights-cpu-backup", "--experts-shared-outer-loras",
+        "--host", "--lora-backend", "--lora-target-modules", "--no-experts-shared-outer-loras", "--max-loaded-loras",
+        "--max-lora-rank", "--max-loras-per-batch", "--max-running-requests", "--max-total-tokens",
+        "--mem-fraction-static", "--model-path", "--moe-runner-backend", "--port", "--random-seed",
+        "--sampling-backend", "--sleep-on-idle", "--tp-size",
+    }
+)  # fmt: skip
+"""What a run may say to a server: what `rollout.sglang_server` writes. None names a file to write or code to run."""
+LOG_BYTES = 1 << 16
 
+Name = Annotated[str, PathParameter(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")]
 Text = Annotated[str, Field(max_length=4096)]
 
 
@@ -40,8 +65,6 @@ class Order(BaseModel):
     arguments: Annotated[list[Text], Field(max_length=512)]
     """What follows the module's name."""
     environment: dict[Text, Text]
-    log: Text
-    """A file that both containers see."""
 
 
 class State(BaseModel):
@@ -49,6 +72,12 @@ class State(BaseModel):
 
     exit_status: int | None
     """None while it does; negative: the signal that killed it."""
+
+
+class Log(BaseModel):
+    """The end of what a server wrote."""
+
+    text: str
 
 
 class Memory(BaseModel):
@@ -60,7 +89,16 @@ class Memory(BaseModel):
 class Agent:
     """The servers of one run. Safe to call from several threads."""
 
-    def __init__(self, command: Callable[[Sequence[str]], list[str]] = launch_command) -> None:
+    def __init__(
+        self, folder: Path, token: str, command: Callable[[Sequence[str]], list[str]] = launch_command
+    ) -> None:
+        """
+        Args:
+            folder: for logs.
+            token: of the run; servers answer nobody without it.
+        """
+        self._folder = folder
+        self._token = token
         self._command = command
         self._servers: dict[str, ServerProcess] = {}
         self._lock = Lock()
@@ -70,19 +108,22 @@ class Agent:
         """Under a name that is taken, the old server ends first.
 
         Raises:
-            ValueError: a variable that a run may not set.
+            ValueError: a variable or an argument that no run has use for.
             OSError: the log cannot be written, or there is no such interpreter.
         """
-        refused = sorted(each for each in order.environment if not each.startswith(ALLOWED))
+        refused = sorted(order.environment.keys() - VARIABLES)
         if refused:
             raise ValueError(f"a run may not set {', '.join(refused)} for a server")
+        flags = {each.partition("=")[0] for each in order.arguments if each.startswith("-")}
+        if refused := sorted(flags - FLAGS):
+            raise ValueError(f"a run may not start a server with {', '.join(refused)}")
         self.stop(name)
         with self._lock:
             if self._is_ending:
                 raise ValueError("the agent is about to end")
             self._servers[name] = ServerProcess(
                 name, self._command(order.arguments), environment=launch_environment(order.environment),
-                log=Path(order.log),
+                log=self._folder / name / "sglang.log", token=self._token,
             )  # fmt: skip
 
     def state(self, name: str) -> State | None:
@@ -95,6 +136,15 @@ class Agent:
         with self._lock:
             server = self._servers.get(name)
         return Memory(bytes=None if server is None else server.resident_bytes())
+
+    def log(self, name: str) -> Log | None:
+        """Also of one that has ended; None where there was none."""
+        try:
+            with (self._folder / name / "sglang.log").open("rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - LOG_BYTES))
+                return Log(text=file.read().decode(errors="replace"))
+        except FileNotFoundError:
+            return None
 
     def stop(self, name: str) -> None:
         with self._lock:
@@ -111,21 +161,29 @@ class Agent:
             list(pool.map(self.stop, names))
 
 
-def build_app(agent: Agent) -> FastAPI:
-    """`PUT`, `GET` and `DELETE` of `/servers/NAME`; `/memory` of servers and GPUs; `/version`.
+def build_app(agent: Agent, token: str) -> FastAPI:
+    """`PUT`, `GET` and `DELETE` of `/servers/NAME`, their `/log` and `/memory`; `/gpus/memory`; `/version`.
 
-    Its end is the end of all servers.
+    Its end is the end of all servers. Nothing is answered without the token.
     """
+    wanted = f"Bearer {token}".encode()
+
+    def check(authorization: Annotated[str, Header()] = "") -> None:
+        if not secrets.compare_digest(authorization.encode(), wanted):
+            raise HTTPException(401, "this is not the run's token")
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         yield
         await run_in_threadpool(agent.end)
 
-    app = FastAPI(title="orbit agent", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
+    app = FastAPI(
+        title="orbit agent", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan,
+        dependencies=[Depends(check)],
+    )  # fmt: skip
 
     @app.put("/servers/{name}")
-    def _start(name: str, order: Order) -> State:
+    def _start(name: Name, order: Order) -> State:
         try:
             agent.start(name, order)
         except (ValueError, OSError) as error:
@@ -133,15 +191,19 @@ def build_app(agent: Agent) -> FastAPI:
         return _known(agent.state(name))
 
     @app.get("/servers/{name}")
-    def _state(name: str) -> State:
+    def _state(name: Name) -> State:
         return _known(agent.state(name))
 
     @app.delete("/servers/{name}")
-    def _stop(name: str) -> None:
+    def _stop(name: Name) -> None:
         agent.stop(name)
 
+    @app.get("/servers/{name}/log")
+    def _log(name: Name) -> Log:
+        return _known(agent.log(name))
+
     @app.get("/servers/{name}/memory")
-    def _memory(name: str) -> Memory:
+    def _memory(name: Name) -> Memory:
         return agent.memory(name)
 
     @app.get("/gpus/memory")
@@ -155,10 +217,10 @@ def build_app(agent: Agent) -> FastAPI:
     return app
 
 
-def _known(state: State | None) -> State:
-    if state is None:
+def _known[T](found: T | None) -> T:
+    if found is None:
         raise HTTPException(404, "there is no such server")
-    return state
+    return found
 
 
 def gpu_memory(first: int, count: int) -> int | None:
@@ -174,14 +236,26 @@ def run_agent(port: int) -> None:
     """Until SIGTERM or SIGINT; then every server has ended.
 
     Raises:
-        OutputError: the port is taken.
+        OutputError: the port is taken, or the run's token cannot be shared.
+        UsageError: it is not said where the token stands.
     """
     import uvicorn
 
-    config = uvicorn.Config(build_app(Agent()), host=HOST, port=port, log_config=None, access_log=False, workers=1)
-    server = uvicorn.Server(config)
-    try:
-        server.run()
-    except SystemExit:
-        # uvicorn's own end where it cannot listen.
-        raise OutputError(f"port {port} is in use", where=f"{HOST}:{port}", fix="choose another with --port") from None
+    named = os.environ.get(TOKEN_VARIABLE)
+    if not named:
+        raise UsageError(
+            "the agent obeys only who knows the run's token, and no place for it is named",
+            where=TOKEN_VARIABLE,
+            fix="name a file in a folder that the run's container and this one share, here and there",
+        )
+    token = shared_token(Path(named))
+    with TemporaryDirectory(prefix="orbit-agent-") as folder:
+        app = build_app(Agent(Path(folder), token), token)
+        config = uvicorn.Config(app, host=HOST, port=port, log_config=None, access_log=False, workers=1)
+        try:
+            uvicorn.Server(config).run()
+        except SystemExit:
+            # uvicorn's own end where it cannot listen.
+            raise OutputError(
+                f"port {port} is in use", where=f"{HOST}:{port}", fix="choose another with --port"
+            ) from None

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from orbit_runtime.errors import EngineDiedError
+from orbit_runtime.workers.run_token import PIPE_VARIABLE, token_pipe
 
 TAIL_LINES = 20
 LONGEST_LINE = 300
@@ -72,13 +73,31 @@ class WatchedServer(ABC):
 class ServerProcess(WatchedServer):
     """One server. Its process group is its own, so that stopping it stops what it started."""
 
-    def __init__(self, name: str, command: Sequence[str], *, environment: Mapping[str, str], log: Path) -> None:
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        *,
+        environment: Mapping[str, str],
+        log: Path,
+        token: str | None = None,
+    ) -> None:
+        """Args: token: what it must be asked with; it gets it by a pipe, not by arguments or environment."""
         super().__init__(name, log)
         log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("ab") as out:
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=dict(environment), start_new_session=True
-            )
+        own, pipes = dict(environment), []
+        if token is not None:
+            pipes.append(token_pipe(token))
+            own[PIPE_VARIABLE] = str(pipes[0])
+        try:
+            with log.open("ab") as out:
+                self._process = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=own, start_new_session=True,
+                    pass_fds=pipes,
+                )  # fmt: skip
+        finally:
+            for pipe in pipes:
+                os.close(pipe)
 
     @property
     def pid(self) -> int:

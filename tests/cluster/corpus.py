@@ -90,6 +90,9 @@ GOOD_BLOCKS: dict[str, tuple[str, ...]] = {
         "{engine: OpenAI, endpoints: [{url: 'http://a'}], deterministic: false}",
         "{engine: OpenAI, endpoints: [{url: 'http://engine:30000'}, {url: 'https://[::1]:1', adapterMethod: Upload}]}",
         "{engine: OpenAI, endpoints: [{url: 'http://a'}], adapterFolder: /adapters}",
+        "{engine: OpenAI, endpoints: [{url: 'http://a', apiKeyEnv: KEY, headers: [{name: X-Route, value: a},"
+        " {name: X-Key, valueEnv: B}]}]}",
+        "{engine: OpenAI, endpoints: [{url: 'http://a', headers: [{name: authorization, valueEnv: B}]}]}",
     ),
     "training": (
         "{steps: 1e2, promptsPerStep: 16.0}", "{steps: 5, learningRate: 1}", "{steps: 5, learningRate: 1e-3}",
@@ -176,6 +179,16 @@ BAD_BLOCKS: dict[str, tuple[tuple[str, str], ...]] = {
         ("{engine: SGLang, adapterFolder: /a}", "adapterFolder"),
         ("{engine: OpenAI, endpoints: [{url: 'http://a'}, {url: 'http://a'}]}", "endpoints[1]"),
         ("{engine: OpenAI, endpoints: [{url: 'http://a'}], adapterFolder: a}", "adapterFolder"),
+        *(
+            (f"{{engine: OpenAI, endpoints: [{{url: 'http://a', {more}}}]}}", f"endpoints[0].{refused}")
+            for more, refused in (
+                ("headers: [{name: X}]", "headers[0].name"), ("headers: [{name: X, value: a, valueEnv: B}]",
+                "headers[0].name"), ("headers: [{name: authorization, value: 'Bearer key'}]", "headers[0].value"),
+                ("headers: [{name: X, value: a}, {name: x, value: b}]", "headers"),
+                ("apiKeyEnv: KEY, headers: [{name: Authorization, valueEnv: KEY}]", "apiKeyEnv"),
+                ("apiKeyEnv: sk-secret", "apiKeyEnv"), ("headers: [{name: 'X Y', value: a}]", "headers[0].name"),
+            )
+        ),
         *(
             (f"{{engine: OpenAI, endpoints: [{{url: '{url}'}}]}}", "endpoints[0].url")
             for url in ("engine:30000", "ftp://a", "http://", "http://a/v1", "http://me:word@a", "http://a b")
@@ -277,6 +290,8 @@ OTHERS = (
         for gpus, rollout, refused in (
             (2, "{engine: SGLang}", ()), (8, "{engine: SGLang, replicas: 2}", ()),
             (3, "{engine: SGLang}", ("spec.placement.gpus",)), (0, "{engine: SGLang}", ("spec.placement.gpus",)),
+            (2, "{engine: SGLang, adapterTransport: File}", ()),
+            (2, "{engine: SGLang, adapterTransport: SharedMemory}", ("spec.rollout.adapterTransport",)),
             (2, "{engine: Torch}", ("spec.placement.layout",)), (2, "{engine: Auto}", ("spec.placement.layout",)),
         )
     ),

@@ -36,6 +36,12 @@ AROUND: dict[str, dict[str, Any]] = {
     "spec.rollout.adapterTransport": {"rollout": {"engine": "SGLang"}},
     "spec.rollout.sleep": {"rollout": {"engine": "SGLang"}},
     "spec.rollout.endpoints": {"rollout": {"engine": "OpenAI", "endpoints": [{"url": "http://engine:30000"}]}},
+    **{
+        f"spec.rollout.endpoints[].headers[].{field}": {
+            "rollout": {"engine": "OpenAI", "endpoints": [{"url": "http://engine:30000", "headers": [around]}]}
+        }
+        for field, around in (("name", {"value": "a"}), ("value", {"name": "X-Route"}), ("valueEnv", {"name": "X-Key"}))
+    },
     "spec.rollout.adapterFolder": {"rollout": {"engine": "OpenAI", "endpoints": [{"url": "http://engine:30000"}]}},
     "spec.training.schedule.warmupSteps": {"training": {"steps": 5}},
     "spec.training.schedule": {"training": {"steps": 100_000_000, "schedule": {"type": "Cosine", "decaySteps": 10**8}}},

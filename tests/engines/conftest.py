@@ -60,7 +60,8 @@ def attached(
     lora_adder: Adder, lora_server: ServedEngine, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Engine]:
     """The same server, as one that somebody else started; adapters go as folders."""
-    engine = attach(lora_adder, server_of(lora_server).url, tmp_path_factory.mktemp("attached"), "Folder")
+    server = server_of(lora_server)
+    engine = attach(lora_adder, server.url, tmp_path_factory.mktemp("attached"), "Folder", server.headers)
     yield engine
     engine.close()
 
@@ -70,7 +71,8 @@ def uploading(
     lora_adder: Adder, lora_server: ServedEngine, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Engine]:
     """The same, and adapters go as tensors in the request."""
-    engine = attach(lora_adder, server_of(lora_server).url, tmp_path_factory.mktemp("uploading"), "Upload")
+    server = server_of(lora_server)
+    engine = attach(lora_adder, server.url, tmp_path_factory.mktemp("uploading"), "Upload", server.headers)
     yield engine
     engine.close()
 

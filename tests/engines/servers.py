@@ -6,7 +6,7 @@ Belongs here: how they are made. Does not belong here: how long they live (`conf
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -24,6 +24,7 @@ from orbit_runtime.rollout.handover import Transport
 from orbit_runtime.rollout.served_engine import ServedEngine
 from orbit_runtime.rollout.sglang_server import ServerSettings, SGLangServer, lora_targets
 from orbit_runtime.rollout.starting import start_engine
+from orbit_runtime.workers.run_token import run_token
 from orbit_runtime.workers.sglang_launch import PYTHON_VARIABLE
 from tests.integration.tiny_models import TARGETS
 
@@ -82,13 +83,20 @@ def build_servers(
         oft_block_size=oft_block_size,
         tensor_parallel=tensor_parallel,
     )
+    token = run_token()
     return [
-        SGLangServer(replace(settings, seed=index), log=folder / f"replica-{index}" / "sglang.log")
+        SGLangServer(replace(settings, seed=index), log=folder / f"replica-{index}" / "sglang.log", token=token)
         for index in range(replicas)
     ]
 
 
-def attach(adder: Adder, url: str, folder: Path, method: Literal["Folder", "Upload"]) -> ServedEngine:
+def attach(
+    adder: Adder,
+    url: str,
+    folder: Path,
+    method: Literal["Folder", "Upload"],
+    headers: Mapping[str, str] | None = None,
+) -> ServedEngine:
     """An engine over a server that is there already; it is not ended with the engine."""
     policy, tokenizer = adder
     wanted = Wanted(
@@ -100,7 +108,7 @@ def attach(adder: Adder, url: str, folder: Path, method: Literal["Folder", "Uplo
         probes=(tuple(tokenizer.encode_chat([{"role": "user", "content": "12+34="}])),),
         tolerance=1e-3,
     )
-    endpoint = Endpoint(url, method)
+    endpoint = Endpoint(url, method, headers or {})
     return attach_engine([endpoint], wanted, tokenizer, folder=folder / "adapters", max_running_requests=16)
 
 

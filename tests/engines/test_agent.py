@@ -13,6 +13,7 @@ import pytest
 
 from orbit_runtime.adapters.state import expected_applied_digest
 from orbit_runtime.types import Sampling
+from orbit_runtime.workers.run_token import TOKEN_VARIABLE
 from orbit_runtime.workers.server_process import free_port
 from orbit_runtime.workers.sglang_launch import AGENT_VARIABLE
 from tests.engines.servers import Adder, server_of, start_server
@@ -21,10 +22,11 @@ from tests.integration.engine_inputs import by_id, random_adapter, requests_for
 
 
 @pytest.fixture
-def start_agent(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], subprocess.Popen[bytes]]]:
+def start_agent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[], subprocess.Popen[bytes]]]:
     """As the kubelet does it: again on the same port, with nothing left of the one before."""
     port = free_port()
     monkeypatch.setenv(AGENT_VARIABLE, f"http://127.0.0.1:{port}")
+    monkeypatch.setenv(TOKEN_VARIABLE, str(tmp_path / "token"))
     started: list[subprocess.Popen[bytes]] = []
 
     def start() -> subprocess.Popen[bytes]:

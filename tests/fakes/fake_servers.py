@@ -37,6 +37,9 @@ class FakeServer:
     """What its tokenizer decodes a token to, before the number."""
     architecture: str = "Qwen3ForCausalLM"
     max_tokens: int = 4096
+    key: str | None = None
+    """It answers who knows it."""
+    headers_seen: list[dict[str, str]] = field(default_factory=list)
     lora: bool = True
     rank: int = 64
     base: float = 0.0
@@ -65,6 +68,10 @@ class FakeServer:
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self._port}"
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {}
 
     def start(self) -> None:
         if self.refuses_to_start:
@@ -316,6 +323,11 @@ def _listen(fake: FakeServer) -> ThreadingHTTPServer:
             self._reply(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
 
         def _reply(self, body: dict) -> None:
+            wanted = None if fake.key is None else f"Bearer {fake.key}"
+            if wanted and self.path != "/health" and self.headers["Authorization"] != wanted:
+                self._send(401, {"error": "Unauthorized"})
+                return
+            fake.headers_seen.append(dict(self.headers))
             if self.path in ("/generate", "/v1/completions"):
                 time.sleep(fake.delay)
                 while fake.hangs and fake.is_alive():
@@ -325,9 +337,14 @@ def _listen(fake: FakeServer) -> ThreadingHTTPServer:
                 self.close_connection = True
                 self.connection.close()
                 return
+            self._send(status, content)
+
+        def _send(self, status: int, content: Any) -> None:
             sent = content if isinstance(content, bytes) else json.dumps(content).encode()
             self.send_response(status)
             self.send_header("Content-Type", "application/json")
+            if 300 <= status < 400:
+                self.send_header("Location", content["location"])
             self.send_header("Content-Length", str(len(sent)))
             self.end_headers()
             self.wfile.write(sent)

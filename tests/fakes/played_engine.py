@@ -11,9 +11,12 @@ import subprocess
 import sys
 import time
 
+from orbit_runtime.workers.run_token import token_from_pipe
+
 if __name__ == "__main__":
     for name in ("ORBIT_SGLANG_PARENT", "ORBIT_SGLANG_TAPS"):
         print(f"{name}={os.environ.get(name)}")
+    print(f"token={token_from_pipe()}")
     print(f"pid={os.getpid()}", flush=True)
     what = sys.argv[1]
     if what == "end":

@@ -23,6 +23,7 @@ from orbit_operator.settings import Settings
 from orbit_runtime.spec import OrbitRun
 from orbit_runtime.spec.placement import Egress, Toleration
 from orbit_runtime.spec.quantities import halve, read_quantity
+from orbit_runtime.workers.run_token import TOKEN_VARIABLE
 from orbit_runtime.workers.sglang_launch import AGENT_VARIABLE
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -128,6 +129,10 @@ def test_a_split_pod_shares_everything_by_halves() -> None:
     port = engine["args"][engine["args"].index("--port") + 1]
     assert {"name": AGENT_VARIABLE, "value": f"http://127.0.0.1:{port}"} in run["env"]
     assert (engine["command"], engine["args"][0]) == (["orbit"], "agent")
+    assert {"name": TOKEN_VARIABLE, "value": "/run/orbit/token"} in run["env"]
+    assert {"name": TOKEN_VARIABLE, "value": "/run/orbit/token"} in engine["env"]
+    assert {"name": "token", "mountPath": "/run/orbit"} in engine["volumeMounts"]
+    assert {"name": "token", "emptyDir": {"medium": "Memory", "sizeLimit": "1Mi"}} in pod["volumes"]
     shared = {"/tmp", "/dev/shm", "/var/cache/orbit", "/var/lib/orbit"}
     assert shared <= {each["mountPath"] for each in engine["volumeMounts"]}
     for container in (engine, run):

@@ -20,6 +20,8 @@ RUN_CONTAINER, ENGINE_CONTAINER = "run", "engine"
 GPU = "nvidia.com/gpu"
 USER_ID = 65532
 MANIFEST_FOLDER, CACHE_FOLDER, WORK_FOLDER = "/etc/orbit", "/var/cache/orbit", "/var/lib/orbit"
+TOKEN_FOLDER = "/run/orbit"
+"""Of the two containers of a `Split` pod alone, in memory."""
 ENGINE_PORT = 9401
 TERMINATION_FILE = "/dev/termination-log"
 """Where the kubelet looks for a container's last words."""
@@ -76,7 +78,7 @@ def build_container(source: RunSource, attempt: int, extra_mounts: list[Object],
             {"name": "ORBIT_CACHE", "value": CACHE_FOLDER},
             {"name": "ORBIT_TERMINATION_FILE", "value": TERMINATION_FILE},
             {"name": "HOME", "value": "/tmp"},
-            *([{"name": "ORBIT_ENGINE_URL", "value": f"http://127.0.0.1:{ENGINE_PORT}"}] if split else []),
+            *(_engine_variables() if split else []),
         ],
         "envFrom": [{"secretRef": {"name": name}} for name in dict.fromkeys(filter(None, secrets))],
         "resources": _resources(placement, settings, halved=split),
@@ -88,6 +90,7 @@ def build_container(source: RunSource, attempt: int, extra_mounts: list[Object],
             {"name": "tmp", "mountPath": "/tmp"},
             {"name": "shm", "mountPath": "/dev/shm"},
             {"name": "cache", "mountPath": CACHE_FOLDER},
+            *([{"name": "token", "mountPath": TOKEN_FOLDER}] if split else []),
             *extra_mounts,
         ],
     }
@@ -129,11 +132,19 @@ def container_security() -> Object:
     }
 
 
+def _engine_variables() -> list[Object]:
+    """Where the engine's agent listens, and where the token stands that it obeys."""
+    return [
+        {"name": "ORBIT_ENGINE_URL", "value": f"http://127.0.0.1:{ENGINE_PORT}"},
+        {"name": "ORBIT_TOKEN_FILE", "value": f"{TOKEN_FOLDER}/token"},
+    ]
+
+
 def _engine(run: Object, settings: Settings) -> Object:
     """The engine as a native sidecar: it starts before the run's container and ends after it.
 
     Its agent starts servers when the run asks for them, and listens to this pod alone. What both containers see
-    (models, adapters, logs) stands in the volumes that they share.
+    (models, adapters, the token) stands in the volumes that they share.
     """
     return {
         **{name: run[name] for name in ("imagePullPolicy", "workingDir", "envFrom", "resources", "volumeMounts",
@@ -141,7 +152,7 @@ def _engine(run: Object, settings: Settings) -> Object:
         "name": ENGINE_CONTAINER,
         "image": settings.engine_image or run["image"],
         "args": ["agent", "--port", str(ENGINE_PORT)],
-        "env": [each for each in run["env"] if each["name"] in ("ORBIT_CACHE", "HOME")],
+        "env": [each for each in run["env"] if each["name"] in ("ORBIT_CACHE", "ORBIT_TOKEN_FILE", "HOME")],
         "restartPolicy": "Always",
     }  # fmt: skip
 
@@ -173,7 +184,7 @@ def _resources(placement: Placement, settings: Settings, *, halved: bool) -> Obj
 
 def _volumes(source: RunSource) -> list[Object]:
     placement = source.manifest.spec.placement
-    cache = placement.model_cache
+    cache, split = placement.model_cache, placement.layout == "Split"
     if cache.claim_name is not None:
         kept: Object = {"persistentVolumeClaim": {"claimName": cache.claim_name}}
     else:
@@ -184,6 +195,7 @@ def _volumes(source: RunSource) -> list[Object]:
         {"name": "tmp", "emptyDir": {}},
         {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": placement.resources.shared_memory}},
         {"name": "cache", **kept},
+        *([{"name": "token", "emptyDir": {"medium": "Memory", "sizeLimit": "1Mi"}}] if split else []),
     ]
 
 

@@ -14,9 +14,12 @@ import pytest
 from fakes.fake_servers import FakeServer, dies_at, once
 
 from orbit_runtime.adapters.config import AdapterConfig
-from orbit_runtime.errors import EngineDiedError, GateError, OrbitError
+from orbit_runtime.errors import CredentialsError, EngineDiedError, GateError, OrbitError
+from orbit_runtime.loop.engines import endpoint_headers
 from orbit_runtime.rollout.attached import Endpoint, Wanted, attach_engine
 from orbit_runtime.rollout.served_engine import ServedEngine
+from orbit_runtime.spec.rollout import Endpoint as EndpointSpec
+from orbit_runtime.spec.rollout import Header
 from tests.unit_runtime.rollout.test_served_engine import Words, adapter, check_whole, prove_on, requests
 
 WANTED = Wanted(
@@ -111,6 +114,57 @@ def test_a_server_that_cannot_serve_the_run_is_refused_with_the_reason(
         attach(servers, tmp_path, *found, wanted=wanted, **endpoint)
     assert caught.value.exit_code == code
     assert caught.value.fix
+
+
+@pytest.mark.parametrize("kind", ["SGLang", "vLLM"])
+def test_a_server_that_asks_for_a_key_and_other_headers_gets_them_with_every_request(
+    servers: list[FakeServer], tmp_path: Path, kind: str
+) -> None:
+    server = FakeServer(kind, key="s3cret")
+    headers = {"Authorization": "Bearer s3cret", "X-Route": "blue"}
+    engine = attach(servers, tmp_path, server, headers=headers)
+    engine.load_adapter("policy-v1", adapter(1))
+    asked = requests(4)
+    check_whole(asked, list(engine.generate(asked)))
+    engine.close()
+    assert len(server.headers_seen) > 4
+    assert {seen["X-Route"] for seen in server.headers_seen} == {"blue"}
+
+
+@pytest.mark.parametrize("kind", ["SGLang", "vLLM"])
+@pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer wrong"}])
+def test_a_key_that_is_missing_or_wrong_is_told_without_showing_it(
+    servers: list[FakeServer], tmp_path: Path, kind: str, headers: dict[str, str]
+) -> None:
+    with pytest.raises(CredentialsError, match=r"127\.0\.0\.1:\d+ refuses this run: /server_info .* 401") as caught:
+        attach(servers, tmp_path, FakeServer(kind, key="s3cret"), headers=headers)
+    assert caught.value.exit_code == 77
+    assert "apiKeyEnv" in str(caught.value.fix)
+    assert "wrong" not in str(caught.value)
+
+
+def test_a_server_that_sends_elsewhere_is_not_followed_there(servers: list[FakeServer], tmp_path: Path) -> None:
+    server = FakeServer()
+    server.faults += [once("/server_info", 307, {"location": "http://elsewhere/server_info"}) for _ in range(2)]
+    server.faults.append(once("/version", 307, {"location": "http://elsewhere/version"}))
+    with pytest.raises(OrbitError, match="redirected to http://elsewhere") as caught:
+        attach(servers, tmp_path, server, headers={"Authorization": "Bearer s3cret"})
+    assert "s3cret" not in str(caught.value)
+
+
+def test_a_variable_that_is_not_set_is_named_before_anything_is_asked() -> None:
+    endpoint = EndpointSpec(
+        url="http://engine:30000", api_key_env="ENGINE_KEY", headers=(Header(name="X-Team", value_env="TEAM"),)
+    )
+    for environment, field, variable in (
+        ({"TEAM": "a"}, "apiKeyEnv", "ENGINE_KEY"), ({"ENGINE_KEY": "", "TEAM": "a"}, "apiKeyEnv", "ENGINE_KEY"),
+        ({"ENGINE_KEY": "k"}, "headers[0].valueEnv", "TEAM"),
+    ):  # fmt: skip
+        with pytest.raises(CredentialsError, match=f"{variable} is not set") as caught:
+            endpoint_headers(3, endpoint, environment)
+        assert caught.value.where == f"spec.rollout.endpoints[3].{field}"
+    found = endpoint_headers(0, endpoint, {"ENGINE_KEY": "k", "TEAM": "a"})
+    assert found == {"X-Team": "a", "Authorization": "Bearer k"}
 
 
 def test_an_endpoint_that_is_absent_is_named(servers: list[FakeServer], tmp_path: Path) -> None:

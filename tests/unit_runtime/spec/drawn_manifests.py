@@ -24,6 +24,8 @@ PATTERNS = {
     "uri": PLACES,
     "cidr": st.sampled_from(["10.0.0.0/8", "fd00::/8"]),
     "url": st.sampled_from(["http://engine:30000", "http://127.0.0.1:30000"]),
+    "apiKeyEnv": st.sampled_from(["ENGINE_KEY", "_k"]),
+    "valueEnv": st.sampled_from(["TEAM", "x1"]),
     "adapterFolder": st.sampled_from(["/shared", "/dev/shm/a"]),
     "managedBy": st.just("kueue.x-k8s.io/multikueue"),
 }

@@ -61,6 +61,8 @@ def test_adapters_reach_servers_of_our_own_through_memory_unless_asked_otherwise
         for engine, *more in (("Torch",), ("SGLang",), ("OpenAI", "rollout.endpoints=[{url: 'http://a'}]"))
     }
     assert decided == {"Torch": "File", "SGLang": "SharedMemory", "OpenAI": "File"}
+    split = resolved("rollout.engine=SGLang", "placement={layout: Split, gpus: 2}").run.spec.rollout
+    assert split.adapter_transport == "File", "the engine's container does not see the trainer's memory"
     asked = resolved("rollout.engine=SGLang", "rollout.adapterTransport=Broadcast")
     assert asked.run.spec.rollout.adapter_transport == "Broadcast"
 
@@ -142,6 +144,10 @@ def test_the_sets_are_those_of_the_design() -> None:
         "rollout.tensorParallel",
         "rollout.endpoints[].url",
         "rollout.endpoints[].adapterMethod",
+        "rollout.endpoints[].apiKeyEnv",
+        "rollout.endpoints[].headers[].name",
+        "rollout.endpoints[].headers[].value",
+        "rollout.endpoints[].headers[].valueEnv",
         "rollout.adapterFolder",
         "rollout.adapterTransport",
         "rollout.sleep",

@@ -1,0 +1,101 @@
+"""What code of others that runs beside a run is kept from, by Linux' Landlock.
+
+Belongs here: the confinement of this process and all that it starts. Does not belong here: who is confined
+(`reward_worker`), the token itself (`run_token`).
+
+From then on this process may not look into processes outside (their memory, environment, open files), nor signal them,
+nor connect to abstract sockets of theirs; and it reads no file below a hidden folder. It needs no privileges, and root
+is held to it too. No sandbox for hostile code: it shares user and network with the run.
+
+https://docs.kernel.org/userspace-api/landlock.html
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import struct
+import sys
+from pathlib import Path
+
+CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
+"""System calls; the same on every architecture."""
+VERSION_FLAG = 1
+RULE_PATH_BENEATH = 1
+READ_FILE, READ_DIR, MAKE_BLOCK = 1 << 2, 1 << 3, 1 << 11
+SCOPE_ABSTRACT_SOCKET, SCOPE_SIGNAL = 1 << 0, 1 << 1
+SCOPES_SINCE = 6
+"""ABI, of Linux 6.12. Before it Landlock only knows rules on files, and whoever is held to those may not mount."""
+PR_SET_NO_NEW_PRIVS = 38
+
+
+def landlock_version() -> int:
+    """ABI of this kernel's Landlock; 0: there is none, or it is not allowed here."""
+    return max(0, _call(CREATE_RULESET, None, 0, VERSION_FLAG)) if sys.platform == "linux" else 0
+
+
+def confine(hidden: Path | None = None, *, may_mount: bool = True) -> bool:
+    """Confines the calling thread, and every thread and process that it starts from now on.
+
+    Args:
+        hidden: a folder whose files are not to be read.
+        may_mount: code that makes sandboxes of its own, such as bubblewrap, must still work. A kernel before 6.12
+            can then confine nothing; with `hidden`, that goes before.
+
+    Returns:
+        Whether it did; False where the kernel cannot.
+    """
+    version = landlock_version()
+    if not version or (version < SCOPES_SINCE and may_mount and hidden is None):
+        return False
+    # A ruleset must be about something. Nobody without privileges makes block devices.
+    files = READ_FILE | READ_DIR if hidden else 0 if version >= SCOPES_SINCE else MAKE_BLOCK
+    scopes = SCOPE_ABSTRACT_SOCKET | SCOPE_SIGNAL if version >= SCOPES_SINCE else 0
+    # struct landlock_ruleset_attr: handled_access_fs, handled_access_net (ABI 4), scoped (ABI 6).
+    attributes = struct.pack("=QQQ", files, 0, scopes)[: 24 if version >= SCOPES_SINCE else 8]
+    ruleset = _call(CREATE_RULESET, attributes, len(attributes), 0)
+    if ruleset < 0:
+        return False
+    try:
+        if hidden:
+            for path in _beside(hidden.resolve()):
+                _allow(ruleset, path, files)
+        ctypes.CDLL(None).prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+        return _call(RESTRICT_SELF, ruleset, 0) == 0
+    finally:
+        os.close(ruleset)
+
+
+def _beside(hidden: Path) -> list[Path]:
+    """Everything that is there but `hidden`: what stands beside it and beside each folder above it.
+
+    What is made later beside one of these is not among them: keep `hidden` in a folder of its own below the root.
+    """
+    found = []
+    inner = hidden
+    for folder in hidden.parents:
+        found += [path for path in folder.iterdir() if path != inner]
+        inner = folder
+    return found
+
+
+def _allow(ruleset: int, path: Path, access: int) -> None:
+    try:
+        descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    except OSError:
+        return
+    try:
+        kept = access if path.is_dir() else access & ~READ_DIR
+        # struct landlock_path_beneath_attr, which is packed: allowed_access, parent_fd.
+        _call(ADD_RULE, ruleset, RULE_PATH_BENEATH, struct.pack("=Qi", kept, descriptor), 0)
+    finally:
+        os.close(descriptor)
+
+
+def _call(number: int, *arguments: bytes | int | None) -> int:
+    libc = ctypes.CDLL(None, use_errno=True)
+    return int(libc.syscall(ctypes.c_long(number), *(_word(each) for each in arguments)))
+
+
+def _word(value: bytes | int | None) -> ctypes.c_char_p | ctypes.c_long:
+    return ctypes.c_long(value) if isinstance(value, int) else ctypes.c_char_p(value)
