@@ -7,7 +7,7 @@ From then on this process may not look into processes outside (their memory, env
 nor connect to abstract sockets of theirs; and it reads no file below a hidden folder. It needs no privileges, and root
 is held to it too. No sandbox for hostile code: it shares user and network with the run.
 
-https://docs.kernel.org/userspace-api/landlock.html
+Documentation/userspace-api/landlock.rst and include/uapi/linux/landlock.h of Linux 6.12.
 """
 
 from __future__ import annotations
