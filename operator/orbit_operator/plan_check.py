@@ -6,12 +6,13 @@ Does not belong here: the arithmetic (`orbit_runtime.planner`), or what follows 
 
 from __future__ import annotations
 
-from orbit_runtime.errors import ManifestError, OrbitError
+from orbit_runtime.errors import OrbitError
 from orbit_runtime.model_info.builtin_models import builtin_folder
 from orbit_runtime.model_info.cards import find_card_facts
 from orbit_runtime.model_info.checkpoint import folder_facts
 from orbit_runtime.model_info.weights import ModelFacts
-from orbit_runtime.planner import Plan, plan
+from orbit_runtime.planner import Verdict as Judged
+from orbit_runtime.planner import judge
 from orbit_runtime.planner.asked import asked_machine
 from orbit_runtime.spec import OrbitRun
 
@@ -23,23 +24,19 @@ GIB = 2**30
 
 
 def check_plan(run: OrbitRun) -> Verdict:
-    """A no is final: no pod is made. Where too little is known the pod plans first, and refuses with exit code 78."""
+    """A no is final: no pod is made. Only where a fact is missing the pod plans, and refuses with exit code 78."""
     try:
         machine = asked_machine(run)
         if machine is None:
             return _unknown("placement.gpuProduct names no GPU; the pod itself checks what fits before it trains")
-        if machine.gpu is None:
-            return _unknown("a run without GPUs is planned by its own pod")
+        if machine.gpu is None and machine.host_bytes is None:
+            return _unknown("placement.resources.memory is not said; the pod itself checks what fits before it trains")
         model = find_model(run)
     except OrbitError as error:
         return _unknown(_sentence(error.message, error.where, error.fix))
     if model is None:
         return _unknown(f"no facts about {run.spec.model.uri} are shipped; the pod itself checks what fits")
-    try:
-        made = plan(run, model, machine)
-    except ManifestError as error:
-        return "False", "ModelMismatch", _sentence(error.message, error.where, error.fix)
-    return _judge(made)
+    return _sentences(judge(run, model, machine))
 
 
 def find_model(run: OrbitRun) -> ModelFacts | None:
@@ -50,16 +47,16 @@ def find_model(run: OrbitRun) -> ModelFacts | None:
     return find_card_facts(uri)
 
 
-def _judge(made: Plan) -> Verdict:
-    if made.problems:
-        reason = "Unsupported" if made.support.state == "refused" else "DoesNotFit"
-        first = made.problems[0]
-        return "False", reason, _sentence(first.message, first.where, first.fix)
-    if made.support.state != "works":
-        return "Unknown", "SupportPlanned", _sentence("; ".join(made.support.reasons), "", made.support.fix)
-    used = made.total(made.binding) / GIB
-    text = f"{used:.1f} GiB of each {made.machine.split(' x ')[-1]} in phase {made.binding}"
-    return "True", "Fits", text if made.capacity is None else f"{text}, {made.capacity / GIB:.1f} are there"
+def _sentences(found: Judged) -> Verdict:
+    if found.problem is not None:
+        return "False", found.reason, _sentence(found.problem.message, found.problem.where, found.problem.fix)
+    made = found.plan
+    assert made is not None, "whatever is not refused was planned"
+    assert made.capacity is not None, "asked with a machine whose memory is known"
+    device = made.machine.split(" x ")[-1]
+    used, there = made.total(made.binding) / GIB, made.capacity / GIB
+    text = f"{used:.1f} GiB of {device} in phase {made.binding}, {there:.1f} are there"
+    return "True", "Fits", "; ".join([text, *made.notes])[:1024]
 
 
 def _unknown(why: str) -> Verdict:

@@ -6,11 +6,10 @@ Belongs here: finding the facts of model and machine, and printing. Does not bel
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from orbit_runtime.cli.machine import num_containers, this_machine
+from orbit_runtime.cli.machine import this_machine
 from orbit_runtime.cli.output import print_json
 from orbit_runtime.errors import EXIT_DONE, ModelError, OrbitError, UnsupportedError
 
@@ -28,42 +27,38 @@ def run_plan(file: Path, overrides: list[str], *, gpu: str | None, as_json: bool
     Raises:
         UnsupportedError: (78) it does not fit, or is not supported; with the number.
     """
-    from orbit_runtime.planner import check_fits, plan
+    from orbit_runtime.planner import check_verdict, judge
     from orbit_runtime.spec import load_manifest
 
     run = load_manifest(file, overrides)
-    model = find_facts(run, file.resolve().parent)
-    made = plan(run, model, find_machine(run, gpu))
+    verdict = judge(run, find_facts(run, file.resolve().parent), find_machine(run, gpu))
     if as_json:
-        print_json(made.to_json())
-        return EXIT_DONE if made.fits else UnsupportedError.exit_code
-    from orbit_runtime.cli.plan_table import print_plan
+        print_json(verdict.to_json())
+        return UnsupportedError.exit_code if verdict.accepted is False else EXIT_DONE
+    if verdict.plan:
+        from orbit_runtime.cli.plan_table import print_plan
 
-    print_plan(made)
-    check_fits(made)
+        print_plan(verdict.plan)
+    check_verdict(verdict)
     return EXIT_DONE
 
 
 def check_before_run(run: OrbitRun, folder: Path) -> None:
-    """What can be judged on this machine before anything heavy is loaded: whether memory suffices.
+    """Whether this run may start on this machine, before anything heavy is loaded: the verdict of `orbit plan`.
 
-    Silent where the planner knows too little about model or machine: the loaders say what is wrong with a model.
+    A model whose facts cannot be found is left to the loaders: they say what is wrong with it, and with more words.
 
     Raises:
-        UnsupportedError: (78) it does not fit.
+        UnsupportedError: (78) it does not fit, or nothing in this version can run it.
+        ManifestError: (64) the precision is not the checkpoint's, or an adapter suits no layer.
     """
-    from orbit_runtime.planner import check_fits, plan
+    from orbit_runtime.planner import check_verdict, judge
 
     try:
         model = find_facts(run, folder)
-        machine = this_machine()
-        gpus, parts = machine.num_gpus, num_containers()
-        # The trainer takes one; in a `Split` pod the engine's stands in the other container.
-        used = replace(machine, num_gpus=min(parts, gpus))
-        made = plan(run, model, used, may_choose=False, gpus_for_servers=gpus // parts)
     except OrbitError:
         return
-    check_fits(made)
+    check_verdict(judge(run, model, this_machine()))
 
 
 def find_server_gpus(run: OrbitRun, folder: Path) -> int | None:
@@ -82,7 +77,8 @@ def find_server_gpus(run: OrbitRun, folder: Path) -> int | None:
         model, job = find_facts(run, folder), build_job(run, machine)
     except OrbitError:
         return run.spec.rollout.tensor_parallel
-    return check_servers(model, job, machine.num_gpus // num_containers())
+    halves = 2 if run.spec.placement.layout == "Split" else 1
+    return check_servers(model, job, machine.num_gpus // halves or machine.num_gpus)
 
 
 def find_facts(run: OrbitRun, folder: Path) -> ModelFacts:

@@ -19,6 +19,7 @@ from orbit_runtime.errors import CredentialsError, UnsupportedError
 from orbit_runtime.spec import Resolved
 from orbit_runtime.spec.rollout import Endpoint as EndpointSpec
 from orbit_runtime.types import Engine, Tokenizer
+from orbit_runtime.workers.sglang_launch import AGENT_VARIABLE
 
 if TYPE_CHECKING:
     from orbit_runtime.policy.model import Policy
@@ -113,12 +114,14 @@ def _start(resolved: Resolved, policy: Policy, tokenizer: Tokenizer, folder: Pat
         attention=attention,
         tensor_parallel=_server_gpus(resolved, folder),
     )
-    count, size = spec.rollout.replicas, settings.tensor_parallel
+    count, size, first = spec.rollout.replicas, settings.tensor_parallel, _first_gpu(resolved)
     # Of one seed, two servers would draw the same tokens for the same prompt.
     token = run_token()
     servers = [
         SGLangServer(
-            replace(settings, seed=settings.seed + index, gpu=index * size), log=_log(scratch, index), token=token
+            replace(settings, seed=settings.seed + index, gpu=first + index * size),
+            log=_log(scratch, index),
+            token=token,
         )
         for index in range(count)
     ]
@@ -149,11 +152,19 @@ def _server_gpus(resolved: Resolved, folder: Path) -> int:
     from orbit_runtime.planner.job import build_job
     from orbit_runtime.planner.serving import check_servers
 
-    gpus = 0 if resolved.device == "cpu" else machine_facts().num_gpus
+    gpus = 0 if resolved.device == "cpu" else machine_facts().num_gpus - _first_gpu(resolved)
     if not gpus and resolved.run.spec.rollout.tensor_parallel is None:
         return 1
     job = build_job(resolved.run, Machine(None))
     return check_servers(folder_facts(folder), job, gpus)
+
+
+def _first_gpu(resolved: Resolved) -> int:
+    """Of the servers. In a `Split` pod theirs are in the other container; outside of one they are the second half."""
+    from orbit_runtime.loop.machine import machine_facts
+
+    is_split = resolved.run.spec.placement.layout == "Split" and AGENT_VARIABLE not in os.environ
+    return machine_facts().num_gpus // 2 if is_split and resolved.device != "cpu" else 0
 
 
 def _log(scratch: Path, index: int) -> Path:

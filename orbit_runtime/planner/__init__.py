@@ -8,5 +8,6 @@ from __future__ import annotations
 
 from orbit_runtime.planner.job import Machine
 from orbit_runtime.planner.plan import Plan, Problem, check_fits, plan
+from orbit_runtime.planner.verdict import Verdict, check_verdict, judge
 
-__all__ = ["Machine", "Plan", "Problem", "check_fits", "plan"]
+__all__ = ["Machine", "Plan", "Problem", "Verdict", "check_fits", "check_verdict", "judge", "plan"]

@@ -17,11 +17,15 @@ from orbit_runtime.planner.search import Choice, choose, try_setting
 BY_SIZE = sorted(CARDS, key=lambda card: card.usable_bytes)
 
 
-def advise(choice: Choice, machine: Machine) -> str:
-    """The first change that makes it fit, or what no change of the manifest can do."""
+def advise(choice: Choice, machine: Machine) -> tuple[str, bool]:
+    """The first change that makes it fit, or what no change of the manifest can do; and whether it is such a change."""
     for words, changed in _changes(choice.setting):
         if try_setting(changed).fits:
-            return words
+            return words, True
+    return _elsewhere(choice, machine), False
+
+
+def _elsewhere(choice: Choice, machine: Machine) -> str:
     smaller = _smallest(choice.setting)
     if machine.gpu is None:
         return "run it on a machine with more memory, or choose a smaller model"

@@ -30,6 +30,8 @@ class Problem:
     message: str
     where: str
     fix: str
+    fix_suffices: bool = False
+    """With that change of the manifest it was seen to fit."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,11 @@ class Plan:
     @property
     def fits(self) -> bool:
         return not self.problems
+
+    @property
+    def is_too_big(self) -> bool:
+        """For the devices, whatever else is wrong."""
+        return self.capacity is not None and any(self.total(phase) > self.capacity for phase in self.phases)
 
     @property
     def download_seconds(self) -> float:
@@ -152,8 +159,9 @@ def _check_precision(job: Job, model: ModelFacts) -> None:
 
 def _combination(job: Job, model: ModelFacts, machine: Machine) -> Combination:
     targets = job.targets or model.architecture.default_targets
+    experts = job.experts if model.architecture.num_experts else "None"
     return Combination(
-        model.precision, model.architecture.family, job.adapter, job.experts, job.engine, job.trainer, machine.num_gpus,
+        model.precision, model.architecture.family, job.adapter, experts, job.engine, job.trainer, machine.num_gpus,
         job.deterministic, any(target.rpartition(".")[2] == "down_proj" for target in targets),
         machine.gpu.name if machine.gpu else "",
     )  # fmt: skip
@@ -189,7 +197,7 @@ def _too_big(choice: Choice, model: ModelFacts, machine: Machine) -> list[Proble
         f"{(needed - capacity) / GIB:.1f} GiB too much ({parts})"
     )
     where = "spec.placement.gpuProduct" if machine.gpu else "spec.model.uri"
-    return [Problem(message, where, advise(choice, machine))]
+    return [Problem(message, where, *advise(choice, machine))]
 
 
 def _short(has: int | None, needs: int, what: str, field: str) -> list[Problem]:
@@ -202,7 +210,7 @@ def _short(has: int | None, needs: int, what: str, field: str) -> list[Problem]:
 def _notes(choice: Choice, model: ModelFacts, job: Job, machine: Machine, support: Support) -> list[str]:
     notes: list[str] = []
     setting = choice.setting
-    if support.state == "planned":
+    if support.state in ("planned", "missing"):
         notes += support.reasons
     reason = why_one_copy(choice, machine)
     if reason:

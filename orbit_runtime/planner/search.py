@@ -101,7 +101,7 @@ def _settings(
 
 
 def _layouts(model: ModelFacts, job: Job, machine: Machine) -> list[Layout]:
-    if machine.gpu is None:
+    if machine.gpu is None or job.trainer == "Torch":
         return [Layout()]
     gpus = machine.num_gpus // 2 if job.is_split else machine.num_gpus
     found = list(possible_layouts(model.architecture, gpus, job.asked))

@@ -2,7 +2,8 @@
 
 Belongs here: one row per limit. What no row names is supported. Does not belong here: memory, or checking a file.
 
-A row is `refused` where a pinned version cannot do it, and `planned` where only Orbit's own part is not there yet.
+A row is `refused` where a pinned version cannot do it, `missing` where the part of Orbit that would is not in this
+version, and `planned` where it is written and has not run on the hardware or the files that it is for.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-State = Literal["works", "planned", "refused"]
+State = Literal["works", "planned", "missing", "refused"]
 PINNED = {"sglang": "0.5.23", "megatron-core": "0.19.2", "torch": "2.14.1", "transformers": "5.19.0"}
 """Versions that the rows speak of; a test compares them with `images/constraints`."""
 
@@ -124,10 +125,6 @@ LIMITS: tuple[Limit, ...] = (
         family=("deepseek_v4",), engine=("SGLang",), deterministic=True,
     ),
     Limit(
-        "refused", "the torch trainer is one process on one device",
-        "write placement.gpus: 1, or training.trainer: Auto", "placement.gpus", trainer=("Torch",), several_gpus=True,
-    ),
-    Limit(
         "refused", "the torch engine runs in the torch trainer's process",
         "write rollout.engine: Auto", "rollout.engine",
         engine=("Torch",), trainer=("Megatron",),
@@ -145,7 +142,11 @@ LIMITS: tuple[Limit, ...] = (
         "write adapter.experts: None", "adapter.experts",
         experts=("SharedOuter", "Shared", "PerExpert"), engine=("OpenAI",),
     ),
-    Limit("planned", "this version of Orbit has no Megatron trainer yet", trainer=("Megatron",)),
+    Limit(
+        "missing", "this version of Orbit trains on one GPU, and has no Megatron trainer for what one GPU cannot hold",
+        "choose a model that fits one GPU, or a GPU with more memory (placement.gpuProduct)", "training.trainer",
+        trainer=("Megatron",),
+    ),
     Limit(
         "planned",
         "DeepSeek-V4's attention is adapted by Orbit's plug-in: tested module by module on a CPU, not run on hardware",
@@ -179,7 +180,7 @@ class Support:
 def find_support(asked: Combination) -> Support:
     """The worst state of all limits that match, and the reasons for it."""
     found = [limit for limit in LIMITS if limit.matches(asked)]
-    for state in ("refused", "planned"):
+    for state in ("refused", "missing", "planned"):
         of_state = [limit for limit in found if limit.state == state]
         if of_state:
             first, reasons = of_state[0], tuple(each.reason for each in of_state)

@@ -66,7 +66,11 @@ STORIES: dict[str, tuple[Object, Object]] = {
     "no-image": ({}, {"placement": {"image": "localhost/there-is-no-such-image:1"}}),
     "no-secret": ({}, {"placement": {"envFromSecrets": ["made-later"]}}),
     "no-config-map": ({}, {"environment": {"code": {"uri": "configmap://made-later"}}}),
-    "eats": ({"eat": 1}, {"lifecycle": ONCE, "placement": {"resources": {"memory": "64Mi"}}}),
+    # Of a model that the planner knows it would say beforehand that this is too little.
+    "eats": (
+        {"eat": 1},
+        {"lifecycle": ONCE, "placement": {"resources": {"memory": "64Mi"}}, "model": {"uri": "hf://nobody/knows@main"}},
+    ),
     "fills": (
         {"fill": 16, "deaf": True},
         {"lifecycle": ONCE, "placement": {"modelCache": {"sizeLimit": "1Mi"}}},

@@ -69,7 +69,7 @@ def test_an_ending_that_is_final(team: Team, code: int, reason: str, owner: str,
 
 
 def test_a_run_that_does_not_fit_its_gpus_gets_no_pod(team: Team) -> None:
-    """Eight H100 for Kimi-K2.6: the planner's number stands in the condition; the same run on B200 gets its Job."""
+    """Kimi-K2.6: on eight H100 the planner's number stands in the condition, on eight B200 that nothing here trains it."""
     model = {"uri": "hf://moonshotai/Kimi-K2.6", "precision": "INT4"}
     adapter = {"type": "LoRA", "targets": ["q_a_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]}
     model |= {"maxSequenceLength": 16384}
@@ -80,11 +80,15 @@ def test_a_run_that_does_not_fit_its_gpus_gets_no_pod(team: Team) -> None:
     refused = condition(status, "PlanAccepted")
     assert (refused["status"], refused["reason"]) == ("False", "DoesNotFit")
     assert "one H100 has 79.1" in refused["message"]
-    team.start_run("fits", **asked, placement={"gpus": 8, "gpuProduct": "NVIDIA-B200"})
+    team.start_run("too-early", **asked, placement={"gpus": 8, "gpuProduct": "NVIDIA-B200"})
+    status = team.wait_phase("too-early", "Failed")
+    assert (status["reason"], status["whoActs"]) == ("NotInThisVersion", "User")
+    team.start_run("fits", placement={"gpus": 1, "gpuProduct": "NVIDIA-B200"})
     wait_for(lambda: "fits-a1" in team.jobs(), "the Job of the run that fits")
     wait_for(lambda: team.status("fits").get("conditions"), "its status")
-    assert condition(team.status("fits"), "PlanAccepted")["status"] == "Unknown", "no Megatron trainer yet"
-    assert not [job for job in team.jobs() if job.startswith("too-big-a")]
+    accepted = condition(team.status("fits"), "PlanAccepted")
+    assert (accepted["status"], accepted["reason"]) == ("True", "Fits")
+    assert not [job for job in team.jobs() if job.startswith(("too-big-a", "too-early-a"))]
 
 
 @pytest.mark.parametrize("code", [74, 79, 139])

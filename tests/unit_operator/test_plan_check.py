@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,9 @@ from unit_operator.cluster_model import build_cluster
 from orbit_operator.observe import judge_manifest
 from orbit_operator.plan import plan
 from orbit_operator.plan_check import check_plan
+from orbit_runtime.cli.plan import check_before_run, find_facts, find_machine
+from orbit_runtime.errors import UnsupportedError
+from orbit_runtime.planner import judge
 from orbit_runtime.spec import OrbitRun, load_manifest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -27,10 +32,54 @@ def build_run(**changes: dict[str, Any]) -> OrbitRun:
     return OrbitRun.model_validate({**manifest, "spec": spec})
 
 
-@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.stem)
-def test_no_example_is_refused(path: Path) -> None:
-    status, reason, message = check_plan(load_manifest(path))
-    assert status != "False", (reason, message)
+def with_machine(run: OrbitRun, product: str | None, gpus: int, memory: str) -> OrbitRun:
+    manifest = run.to_manifest()
+    placement = {**manifest["spec"]["placement"], "gpus": gpus, "resources": {"memory": memory}}
+    placement.pop("gpuProduct", None)
+    manifest["spec"]["placement"] = placement | ({"gpuProduct": product} if product else {})
+    return OrbitRun.model_validate(manifest)
+
+
+@pytest.mark.parametrize(
+    ("product", "driver", "gpus"),
+    [
+        (None, "", 0),
+        ("NVIDIA-GeForce-RTX-4090", "NVIDIA GeForce RTX 4090, 24564", 1),
+        ("NVIDIA-H100-80GB-HBM3", "NVIDIA H100 80GB HBM3, 81559", 1),
+        ("NVIDIA-H100-80GB-HBM3", "NVIDIA H100 80GB HBM3, 81559", 8),
+        ("NVIDIA-B200", "NVIDIA B200, 183359", 1),
+        ("NVIDIA-B200", "NVIDIA B200, 183359", 8),
+    ],
+)
+def test_plan_run_and_operator_give_one_verdict_on_one_machine(
+    product: str | None, driver: str, gpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of every example. `nvidia-smi` is played: there is no GPU here."""
+    played = tmp_path / "nvidia-smi"
+    played.write_text("#!/bin/sh\n" + f"echo '{driver}'\n" * gpus)
+    played.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr("orbit_runtime.cli.machine.usable_memory", lambda: 2 * 2**40)
+    seen = set()
+    for path in sorted(EXAMPLES.glob("*.yaml")):
+        run = with_machine(load_manifest(path), product, gpus, "2Ti")
+        own = judge(run, find_facts(run, path.parent), find_machine(run, None))
+        status, reason, _ = check_plan(run)
+        with nullcontext() if own.accepted else pytest.raises(UnsupportedError):
+            check_before_run(run, path.parent)
+        assert (status, reason) == ({True: "True", False: "False"}[bool(own.accepted)], own.reason), path.stem
+        seen.add(status)
+    assert "True" in seen
+
+
+def test_a_flagship_that_no_trainer_of_this_version_can_run_gets_no_job() -> None:
+    run = load_manifest(EXAMPLES / "kimi-k2-6.yaml")
+    status, reason, message = check_plan(run)
+    assert (status, reason) == ("False", "NotInThisVersion")
+    assert message.startswith("spec.training.trainer: this version of Orbit trains on one GPU")
+    cluster = build_cluster()
+    chosen = plan(cluster.run, cluster.observe(), cluster.now, cluster.limits, (status, reason, message))
+    assert chosen.actions == ()
 
 
 def test_what_does_not_fit_is_refused_with_the_number_and_the_fix() -> None:
@@ -41,9 +90,10 @@ def test_what_does_not_fit_is_refused_with_the_number_and_the_fix() -> None:
 
 
 def test_the_memory_that_the_pod_asks_for_is_planned_with() -> None:
-    status, reason, message = check_plan(build_run(placement={"resources": {"memory": "1Gi"}}))
+    run = with_machine(load_manifest(EXAMPLES / "qwen3-4b.yaml"), "NVIDIA-H100-80GB-HBM3", 1, "1Gi")
+    status, reason, message = check_plan(run)
     assert (status, reason) == ("False", "DoesNotFit")
-    assert message.startswith("spec.placement.resources.memory: the run needs 88.9 GiB")
+    assert message.startswith("spec.placement.resources.memory: the run needs 4.")
 
 
 def test_a_precision_that_is_not_the_checkpoints_is_refused_by_its_field() -> None:
@@ -57,7 +107,7 @@ def test_a_precision_that_is_not_the_checkpoints_is_refused_by_its_field() -> No
     [
         ({"placement": {"gpuProduct": None}}, "gpuProduct"),
         ({"placement": {"gpuProduct": "Some-Other-GPU"}}, "no GPU that the planner knows"),
-        ({"placement": {"gpus": 0}}, "without GPUs"),
+        ({"placement": {"gpus": 0, "gpuProduct": None}}, "placement.resources.memory is not said"),
         ({"model": {"uri": "hf://nobody/knows@main"}}, "no facts"),
         ({"model": {"uri": "s3://models/own"}}, "no facts"),
         ({"model": {"uri": "builtin://never-heard-of", "precision": "Auto"}}, "never-heard-of"),

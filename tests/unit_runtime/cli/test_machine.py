@@ -10,7 +10,7 @@ import pytest
 from orbit_runtime.cli import plan as cli_plan
 from orbit_runtime.cli.machine import this_machine, usable_memory
 from orbit_runtime.cli.plan import check_before_run, find_server_gpus
-from orbit_runtime.errors import UnsupportedError
+from orbit_runtime.errors import ManifestError, UnsupportedError
 from orbit_runtime.model_info.cards import card_facts
 from orbit_runtime.spec import OrbitRun, load_manifest
 from orbit_runtime.workers.sglang_launch import AGENT_VARIABLE
@@ -61,13 +61,48 @@ def test_before_a_run_trainer_and_engine_of_a_split_pod_are_judged_apart(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     made = []
-    monkeypatch.setattr("orbit_runtime.planner.check_fits", made.append)
+    monkeypatch.setattr("orbit_runtime.planner.check_verdict", lambda verdict: made.append(verdict.plan))
     monkeypatch.setenv(AGENT_VARIABLE, "http://127.0.0.1:9401")
     check_before_run(split_run(), tmp_path)
     monkeypatch.delenv(AGENT_VARIABLE)
     check_before_run(split_run(), tmp_path)
-    split, shared = made
-    assert split.layout.num_gpus == shared.layout.num_gpus == 1
-    assert "KV cache" not in split.phases["train"]
-    assert "optimizer" not in split.phases["rollout"]
-    assert split.total("train") < shared.total("train"), "on one GPU both stand at once"
+    colocated = split_run().to_manifest()
+    colocated["spec"]["placement"]["layout"] = "Colocated"
+    check_before_run(OrbitRun.model_validate(colocated), tmp_path)
+    pod, machine, shared = made
+    for split in (pod, machine):
+        assert split.layout.num_gpus == shared.layout.num_gpus == 1
+        assert "KV cache" not in split.phases["train"]
+        assert "optimizer" not in split.phases["rollout"]
+        assert split.total("train") < shared.total("train"), "on one GPU both stand at once"
+    assert any(note.startswith("3 of 8 GPUs stand idle: the trainer takes one GPU of its half") for note in pod.notes)
+    assert any(note.startswith("1 of 4 GPUs stand idle") for note in machine.notes)
+
+
+@pytest.mark.usefixtures("four_gpus")
+def test_what_no_trainer_of_this_version_can_run_does_not_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(cli_plan, "find_facts", lambda *_: card_facts("Qwen/Qwen3-30B-A3B-FP8"))
+    run = load_manifest(ROOT / "examples/qwen3-30b-a3b.yaml")
+    with pytest.raises(UnsupportedError, match="has no Megatron trainer") as caught:
+        check_before_run(run, tmp_path)
+    assert (caught.value.exit_code, caught.value.where) == (78, "spec.training.trainer")
+
+
+@pytest.mark.usefixtures("four_gpus")
+def test_a_fault_of_the_planner_is_no_pass(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def breaks(*_: object, **__: object) -> None:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr("orbit_runtime.planner.verdict.plan", breaks)
+    with pytest.raises(KeyError):
+        check_before_run(split_run(), tmp_path)
+
+
+@pytest.mark.usefixtures("four_gpus")
+def test_a_manifest_that_contradicts_the_model_does_not_start(tmp_path: Path) -> None:
+    manifest = split_run().to_manifest()
+    manifest["spec"]["model"]["precision"] = "MXFP4"
+    with pytest.raises(ManifestError, match="is BF16, not MXFP4"):
+        check_before_run(OrbitRun.model_validate(manifest), tmp_path)

@@ -1,0 +1,126 @@
+"""May it start? Every example on every kind of machine, and why not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from orbit_runtime.errors import ManifestError, UnsupportedError
+from orbit_runtime.model_info.builtin_models import builtin_folder
+from orbit_runtime.model_info.cards import card_facts, find_card_facts
+from orbit_runtime.model_info.checkpoint import folder_facts
+from orbit_runtime.model_info.gpus import find_gpu
+from orbit_runtime.model_info.weights import ModelFacts
+from orbit_runtime.planner import Machine, check_verdict, judge
+from orbit_runtime.spec import OrbitRun, load_manifest
+from tests.unit_runtime.planner.test_planner import build
+
+GIB = 2**30
+EXAMPLES = Path(__file__).parents[3] / "examples"
+MACHINES = {
+    "laptop": Machine(None, 0, 16 * GIB),
+    "1 RTX4090": Machine(find_gpu("RTX4090"), 1, 64 * GIB),
+    "1 H100": Machine(find_gpu("H100"), 1, 256 * GIB),
+    "1 B200": Machine(find_gpu("B200"), 1, 256 * GIB),
+    "8 H100": Machine(find_gpu("H100"), 8, 2048 * GIB),
+    "8 B200": Machine(find_gpu("B200"), 8, 2048 * GIB),
+}
+YES, SMALL, LATER = "Fits", "DoesNotFit", "NotInThisVersion"
+NEEDS_NODE = (SMALL, SMALL, SMALL, SMALL, SMALL, LATER)
+WANTED = {
+    "quickstart": (YES,) * 6,
+    "quickstart-oft": (YES,) * 6,
+    "qwen3-4b": (SMALL, SMALL, YES, YES, YES, YES),
+    # With fewer requests at a time it would do on one B200.
+    "qwen3-30b-a3b": (SMALL, SMALL, SMALL, SMALL, LATER, SMALL),
+    "qwen3-235b-a22b": (SMALL, SMALL, SMALL, SMALL, LATER, LATER),
+    "deepseek-v4-flash": (SMALL, SMALL, SMALL, SMALL, LATER, LATER),
+    "deepseek-v4-pro": NEEDS_NODE,
+    "kimi-k2-6": NEEDS_NODE,
+}
+"""By example, the reason on each machine."""
+
+
+def facts_of(run: OrbitRun) -> ModelFacts:
+    uri = run.spec.model.uri
+    if uri.startswith("builtin://"):
+        return folder_facts(builtin_folder(uri.removeprefix("builtin://"), run.spec.model.precision))
+    found = find_card_facts(uri)
+    assert found is not None
+    return found
+
+
+def test_every_example_is_in_the_table() -> None:
+    assert {path.stem for path in EXAMPLES.glob("*.yaml")} == set(WANTED)
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("name", WANTED)
+def test_every_example_on_every_machine(name: str, machine: str) -> None:
+    run = load_manifest(EXAMPLES / f"{name}.yaml")
+    verdict = judge(run, facts_of(run), MACHINES[machine])
+    assert verdict.reason == WANTED[name][list(MACHINES).index(machine)], verdict.problem
+    assert verdict.accepted == (verdict.reason == YES)
+    assert verdict.plan is not None
+    if verdict.accepted:
+        assert (verdict.plan.trainer, verdict.problem) == ("Torch", None)
+        check_verdict(verdict)
+    else:
+        assert verdict.problem is not None
+        assert verdict.problem.fix
+        with pytest.raises(UnsupportedError) as caught:
+            check_verdict(verdict)
+        assert caught.value.exit_code == 78
+
+
+def test_what_one_gpu_trains_does_so_on_a_node_of_eight_and_says_what_stands_idle() -> None:
+    facts = card_facts("Qwen/Qwen3-4B")
+    eight = Machine(find_gpu("H100"), 8, 2048 * GIB)
+    small = {
+        "model": {"maxSequenceLength": 1024}, "training": {"microBatchTokens": 4096, "promptsPerStep": 8},
+        "algorithm": {"groupSize": 8},
+    }  # fmt: skip
+    alone = judge(build(**small), facts, eight)
+    assert alone.plan is not None
+    assert (alone.accepted, alone.plan.trainer, alone.plan.engine) == (True, "Torch", "Torch")
+    (idle,) = [note for note in alone.plan.notes if "idle" in note]
+    assert idle.startswith("7 of 8 GPUs stand idle: this version trains on one GPU; lower placement.gpus")
+    served = judge(build(**small, rollout={"engine": "SGLang", "replicas": 8}), facts, eight)
+    assert served.plan is not None
+    assert (served.accepted, served.plan.servers, served.plan.server_gpus) == (True, 8, 1)
+    assert not [note for note in served.plan.notes if "idle" in note]
+    split = judge(build(**small, rollout={"engine": "SGLang"}, placement={"layout": "Split"}), facts, eight)
+    assert split.plan is not None
+    assert [note.partition(";")[0] for note in split.plan.notes if "idle" in note] == [
+        "3 of 8 GPUs stand idle: the trainer takes one GPU of its half"
+    ]
+
+
+def test_the_change_with_which_one_gpu_would_do_is_the_advice_on_eight_as_well() -> None:
+    run = build(training={"microBatchTokens": 65536}, model={"maxSequenceLength": 2048})
+    for gpus in (1, 8):
+        verdict = judge(run, card_facts("Qwen/Qwen3-4B"), Machine(find_gpu("H100"), gpus, 2048 * GIB))
+        assert verdict.reason == SMALL
+        assert verdict.problem is not None
+        assert verdict.problem.fix == "write rollout.maxRunningRequests: 128 and training.microBatchTokens: 2048", gpus
+
+
+def test_oft_on_a_dense_model_is_not_refused_for_what_only_experts_cannot_do() -> None:
+    run = build(adapter={"type": "OFT"}, rollout={"engine": "SGLang"}, model={"maxSequenceLength": 1024})
+    verdict = judge(run, card_facts("Qwen/Qwen3-4B"), MACHINES["1 B200"])
+    assert verdict.reason != "Unsupported", verdict.problem
+
+
+def test_a_machine_whose_memory_nobody_knows_is_the_only_unknown() -> None:
+    verdict = judge(build(), card_facts("Qwen/Qwen3-4B"), Machine(None, 0, None))
+    assert (verdict.accepted, verdict.reason) == (None, "MemoryUnknown")
+    check_verdict(verdict)
+
+
+def test_a_manifest_that_contradicts_the_model_is_refused_as_such() -> None:
+    verdict = judge(build(model={"precision": "INT4"}), card_facts("Qwen/Qwen3-4B"), MACHINES["1 H100"])
+    assert (verdict.accepted, verdict.reason, verdict.plan) == (False, "ModelMismatch", None)
+    with pytest.raises(ManifestError, match="is BF16, not INT4"):
+        check_verdict(verdict)
+    assert verdict.to_json()["problem"]["where"] == "spec.model.precision"
