@@ -141,6 +141,21 @@ class OutOfMemoryError(OrbitError):
     who_acts = "user"
 
 
+_NO_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory", "not enough memory", "bad_alloc")
+
+
+def says_no_memory(text: str) -> bool:
+    """Whether a message is about memory that ran out, in the words of torch, CUDA, SGLang, C++ or the kernel."""
+    return any(words in text.lower() for words in _NO_MEMORY)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Python's MemoryError, torch's on any device (a RuntimeError), or the system's ENOMEM."""
+    if isinstance(error, MemoryError):
+        return True
+    return isinstance(error, RuntimeError | OSError) and says_no_memory(str(error))
+
+
 class EngineDiedError(OrbitError):
     """The rollout engine ended or stopped answering."""
 

@@ -17,7 +17,15 @@ import typer
 from typer.exceptions import TyperException
 
 import orbit_runtime
-from orbit_runtime.errors import EXIT_STOPPED, InternalError, OrbitError, StoppedOnRequest, UsageError
+from orbit_runtime.errors import (
+    EXIT_STOPPED,
+    InternalError,
+    OrbitError,
+    OutOfMemoryError,
+    StoppedOnRequest,
+    UsageError,
+    is_out_of_memory,
+)
 
 app = typer.Typer(
     name="orbit",
@@ -309,6 +317,9 @@ def run_command(arguments: Sequence[str]) -> int:
             return 0
         raise
     except BaseException as error:
+        if is_out_of_memory(error):
+            what = OutOfMemoryError(f"memory ran out: {error}", fix="a machine with more memory, or a smaller model")
+            return _fail(what, as_json)
         return _crash(error, arguments, as_json)
 
 

@@ -21,6 +21,7 @@ from orbit_runtime.loop.build import Parts, build_parts
 from orbit_runtime.loop.content import WEIGHTS, check_content, resolve_names
 from orbit_runtime.loop.inputs import Inputs, build_patience
 from orbit_runtime.loop.machine import machine_facts
+from orbit_runtime.loop.memory import told_where_memory_ran_out
 from orbit_runtime.loop.origin import Origin, begin_from, find_origin
 from orbit_runtime.loop.parity import check_sides
 from orbit_runtime.loop.resume import RUN_FILE, check_same_run, find_checkpoint, read_run_file, restore
@@ -85,7 +86,8 @@ def run(
         show = _build_show(spec, execution, attempt, progress, closing)
         try:
             search_path = [str(folder) for folder in (manifest_folder, Path.cwd()) if folder]
-            ended, report = _run(resolved, store, execution, show, stop, rewards, search_path, closing)
+            with told_where_memory_ran_out(show):
+                ended, report = _run(resolved, store, execution, show, stop, rewards, search_path, closing)
         except StoppedOnRequest as request:
             # Before the first step, such as in mid-download.
             ended = "stopped"

@@ -22,8 +22,11 @@ class Show:
         self.progress = progress
         self.status = status
         self.metrics = metrics
+        self.current = "start"
+        """The stage that the run is in."""
 
     def stage(self, name: str, step: int | None = None) -> None:
+        self.current = name
         self.status.update(stage=name)
         self.progress.stage(name)
 

@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from orbit_runtime.errors import EngineDiedError
+from orbit_runtime.errors import EngineDiedError, OrbitError, OutOfMemoryError, says_no_memory
 from orbit_runtime.workers.run_token import PIPE_VARIABLE, token_pipe
 
 TAIL_LINES = 20
@@ -29,6 +29,7 @@ class WatchedServer(ABC):
     def __init__(self, name: str, log: Path) -> None:
         self.name = name
         self.log = log
+        self._kills = memory_kills()
 
     @abstractmethod
     def exit_status(self) -> int | None:
@@ -43,21 +44,35 @@ class WatchedServer(ABC):
         """Asks all its processes to end, then ends them. Safe to call twice."""
 
     def wait_until(self, ready: Callable[[], bool], *, seconds: float) -> None:
-        """Raises EngineDiedError (82) with the log's end where the process dies or is not ready in time."""
+        """Waits until it is.
+
+        Raises:
+            OutOfMemoryError: (79) the process died because its memory, or its device's, ran out.
+            EngineDiedError: (82) it died of something else, or was not ready in time; with the log's end.
+        """
         until = time.monotonic() + seconds
         while not ready():
             status = self.exit_status()
             if status is not None:
-                said = self._lines()[-1:]
-                last = f": {said[0][:LONGEST_LINE]}" if said else ""
-                raise EngineDiedError(
-                    f"{self.name} {_ended(status)} while it started{last}", where=str(self.log), fix=self.tail()
-                )
+                raise self._death(status)
             if time.monotonic() > until:
                 raise EngineDiedError(
                     f"{self.name} did not answer within {seconds:.0f} s", where=str(self.log), fix=self.tail()
                 )
             time.sleep(0.2)
+
+    def _death(self, status: int) -> OrbitError:
+        lines = self._lines()
+        about_memory = [line for line in lines if says_no_memory(line)]
+        last = f": {(about_memory or lines)[-1][:LONGEST_LINE]}" if lines else ""
+        said = f"{self.name} {_ended(status)} while it started{last}"
+        if about_memory:
+            fix = "a shorter model.maxSequenceLength, fewer rollout.maxRunningRequests, or a GPU with more memory"
+            return OutOfMemoryError(said, where=str(self.log), fix=f"{fix}; {self.tail()}")
+        if status == -signal.SIGKILL and memory_kills() > self._kills:
+            fix = "give it more main memory (placement.resources.memory)"
+            return OutOfMemoryError(f"{said}; the kernel ended it for its memory", where=str(self.log), fix=fix)
+        return EngineDiedError(said, where=str(self.log), fix=self.tail())
 
     def tail(self) -> str:
         """The last lines of the log, for an error's message."""
@@ -135,6 +150,15 @@ class ServerProcess(WatchedServer):
             except ProcessLookupError:
                 break
         self._process.poll()
+
+
+def memory_kills(events: Path = Path("/sys/fs/cgroup/memory.events")) -> int:
+    """Processes of this container that the kernel has ended for their memory; 0 where it keeps no count."""
+    try:
+        counts = dict(line.split() for line in events.read_text(encoding="ascii").splitlines())
+        return int(counts.get("oom_kill", 0))
+    except (OSError, ValueError):
+        return 0
 
 
 def free_port() -> int:

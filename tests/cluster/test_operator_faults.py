@@ -69,7 +69,7 @@ def test_an_ending_that_is_final(team: Team, code: int, reason: str, owner: str,
 
 
 def test_a_run_that_does_not_fit_its_gpus_gets_no_pod(team: Team) -> None:
-    """Kimi-K2.6: on eight H100 the planner's number stands in the condition, on eight B200 that nothing here trains it."""
+    """Kimi-K2.6 on eight H100: the condition has the number; on eight B200: that no trainer here spans them."""
     model = {"uri": "hf://moonshotai/Kimi-K2.6", "precision": "INT4"}
     adapter = {"type": "LoRA", "targets": ["q_a_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]}
     model |= {"maxSequenceLength": 16384}
