@@ -18,8 +18,8 @@ from orbit_runtime.model_info.quantization import PRECISIONS, QuantFormat, parse
 from orbit_runtime.model_info.weights import EXPERT, Architecture, ModelFacts, Weight
 from orbit_runtime.planner.support import FAMILY_NAMES, MOE_FAMILIES, Combination, find_support
 
-PLACES = (("Torch", "Torch", 1), ("Megatron", "SGLang", 8))
-"""Trainer, engine and GPUs of the two ways to run."""
+PLACES = (("Torch", "Torch", 1), ("Torch", "SGLang", 1), ("Megatron", "SGLang", 8))
+"""Trainer, engine and GPUs of the ways to run."""
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
 """Projections that engines read as one matrix."""
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")

@@ -151,7 +151,7 @@ def check_fits(made: Plan) -> None:
 def _check_precision(job: Job, model: ModelFacts) -> None:
     if job.precision not in ("Auto", model.precision):
         raise ManifestError(
-            f"{model.name} is {model.precision}, not {job.precision}",
+            f"the manifest says {job.precision}, the checkpoint is {model.precision} ({model.name})",
             where="spec.model.precision",
             fix=f"write {model.precision} or Auto, or name another checkpoint in spec.model.uri",
         )

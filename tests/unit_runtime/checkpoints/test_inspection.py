@@ -63,7 +63,7 @@ def test_a_folder_and_a_store_say_the_same_of_every_format(tmp_path: Path, case:
     assert found.num_bytes == total == sum(group.num_bytes for group in found.groups)
     assert found.files == shards
     assert found.targets
-    assert len(found.verdicts) == 4
+    assert len(found.verdicts) == 6
     assert any(line.startswith("router") for line in found.special)
     experts = [group for group in found.groups if ".experts." in group.modules and group.parameters > 10_000]
     experts = [group for group in experts if not group.modules.startswith("mtp.")]  # The fixture leaves these in BF16.
@@ -86,11 +86,12 @@ def test_a_card_is_inspected_without_a_file(repository: str, capsys: Captured) -
 
 def test_deepseek_v4_on_sglang_is_said_not_to_have_run_on_hardware() -> None:
     name = next(each for each in repositories() if "V4-Flash" in each)
-    verdicts = {(v.adapter, v.engine): v for v in inspect_facts(card_facts(name)).verdicts}
-    lora = verdicts["LoRA", "SGLang"]
+    verdicts = {(v.adapter, v.trainer, v.engine): v for v in inspect_facts(card_facts(name)).verdicts}
+    lora = verdicts["LoRA", "Torch", "SGLang"]
     assert lora.state == "planned"
     assert any("DeepSeek-V4's attention" in reason and "not run on hardware" in reason for reason in lora.reasons)
-    assert "down_proj" in verdicts["OFT", "SGLang"].fix
+    assert "down_proj" in verdicts["OFT", "Torch", "SGLang"].fix
+    assert verdicts["LoRA", "Megatron", "SGLang"].state == "missing"
 
 
 def test_a_quantisation_that_orbit_does_not_read_is_refused_by_name(tmp_path: Path, capsys: Captured) -> None:

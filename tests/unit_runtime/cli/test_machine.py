@@ -104,5 +104,5 @@ def test_a_fault_of_the_planner_is_no_pass(monkeypatch: pytest.MonkeyPatch, tmp_
 def test_a_manifest_that_contradicts_the_model_does_not_start(tmp_path: Path) -> None:
     manifest = split_run().to_manifest()
     manifest["spec"]["model"]["precision"] = "MXFP4"
-    with pytest.raises(ManifestError, match="is BF16, not MXFP4"):
+    with pytest.raises(ManifestError, match="the manifest says MXFP4, the checkpoint is BF16"):
         check_before_run(OrbitRun.model_validate(manifest), tmp_path)

@@ -141,7 +141,7 @@ def test_halves_of_a_node_hold_one_side_each() -> None:
 
 
 def test_a_precision_that_the_checkpoint_has_not_is_refused() -> None:
-    with pytest.raises(ManifestError, match="is BF16, not INT4") as wrong:
+    with pytest.raises(ManifestError, match="the manifest says INT4, the checkpoint is BF16") as wrong:
         planned(Machine(H100, 1), model={"precision": "INT4"})
     assert (wrong.value.where, wrong.value.exit_code) == ("spec.model.precision", 64)
 

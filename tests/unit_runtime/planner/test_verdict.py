@@ -121,6 +121,6 @@ def test_a_machine_whose_memory_nobody_knows_is_the_only_unknown() -> None:
 def test_a_manifest_that_contradicts_the_model_is_refused_as_such() -> None:
     verdict = judge(build(model={"precision": "INT4"}), card_facts("Qwen/Qwen3-4B"), MACHINES["1 H100"])
     assert (verdict.accepted, verdict.reason, verdict.plan) == (False, "ModelMismatch", None)
-    with pytest.raises(ManifestError, match="is BF16, not INT4"):
+    with pytest.raises(ManifestError, match="the manifest says INT4, the checkpoint is BF16"):
         check_verdict(verdict)
     assert verdict.to_json()["problem"]["where"] == "spec.model.precision"
