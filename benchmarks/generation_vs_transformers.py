@@ -24,6 +24,7 @@ from benchmarks.long_tail import MAX_NEW_TOKENS, build_model_folder
 from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.data.chat import ChatTokenizer
 from orbit_runtime.policy.load import load_policy
+from orbit_runtime.rollout.requests import sample
 from orbit_runtime.rollout.torch_engine import TorchEngine
 from orbit_runtime.seeds import stream_key
 from orbit_runtime.types import Request, Sampling
@@ -69,7 +70,7 @@ def main() -> None:
             Request(index, stream_key(0, "benchmark", calls, index), tuple(prompt), sampling, None)
             for index, prompt in enumerate(prompts[:count])
         ]
-        completions = list(engine.generate(requests))
+        completions = list(sample(engine, requests))
         tokens.setdefault(f"{name}, Orbit", []).append(sum(len(each.token_ids_T) for each in completions))
 
     @torch.inference_mode()

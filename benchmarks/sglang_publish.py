@@ -29,6 +29,7 @@ import harness
 import httpx
 from running_answers import Gaps, watch
 
+from orbit_runtime.rollout.requests import sample
 from orbit_runtime.types import Request, Sampling
 from orbit_runtime.workers.waiting import wait_asleep
 
@@ -88,7 +89,7 @@ def measure(adapter: str, repetitions: int) -> tuple[list[harness.Comparison], d
             made = [
                 Request(index, index, prompts[index // samples], sampling, adapter_name) for index in range(REQUESTS)
             ]
-            assert len(list(rig.engine.generate(made))) == REQUESTS
+            assert len(list(sample(rig.engine, made))) == REQUESTS
 
         def as_one_batch(samples: int = 1) -> None:
             asked = prompts[: REQUESTS // samples]

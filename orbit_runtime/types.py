@@ -8,11 +8,12 @@ Suffixes: `_P` prompts, `_G` the rollouts of one prompt, `_T` tokens, `_D` sampl
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "deadline"]
+"""`abort` and `deadline` end a completion before its time: it can be continued."""
 Outcome = Literal["value", "wrong", "timeout", "crash"]
 Probe = Literal["identity", "random"]
 """An adapter that nobody trained, for measuring the two sides with."""
@@ -50,13 +51,18 @@ class Request:
     """One completion to sample. `key` names it in every random draw, so a batch's composition changes nothing."""
 
     request_id: int
-    """The caller's handle; comes back in the completion."""
+    """The caller's handle; comes back in the completion. No two requests under way share one."""
     key: int
     """64-bit stream key of (seed, purpose, prompt, visit, sample, turn); position is the counter."""
     prompt_ids_T: tuple[int, ...]
     sampling: Sampling
     adapter: str | None
     """Slot name such as `policy-v3`; `None` is the bare base."""
+    so_far: Completion | None = None
+    """An unfinished completion of the same prompt to continue, under the same adapter or another; its tokens count
+    towards `max_new_tokens` and come back with the new ones."""
+    deadline_seconds: float | None = None
+    """From `submit` on. A completion that is not done by then comes back as far as it got, as `deadline`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,15 +249,40 @@ class ServerReading:
 class Engine(Protocol):
     """Answers prompts. Slots hold published adapters under their names; a name once retired cannot come back."""
 
-    def generate(self, requests: Sequence[Request]) -> Iterator[Completion]:
-        """Yields each completion when it finishes, in no promised order."""
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Puts requests into the queue and returns at once; what is submitted together may share its prefill.
+
+        Raises:
+            GateError: an adapter is not loaded, an id is under way already, or `so_far` is a finished completion.
+            DataError: a prompt is empty.
+        """
+        ...
+
+    def completions(self) -> AsyncGenerator[Completion]:
+        """What was submitted, each completion as it ends, in no promised order; also what is submitted meanwhile.
+
+        Stops when nothing is under way. For one consumer, which may change threads only between two calls.
+
+        Raises:
+            GateError: an answer does not fit its request.
+            EngineDiedError: servers died again and again.
+        """
+        ...
+
+    def abort(self, request_ids: Collection[int] | None = None) -> None:
+        """Ends these requests, or all, where they are: each comes back through `completions` with the tokens it has.
+
+        One that has ended by itself meanwhile comes back as that; an id that is not under way is ignored.
+        """
         ...
 
     def load_adapter(self, name: str, adapter: AdapterFiles) -> None:
         """On every copy."""
         ...
 
-    def unload_adapter(self, name: str) -> None: ...
+    def unload_adapter(self, name: str) -> None:
+        """Raises GateError where a request under way still samples from it."""
+        ...
 
     def adapters(self) -> tuple[str, ...]: ...
 
@@ -272,6 +303,14 @@ class Engine(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+class TokenSource(Protocol):
+    """Where an episode of an environment gets its tokens from: the engine, under the policy of the step."""
+
+    async def sample(self, prompt_ids_T: Sequence[int], sampling: Sampling, *, key: int) -> Completion:
+        """One completion of these tokens. `key` as in `Request`."""
+        ...
 
 
 class Trainer(Protocol):

@@ -25,6 +25,7 @@ from orbit_runtime.parity.statistics import Difference, build_difference
 from orbit_runtime.policy import Policy, load_policy
 from orbit_runtime.policy.packed import Branch
 from orbit_runtime.rollout import TorchEngine
+from orbit_runtime.rollout.requests import sample
 from orbit_runtime.seeds import stream_key
 from orbit_runtime.types import Request, Sampling
 
@@ -65,7 +66,7 @@ def measure(base: Path, merged: Path, combined: Combined, prompts: Sequence[str]
         Request(number, stream_key(seed, "merge-cost", number), tuple(prompt), sampling, None)
         for number, prompt in enumerate(ids)
     ]
-    answers = {each.request_id: each.token_ids_T for each in engine.generate(requests)}
+    answers = {each.request_id: each.token_ids_T for each in sample(engine, requests)}
     branches = [Branch(number, ids[number], answers[number]) for number in sorted(answers) if answers[number]]
     of_merged = _logprobs(policy, branches, None)
     del policy, engine

@@ -1,6 +1,6 @@
 """One prompt, one completion, scored.
 
-Belongs here: from prompts to requests, and from completions and scores to rollouts.
+Belongs here: from prompts to episodes, and from completions and scores to rollouts.
 Does not belong here: sampling (`rollout`), running reward code (`workers`), when a step begins or ends (`loop`).
 
 Legend: `_P` prompts, `_G` the rollouts of one prompt, `_T` tokens.
@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from orbit_runtime.seeds import stream_key
-from orbit_runtime.types import Completion, Group, Outcome, Prompt, Request, Rollout, Sampling, Tokenizer, Turn
+from orbit_runtime.types import Completion, Group, Outcome, Prompt, Rollout, Sampling, Tokenizer, TokenSource, Turn
 from orbit_runtime.workers.reward_protocol import RewardCall, RewardResult, RewardScorer
 
 FAILED: tuple[Outcome, ...] = ("timeout", "crash")
@@ -24,17 +24,20 @@ SUBMIT_CALLS, SUBMIT_SECONDS = 128, 0.05
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """One rollout under way."""
+    """One rollout to be played."""
 
+    number: int
+    """From 0, in the prompts' order."""
     prompt: Prompt
     sample_index: int
-    request: Request
+    prompt_ids_T: tuple[int, ...]
 
 
 class SingleTurn:
-    """Builds a step's requests, has completions scored as they arrive, and returns groups in the prompts' order.
+    """Plays a step's episodes, has completions scored as they arrive, and returns groups in the prompts' order.
 
-    One step at a time: `build_requests`, then `submit` per completion, then `build_groups`, or `discard` at the end.
+    One step at a time: `build_episodes`, then `play` for each, in any order or all at once, then `build_groups`, or
+    `discard` at the end.
     """
 
     def __init__(
@@ -56,26 +59,28 @@ class SingleTurn:
         self._group_size = group_size
         self._seed = seed
         self._episodes: list[Episode] = []
+        self._completions: dict[int, Completion] = {}
         self._submitted: list[int] = []
         self._waiting: list[RewardCall] = []
         self._flushed = 0.0
 
-    def build_requests(self, prompts_P: Sequence[Prompt], adapter: str | None) -> list[Request]:
-        """`group_size` requests per prompt; request ids count from 0 in the prompts' order."""
-        self._episodes, self._submitted = [], []
+    def build_episodes(self, prompts_P: Sequence[Prompt]) -> list[Episode]:
+        """`group_size` episodes per prompt."""
+        self._episodes, self._completions, self._submitted = [], {}, []
         encoded = self._tokenizer.encode_many([prompt.messages for prompt in prompts_P])
         for prompt, prompt_ids in zip(prompts_P, encoded, strict=True):
             ids = tuple(prompt_ids)
             for sample in range(self._group_size):
-                key = stream_key(self._seed, "sample", prompt.prompt_id, prompt.visit, sample, 0)
-                request = Request(len(self._episodes), key, ids, self._sampling, adapter)
-                self._episodes.append(Episode(prompt, sample, request))
-        return [episode.request for episode in self._episodes]
+                self._episodes.append(Episode(len(self._episodes), prompt, sample, ids))
+        return [*self._episodes]
 
-    def submit(self, completion: Completion) -> None:
-        """Starts scoring a finished completion, together with those that finish about the same time."""
-        prompt = self._episodes[completion.request_id].prompt
-        self._submitted.append(completion.request_id)
+    async def play(self, episode: Episode, tokens: TokenSource) -> None:
+        """Asks for the episode's completion and starts scoring it, together with those that end about the same time."""
+        prompt = episode.prompt
+        key = stream_key(self._seed, "sample", prompt.prompt_id, prompt.visit, episode.sample_index, 0)
+        completion = await tokens.sample(episode.prompt_ids_T, self._sampling, key=key)
+        self._completions[episode.number] = completion
+        self._submitted.append(episode.number)
         self._waiting += [RewardCall(name, completion.text, prompt.messages, prompt.fields) for name in self._weights]
         if len(self._waiting) >= SUBMIT_CALLS or time.monotonic() - self._flushed > SUBMIT_SECONDS:
             self._flush()
@@ -83,25 +88,23 @@ class SingleTurn:
     def discard(self) -> None:
         """Drops the step of a run that stops: rewards still running are ended, however long they were allowed."""
         self._scorer.close()
-        self._episodes, self._submitted, self._waiting = [], [], []
+        self._episodes, self._completions, self._submitted, self._waiting = [], {}, [], []
 
     def is_scored(self, wait_seconds: float) -> bool:
         """Whether `build_groups` would return at once, after waiting so long for it."""
         self._flush()
         return self._scorer.wait(wait_seconds)
 
-    def build_groups(self, step: int, completions: Mapping[int, Completion]) -> tuple[list[Group], list[str]]:
+    def build_groups(self, step: int) -> tuple[list[Group], list[str]]:
         """Waits for the scores; returns groups, and the reasons of rewards that timed out or crashed."""
         self._flush()
         results = self._scorer.gather()
         width = len(self._weights)
-        by_request = {
-            request_id: results[index * width : (index + 1) * width] for index, request_id in enumerate(self._submitted)
+        by_episode = {
+            number: results[index * width : (index + 1) * width] for index, number in enumerate(self._submitted)
         }
         rollouts = [
-            self._rollout(
-                step, episode, completions[episode.request.request_id], by_request[episode.request.request_id]
-            )
+            self._rollout(step, episode, self._completions[episode.number], by_episode[episode.number])
             for episode in self._episodes
         ]
         size = self._group_size
@@ -119,7 +122,7 @@ class SingleTurn:
         self._waiting, self._flushed = [], time.monotonic()
 
     def _rollout(self, step: int, episode: Episode, completion: Completion, results: Sequence[RewardResult]) -> Rollout:
-        prompt_T, answer_T = episode.request.prompt_ids_T, completion.token_ids_T
+        prompt_T, answer_T = episode.prompt_ids_T, completion.token_ids_T
         blank = len(prompt_T)
         total = blank + len(answer_T)
         reward, outcome = combine(results, list(self._weights.values()))

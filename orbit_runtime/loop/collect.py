@@ -1,7 +1,7 @@
-"""Collecting a step's rollouts: requests to the engine, completions to the rewards as they finish, groups in order.
+"""Collecting a step's rollouts: episodes are played, completions scored as they end, groups come back in order.
 
-Belongs here: the meeting of prompts, engine and rewards. Does not belong here: what an environment makes of a
-completion (`environments`), how rewards run (`workers`).
+Belongs here: the meeting of prompts, environment, engine and rewards. Does not belong here: what an environment makes
+of a completion (`environments`), how episodes get their tokens (`asking`), how rewards run (`workers`).
 
 Legend: `_P` prompts, `_G` the rollouts of one prompt.
 """
@@ -13,9 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from orbit_runtime.environments.single_turn import SingleTurn
-from orbit_runtime.errors import GateError, RewardsFailingError, StoppedOnRequest
+from orbit_runtime.errors import RewardsFailingError, StoppedOnRequest
+from orbit_runtime.loop.asking import Asking
 from orbit_runtime.loop.signals import StopFlag
-from orbit_runtime.types import Completion, Engine, Group, Prompt
+from orbit_runtime.types import Engine, Group, Prompt
 
 STOP_SECONDS = 0.5
 """How often a stop request is looked for while rewards run: they may be slow, a pod's grace period is short."""
@@ -32,7 +33,7 @@ class Collected:
     seconds_score: float
 
 
-def collect(
+async def collect(
     prompts_P: Sequence[Prompt],
     environment: SingleTurn,
     engine: Engine,
@@ -42,32 +43,25 @@ def collect(
     version: int,
     stop: StopFlag,
 ) -> Collected:
-    """Samples and scores every rollout of `prompts_P` under `adapter`.
+    """Plays and scores every episode of `prompts_P` under `adapter`.
 
     Raises:
         StoppedOnRequest: a signal came while sampling or scoring; the step is dropped.
         GateError: a token was sampled under another policy version.
     """
     started = time.monotonic()
-    requests = environment.build_requests(prompts_P, adapter)
-    completions: dict[int, Completion] = {}
-    for completion in engine.generate(requests):
-        if stop:
-            environment.discard()
-            raise StoppedOnRequest(f"{stop.reason} while step {step} was sampling: the step is dropped")
-        if set(completion.versions_T) - {version}:
-            raise GateError(
-                f"tokens of step {step} carry versions {sorted(set(completion.versions_T))}, not {version}",
-                where="collect",
-            )
-        completions[completion.request_id] = completion
-        environment.submit(completion)
+    asking = Asking(engine, adapter, version)
+    episodes = [environment.play(each, asking) for each in environment.build_episodes(prompts_P)]
+    is_played = await asking.run(episodes, stop)
     sampled = time.monotonic()
-    while not environment.is_scored(STOP_SECONDS):
-        if stop:
-            environment.discard()
-            raise StoppedOnRequest(f"{stop.reason} while step {step} was being scored: the step is dropped")
-    groups, reasons = environment.build_groups(step, completions)
+    is_scored = is_played and environment.is_scored(0.0)
+    while is_played and not is_scored and not stop:
+        is_scored = environment.is_scored(STOP_SECONDS)
+    if not is_scored:
+        environment.discard()
+        doing = "being scored" if is_played else "sampling"
+        raise StoppedOnRequest(f"{stop.reason} while step {step} was {doing}: the step is dropped")
+    groups, reasons = environment.build_groups(step)
     return Collected(tuple(groups), tuple(reasons), sampled - started, time.monotonic() - sampled)
 
 

@@ -5,6 +5,7 @@ Belongs here: the order of a step. Does not belong here: anything a stage does.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -43,14 +44,16 @@ def run_sync(parts: Parts, state: RunState, stop: StopFlag) -> str:
                 ended = "exhausted"
                 break
             parts.show.stage("collect", step)
-            collected = collect(
-                prompts_P,
-                parts.environment,
-                parts.engine,
-                step=step,
-                adapter=state.publication.name,
-                version=state.version,
-                stop=stop,
+            collected = asyncio.run(
+                collect(
+                    prompts_P,
+                    parts.environment,
+                    parts.engine,
+                    step=step,
+                    adapter=state.publication.name,
+                    version=state.version,
+                    stop=stop,
+                )
             )
             groups = collected.groups_P
             check_failures(collected, parts.spec.environment.failure_limit)

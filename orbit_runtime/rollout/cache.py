@@ -27,11 +27,21 @@ class KVCache:
         self.num_rows = self.num_positions = 0
         self._block: torch.Tensor | None = None
 
-    def reserve(self, num_rows: int, num_positions: int) -> None:
-        """Room for a run. An earlier run's block stays where it is large enough: touching new memory costs time."""
-        if num_rows > self.num_rows or num_positions > self.num_positions:
-            self.num_rows, self.num_positions = max(num_rows, self.num_rows), max(num_positions, self.num_positions)
-            self._block = None
+    def reserve(self, num_rows: int, num_positions: int, *, live: int) -> None:
+        """Room for so much. A block that is large enough stays: touching new memory costs time.
+
+        Args:
+            live: rows whose contents must survive.
+        """
+        if num_rows <= self.num_rows and num_positions <= self.num_positions:
+            return
+        old, positions = self._block, self.num_positions
+        self.num_rows, self.num_positions = max(num_rows, self.num_rows), max(num_positions, self.num_positions)
+        self._block = None
+        if live and old is not None:
+            layers, pair, _, heads, _, size = old.shape
+            self._block = old.new_zeros(layers, pair, self.num_rows, heads, self.num_positions, size)
+            self._block[:, :, :live, :, :positions] = old[:, :, :live]
 
     def keep_prompts(
         self,

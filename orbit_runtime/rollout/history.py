@@ -20,8 +20,13 @@ class TokenHistory:
     def __init__(self) -> None:
         self._tokens_BS = torch.empty(0, 0, dtype=torch.long)
 
-    def reserve(self, num_rows: int, num_positions: int) -> None:
-        self._tokens_BS = torch.zeros(num_rows, num_positions, dtype=torch.long)
+    def reserve(self, num_rows: int, num_positions: int, *, live: int) -> None:
+        """Room for so much; `live` rows keep what they hold."""
+        old = self._tokens_BS
+        num_rows, num_positions = max(num_rows, old.shape[0]), max(num_positions, old.shape[1])
+        if (num_rows, num_positions) != old.shape:
+            self._tokens_BS = torch.zeros(num_rows, num_positions, dtype=torch.long, device=old.device)
+            self._tokens_BS[:live, : old.shape[1]] = old[:live]
 
     def keep_prompts(
         self,

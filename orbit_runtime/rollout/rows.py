@@ -26,22 +26,44 @@ class Work:
     request: Request
     forced_T: tuple[int, ...] | None = None
 
+    @property
+    def num_done(self) -> int:
+        """Tokens of the completion that an earlier request sampled."""
+        so_far = self.request.so_far
+        return len(so_far.token_ids_T) if so_far else 0
+
+    @property
+    def max_new(self) -> int:
+        """Tokens that the completion may have, those that are there already included."""
+        return len(self.forced_T) if self.forced_T else self.request.sampling.max_new_tokens
+
+    @property
+    def prefill_T(self) -> tuple[int, ...]:
+        so_far = self.request.so_far
+        return (*self.request.prompt_ids_T, *so_far.token_ids_T) if so_far else self.request.prompt_ids_T
+
+    @property
+    def longest(self) -> int:
+        return len(self.request.prompt_ids_T) + self.max_new
+
 
 @dataclass(frozen=True)
 class Finished:
-    """A request served: its tokens and their log-probs, under the policy version that sampled them."""
+    """A request served: its tokens, their log-probs, and the policy versions that sampled them."""
 
     request: Request
     reason: FinishReason
     token_ids_T: list[int]
     logprobs_T: list[float]
-    version: int
+    versions_T: tuple[int, ...]
 
 
 class Rows:
     """Dense per-row state, on the host, for at most `capacity` requests of at most `max_new` new tokens."""
 
     def __init__(self, capacity: int, max_new: int) -> None:
+        self.capacity = capacity
+        self.max_new = max_new
         self.work: list[Work] = []
         self.version: list[int] = []
         """Policy version of the slot each row samples from."""
@@ -71,17 +93,29 @@ class Rows:
         self.work.extend(work)
         self.version.extend(versions)
         self.keys_C[rows] = [request.key for request in requests]
-        self.generated_C[rows] = 0
-        self.position_C[rows] = [len(request.prompt_ids_T) - 1 for request in requests]
-        self.limit_C[rows] = [
-            len(item.forced_T) if item.forced_T else item.request.sampling.max_new_tokens for item in work
-        ]
+        self.generated_C[rows] = [item.num_done for item in work]
+        self.position_C[rows] = [len(item.request.prompt_ids_T) + item.num_done - 1 for item in work]
+        self.limit_C[rows] = [item.max_new for item in work]
+        for row, item in enumerate(work, rows.start):
+            if item.request.so_far:
+                self.tokens_CT[row, : item.num_done] = item.request.so_far.token_ids_T
+                self.logprobs_CT[row, : item.num_done] = item.request.so_far.logprobs_T
         self.temperature_C1[rows, 0] = [request.sampling.temperature for request in requests]
         self.top_p_C1[rows, 0] = [request.sampling.top_p for request in requests]
         self.any_temperature = self.any_temperature or any(request.sampling.temperature != 1.0 for request in requests)
         self.any_top_p = self.any_top_p or any(request.sampling.top_p < 1.0 for request in requests)
         self.any_stop = self.any_stop or any(request.sampling.stop for request in requests)
         self._segments = None
+
+    def grow(self, capacity: int, max_new: int) -> None:
+        """Room for more and longer rows; live ones stay."""
+        wider = Rows(max(capacity, self.capacity), max(max_new, self.max_new))
+        for name, column in vars(wider).items():
+            if isinstance(column, np.ndarray):
+                old = getattr(self, name)
+                column[tuple(slice(0, size) for size in old.shape)] = old
+                setattr(self, name, column)
+        self.capacity, self.max_new = wider.capacity, wider.max_new
 
     def record(self, rows: slice, tokens: torch.Tensor, logprobs: torch.Tensor) -> None:
         """Appends one token to each of `rows`."""
@@ -111,10 +145,15 @@ class Rows:
                 reason,
                 self.tokens_CT[row, : self.generated_C[row]].tolist(),
                 self.logprobs_CT[row, : self.generated_C[row]].tolist(),
-                self.version[row],
+                self._versions(row),
             )
             for row, reason in done
         ]
+
+    def _versions(self, row: int) -> tuple[int, ...]:
+        so_far = self.work[row].request.so_far
+        before = so_far.versions_T if so_far else ()
+        return (*before, *(self.version[row],) * (int(self.generated_C[row]) - len(before)))
 
     def remove(self, rows: list[int]) -> tuple[list[int], list[int]]:
         """Drops rows; returns (source, target) of the live rows that moved into the gaps."""

@@ -1,32 +1,25 @@
 """The torch engine: batched generation on the base it shares with the trainer, under named adapter slots.
 
-Belongs here: admission, prefill, decoding, scoring by the same passes, slots by name.
-Does not belong here: row bookkeeping (`rows`), attention (`cache`), what a slot holds (`adapters.state`).
-
-A finished row leaves the batch at once and a waiting request takes its place. Samples of one prompt share its prefill.
+Belongs here: the queue of requests, scoring by the same passes, slots by name.
+Does not belong here: prefill and decode steps (`decoding`), what a slot holds (`adapters.state`).
 """
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from dataclasses import dataclass
-
-import numpy as np
-import torch
 
 from orbit_runtime.adapters.difference import explain_difference
 from orbit_runtime.adapters.layer import Applied
 from orbit_runtime.adapters.state import applied_digest, files_digest, load_slot, remove_slot, slot_files
-from orbit_runtime.errors import DataError, GateError
-from orbit_runtime.policy.attention import Kernel
-from orbit_runtime.policy.logprobs import token_logprobs
+from orbit_runtime.errors import GateError
 from orbit_runtime.policy.model import Policy
-from orbit_runtime.policy.packed import Branch, PackedPlan
-from orbit_runtime.rollout.cache import KVCache
-from orbit_runtime.rollout.history import TokenHistory
-from orbit_runtime.rollout.rows import Finished, Rows, Work, merge_segments
-from orbit_runtime.rollout.sampling import draw, uniforms
+from orbit_runtime.rollout.decoding import Decoding
+from orbit_runtime.rollout.requests import check_request
+from orbit_runtime.rollout.rows import Finished, Work
 from orbit_runtime.rollout.text import answer_text
 from orbit_runtime.types import (
     AdapterFiles,
@@ -40,8 +33,6 @@ from orbit_runtime.types import (
 )
 
 BASE_VERSION = -1
-PREFILL_TOKENS = 16384
-"""Prompt tokens of one prefill pass at most, so that its activations stay bounded."""
 SCORED_BY_DECODING = 2
 """Tokens at the end of a scored sequence that go through decode steps, so that a score exercises both passes."""
 
@@ -57,14 +48,25 @@ class Slot:
 class TorchEngine:
     """An `Engine` in this process. Not safe for use by two threads at once."""
 
-    def __init__(self, policy: Policy, tokenizer: Tokenizer, *, max_running_requests: int) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        tokenizer: Tokenizer,
+        *,
+        max_running_requests: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._policy = policy
         self._tokenizer = tokenizer
-        self._max_running = max_running_requests
-        self._eos = tuple(tokenizer.eos_ids)
-        self._cache = KVCache() if policy.packs else TokenHistory()
-        # One query per row: on a CPU the explicit product beats the fused kernel, which is made for long queries.
-        self._kernel: Kernel = "Eager" if policy.device.type == "cpu" else policy.kernel
+        self._clock = clock
+        self._decoding, self._scoring = (
+            Decoding(policy, tokenizer, self._version, max_running_requests) for _ in range(2)
+        )
+        self._under_way: set[int] = set()
+        self._due: dict[int, float] = {}
+        """When the time of those with a deadline is over."""
+        self._ended: deque[Finished] = deque()
+        """Not handed out yet."""
         self._slots: dict[str, Slot] = {}
         self._retired: set[str] = set()
 
@@ -79,6 +81,8 @@ class TorchEngine:
 
     def unload_adapter(self, name: str) -> None:
         self._slot(name)
+        if any(item.request.adapter == name for item in self._decoding.under_way()):
+            raise GateError(f"requests under way still sample from {name!r}", fix="abort them, or wait for them")
         del self._slots[name]
         self._retired.add(name)
         remove_slot(self._policy.injected.layers, name)
@@ -126,21 +130,42 @@ class TorchEngine:
 
     # --- generation ---
 
-    def generate(self, requests: Sequence[Request]) -> Iterator[Completion]:
-        """Yields completions as they finish.
-
-        Raises:
-            GateError: a request names an adapter that is not loaded.
-            DataError: a prompt is empty.
-        """
+    def submit(self, requests: Sequence[Request]) -> None:
+        under_way = self._under_way.copy()
         for request in requests:
             self._version(request.adapter)
-            if not request.prompt_ids_T:
-                raise DataError(f"request {request.request_id} has an empty prompt")
-        # Not inference_mode: layers keep views of the base that the trainer's backward needs as well.
-        with torch.no_grad():
-            for finished in self._run([Work(request) for request in requests]):
-                yield self._completion(finished)
+            check_request(request, under_way)
+            under_way.add(request.request_id)
+        self._under_way, now = under_way, self._clock()
+        self._due |= {each.request_id: now + each.deadline_seconds for each in requests if each.deadline_seconds}
+        self._decoding.add([Work(request) for request in requests])
+
+    def abort(self, request_ids: Collection[int] | None = None) -> None:
+        self._end({*self._under_way} if request_ids is None else {*request_ids}, "abort")
+
+    async def completions(self) -> AsyncGenerator[Completion]:
+        """A step of the batch at a time; between two steps whoever waits for tokens may submit, abort or do else."""
+        while True:
+            # Those whose completions were just handed out ask for their next turn before the batch goes on.
+            await asyncio.sleep(0)
+            self._end_late()
+            if not self._ended and len(self._decoding):
+                self._ended.extend(self._decoding.step())
+            if not self._ended and not len(self._decoding):
+                return
+            while self._ended:
+                yield self._completion(self._ended.popleft())
+
+    def _end_late(self) -> None:
+        if not self._due:
+            return
+        now = self._clock()
+        late = {request_id for request_id, due in self._due.items() if due <= now}
+        if late:
+            self._end(late, "deadline")
+
+    def _end(self, request_ids: Collection[int], reason: FinishReason) -> None:
+        self._ended.extend(self._decoding.remove(request_ids, reason))
 
     def score(
         self,
@@ -158,155 +183,29 @@ class TorchEngine:
         work = [Work(Request(index, 0, prompt, Sampling(), name), forced) for index, name in enumerate(adapters)]
         heads: dict[str | None, list[float]] = {}
         tails: dict[int, list[float]] = {}
-        with torch.no_grad(), self._policy.traced() as trace:
-            for finished in self._run(work, heads):
-                tails[finished.request.request_id] = finished.logprobs_T
+        # A batch of its own: requests may be under way.
+        self._scoring.add(work)
+        try:
+            with self._policy.traced() as trace:
+                while len(self._scoring):
+                    for finished in self._scoring.step(heads):
+                        tails[finished.request.request_id] = finished.logprobs_T
+        finally:
+            self._scoring.remove(range(len(work)), "abort")
         return [
             Scored((0.0, *heads[name], *tails[index]), _applied(trace, name) if name else None)
             for index, name in enumerate(adapters)
         ]
 
-    def _run(
-        self, work: Sequence[Work], prompt_logprobs: dict[str | None, list[float]] | None = None
-    ) -> Iterator[Finished]:
-        """Serves every work item, each yielded when its last token is there.
-
-        With `prompt_logprobs` given, the prompts' own log-probs are left in it, by adapter.
-        """
-        waiting = deque(work)
-        if not waiting:
-            return
-        capacity = min(self._max_running, len(waiting))
-        max_new = max(len(item.forced_T or ()) or item.request.sampling.max_new_tokens for item in waiting)
-        longest = max(
-            len(item.request.prompt_ids_T) + (len(item.forced_T or ()) or item.request.sampling.max_new_tokens)
-            for item in waiting
-        )
-        rows, cache = Rows(capacity, max_new), self._cache
-        cache.reserve(capacity, longest)
-        while waiting or len(rows):
-            # Joining costs a prefill pass, so wait until a quarter of the rows is free, or nothing else is left to do.
-            if waiting and (not len(rows) or capacity - len(rows) >= max(1, capacity // 4)):
-                self._admit(waiting, rows, cache, prompt_logprobs)
-            else:
-                self._decode(rows, cache)
-            done = self._finished(rows)
-            yield from rows.finish(done)
-            if done:
-                length = int(rows.position_C[: len(rows)].max())
-                sources, targets = rows.remove([row for row, _ in done])
-                if sources:
-                    device = self._policy.device
-                    cache.move_rows(torch.tensor(sources, device=device), torch.tensor(targets, device=device), length)
-
-    def _admit(
-        self,
-        waiting: deque[Work],
-        rows: Rows,
-        cache: KVCache | TokenHistory,
-        prompt_logprobs: dict[str | None, list[float]] | None,
-    ) -> None:
-        """Moves requests from `waiting` into free rows, runs their prompts once each and samples first tokens."""
-        first = len(rows)
-        admitted: list[Work] = []
-        prompts: dict[tuple[str | None, tuple[int, ...]], int] = {}
-        tokens = 0
-        while waiting and first + len(admitted) < len(rows.keys_C):
-            request = waiting[0].request
-            identity = (request.adapter, request.prompt_ids_T)
-            if identity not in prompts:
-                if prompts and tokens + len(request.prompt_ids_T) > PREFILL_TOKENS:
-                    break
-                tokens += len(request.prompt_ids_T)
-                prompts[identity] = len(prompts)
-            admitted.append(waiting.popleft())
-        # One forward pass applies adapters to runs of tokens, so prompts of one adapter stand together.
-        ordered = sorted(prompts, key=lambda identity: identity[0] or "")
-        place = {identity: index for index, identity in enumerate(ordered)}
-        prompt_of_row = [place[(item.request.adapter, item.request.prompt_ids_T)] for item in admitted]
-        logits_BV = self._prefill(ordered, prompt_of_row, first, cache, prompt_logprobs)
-        rows.admit(admitted, [self._version(item.request.adapter) for item in admitted])
-        self._sample(logits_BV, rows, slice(first, len(rows)))
-
-    def _prefill(
-        self,
-        prompts: list[tuple[str | None, tuple[int, ...]]],
-        prompt_of_row: list[int],
-        first_row: int,
-        cache: KVCache | TokenHistory,
-        prompt_logprobs: dict[str | None, list[float]] | None,
-    ) -> torch.Tensor:
-        """Runs unique prompts, fills the cache rows; returns fp32 next-token logits `[rows, V]`."""
-        policy = self._policy
-        batch = policy.pack([Branch(index, prompt, (0,)) for index, (_, prompt) in enumerate(prompts)])
-        lengths = [len(prompt) for _, prompt in prompts]
-        starts = np.cumsum([0, *lengths])[:-1].tolist()
-        ends = [start + length for start, length in zip(starts, lengths, strict=True)]
-        plan = PackedPlan(batch, policy.kernel, capture=True)
-        adapters = [adapter for adapter, _ in prompts]
-        with policy.injected.selection.use(_selected(merge_segments(adapters, starts, ends))):
-            hidden = policy.sampled_hidden(batch.token_ids_T, batch.position_T, plan)
-        index = torch.tensor(prompt_of_row, device=policy.device)
-        starts_P, lengths_P = torch.tensor(starts, device=policy.device), torch.tensor(lengths, device=policy.device)
-        cache.keep_prompts(first_row, index, starts_P, lengths_P, batch, plan)
-        if prompt_logprobs is not None:
-            for adapter, start, end in zip(adapters, starts, ends, strict=True):
-                targets = batch.token_ids_T[start + 1 : end]
-                logprobs, _ = token_logprobs(
-                    hidden[start : end - 1], targets, policy.head, vocabulary=policy.vocabulary
-                )
-                prompt_logprobs[adapter] = logprobs.tolist()
-        return policy.head(hidden[batch.target_source_R]).float()[index]
-
-    def _decode(self, rows: Rows, cache: KVCache | TokenHistory) -> None:
-        n = len(rows)
-        policy, device = self._policy, self._policy.device
-        last_B, position_B = (torch.tensor(column[:n], device=device) for column in (rows.last_C, rows.position_C))
-        plan = cache.plan(last_B, rows.position_C[:n], self._kernel)
-        with policy.injected.selection.use(_selected(rows.segments())):
-            hidden = policy.sampled_hidden(last_B, position_B, plan)
-        self._sample(policy.head(hidden).float(), rows, slice(0, n))
-
-    def _sample(self, logits_BV: torch.Tensor, rows: Rows, which: slice) -> None:
-        generated = rows.generated_C[which]
-        device = logits_BV.device
-        if rows.work[which.start].forced_T is not None:
-            # Scoring never mixes with sampling: `score` runs alone.
-            forced = [item.forced_T for item in rows.work[which]]
-            tokens = torch.tensor([f[t] for f, t in zip(forced, generated, strict=True) if f], device=device)
-            logprobs = torch.log_softmax(logits_BV, -1).gather(-1, tokens[:, None])[:, 0]
-        else:
-            uniforms_B = torch.from_numpy(uniforms(rows.keys_C[which], generated)).to(device)
-            temperature = torch.tensor(rows.temperature_C1[which], device=device) if rows.any_temperature else None
-            top_p = torch.tensor(rows.top_p_C1[which], device=device) if rows.any_top_p else None
-            tokens, logprobs = draw(logits_BV, uniforms_B, temperature, top_p)
-        rows.record(which, tokens, logprobs)
-
-    def _finished(self, rows: Rows) -> list[tuple[int, FinishReason]]:
-        done = rows.finished(self._eos)
-        if not rows.any_stop:
-            return done
-        ended = {row for row, _ in done}
-        for row, item in enumerate(rows.work):
-            if item.request.sampling.stop and row not in ended and self._hits_stop(rows, row):
-                done.append((row, "stop"))
-        return sorted(done)
-
-    def _hits_stop(self, rows: Rows, row: int) -> bool:
-        """Only the text that the newest token can have completed is looked at."""
-        stops = rows.work[row].request.sampling.stop
-        count = int(rows.generated_C[row])
-        window = max(len(stop) for stop in stops) + 8
-        text = self._tokenizer.decode(rows.tokens_CT[row, max(0, count - window) : count].tolist())
-        return any(stop in text for stop in stops)
-
     def _completion(self, finished: Finished) -> Completion:
+        self._under_way.discard(finished.request.request_id)
+        self._due.pop(finished.request.request_id, None)
         tokens = tuple(finished.token_ids_T)
         return Completion(
             request_id=finished.request.request_id,
             token_ids_T=tokens,
             logprobs_T=tuple(finished.logprobs_T),
-            versions_T=(finished.version,) * len(tokens),
+            versions_T=finished.versions_T,
             finish_reason=finished.reason,
             text=answer_text(self._tokenizer, tokens, finished.request.sampling.stop),
         )
@@ -320,8 +219,3 @@ def _applied(trace: Sequence[Applied], name: str) -> str:
         if entry.slot == name
     }
     return applied_digest(distinct.values())
-
-
-def _selected(segments: list[tuple[str | None, int, int]]) -> str | list[tuple[str | None, int, int]] | None:
-    """A single segment is the whole batch: the layers' fast path."""
-    return segments[0][0] if len(segments) == 1 else segments

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from orbit_runtime.adapters.state import expected_applied_digest
+from orbit_runtime.rollout.requests import sample
 from orbit_runtime.types import Sampling
 from orbit_runtime.workers.run_token import TOKEN_VARIABLE
 from orbit_runtime.workers.server_process import free_port
@@ -62,7 +63,7 @@ def test_an_engine_that_an_agent_starts_is_proven_and_after_the_agent_is_lost_pr
 
         lost = threading.Timer(0.5, lose)
         lost.start()
-        completions = list(engine.generate(requests))
+        completions = list(sample(engine, requests))
         lost.join()
         assert len(completions) == len(by_id(completions)) == len(requests)
         assert engine.replicas[0].restarts == 1

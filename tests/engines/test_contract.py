@@ -16,6 +16,7 @@ from orbit_runtime.errors import GateError
 from orbit_runtime.policy import Policy
 from orbit_runtime.policy.packed import Branch
 from orbit_runtime.rollout import TorchEngine
+from orbit_runtime.rollout.requests import sample
 from orbit_runtime.rollout.served_engine import ServedEngine
 from orbit_runtime.types import AdapterFiles, Engine, Sampling
 from tests.integration.engine_inputs import by_id, random_adapter, requests_for
@@ -56,7 +57,7 @@ def test_sampled_logprobs_are_the_policys_with_two_adapters_and_none_in_one_batc
     for name in (None, *adapters):
         for made in requests_for(tokenizer, SUMS, 4, sampling=sampling, adapter=name):
             requests.append(type(made)(len(requests), made.key + len(requests), made.prompt_ids_T, sampling, name))
-    found = by_id(list(engine.generate(requests)))
+    found = by_id(list(sample(engine, requests)))
     assert sorted(found) == [request.request_id for request in requests]
     for request in requests:
         completion, adapter = found[request.request_id], adapters.get(request.adapter or "")
@@ -87,11 +88,11 @@ def test_scores_are_the_policys_and_the_passes_applied_the_published_bytes(
 
 def test_a_completion_ends_at_the_end_token_a_stop_string_or_its_length(engine: Engine, adder: Adder) -> None:
     _, tokenizer = adder
-    long = list(engine.generate(requests_for(tokenizer, SUMS, 8, sampling=Sampling(max_new_tokens=2))))
+    long = list(sample(engine, requests_for(tokenizer, SUMS, 8, sampling=Sampling(max_new_tokens=2))))
     assert {completion.finish_reason for completion in long} <= {"length", "stop"}
     assert any(completion.finish_reason == "length" for completion in long)
     assert all(len(completion.token_ids_T) <= 2 for completion in long)
-    ended = list(engine.generate(requests_for(tokenizer, SUMS, 8, sampling=Sampling(max_new_tokens=12))))
+    ended = list(sample(engine, requests_for(tokenizer, SUMS, 8, sampling=Sampling(max_new_tokens=12))))
     eos = set(tokenizer.eos_ids)
     natural = [each for each in ended if each.token_ids_T[-1] in eos]
     assert natural
@@ -101,7 +102,7 @@ def test_a_completion_ends_at_the_end_token_a_stop_string_or_its_length(engine: 
         assert completion.text == tokenizer.decode(completion.token_ids_T[:-1])
     digit = ended[0].text[0]
     stopped = list(
-        engine.generate(requests_for(tokenizer, SUMS, 8, sampling=Sampling(max_new_tokens=12, stop=(digit,))))
+        sample(engine, requests_for(tokenizer, SUMS, 8, sampling=Sampling(max_new_tokens=12, stop=(digit,))))
     )
     assert all(digit not in completion.text for completion in stopped)
     assert any(completion.finish_reason == "stop" for completion in stopped)
@@ -109,7 +110,7 @@ def test_a_completion_ends_at_the_end_token_a_stop_string_or_its_length(engine: 
 
 def test_samples_of_a_prompt_differ(engine: Engine, adder: Adder) -> None:
     _, tokenizer = adder
-    made = list(engine.generate(requests_for(tokenizer, SUMS[:1], 64, sampling=Sampling(max_new_tokens=4))))
+    made = list(sample(engine, requests_for(tokenizer, SUMS[:1], 64, sampling=Sampling(max_new_tokens=4))))
     assert len({completion.token_ids_T for completion in made}) > 4
     assert all(math.isfinite(value) and value <= 0 for each in made for value in each.logprobs_T)
 
@@ -119,16 +120,16 @@ def test_a_name_is_used_once_and_an_unknown_one_is_refused(engine: Engine, adder
     name, adapter = new_name(), random_adapter(policy, 4)
     request = requests_for(tokenizer, SUMS[:1], 1, sampling=Sampling(max_new_tokens=2), adapter=name)
     with pytest.raises(GateError, match=name):
-        list(engine.generate(request))
+        list(sample(engine, request))
     engine.load_adapter(name, adapter)
     assert engine.adapters() == (name,)
     with pytest.raises(GateError, match="used before"):
         engine.load_adapter(name, adapter)
-    assert len(list(engine.generate(request))) == 1
+    assert len(list(sample(engine, request))) == 1
     engine.unload_adapter(name)
     assert engine.adapters() == ()
     with pytest.raises(GateError, match=name):
-        list(engine.generate(request))
+        list(sample(engine, request))
     with pytest.raises(GateError, match="used before"):
         engine.load_adapter(name, adapter)
 
@@ -165,7 +166,7 @@ def test_lora_two_rotations_and_none_in_one_batch_give_the_torch_engines_logprob
         for name in (None, *adapters):
             (made,) = requests_for(tokenizer, [prompt], 1, sampling=sampling, adapter=name)
             requests.append(replace(made, request_id=len(requests), key=made.key + len(requests)))
-    found = by_id(list(oft_server.generate(requests)))
+    found = by_id(list(sample(oft_server, requests)))
     for request in requests:
         name = request.adapter
         adder = owners[name][0] if name else oft_adder

@@ -10,6 +10,7 @@ import pytest
 from orbit_runtime.checkpoints.convert import convert
 from orbit_runtime.checkpoints.target import Target
 from orbit_runtime.model_info.builtin_models import builtin_folder
+from orbit_runtime.rollout.requests import sample
 from orbit_runtime.rollout.sglang_server import ServerSettings, SGLangServer, lora_targets
 from orbit_runtime.rollout.starting import start_engine
 from orbit_runtime.types import Sampling
@@ -40,10 +41,10 @@ def test_completions_depend_on_no_order_and_no_neighbour(tmp_path: Path, kind: s
         asked = requests_for(
             tokenizer, [f"{a}+{a}=" for a in range(10, 22)], 4, sampling=Sampling(max_new_tokens=5), adapter="policy-v1"
         )
-        whole = by_id(list(engine.generate(asked)))
+        whole = by_id(list(sample(engine, asked)))
         assert len({each.token_ids_T for each in whole.values()}) > 12
         for others in (asked[::-1], asked[::7], asked[5:6]):
-            for request_id, found in by_id(list(engine.generate(others))).items():
+            for request_id, found in by_id(list(sample(engine, others))).items():
                 expected = whole[request_id]
                 assert (found.token_ids_T, found.logprobs_T) == (expected.token_ids_T, expected.logprobs_T)
     finally:

@@ -19,6 +19,7 @@ from orbit_runtime.loop.engines import expert_formats
 from orbit_runtime.parity.liveness import Limits, Proof, prove
 from orbit_runtime.policy import Policy, load_policy
 from orbit_runtime.rollout.handover import SharedMemory
+from orbit_runtime.rollout.requests import sample
 from orbit_runtime.rollout.served_engine import ServedEngine
 from orbit_runtime.rollout.sglang_experts import check_experts, served_experts
 from orbit_runtime.rollout.sglang_server import (
@@ -144,7 +145,7 @@ def check_samples(policy: Policy, engine: ServedEngine, adapters: Mapping[str, A
         Request(index, index, prompt, Sampling(max_new_tokens=6), names[index % 3])
         for index, prompt in enumerate([*PROMPTS, *reversed(PROMPTS), *PROMPTS])
     ]
-    for answer in engine.generate(requests):
+    for answer in sample(engine, requests):
         request = requests[answer.request_id]
         with_adapter = adapters[request.adapter] if request.adapter else None
         expected = policy_logprobs(policy, with_adapter, request.prompt_ids_T, answer.token_ids_T)

@@ -18,6 +18,7 @@ from orbit_runtime.checkpoints.convert import convert
 from orbit_runtime.checkpoints.target import Target
 from orbit_runtime.model_info.builtin_models import builtin_folder
 from orbit_runtime.rollout import replica, sglang_api
+from orbit_runtime.rollout.requests import sample
 from orbit_runtime.rollout.served_engine import ServedEngine
 from orbit_runtime.rollout.sglang_server import ServerSettings, server_arguments
 from orbit_runtime.rollout.wire import is_serving
@@ -132,7 +133,7 @@ def test_a_cut_loses_and_doubles_no_rollout(
     cut = threading.Timer(0.5, namespace.cut_for, [seconds])
     started = time.monotonic()
     cut.start()
-    completions = list(engine.generate(requests))
+    completions = list(sample(engine, requests))
     took = time.monotonic() - started
     cut.join()
     assert took > seconds, "it was cut while it sampled"

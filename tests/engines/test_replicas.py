@@ -17,6 +17,7 @@ from orbit_runtime.adapters.state import expected_applied_digest
 from orbit_runtime.errors import GateError
 from orbit_runtime.observability.metrics import RunMetrics
 from orbit_runtime.parity.liveness import Limits, Reading, check_proofs, prove
+from orbit_runtime.rollout.requests import sample
 from orbit_runtime.rollout.served_engine import ServedEngine
 from orbit_runtime.types import AdapterFiles, Sampling
 from tests.engines.servers import Adder, server_of, start_server
@@ -67,7 +68,7 @@ def test_both_answer_with_the_policys_log_probs(engine: ServedEngine, lora_adder
     requests = requests_for(
         tokenizer, [f"{a}+{a}=" for a in range(10, 26)], 4, sampling=Sampling(max_new_tokens=4), adapter=name
     )
-    found = by_id(list(engine.generate(requests)))
+    found = by_id(list(sample(engine, requests)))
     for request in requests[::5]:
         answer = found[request.request_id]
         expected = policy_logprobs(policy, adapter, request.prompt_ids_T, answer.token_ids_T)
@@ -125,7 +126,7 @@ def test_one_killed_in_mid_generation_loses_and_doubles_nothing_and_comes_back_w
     )  # fmt: skip
     killed = threading.Timer(0.5, lambda: os.killpg(server_of(engine, 1).pid, signal.SIGKILL))
     killed.start()
-    completions = list(engine.generate(requests))
+    completions = list(sample(engine, requests))
     killed.join()
     assert len(completions) == len(by_id(completions)) == len(requests)
     for copy in engine.copies():

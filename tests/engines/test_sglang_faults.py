@@ -22,6 +22,7 @@ from orbit_runtime.model_info.builtin_models import builtin_folder
 from orbit_runtime.parity.liveness import Limits, prove
 from orbit_runtime.policy import Policy
 from orbit_runtime.rollout import TorchEngine
+from orbit_runtime.rollout.requests import sample
 from orbit_runtime.rollout.served_engine import ServedEngine
 from orbit_runtime.types import AdapterFiles, Engine, Sampling, Scored
 from orbit_runtime.workers.server_process import ServerProcess
@@ -244,7 +245,7 @@ def test_a_server_killed_in_mid_generation_loses_and_doubles_nothing(
     )
     killed = threading.Timer(0.5, lambda: os.killpg(server_of(sglang).pid, signal.SIGKILL))
     killed.start()
-    completions = list(sglang.generate(requests))
+    completions = list(sample(sglang, requests))
     killed.join()
     assert sglang.replicas[0].restarts == before + 1
     assert len(completions) == len(by_id(completions)) == len(requests)

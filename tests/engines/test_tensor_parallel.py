@@ -16,6 +16,7 @@ from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.errors import GateError
 from orbit_runtime.parity.liveness import Limits, Proof, prove
 from orbit_runtime.rollout.handover import Broadcast, SharedMemory, Transport
+from orbit_runtime.rollout.requests import sample
 from orbit_runtime.rollout.served_engine import ServedEngine
 from orbit_runtime.types import AdapterFiles, Request, Sampling
 from tests.engines.servers import OFT, Adder, attach, server_of, start_server
@@ -123,7 +124,7 @@ def test_samples_have_the_policys_log_probs_with_lora_oft_and_none_in_one_batch(
     for name in (None, *adapters):
         for made in requests_for(oft_adder[1], ["12+34=", "56+78=", "90+11="], 4, sampling=sampling, adapter=name):
             requests.append(Request(len(requests), made.key + len(requests), made.prompt_ids_T, sampling, name))
-    found = by_id(list(engine.generate(requests)))
+    found = by_id(list(sample(engine, requests)))
     assert sorted(found) == [request.request_id for request in requests]
     for request in requests:
         answer, policy = found[request.request_id], policies.get(request.adapter or "", lora_adder[0])

@@ -5,7 +5,7 @@ A fake on purpose: a healthy engine does none of this. It wraps a real torch eng
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -104,8 +104,14 @@ class FaultyEngine:
     def adapters(self) -> tuple[str, ...]:
         return self.engine.adapters()
 
-    def generate(self, requests: Sequence[Request]) -> Iterator[Completion]:
-        return self.engine.generate([replace(request, adapter=self._name(request.adapter)) for request in requests])
+    def submit(self, requests: Sequence[Request]) -> None:
+        self.engine.submit([replace(request, adapter=self._name(request.adapter)) for request in requests])
+
+    def completions(self) -> AsyncGenerator[Completion]:
+        return self.engine.completions()
+
+    def abort(self, request_ids: Collection[int] | None = None) -> None:
+        self.engine.abort(request_ids)
 
     def score(
         self,

@@ -17,6 +17,7 @@ from orbit_runtime.model_info.builtin_models import builtin_folder
 from orbit_runtime.policy import Policy, load_policy
 from orbit_runtime.policy.packed import Branch
 from orbit_runtime.rollout import TorchEngine
+from orbit_runtime.rollout.requests import sample
 from orbit_runtime.rollout.sampling import draw, uniforms
 from orbit_runtime.seeds import stream_key
 from orbit_runtime.types import Request, Sampling
@@ -35,10 +36,10 @@ def adder() -> tuple[Policy, ChatTokenizer]:
 def test_a_rows_tokens_do_not_depend_on_the_batch(adder: tuple[Policy, ChatTokenizer]) -> None:
     policy, tokenizer = adder
     requests = requests_for(tokenizer, [f"{a}+{a}=" for a in range(10, 22)], 4, sampling=Sampling(max_new_tokens=5))
-    whole = by_id(list(TorchEngine(policy, tokenizer, max_running_requests=64).generate(requests)))
+    whole = by_id(list(sample(TorchEngine(policy, tokenizer, max_running_requests=64), requests)))
     assert len(whole) == len(requests)
-    few_rows = by_id(list(TorchEngine(policy, tokenizer, max_running_requests=5).generate(requests[::-1])))
-    alone = by_id(list(TorchEngine(policy, tokenizer, max_running_requests=64).generate(requests[7:8])))
+    few_rows = by_id(list(sample(TorchEngine(policy, tokenizer, max_running_requests=5), requests[::-1])))
+    alone = by_id(list(sample(TorchEngine(policy, tokenizer, max_running_requests=64), requests[7:8])))
     for request_id, completion in {**few_rows, **alone}.items():
         assert completion.token_ids_T == whole[request_id].token_ids_T
         assert completion.logprobs_T == pytest.approx(whole[request_id].logprobs_T, abs=1e-5)
@@ -52,7 +53,7 @@ def test_reported_logprobs_equal_transformers(tmp_path: Path, architecture: str)
     engine = TorchEngine(policy, tokenizer, max_running_requests=3)
     requests = requests_for(tokenizer, ["1+1=", "long question 123"], 3, sampling=Sampling(max_new_tokens=12))
     model = load_reference(folder)
-    for completion in engine.generate(requests):
+    for completion in sample(engine, requests):
         prompt = list(requests[completion.request_id].prompt_ids_T)
         theirs = reference_logprobs(model, prompt + list(completion.token_ids_T))[len(prompt) - 1 :]
         torch.testing.assert_close(torch.tensor(completion.logprobs_T), theirs, rtol=0, atol=2e-5)
@@ -107,10 +108,10 @@ def test_greedy_rows_take_the_most_likely_token() -> None:
 def test_generation_stops_at_a_stop_string_and_cuts_the_text(adder: tuple[Policy, ChatTokenizer]) -> None:
     policy, tokenizer = adder
     engine = TorchEngine(policy, tokenizer, max_running_requests=16)
-    free = list(engine.generate(requests_for(tokenizer, ["40+41="], 16, sampling=Sampling(max_new_tokens=4))))
+    free = list(sample(engine, requests_for(tokenizer, ["40+41="], 16, sampling=Sampling(max_new_tokens=4))))
     stop = next(completion.text[0] for completion in free if completion.text)
     requests = requests_for(tokenizer, ["40+41="], 16, sampling=Sampling(max_new_tokens=4, stop=(stop,)))
-    for completion in engine.generate(requests):
+    for completion in sample(engine, requests):
         assert stop not in completion.text
         unstopped = by_id(free)[completion.request_id].token_ids_T
         assert completion.token_ids_T == unstopped[: len(completion.token_ids_T)]
@@ -121,7 +122,7 @@ def test_generation_stops_at_a_stop_string_and_cuts_the_text(adder: tuple[Policy
 def test_length_limits_and_end_tokens_are_told_apart(adder: tuple[Policy, ChatTokenizer]) -> None:
     policy, tokenizer = adder
     engine = TorchEngine(policy, tokenizer, max_running_requests=64)
-    for completion in engine.generate(requests_for(tokenizer, ["12+34="], 32, sampling=Sampling(max_new_tokens=3))):
+    for completion in sample(engine, requests_for(tokenizer, ["12+34="], 32, sampling=Sampling(max_new_tokens=3))):
         ended = completion.token_ids_T[-1] in tokenizer.eos_ids
         assert completion.finish_reason == ("stop" if ended else "length")
         assert ended or len(completion.token_ids_T) == 3
@@ -138,10 +139,10 @@ def test_mixed_adapters_in_one_batch_equal_separate_batches(adder: tuple[Policy,
     for index, name in enumerate((None, "policy-v1", "policy-v2")):
         requests = requests_for(tokenizer, prompts, 4, sampling=sampling, adapter=name)
         renamed = [Request(100 * index + r.request_id, r.key, r.prompt_ids_T, r.sampling, r.adapter) for r in requests]
-        expected.update(by_id(list(engine.generate(renamed))))
+        expected.update(by_id(list(sample(engine, renamed))))
         mixed += renamed
     mixed = mixed[::3] + mixed[1::3] + mixed[2::3]
-    for request_id, completion in by_id(list(engine.generate(mixed))).items():
+    for request_id, completion in by_id(list(sample(engine, mixed))).items():
         assert completion.token_ids_T == expected[request_id].token_ids_T
         assert set(completion.versions_T) == {-1 if request_id < 100 else request_id // 100}
         assert completion.logprobs_T == pytest.approx(expected[request_id].logprobs_T, abs=1e-5)
@@ -180,7 +181,7 @@ def test_slots_are_named_once_and_read_back(adder: tuple[Policy, ChatTokenizer])
     with pytest.raises(GateError, match="used before"):
         engine.load_adapter("policy-v1", adapter)
     with pytest.raises(GateError, match="no adapter"):
-        list(engine.generate([Request(0, 0, (5,), Sampling(), "policy-v1")]))
+        list(sample(engine, [Request(0, 0, (5,), Sampling(), "policy-v1")]))
     with pytest.raises(DataError, match="empty prompt"):
-        list(engine.generate([Request(0, 0, (), Sampling(), None)]))
-    assert list(engine.generate([])) == []
+        list(sample(engine, [Request(0, 0, (), Sampling(), None)]))
+    assert list(sample(engine, [])) == []

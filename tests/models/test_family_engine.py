@@ -12,6 +12,7 @@ from orbit_runtime.data.chat import ChatTokenizer
 from orbit_runtime.policy import Policy, load_policy
 from orbit_runtime.policy.packed import Branch
 from orbit_runtime.rollout import TorchEngine
+from orbit_runtime.rollout.requests import sample
 from orbit_runtime.types import AdapterFiles, Request, Sampling
 from tests.integration.tiny_families import make_family
 from tests.integration.tiny_models import load_reference, reference_logprobs
@@ -57,7 +58,7 @@ def test_what_the_engine_samples_has_the_log_probs_of_transformers_and_of_the_tr
         for index, adapter in enumerate([None, "policy-v1", None, "policy-v1", None, None])
     ]
     model = load_reference(plain)
-    for answer in engine.generate(requests):
+    for answer in sample(engine, requests):
         request = requests[answer.request_id]
         tokens = [*request.prompt_ids_T, *answer.token_ids_T]
         if request.adapter is None:
@@ -75,7 +76,7 @@ def test_greedy_answers_are_those_of_transformers_generate(case: Case, tmp_path:
     policy = load_policy(packed, adapter_of(case))
     engine = TorchEngine(policy, ChatTokenizer(packed), max_running_requests=4)
     greedy = Sampling(max_new_tokens=9, temperature=0.0)
-    answers = {each.request_id: each for each in engine.generate(
+    answers = {each.request_id: each for each in sample(engine,
         [Request(index, index, tuple(prompt), greedy, None) for index, prompt in enumerate(PROMPTS)]
     )}  # fmt: skip
     model = load_reference(plain)

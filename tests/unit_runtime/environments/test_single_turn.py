@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -44,30 +45,55 @@ def build(seed: int = 0) -> SingleTurn:
     return SingleTurn("run", Letters(), scorer, {"correct": 1.0, "match": 0.5}, Sampling(), 2, seed)
 
 
+class Tokens:
+    """Answers each episode with its text, in the order that the test says."""
+
+    def __init__(self, texts: Sequence[str] = (), order: Sequence[int] = ()) -> None:
+        self.texts, self.order = texts, list(order)
+        self.asked: list[tuple[tuple[int, ...], int]] = []
+        self.turns = [asyncio.Event() for _ in texts]
+
+    async def sample(self, prompt_ids_T: Sequence[int], sampling: Sampling, *, key: int) -> Completion:
+        number = len(self.asked)
+        self.asked.append((tuple(prompt_ids_T), key))
+        text = self.texts[number] if self.texts else ""
+        if self.order:
+            if number == self.order[0]:
+                self.turns[number].set()
+            await self.turns[number].wait()
+            after = self.order[self.order.index(number) + 1 :]
+            if after:
+                self.turns[after[0]].set()
+        return Completion(number, tuple(map(ord, text)), (-0.5,) * len(text), (3,) * len(text), "stop", text)
+
+
+def play(environment: SingleTurn, prompts: Sequence[Prompt], tokens: Tokens) -> None:
+    async def all_of_them() -> None:
+        await asyncio.gather(*(environment.play(each, tokens) for each in environment.build_episodes(prompts)))
+
+    asyncio.run(all_of_them())
+
+
 def test_requests_name_their_random_stream_by_what_they_are() -> None:
-    first = build().build_requests(PROMPTS, "policy-v3")
-    assert [request.request_id for request in first] == [0, 1, 2, 3]
-    assert first[0].prompt_ids_T == (97, 98)
-    assert {request.adapter for request in first} == {"policy-v3"}
-    keys = [request.key for request in first]
+    def asked(environment: SingleTurn, prompts: Sequence[Prompt]) -> list[tuple[tuple[int, ...], int]]:
+        tokens = Tokens()
+        play(environment, prompts, tokens)
+        return tokens.asked
+
+    first = asked(build(), PROMPTS)
+    assert [prompt for prompt, _ in first] == [(97, 98), (97, 98), (99,), (99,)]
+    keys = [key for _, key in first]
     assert len(set(keys)) == 4
-    assert keys[2:] == [request.key for request in build().build_requests(PROMPTS[1:], None)]
+    assert keys[2:] == [key for _, key in asked(build(), PROMPTS[1:])]
     again = [Prompt(p.prompt_id, 1, p.messages, p.fields) for p in PROMPTS]
-    assert not set(keys) & {request.key for request in build().build_requests(again, None)}
-    assert not set(keys) & {request.key for request in build(seed=1).build_requests(PROMPTS, None)}
+    assert not set(keys) & {key for _, key in asked(build(), again)}
+    assert not set(keys) & {key for _, key in asked(build(seed=1), PROMPTS)}
 
 
 def test_groups_come_back_in_order_whatever_finished_first() -> None:
     environment = build()
-    environment.build_requests(PROMPTS, "policy-v3")
-    texts = {0: "ab", 1: "no", 2: "x", 3: "c"}
-    completions = {
-        index: Completion(index, tuple(map(ord, text)), (-0.5,) * len(text), (3,) * len(text), "stop", text)
-        for index, text in texts.items()
-    }
-    for index in (3, 1, 0, 2):
-        environment.submit(completions[index])
-    groups, reasons = environment.build_groups(7, completions)
+    play(environment, PROMPTS, Tokens(["ab", "no", "x", "c"], order=(3, 1, 0, 2)))
+    groups, reasons = environment.build_groups(7)
     rewards = [[rollout.reward for rollout in group.rollouts_G] for group in groups]
     assert rewards == [[1.5, 0.0], [None, 1.5]]
     assert len(reasons) == 1
@@ -114,8 +140,7 @@ def test_a_stop_does_not_wait_for_slow_rewards() -> None:
     slow = RewardTarget("slow", "fakes.bad_rewards:by_text", {}, timeout_seconds=600.0)
     with RewardPool([slow], num_workers=1, search_path=[TESTS]) as pool:
         environment = SingleTurn("run", Letters(), pool, {"slow": 1.0}, Sampling(), 1, 0)
-        environment.build_requests(PROMPTS[:1], None)
-        environment.submit(Completion(0, (1,), (-0.5,), (3,), "stop", "hang"))
+        play(environment, PROMPTS[:1], Tokens(["hang"]))
         started = time.monotonic()
         assert not environment.is_scored(0.2)
         environment.discard()
@@ -124,7 +149,7 @@ def test_a_stop_does_not_wait_for_slow_rewards() -> None:
 
 def test_scores_that_are_there_are_not_waited_for() -> None:
     environment = build()
-    environment.build_requests(PROMPTS[:1], None)
+    environment.build_episodes(PROMPTS[:1])
     assert environment.is_scored(60.0)
-    environment.submit(Completion(0, (1,), (-0.5,), (3,), "stop", "ab"))
+    play(environment, PROMPTS[:1], Tokens(["ab", "ab"]))
     assert environment.is_scored(60.0)

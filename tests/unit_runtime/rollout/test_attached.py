@@ -17,6 +17,7 @@ from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.errors import CredentialsError, EngineDiedError, GateError, OrbitError
 from orbit_runtime.loop.engines import endpoint_headers
 from orbit_runtime.rollout.attached import Endpoint, Wanted, attach_engine
+from orbit_runtime.rollout.requests import sample
 from orbit_runtime.rollout.served_engine import ServedEngine
 from orbit_runtime.spec.rollout import Endpoint as EndpointSpec
 from orbit_runtime.spec.rollout import Header
@@ -63,7 +64,7 @@ def test_an_attached_server_answers_and_is_proven_and_is_never_stopped(
     assert [copy.reads_back for copy in engine.copies()] == [kind == "SGLang"] * 2
     assert all((reading.digest is None) == (kind == "vLLM") for reading in readings)
     asked = requests(12)
-    check_whole(asked, list(engine.generate(asked)))
+    check_whole(asked, list(sample(engine, asked)))
     assert all(server.served for server in servers)
     engine.unload_adapter("policy-v1")
     engine.close()
@@ -125,7 +126,7 @@ def test_a_server_that_asks_for_a_key_and_other_headers_gets_them_with_every_req
     engine = attach(servers, tmp_path, server, headers=headers)
     engine.load_adapter("policy-v1", adapter(1))
     asked = requests(4)
-    check_whole(asked, list(engine.generate(asked)))
+    check_whole(asked, list(sample(engine, asked)))
     engine.close()
     assert len(server.headers_seen) > 4
     assert {seen["X-Route"] for seen in server.headers_seen} == {"blue"}
@@ -199,7 +200,7 @@ def test_an_attached_server_that_was_restarted_by_its_owner_is_filled_again_befo
     server.held.clear()
     server.faults.append(once("/generate", 500, None, lambda body: body["sampling_params"]["max_new_tokens"] > 0))
     asked = requests(6)
-    check_whole(asked, list(engine.generate(asked)))
+    check_whole(asked, list(sample(engine, asked)))
     assert set(server.held) == {"policy-v1"}
     engine.close()
 
@@ -216,7 +217,7 @@ def test_one_that_came_back_with_another_base_or_version_stops_the_run(
         setattr(server, change, {"base": 0.3, "version": "0.6.0"}[change])
         server.faults.append(once("/generate", 500, None, lambda body: body["sampling_params"]["max_new_tokens"] > 0))
         with pytest.raises(GateError, match=says):
-            list(engine.generate(requests(2)))
+            list(sample(engine, requests(2)))
         engine.close()
 
 

@@ -15,6 +15,7 @@ from fakes.fake_servers import FakeServer, dies_at
 
 from orbit_runtime.errors import UnsupportedError
 from orbit_runtime.rollout.replica import Replica
+from orbit_runtime.rollout.requests import sample
 from orbit_runtime.rollout.served_engine import ServedEngine
 from orbit_runtime.rollout.sglang_api import SGLangApi
 from orbit_runtime.rollout.sglang_server import (
@@ -78,7 +79,7 @@ def recorded(server: FakeServer) -> list[dict]:
 
 
 def tokens(engine: ServedEngine, asked: list[Request]) -> dict[int, tuple[int, ...]]:
-    found = list(engine.generate(asked))
+    found = list(sample(engine, asked))
     check_whole(sorted(asked, key=lambda each: each.request_id), found)
     return {each.request_id: each.token_ids_T for each in found}
 

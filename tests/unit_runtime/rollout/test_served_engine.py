@@ -23,6 +23,7 @@ from orbit_runtime.errors import EngineDiedError, GateError
 from orbit_runtime.observability.metrics import RunMetrics
 from orbit_runtime.parity.liveness import Limits, check_proofs, prove
 from orbit_runtime.rollout.replica import Replica
+from orbit_runtime.rollout.requests import sample
 from orbit_runtime.rollout.served import LostError, Sleeping
 from orbit_runtime.rollout.served_engine import ServedEngine
 from orbit_runtime.rollout.sglang_api import SGLangApi
@@ -98,13 +99,13 @@ def test_prompts_with_one_short_answer_each_are_asked_together(build: Build) -> 
     bodies: list[dict] = []
     server.faults.append(lambda _, path, body: bodies.append(body) if path == "/generate" else None)
     asked = [replace(each, prompt_ids_T=(7,) * (1 + each.request_id)) for each in requests(40, samples=1)]
-    found = {each.request_id: each for each in engine.generate(asked)}
+    found = {each.request_id: each for each in sample(engine, asked)}
     assert sorted(len(body["input_ids"]) for body in bodies) == [8, 16, 16]
     for request in asked:
         expected = server.logprob("policy-v1", len(request.prompt_ids_T), 0)
         assert found[request.request_id].logprobs_T[0] == expected
     bodies.clear()
-    list(engine.generate(requests(8, samples=1, tokens=300)))
+    list(sample(engine, requests(8, samples=1, tokens=300)))
     assert [isinstance(body["input_ids"][0], list) for body in bodies] == [False] * 8, "long answers go alone"
 
 
@@ -139,7 +140,7 @@ def test_prompts_are_spread_over_replicas_and_a_prompts_samples_stay_together(bu
     engine = build(*servers)
     engine.load_adapter("policy-v1", adapter(1))
     asked = requests(20)
-    check_whole(asked, list(engine.generate(asked)))
+    check_whole(asked, list(sample(engine, asked)))
     counts = [len(server.served) for server in servers]
     assert sum(counts) == 20, "one call per prompt"
     assert min(counts) >= 6
@@ -155,7 +156,7 @@ def test_a_replica_that_dies_costs_no_rollout_and_doubles_none(build: Build, whe
             dies_at("/generate", lambda body, late=when != "first": not late or body["input_ids"][0] >= 108)
         )
     asked = requests(24)
-    check_whole(asked, list(engine.generate(asked)))
+    check_whole(asked, list(sample(engine, asked)))
     assert servers[0].starts == 2
     assert engine.replicas[0].restarts == 1
     assert servers[0].held.keys() == {"policy-v1"}, "it was brought to the current policy"
@@ -187,7 +188,7 @@ def test_a_restarted_replica_gets_no_work_before_it_holds_the_policy(build: Buil
 
     servers[0].faults += [dies_at("/generate"), watch]
     asked = requests(16)
-    check_whole(asked, list(engine.generate(asked)))
+    check_whole(asked, list(sample(engine, asked)))
     assert seen
     assert all(held for _, held in seen)
 
@@ -199,7 +200,7 @@ def test_other_bytes_after_a_restart_stop_the_run(build: Build, tmp_path: Path) 
     (tmp_path / "adapters" / "policy-v1" / "adapter_model.safetensors").write_bytes(b"other")
     server.faults.append(dies_at("/generate"))
     with pytest.raises(GateError, match="after a restart replica 0 holds"):
-        list(engine.generate(requests(2)))
+        list(sample(engine, requests(2)))
 
 
 def test_a_replica_that_does_not_come_back_ends_the_run_with_its_log(build: Build) -> None:
@@ -209,7 +210,7 @@ def test_a_replica_that_does_not_come_back_ends_the_run_with_its_log(build: Buil
     servers[0].refuses_to_start = True
     servers[0].faults.append(dies_at("/generate"))
     with pytest.raises(EngineDiedError, match="did not start") as caught:
-        list(engine.generate(requests(64)))
+        list(sample(engine, requests(64)))
     assert caught.value.exit_code == 82
 
 
@@ -231,7 +232,7 @@ def test_a_request_that_kills_every_server_ends_the_run(build: Build) -> None:
     for server in servers:
         server.faults += [dies_at("/generate", lambda body: body["input_ids"][0] == 100)] * 3
     with pytest.raises(EngineDiedError, match="lost 3 times"):
-        list(engine.generate(requests(4, name=None)))
+        list(sample(engine, requests(4, name=None)))
 
 
 def test_a_server_that_hangs_is_noticed_by_its_progress_and_replaced(build: Build) -> None:
@@ -242,7 +243,7 @@ def test_a_server_that_hangs_is_noticed_by_its_progress_and_replaced(build: Buil
     stopped = threading.Timer(0.5, lambda: setattr(servers[0], "hangs", False))
     stopped.start()
     asked = requests(8)
-    check_whole(asked, list(engine.generate(asked)))
+    check_whole(asked, list(sample(engine, asked)))
     stopped.join()
 
 
@@ -250,7 +251,7 @@ def test_a_slow_replica_gets_less_and_loses_nothing(build: Build) -> None:
     servers = FakeServer(delay=0.2), FakeServer()
     engine = build(*servers, capacity=4, patience=0.05)
     asked = requests(20, name=None)
-    check_whole(asked, list(engine.generate(asked)))
+    check_whole(asked, list(sample(engine, asked)))
     assert len(servers[0].served) < len(servers[1].served)
     assert servers[0].starts == 1, "slow is not dead"
 
@@ -258,13 +259,13 @@ def test_a_slow_replica_gets_less_and_loses_nothing(build: Build) -> None:
 def test_what_is_no_longer_wanted_is_cancelled(build: Build) -> None:
     server = FakeServer(delay=0.2)
     engine = build(server, capacity=4)
-    answers = engine.generate(requests(20, name=None))
+    answers = sample(engine, requests(20, name=None))
     next(answers)
     answers.close()  # type: ignore[attr-defined]
     time.sleep(0.5)
     done = len(server.served)
     assert done < 5
-    check_whole(requests(1, name=None), list(engine.generate(requests(1, name=None))))
+    check_whole(requests(1, name=None), list(sample(engine, requests(1, name=None))))
 
 
 # --- answers ---
@@ -297,7 +298,7 @@ def test_an_answer_that_does_not_fit_stops_the_run(build: Build, status: int, bo
     engine = build(server)
     server.faults.append(once("/generate", status, body))
     with pytest.raises(GateError, match=says):
-        list(engine.generate(requests(1, name=None)))
+        list(sample(engine, requests(1, name=None)))
 
 
 @pytest.mark.parametrize("fault", [(500, {"error": "oops"}), (503, None), CUT])
@@ -305,11 +306,11 @@ def test_a_single_failure_is_asked_again_and_three_end_the_run(build: Build, fau
     server = FakeServer()
     engine = build(server)
     server.faults.append(once("/generate", *fault))
-    check_whole(requests(2, name=None), list(engine.generate(requests(2, name=None))))
+    check_whole(requests(2, name=None), list(sample(engine, requests(2, name=None))))
     assert server.starts == 1, "it is alive and holds all that it should"
     server.faults += [once("/generate", *fault)] * 3
     with pytest.raises(EngineDiedError, match="lost 3 times"):
-        list(engine.generate(requests(1, name=None)))
+        list(sample(engine, requests(1, name=None)))
 
 
 def test_a_refused_adapter_stands_nowhere_and_its_name_is_spent(build: Build) -> None:
@@ -433,7 +434,7 @@ def test_every_copy_sleeps_and_wakes_with_what_it_held(build: Build) -> None:
     assert [each.memory_bytes for each in engine.read_servers()] == [100, 100]
     engine.wake()
     asked = requests(8)
-    check_whole(asked, list(engine.generate(asked)))
+    check_whole(asked, list(sample(engine, asked)))
     assert [server.starts for server in servers] == [1, 1]
 
 
@@ -445,7 +446,7 @@ def test_a_server_that_dies_in_its_sleep_comes_back_awake(build: Build) -> None:
     servers[0].kill()
     engine.wake()
     asked = requests(8)
-    check_whole(asked, list(engine.generate(asked)))
+    check_whole(asked, list(sample(engine, asked)))
     assert (servers[0].starts, servers[1].starts) == (2, 1)
     assert servers[0].held.keys() == {"policy-v1"}
 

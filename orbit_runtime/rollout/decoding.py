@@ -1,0 +1,225 @@
+"""Decoding in this process: requests wait, join the batch, get a token a step, and leave it.
+
+Belongs here: admission, prefill and decode steps. Does not belong here: row bookkeeping (`rows`), attention (`cache`),
+slots and what becomes of a finished request (`torch_engine`).
+
+A finished row leaves the batch at once and a waiting request takes its place. Samples of one prompt share its prefill.
+
+Legend: `B` live rows, `V` vocabulary, `P` prompts of a prefill.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterable
+
+import numpy as np
+import torch
+
+from orbit_runtime.policy.attention import Kernel
+from orbit_runtime.policy.logprobs import token_logprobs
+from orbit_runtime.policy.model import Policy
+from orbit_runtime.policy.packed import Branch, PackedPlan
+from orbit_runtime.rollout.cache import KVCache
+from orbit_runtime.rollout.history import TokenHistory
+from orbit_runtime.rollout.rows import Finished, Rows, Work, merge_segments
+from orbit_runtime.rollout.sampling import draw, uniforms
+from orbit_runtime.types import FinishReason, Tokenizer
+
+PREFILL_TOKENS = 16384
+"""Prompt tokens of one prefill pass at most, so that its activations stay bounded."""
+
+
+class Decoding:
+    """One batch and what waits for it. Not safe for use by two threads at once."""
+
+    def __init__(
+        self, policy: Policy, tokenizer: Tokenizer, version_of: Callable[[str | None], int], max_running_requests: int
+    ) -> None:
+        """Args: version_of: policy version of a slot."""
+        self._policy = policy
+        self._tokenizer = tokenizer
+        self._eos = tuple(tokenizer.eos_ids)
+        self._version_of = version_of
+        self._max_running = max_running_requests
+        self._waiting: deque[Work] = deque()
+        self._is_grown = False
+        """Something was added for which there may be no room yet."""
+        self._rows = Rows(0, 0)
+        self._cache = KVCache() if policy.packs else TokenHistory()
+        # One query per row: on a CPU the explicit product beats the fused kernel, which is made for long queries.
+        self._kernel: Kernel = "Eager" if policy.device.type == "cpu" else policy.kernel
+
+    def __len__(self) -> int:
+        """Requests under way."""
+        return len(self._waiting) + len(self._rows)
+
+    def under_way(self) -> Iterable[Work]:
+        yield from self._rows.work
+        yield from self._waiting
+
+    def add(self, work: Collection[Work]) -> None:
+        self._waiting.extend(work)
+        self._is_grown = True
+
+    def step(self, prompt_logprobs: dict[str | None, list[float]] | None = None) -> list[Finished]:
+        """A prefill of requests that wait, or a decode step; returns the requests that it finished.
+
+        With `prompt_logprobs` given, the prompts' own log-probs are left in it, by adapter.
+        """
+        # Not inference_mode: layers keep views of the base that the trainer's backward needs as well.
+        with torch.no_grad():
+            if self._is_grown and self._waiting:
+                self._make_room()
+            free = self._rows.capacity - len(self._rows)
+            # Joining costs a prefill, so wait until a quarter of the rows is free, or nothing else is left to do.
+            if self._waiting and (not len(self._rows) or free >= max(1, self._rows.capacity // 4)):
+                self._admit(prompt_logprobs)
+            else:
+                self._decode()
+        return self._leave(self._finished())
+
+    def remove(self, request_ids: Collection[int], reason: FinishReason) -> list[Finished]:
+        """Ends these requests where they are."""
+        gone = [item for item in self._waiting if item.request.request_id in request_ids]
+        if gone:
+            self._waiting = deque(item for item in self._waiting if item.request.request_id not in request_ids)
+        rows = [row for row, item in enumerate(self._rows.work) if item.request.request_id in request_ids]
+        return [*self._leave([(row, reason) for row in rows]), *(_unstarted(item, reason) for item in gone)]
+
+    def _leave(self, done: list[tuple[int, FinishReason]]) -> list[Finished]:
+        if not done:
+            return []
+        rows = self._rows
+        finished = rows.finish(done)
+        length = int(rows.position_C[: len(rows)].max())
+        sources, targets = rows.remove([row for row, _ in done])
+        if sources:
+            device = self._policy.device
+            self._cache.move_rows(torch.tensor(sources, device=device), torch.tensor(targets, device=device), length)
+        return finished
+
+    def _make_room(self) -> None:
+        """Rows and cache for what is under way, at most so many rows as may run at a time."""
+        self._is_grown = False
+        capacity = min(self._max_running, len(self))
+        max_new, longest = (max(getattr(item, name) for item in self._waiting) for name in ("max_new", "longest"))
+        if not len(self._rows):
+            self._rows = Rows(capacity, max_new)
+        elif capacity > self._rows.capacity or max_new > self._rows.max_new:
+            self._rows.grow(capacity, max_new)
+        self._cache.reserve(self._rows.capacity, longest, live=len(self._rows))
+
+    def _admit(self, prompt_logprobs: dict[str | None, list[float]] | None) -> None:
+        """Moves requests that wait into free rows, runs their prompts once each and samples first tokens."""
+        rows, waiting = self._rows, self._waiting
+        first = len(rows)
+        admitted: list[Work] = []
+        prompts: dict[tuple[str | None, tuple[int, ...]], int] = {}
+        tokens = 0
+        while waiting and first + len(admitted) < rows.capacity:
+            identity = _identity(waiting[0])
+            if identity not in prompts:
+                length = len(identity[1])
+                if prompts and tokens + length > PREFILL_TOKENS:
+                    break
+                tokens += length
+                prompts[identity] = len(prompts)
+            admitted.append(waiting.popleft())
+        # One forward pass applies adapters to runs of tokens, so prompts of one adapter stand together.
+        ordered = sorted(prompts, key=lambda identity: identity[0] or "")
+        place = {identity: index for index, identity in enumerate(ordered)}
+        prompt_of_row = [place[_identity(item)] for item in admitted]
+        logits_BV = self._prefill(ordered, prompt_of_row, first, prompt_logprobs)
+        rows.admit(admitted, [self._version_of(item.request.adapter) for item in admitted])
+        self._sample(logits_BV, rows, slice(first, len(rows)))
+
+    def _prefill(
+        self,
+        prompts: list[tuple[str | None, tuple[int, ...]]],
+        prompt_of_row: list[int],
+        first_row: int,
+        prompt_logprobs: dict[str | None, list[float]] | None,
+    ) -> torch.Tensor:
+        """Runs unique prompts, fills the cache rows; returns fp32 next-token logits `[rows, V]`."""
+        policy = self._policy
+        batch = policy.pack([Branch(index, prompt, (0,)) for index, (_, prompt) in enumerate(prompts)])
+        lengths = [len(prompt) for _, prompt in prompts]
+        starts = np.cumsum([0, *lengths])[:-1].tolist()
+        ends = [start + length for start, length in zip(starts, lengths, strict=True)]
+        plan = PackedPlan(batch, policy.kernel, capture=True)
+        adapters = [adapter for adapter, _ in prompts]
+        with policy.injected.selection.use(_selected(merge_segments(adapters, starts, ends))):
+            hidden = policy.sampled_hidden(batch.token_ids_T, batch.position_T, plan)
+        index = torch.tensor(prompt_of_row, device=policy.device)
+        starts_P, lengths_P = torch.tensor(starts, device=policy.device), torch.tensor(lengths, device=policy.device)
+        self._cache.keep_prompts(first_row, index, starts_P, lengths_P, batch, plan)
+        if prompt_logprobs is not None:
+            for adapter, start, end in zip(adapters, starts, ends, strict=True):
+                targets = batch.token_ids_T[start + 1 : end]
+                logprobs, _ = token_logprobs(
+                    hidden[start : end - 1], targets, policy.head, vocabulary=policy.vocabulary
+                )
+                prompt_logprobs[adapter] = logprobs.tolist()
+        return policy.head(hidden[batch.target_source_R]).float()[index]
+
+    def _decode(self) -> None:
+        rows = self._rows
+        n = len(rows)
+        policy, device = self._policy, self._policy.device
+        last_B, position_B = (torch.tensor(column[:n], device=device) for column in (rows.last_C, rows.position_C))
+        plan = self._cache.plan(last_B, rows.position_C[:n], self._kernel)
+        with policy.injected.selection.use(_selected(rows.segments())):
+            hidden = policy.sampled_hidden(last_B, position_B, plan)
+        self._sample(policy.head(hidden).float(), rows, slice(0, n))
+
+    def _sample(self, logits_BV: torch.Tensor, rows: Rows, which: slice) -> None:
+        generated = rows.generated_C[which]
+        device = logits_BV.device
+        if rows.work[which.start].forced_T is not None:
+            # Scoring never mixes with sampling: `score` runs alone.
+            forced = [item.forced_T for item in rows.work[which]]
+            tokens = torch.tensor([f[t] for f, t in zip(forced, generated, strict=True) if f], device=device)
+            logprobs = torch.log_softmax(logits_BV, -1).gather(-1, tokens[:, None])[:, 0]
+        else:
+            uniforms_B = torch.from_numpy(uniforms(rows.keys_C[which], generated)).to(device)
+            temperature = torch.tensor(rows.temperature_C1[which], device=device) if rows.any_temperature else None
+            top_p = torch.tensor(rows.top_p_C1[which], device=device) if rows.any_top_p else None
+            tokens, logprobs = draw(logits_BV, uniforms_B, temperature, top_p)
+        rows.record(which, tokens, logprobs)
+
+    def _finished(self) -> list[tuple[int, FinishReason]]:
+        rows = self._rows
+        done = rows.finished(self._eos)
+        if not rows.any_stop:
+            return done
+        ended = {row for row, _ in done}
+        for row, item in enumerate(rows.work):
+            if item.request.sampling.stop and row not in ended and self._hits_stop(rows, row):
+                done.append((row, "stop"))
+        return sorted(done)
+
+    def _hits_stop(self, rows: Rows, row: int) -> bool:
+        """Only the text that the newest token can have completed is looked at."""
+        stops = rows.work[row].request.sampling.stop
+        count = int(rows.generated_C[row])
+        window = max(len(stop) for stop in stops) + 8
+        text = self._tokenizer.decode(rows.tokens_CT[row, max(0, count - window) : count].tolist())
+        return any(stop in text for stop in stops)
+
+
+def _identity(item: Work) -> tuple[str | None, tuple[int, ...]]:
+    """Requests of one identity share a prefill."""
+    return item.request.adapter, item.prefill_T
+
+
+def _unstarted(item: Work, reason: FinishReason) -> Finished:
+    so_far = item.request.so_far
+    if so_far is None:
+        return Finished(item.request, reason, [], [], ())
+    return Finished(item.request, reason, [*so_far.token_ids_T], [*so_far.logprobs_T], so_far.versions_T)
+
+
+def _selected(segments: list[tuple[str | None, int, int]]) -> str | list[tuple[str | None, int, int]] | None:
+    """A single segment is the whole batch: the layers' fast path."""
+    return segments[0][0] if len(segments) == 1 else segments

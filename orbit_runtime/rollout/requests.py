@@ -1,0 +1,64 @@
+"""Requests, the same for every engine: what is wrong with one, and asking without an event loop.
+
+Belongs here: what no engine does differently. Does not belong here: a queue (the engines have theirs).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Collection, Iterator, Sequence
+
+from orbit_runtime.errors import DataError, GateError
+from orbit_runtime.types import Completion, Engine, FinishReason, Request
+
+UNFINISHED: tuple[FinishReason, ...] = ("abort", "deadline")
+
+
+def check_request(request: Request, under_way: Collection[int]) -> None:
+    """Raises DataError for an empty prompt, GateError for an id that is under way or a completion that has ended."""
+    if not request.prompt_ids_T:
+        raise DataError(f"request {request.request_id} has an empty prompt")
+    if request.request_id in under_way:
+        raise GateError(f"request {request.request_id} is under way already", where="rollout")
+    so_far = request.so_far
+    if so_far is None:
+        return
+    if so_far.finish_reason not in UNFINISHED:
+        raise GateError(f"the completion to continue has ended: {so_far.finish_reason}", where="rollout")
+    if len(so_far.token_ids_T) >= request.sampling.max_new_tokens:
+        raise GateError(
+            f"the completion to continue has {len(so_far.token_ids_T)} tokens, as many as it may have", where="rollout"
+        )
+
+
+def sample(engine: Engine, requests: Sequence[Request]) -> Iterator[Completion]:
+    """Submits and yields each completion as it ends. For callers without an event loop and with nothing else under way.
+
+    Requests of a caller that stops listening are aborted.
+
+    Raises:
+        As `submit` and `completions`.
+    """
+    engine.submit(requests)
+    stream = engine.completions()
+    with asyncio.Runner() as runner:
+        try:
+            while True:
+                completion = runner.run(_next(stream))
+                if completion is None:
+                    return
+                yield completion
+        finally:
+            runner.run(stream.aclose())
+            runner.run(end_all(engine))
+
+
+async def end_all(engine: Engine) -> None:
+    """Aborts what is under way and waits until none of it is."""
+    engine.abort()
+    async for _ in engine.completions():
+        pass
+
+
+async def _next(stream: AsyncGenerator[Completion]) -> Completion | None:
+    return await anext(stream, None)
