@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Sequence
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from typing import Any
 
 from orbit_runtime.errors import GateError, OrbitError
@@ -75,8 +75,7 @@ class Asking:
             serving.cancel()
             await asyncio.gather(playing, serving, return_exceptions=True)
             if self._waiting:
-                with suppress(OrbitError):
-                    await end_all(self._engine)
+                await end_all(self._engine)
 
     def _submit(self) -> None:
         new, self._new = self._new, []

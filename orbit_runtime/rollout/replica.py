@@ -10,15 +10,15 @@ plug-in by its digest, and where there is none by the log-probs that it gave whe
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from orbit_runtime.adapters.ticket import NOT_ARRIVED
 from orbit_runtime.errors import EngineDiedError, GateError, OrbitError
 from orbit_runtime.rollout.handover import Handover
-from orbit_runtime.rollout.served import About, Api, Loaded, LostError, Server, Sleeping
+from orbit_runtime.rollout.served import About, Api, Call, Loaded, LostError, Piece, Server, Sleeping
 from orbit_runtime.types import AdapterFiles, Scored, ServerReading
 
 FACTS_VERSION = 2
@@ -148,11 +148,25 @@ class Replica:
                     raise self.died(error) from None
         raise AssertionError("unreachable")
 
-    async def attempt[T](self, work: Callable[[], Awaitable[T]], *, needs: str | None = None) -> T:
-        """One try. A loss starts bringing it back, and is raised; so is an adapter that it no longer holds."""
+    async def attempt[T](self, work: Callable[[], Awaitable[T]]) -> T:
+        """One try. A loss starts bringing it back, and is raised."""
+        async with self._noticed(None):
+            return await self._watched(work())
+
+    async def stream(self, call: Call, eos: Sequence[int]) -> AsyncGenerator[Piece]:
+        """One try. A loss starts bringing it back, and is raised; so is an adapter that it no longer holds.
+
+        However long the next piece takes: the server is lost only when it shows no progress.
+        """
+        async with self._noticed(call.first.adapter), aclosing(self.api.stream(call, eos)) as pieces:
+            while (piece := await self._watched(anext(pieces, None))) is not None:
+                yield piece
+
+    @asynccontextmanager
+    async def _noticed(self, needs: str | None) -> AsyncGenerator[None]:
         restarts = self.restarts
         try:
-            return await self._watched(work)
+            yield
         except LostError:
             self._begin_revival()
             raise
@@ -173,9 +187,9 @@ class Replica:
         if self.failure is not None:
             raise self.failure
 
-    async def _watched[T](self, work: Callable[[], Awaitable[T]]) -> T:
+    async def _watched[T](self, work: Awaitable[T]) -> T:
         """A server that hangs takes requests and answers none: while one waits long, it is asked for progress."""
-        task = asyncio.ensure_future(work())
+        task = asyncio.ensure_future(work)
         silent = 0
         try:
             while True:
@@ -187,6 +201,8 @@ class Replica:
                     raise LostError(f"{self.server.url} answers, but shows no progress")
         finally:
             task.cancel()
+            # A stream can be closed only once nobody waits for its next piece.
+            await asyncio.wait({task})
 
     # --- adapters ---
 

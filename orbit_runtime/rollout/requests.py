@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Collection, Iterator, Sequence
+from contextlib import suppress
 
-from orbit_runtime.errors import DataError, GateError
+from orbit_runtime.errors import DataError, GateError, OrbitError
 from orbit_runtime.types import Completion, Engine, FinishReason, Request
 
 UNFINISHED: tuple[FinishReason, ...] = ("abort", "deadline")
@@ -54,10 +55,14 @@ def sample(engine: Engine, requests: Sequence[Request]) -> Iterator[Completion]:
 
 
 async def end_all(engine: Engine) -> None:
-    """Aborts what is under way and waits until none of it is."""
+    """Aborts what is under way and waits until none of it is; what went wrong with it meanwhile no longer matters."""
     engine.abort()
-    async for _ in engine.completions():
-        pass
+    is_ended = False
+    while not is_ended:
+        with suppress(OrbitError):
+            async for _ in engine.completions():
+                pass
+            is_ended = True
 
 
 async def _next(stream: AsyncGenerator[Completion]) -> Completion | None:

@@ -6,7 +6,7 @@ Belongs here: records and Protocols between the engine (`served_engine`), its co
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -46,29 +46,50 @@ class Loaded:
 
 
 @dataclass(frozen=True)
-class Call:
-    """Requests that are asked together: samples of one prompt, which share its prefill, or one each of several."""
+class Ask:
+    """One completion that a server is asked for: a request, or what is left of one."""
 
-    requests: tuple[Request, ...]
+    rid: str
+    """What the server knows it by; never used twice."""
+    request: Request
+    tokens_T: tuple[int, ...] = ()
+    """Of the completion, those that are there already."""
 
     @property
-    def first(self) -> Request:
-        return self.requests[0]
+    def input_T(self) -> tuple[int, ...]:
+        return (*self.request.prompt_ids_T, *self.tokens_T)
 
     @property
-    def prompts(self) -> list[list[int]]:
-        """Token ids; one where all requests are samples of it."""
-        found = [list(request.prompt_ids_T) for request in self.requests]
-        return found[:1] if all(each == found[0] for each in found) else found
+    def max_new_tokens(self) -> int:
+        return self.request.sampling.max_new_tokens - len(self.tokens_T)
 
 
 @dataclass(frozen=True)
-class Sampled:
-    """One answer to a call."""
+class Call:
+    """Completions that are asked for together, under one adapter and sampling: samples of one prompt, which share its
+    prefill, or one each of several prompts."""
 
+    asks: tuple[Ask, ...]
+
+    @property
+    def first(self) -> Request:
+        return self.asks[0].request
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What a server tells of one completion, each token once."""
+
+    index: int
+    """Of the ask within its call."""
     token_ids_T: tuple[int, ...]
     logprobs_T: tuple[float, ...]
-    finish_reason: FinishReason
+    finish_reason: FinishReason | None
+    """None: more will come."""
+    total: int | None = None
+    """Tokens that the server counts, those of this piece included; None: it does not tell."""
+    adapter: str | None = None
+    """That the server's plug-in says was applied; None: there is nobody to tell, or none was."""
 
 
 @dataclass(frozen=True)
@@ -137,6 +158,11 @@ class Api(Protocol):
         """A call may hold several."""
         ...
 
+    @property
+    def ends_one(self) -> bool:
+        """`abort` ends single completions of a call."""
+        ...
+
     async def about(self) -> About: ...
 
     async def is_healthy(self) -> bool:
@@ -157,7 +183,16 @@ class Api(Protocol):
 
     async def unload(self, name: str) -> None: ...
 
-    async def generate(self, call: Call, eos: Sequence[int]) -> list[Sampled]: ...
+    def stream(self, call: Call, eos: Sequence[int]) -> AsyncGenerator[Piece]:
+        """Pieces of all completions of the call, in no promised order among them, until each has ended.
+
+        A stream that is closed early ends what it was for.
+        """
+        ...
+
+    async def abort(self, rids: Sequence[str]) -> None:
+        """Ends these where they are; their streams tell so. A server that ends only whole calls does nothing."""
+        ...
 
     async def score(
         self, token_ids_T: Sequence[int], adapters: Sequence[str | None], behind: int | None = None
@@ -184,17 +219,16 @@ class Api(Protocol):
         ...
 
 
-def check_sampled(call: Call, tokens: Sequence[Any], logprobs: Sequence[Any], reason: object) -> Sampled:
-    """Raises GateError where an answer does not fit its request."""
-    first = call.first
-    finish = FINISH.get(str(reason))
-    if not tokens or len(tokens) != len(logprobs) or finish is None or len(tokens) > first.sampling.max_new_tokens:
+def build_piece(index: int, tokens: Sequence[Any], logprobs: Sequence[Any], reason: object, **more: Any) -> Piece:
+    """Raises GateError for what is no piece of an answer."""
+    finish = None if reason is None else FINISH.get(str(reason))
+    if len(tokens) != len(logprobs) or (reason is not None and finish is None):
         raise GateError(
-            f"request {first.request_id} was answered with {len(tokens)} tokens, {len(logprobs)} log-probs and finish "
-            f"reason {reason}",
+            f"the engine answered {len(tokens)} tokens with {len(logprobs)} log-probs and finish reason {reason}",
             where="rollout",
         )
-    return Sampled(tuple(int(token) for token in tokens), tuple(number(value) for value in logprobs), finish)
+    told = tuple(int(token) for token in tokens)
+    return Piece(index, told, tuple(number(value) for value in logprobs), finish, **more)
 
 
 def number(value: Any) -> float:

@@ -9,14 +9,16 @@ from __future__ import annotations
 import base64
 import json
 import pickle
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any, Literal
 
 from orbit_runtime.adapters import tensorfile
 from orbit_runtime.adapters.state import CONFIG_FILE, MODEL_FILE
 from orbit_runtime.errors import GateError
-from orbit_runtime.rollout.served import About, Call, Sampled, Sleeping, check_sampled, number
+from orbit_runtime.rollout.served import About, Call, Piece, Sleeping, build_piece, number
 from orbit_runtime.rollout.wire import Wire, adapter_names, exposition
 from orbit_runtime.types import AdapterFiles, Cached, Scored
 
@@ -25,6 +27,9 @@ PROGRESS_SECONDS = 60.0
 """SGLang itself gives up after 20 s without a sign of its scheduler."""
 
 IDLE_SECONDS = 30
+INTERVAL, FEW = 64, 8
+APPLIED = "orbit_adapter"
+"""Where the plug-in tells, for each token, the adapter that stood in the slot it was sampled from."""
 TAGS: Mapping[Sleeping, str] = {"cache": "kv_cache", "weights": "weights", "graphs": "cuda_graph"}
 
 
@@ -32,6 +37,7 @@ class SGLangApi:
     """Of SGLang 0.5."""
 
     takes_prompts = True
+    ends_one = True
 
     def __init__(
         self, wire: Wire, *, method: Literal["Folder", "Upload"] = "Folder", deterministic: bool = False
@@ -45,6 +51,8 @@ class SGLangApi:
         self._method = method
         self._deterministic = deterministic
         self._ranks = 1
+        self._incremental = False
+        """Each event holds what is new, and not all from the beginning."""
 
     async def about(self) -> About:
         info, model = await self._wire.get("/server_info"), await self._wire.get("/model_info")
@@ -52,6 +60,7 @@ class SGLangApi:
         versions = {state.get("version") for state in states}
         targets = info.get("lora_target_modules")
         self._ranks = int(info.get("tp_size") or 1)
+        self._incremental = bool(info.get("incremental_streaming_output"))
         return About(
             kind="SGLang",
             version=str(info.get("version")),
@@ -94,36 +103,54 @@ class SGLangApi:
     async def unload(self, name: str) -> None:
         await self._wire.post("/unload_lora_adapter", {"lora_name": name})
 
-    async def generate(self, call: Call, eos: Sequence[int]) -> list[Sampled]:
-        sampling, prompts = call.first.sampling, call.prompts
-        parameters: Any = {
-            "n": len(call.requests) // len(prompts),
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "max_new_tokens": sampling.max_new_tokens,
-            "stop": list(sampling.stop),
-            "stop_token_ids": list(eos),
-        }
+    async def stream(self, call: Call, eos: Sequence[int]) -> AsyncGenerator[Piece]:
+        asks, sampling = call.asks, call.first.sampling
+        parameters: list[dict[str, Any]] = [
+            {
+                "temperature": sampling.temperature,
+                "top_p": sampling.top_p,
+                "max_new_tokens": ask.max_new_tokens,
+                "stop": list(sampling.stop),
+                "stop_token_ids": list(eos),
+                "stream_interval": self._interval(ask.max_new_tokens),
+            }
+            for ask in asks
+        ]
         if self._deterministic:
-            # The n samples of one entry share its seed, and with it all their tokens.
-            prompts = [list(request.prompt_ids_T) for request in call.requests]
-            seeds = [_signed(request.key) for request in call.requests]
-            parameters = [parameters | {"n": 1, "sampling_seed": seed} for seed in seeds]
-        several = self._deterministic or len(prompts) > 1
+            for each, ask in zip(parameters, asks, strict=True):
+                each["sampling_seed"] = _signed(ask.request.key)
         body = {
-            "input_ids": prompts if several else prompts[0],
+            "rid": [ask.rid for ask in asks],
+            "input_ids": [ask.input_T for ask in asks],
             "sampling_params": parameters,
             "return_logprob": True,
-            "lora_path": [call.first.adapter] * len(prompts) if several else call.first.adapter,
+            "lora_path": [call.first.adapter] * len(asks),
+            "stream": True,
         }
-        answers = await self._wire.post("/generate", body)
-        found = []
-        for answer in answers if isinstance(answers, list) else [answers]:
-            meta = _meta(answer)
-            entries = meta.get("output_token_logprobs") or []
-            reason = (meta.get("finish_reason") or {}).get("type")
-            found.append(check_sampled(call, [entry[1] for entry in entries], [entry[0] for entry in entries], reason))
-        return found
+        had: Counter[int] = Counter()
+        async with aclosing(self._wire.stream("/generate", body)) as events:
+            async for event in events:
+                meta, index = _meta(event), int(event.get("index", 0))
+                entries = meta.get("output_token_logprobs") or []
+                if not self._incremental:
+                    entries = entries[had[index] :]
+                had[index] += len(entries)
+                yield build_piece(
+                    index,
+                    [entry[1] for entry in entries],
+                    [entry[0] for entry in entries],
+                    (meta.get("finish_reason") or {}).get("type"),
+                    total=meta.get("completion_tokens"),
+                    adapter=(meta.get(APPLIED) or [None])[-1],
+                )
+
+    def _interval(self, max_new_tokens: int) -> int:
+        """Tokens between two events. A server that repeats the whole answer in each is asked for few of them."""
+        return INTERVAL if self._incremental else max(INTERVAL, max_new_tokens // FEW)
+
+    async def abort(self, rids: Sequence[str]) -> None:
+        for rid in rids:
+            await self._wire.act("/abort_request", {"rid": rid})
 
     async def score(
         self, token_ids_T: Sequence[int], adapters: Sequence[str | None], behind: int | None = None

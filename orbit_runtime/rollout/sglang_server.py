@@ -148,6 +148,7 @@ def server_arguments(settings: ServerSettings, port: int) -> list[str]:
         "--dtype", settings.dtype, "--random-seed", str(settings.seed),
         "--context-length", str(settings.max_sequence_length),
         "--max-running-requests", str(settings.max_running_requests), "--enable-metrics",
+        "--incremental-streaming-output",
         "--enable-lora", "--max-lora-rank", str(settings.lora_rank), "--max-loras-per-batch", str(MAX_ADAPTERS),
         "--max-loaded-loras", str(2 * MAX_ADAPTERS), "--lora-target-modules", *settings.targets,
     ]  # fmt: skip

@@ -8,12 +8,13 @@ vLLM must be started with `--enable-lora`, `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1` 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
 from orbit_runtime.errors import GateError, UnsupportedError
-from orbit_runtime.rollout.served import About, Call, Sampled, Sleeping, check_sampled, number
+from orbit_runtime.rollout.served import About, Call, Piece, Sleeping, build_piece, number
 from orbit_runtime.rollout.wire import Wire, adapter_names, exposition
 from orbit_runtime.types import AdapterFiles, Scored
 
@@ -27,6 +28,7 @@ class VllmApi:
     """Of vLLM 0.32."""
 
     takes_prompts = False
+    ends_one = False
 
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
@@ -53,26 +55,34 @@ class VllmApi:
     async def unload(self, name: str) -> None:
         await self._wire.act("/v1/unload_lora_adapter", {"lora_name": name})
 
-    async def generate(self, call: Call, eos: Sequence[int]) -> list[Sampled]:
-        sampling = call.first.sampling
+    async def stream(self, call: Call, eos: Sequence[int]) -> AsyncGenerator[Piece]:
+        sampling, first = call.first.sampling, call.asks[0]
         body = {
             "model": call.first.adapter or self._model,
-            "prompt": list(call.first.prompt_ids_T),
-            "n": len(call.requests),
+            "prompt": first.input_T,
+            "n": len(call.asks),
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
-            "max_tokens": sampling.max_new_tokens,
+            "max_tokens": first.max_new_tokens,
             "stop": list(sampling.stop),
             "stop_token_ids": list(eos),
             "logprobs": 0,
             "return_token_ids": True,
+            "stream": True,
         }
-        choices = await self._choices(body)
-        found = []
-        for choice in sorted(choices, key=lambda each: int(each.get("index", 0))):
-            logprobs = (choice.get("logprobs") or {}).get("token_logprobs") or []
-            found.append(check_sampled(call, choice.get("token_ids") or [], logprobs, choice.get("finish_reason")))
-        return found
+        async with aclosing(self._wire.stream("/v1/completions", body)) as events:
+            async for event in events:
+                for choice in event.get("choices") or ():
+                    logprobs = (choice.get("logprobs") or {}).get("token_logprobs") or []
+                    yield build_piece(
+                        int(choice.get("index", 0)),
+                        choice.get("token_ids") or [],
+                        logprobs,
+                        choice.get("finish_reason"),
+                    )
+
+    async def abort(self, rids: Sequence[str]) -> None:
+        """vLLM knows no single samples of a call; it ends them all when their stream is closed."""
 
     async def score(
         self, token_ids_T: Sequence[int], adapters: Sequence[str | None], behind: int | None = None

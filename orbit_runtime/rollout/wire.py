@@ -6,7 +6,8 @@ answers alike. Does not belong here: what only one kind is asked.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 import httpx
@@ -15,17 +16,21 @@ from orbit_runtime.errors import CredentialsError, GateError, UnsupportedError
 from orbit_runtime.rollout.served import LostError, Server
 
 REQUEST_SECONDS = 3600.0
-"""Longest that one request may take. A server that hangs is noticed long before, by asking for its progress."""
+"""Longest that one request other than a completion may take. A server that hangs is noticed long before, by asking for
+its progress."""
 ASK_SECONDS = 60.0
 METRICS_SECONDS = 2.0
 """A scrape waits for it, and Prometheus gives up after ten by default."""
+CONNECT_SECONDS = 10.0
 SHOWN = 500
 
 
 def build_client() -> httpx.AsyncClient:
     """One for all servers of a run; proxies of the environment are for other things."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
-    return httpx.AsyncClient(timeout=httpx.Timeout(REQUEST_SECONDS, connect=10.0), limits=limits, trust_env=False)
+    return httpx.AsyncClient(
+        timeout=httpx.Timeout(REQUEST_SECONDS, connect=CONNECT_SECONDS), limits=limits, trust_env=False
+    )
 
 
 class Wire:
@@ -46,6 +51,36 @@ class Wire:
     async def act(self, path: str, body: Mapping[str, Any]) -> None:
         """`post` where the answer is only that it was done."""
         _check(path, await self._send("POST", path, json=body))
+
+    async def stream(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any]]:
+        """Events of an answer that comes bit by bit (`text/event-stream`), as JSON, until `[DONE]` or its end.
+
+        Silence is no failure here: a long answer under load may wait long for its next token.
+
+        Raises:
+            LostError: the connection ended, or an event was cut off.
+            GateError: the request is refused, or an event is not JSON.
+        """
+        url, headers = f"{self.url}{path}", dict(self._server.headers)
+        patient = httpx.Timeout(None, connect=CONNECT_SECONDS, pool=None)
+        try:
+            async with self._client.stream("POST", url, headers=headers, json=body, timeout=patient) as answer:
+                if answer.status_code != 200:
+                    await answer.aread()
+                    _check(path, answer)
+                if not answer.headers.get("content-type", "").startswith("text/event-stream"):
+                    raise GateError(f"{path} was answered with something that is no stream of events", where="rollout")
+                async for line in answer.aiter_lines():
+                    if not line.startswith("data:"):
+                        continue
+                    event = line[5:].strip()
+                    if event == "[DONE]":
+                        return
+                    yield _event(path, event)
+        except httpx.InvalidURL as error:
+            raise LostError(f"{self.url}: {error}") from None
+        except httpx.RequestError as error:
+            raise LostError(f"{url}: {error or type(error).__name__}") from None
 
     async def get(self, path: str) -> Any:
         return _read(path, await self._send("GET", path, timeout=ASK_SECONDS))
@@ -109,6 +144,24 @@ def _check(path: str, answer: httpx.Response) -> None:
         raise LostError(told)
     if answer.status_code != 200:
         raise GateError(told, where="rollout")
+
+
+def _event(path: str, text: str) -> dict[str, Any]:
+    try:
+        event = json.loads(text)
+    except ValueError:
+        # Half a line is the last that came of a connection that was cut.
+        raise LostError(f"{path} sent an event that is not JSON: {text[:SHOWN]}") from None
+    if not isinstance(event, dict):
+        raise GateError(f"{path} sent an event that is no object: {text[:SHOWN]}", where="rollout")
+    error = event.get("error")
+    if error is None:
+        return event
+    code = error.get("code") if isinstance(error, dict) else None
+    told = f"{path} was answered with an error: {json.dumps(error)[:SHOWN]}"
+    if isinstance(code, int) and code >= 500:
+        raise LostError(told)
+    raise GateError(told, where="rollout")
 
 
 def _read(path: str, answer: httpx.Response) -> Any:

@@ -10,7 +10,7 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -24,6 +24,15 @@ Fault = Callable[["FakeServer", str, dict], Answer | None]
 """Gets path and body of one request; what it returns is answered instead. `None`: as usual."""
 CUT = (-1, None)
 """The connection ends without an answer."""
+
+
+@dataclass
+class Events:
+    """An answer that comes bit by bit. A `str` is sent as it is, a number is a pause in seconds; `whole=False` cuts the
+    connection after the last, without an end."""
+
+    events: list[dict | str | float]
+    whole: bool = True
 
 
 @dataclass
@@ -49,7 +58,17 @@ class FakeServer:
     """Its tokens follow from the seed of their entry, which it ignores otherwise."""
     held: dict[str, Path | None] = field(default_factory=dict)
     served: list[list[int]] = field(default_factory=list)
-    """Prompts that were answered with samples."""
+    """Prompts that were answered with samples, once for each sample."""
+    calls: int = 0
+    """That asked for samples."""
+    incremental: bool = True
+    """Its events hold what is new; else all from the beginning."""
+    piece_tokens: int = 2
+    piece_seconds: float = 0.0
+    """Between two events."""
+    aborted: set[str] = field(default_factory=set)
+    deaf: int = 0
+    """So many requests to end something are forgotten."""
     faults: deque[Fault] = field(default_factory=deque)
     """Each is asked about every request until it answers one, and is then used up."""
     asleep: set[str] = field(default_factory=set)
@@ -149,7 +168,8 @@ def _server_info(fake: FakeServer, _: dict) -> Answer:
         state["orbit"] = {"version": 2, "unhooked": [], "adapters": adapters}
     return 200, {
         "version": fake.version, "enable_lora": fake.lora, "max_lora_rank": fake.rank, "lora_target_modules": ["all"],
-        "enable_deterministic_inference": fake.deterministic, "context_length": fake.max_tokens,
+        "enable_deterministic_inference": fake.deterministic, "incremental_streaming_output": fake.incremental,
+        "context_length": fake.max_tokens,
         "internal_states": [state],
     }  # fmt: skip
 
@@ -205,6 +225,8 @@ def _wake(fake: FakeServer, body: dict) -> Answer:
 def _generate(fake: FakeServer, body: dict) -> Answer:
     if fake.asleep:
         return CUT
+    if body.get("stream"):
+        return _stream(fake, body)
     if isinstance(body["input_ids"][0], list):
         count, each = len(body["input_ids"]), ("input_ids", "lora_path", "sampling_params", "logprob_start_len")
         given = {name: body[name] if isinstance(body.get(name), list) else [body.get(name)] * count for name in each}
@@ -223,16 +245,65 @@ def _generate(fake: FakeServer, body: dict) -> Answer:
         ]
         entries[0][0] = None
         return 200, {"meta_info": {"input_token_logprobs": entries, "cached_tokens": start}}
-    # SGLang 0.5.23: `sampling_params.py` for the range, `sampling_batch_info.py` for the seed of who brings none.
-    seed = sampling.get("sampling_seed", 42)
-    if not -(2**63) <= seed < 2**63:
-        return 400, {"error": {"message": f"sampling_seed must be in [-2**63, 2**63 - 1], got {seed}."}}
-    fake.served.append(prompt)
-    tokens = [(seed >> 8 * at) % 256 if fake.deterministic else at for at in range(sampling["max_new_tokens"])]
-    entries = [[fake.logprob(adapter, len(prompt) + at, token), token, None] for at, token in enumerate(tokens)]
-    meta = {"output_token_logprobs": entries, "finish_reason": {"type": "length"}}
-    found = [{"output_ids": tokens, "meta_info": meta} for _ in range(sampling["n"])]
-    return 200, found if len(found) > 1 else found[0]
+    raise AssertionError("samples are asked for as a stream")
+
+
+def _stream(fake: FakeServer, body: dict) -> Answer:
+    if fake.asleep:
+        return CUT
+    fake.calls += 1
+    each = ("rid", "input_ids", "lora_path", "sampling_params")
+    asked = [dict(zip(each, values, strict=True)) for values in zip(*(body[name] for name in each), strict=True)]
+    unknown = [one["lora_path"] for one in asked if not fake.is_known(one["lora_path"])]
+    if unknown:
+        # SGLang's 200 goes out before it looks at the request.
+        return 200, Events([{"error": {"message": f"{unknown[0]} is not loaded", "code": 400}}])
+    for one in asked:
+        # SGLang 0.5.23: `sampling_params.py` for the range.
+        seed = one["sampling_params"].get("sampling_seed", 42)
+        if not -(2**63) <= seed < 2**63:
+            message = f"sampling_seed must be in [-2**63, 2**63 - 1], got {seed}."
+            return 200, Events([{"error": {"message": message, "code": 400}}])
+        fake.served.append(one["input_ids"])
+    return 200, _samples(fake, asked)
+
+
+def _samples(fake: FakeServer, asked: list[dict]) -> Iterator[dict | float]:
+    """Round by round, a piece of each that has not ended."""
+    had = [0] * len(asked)
+    open_ones = set(range(len(asked)))
+    while open_ones:
+        yield fake.piece_seconds
+        for index in sorted(open_ones):
+            one = asked[index]
+            limit, is_aborted = one["sampling_params"]["max_new_tokens"], one["rid"] in fake.aborted
+            upto = had[index] if is_aborted else min(limit, had[index] + fake.piece_tokens)
+            reason = "abort" if is_aborted else "length" if upto == limit else None
+            yield _event(fake, one, index, range(had[index] if fake.incremental else 0, upto), upto, reason)
+            had[index] = upto
+            if reason:
+                open_ones.discard(index)
+
+
+def _event(fake: FakeServer, one: dict, index: int, span: range, total: int, reason: str | None) -> dict:
+    # `sampling_batch_info.py` for the seed of who brings none.
+    seed, prompt = one["sampling_params"].get("sampling_seed", 42), one["input_ids"]
+    tokens = [(seed >> 8 * at) % 256 if fake.deterministic else at for at in span]
+    entries = [
+        [fake.logprob(one["lora_path"], len(prompt) + at, token), token, None]
+        for at, token in zip(span, tokens, strict=True)
+    ]
+    meta = {"id": one["rid"], "completion_tokens": total, "output_token_logprobs": entries}
+    told = {"type": reason, **({"message": "Aborted"} if reason == "abort" else {})} if reason else None
+    return {"index": index, "output_ids": tokens, "meta_info": {**meta, "finish_reason": told}}
+
+
+def _abort(fake: FakeServer, body: dict) -> Answer:
+    if fake.deaf:
+        fake.deaf -= 1
+    else:
+        fake.aborted.add(body["rid"])
+    return 200, b""
 
 
 def _metrics(fake: FakeServer, _: dict) -> Answer:
@@ -258,6 +329,7 @@ SGLANG: dict[str, Callable[[FakeServer, dict], Answer]] = {
     "/load_lora_adapter_from_tensors": _load,
     "/unload_lora_adapter": _unload,
     "/generate": _generate,
+    "/abort_request": _abort,
     "/flush_cache?timeout=30": lambda *_: (200, None),
     "/release_memory_occupation": _sleep,
     "/resume_memory_occupation": _wake,
@@ -272,6 +344,10 @@ def _completions(fake: FakeServer, body: dict) -> Answer:
     adapter, prompt = None if body["model"] == "base" else body["model"], body["prompt"]
     if not fake.is_known(adapter):
         return 404, {"error": {"message": f"The model `{adapter}` does not exist."}}
+    if body.get("stream"):
+        fake.calls += 1
+        fake.served += [prompt] * body["n"]
+        return 200, _choices(fake, adapter, body)
     choices = []
     for index in range(body.get("n", 1)):
         count = body["max_tokens"]
@@ -285,9 +361,18 @@ def _completions(fake: FakeServer, body: dict) -> Answer:
             told = [{str(t): {"logprob": fake.logprob(adapter, at, t)}} for at, t in enumerate(prompt)]
             choice["prompt_logprobs"] = [None, *told[1:]]
         choices.append(choice)
-    if "prompt_logprobs" not in body:
-        fake.served.append(prompt)
     return 200, {"choices": choices[::-1]}
+
+
+def _choices(fake: FakeServer, adapter: str | None, body: dict) -> Iterator[dict | float]:
+    for start in range(0, body["max_tokens"], fake.piece_tokens):
+        yield fake.piece_seconds
+        span = range(start, min(body["max_tokens"], start + fake.piece_tokens))
+        logprobs = [fake.logprob(adapter, len(body["prompt"]) + at, at) for at in span]
+        reason = "length" if span.stop == body["max_tokens"] else None
+        for index in reversed(range(body["n"])):
+            choice = {"index": index, "token_ids": [*span], "logprobs": {"token_logprobs": logprobs}}
+            yield {"choices": [{**choice, "finish_reason": reason}]}
 
 
 VLLM: dict[str, Callable[[FakeServer, dict], Answer]] = {
@@ -337,7 +422,40 @@ def _listen(fake: FakeServer) -> ThreadingHTTPServer:
                 self.close_connection = True
                 self.connection.close()
                 return
-            self._send(status, content)
+            if isinstance(content, Iterator):
+                self._send_events(content, whole=True)
+            elif isinstance(content, Events):
+                self._send_events(iter(content.events), whole=content.whole)
+            else:
+                self._send(status, content)
+
+        def _send_events(self, events: Iterator[dict | str | float], *, whole: bool) -> None:
+            self.send_response(200)
+            self.send_header("Content-Type", "text/event-stream")
+            self.send_header("Transfer-Encoding", "chunked")
+            self.end_headers()
+            try:
+                for event in events:
+                    if isinstance(event, float):
+                        self.wfile.flush()
+                        time.sleep(event)
+                        if not fake.is_alive():
+                            raise ConnectionError
+                    else:
+                        self._send_chunk(event if isinstance(event, str) else f"data: {json.dumps(event)}\n\n")
+                if whole:
+                    self._send_chunk("data: [DONE]\n\n")
+                    self.wfile.write(b"0\r\n\r\n")
+                self.wfile.flush()
+            except ConnectionError:
+                whole = False
+            if not whole:
+                self.close_connection = True
+                self.connection.close()
+
+        def _send_chunk(self, text: str) -> None:
+            content = text.encode()
+            self.wfile.write(f"{len(content):x}\r\n".encode() + content + b"\r\n")
 
         def _send(self, status: int, content: Any) -> None:
             sent = content if isinstance(content, bytes) else json.dumps(content).encode()

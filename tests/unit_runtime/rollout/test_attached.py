@@ -198,7 +198,7 @@ def test_an_attached_server_that_was_restarted_by_its_owner_is_filled_again_befo
     engine.load_adapter("policy-v1", adapter(1))
     prove_on(engine, 1, None)
     server.held.clear()
-    server.faults.append(once("/generate", 500, None, lambda body: body["sampling_params"]["max_new_tokens"] > 0))
+    server.faults.append(once("/generate", 500, None, lambda body: body.get("stream", False)))
     asked = requests(6)
     check_whole(asked, list(sample(engine, asked)))
     assert set(server.held) == {"policy-v1"}
@@ -215,7 +215,7 @@ def test_one_that_came_back_with_another_base_or_version_stops_the_run(
         prove_on(engine, 1, None)
         server.held.clear()
         setattr(server, change, {"base": 0.3, "version": "0.6.0"}[change])
-        server.faults.append(once("/generate", 500, None, lambda body: body["sampling_params"]["max_new_tokens"] > 0))
+        server.faults.append(once("/generate", 500, None, lambda body: body.get("stream", False)))
         with pytest.raises(GateError, match=says):
             list(sample(engine, requests(2)))
         engine.close()

@@ -1,0 +1,307 @@
+"""The queue of an engine over servers: which server is asked for what, and what becomes of servers that are lost.
+
+Belongs here: from requests to completions, over several servers. Does not belong here: one server's life (`replica`),
+the choice among servers (`routing`), a completion's tokens (`answers`).
+
+The samples of one prompt are one call, so that they share its prefill; prompts with one short answer each are asked
+together. Where a server is lost, its completions go on at another from the tokens that had come: no token is sampled
+twice, none is lost, and hours of sampling are not either.
+
+Methods say whose thread they are for: the caller's, which submits and takes completions, or the client's, on which
+HTTP runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import dataclass
+from functools import partial
+
+from orbit_runtime.errors import EngineDiedError, GateError
+from orbit_runtime.rollout.answers import Answer
+from orbit_runtime.rollout.replica import TRIES, Replica
+from orbit_runtime.rollout.routing import PrefixRouter
+from orbit_runtime.rollout.served import Call, LostError, Piece
+from orbit_runtime.types import Completion, FinishReason, Tokenizer
+
+CALL_TOKENS, MOST_PROMPTS = 512, 16
+"""Of one call with several prompts."""
+AGAIN_SECONDS = 1.0
+"""A server that is told to end what it has not begun may forget it: it is told again."""
+
+
+@dataclass(frozen=True)
+class Failed:
+    """Requests that nothing will come of any more, and why."""
+
+    request_ids: tuple[int, ...]
+    error: Exception
+
+
+class AnswerQueue:
+    """Requests under way at an engine's servers."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, tokenizer: Tokenizer, capacity: int) -> None:
+        """
+        Args:
+            loop: the client's, which runs already.
+            capacity: completions that one server samples at the same time.
+        """
+        self.under_way: dict[int, str | None] = {}
+        """Adapter by request id. The caller's."""
+        self._ended: deque[Completion | Failed] = deque()
+        self._wake: Callable[[], object] | None = None
+        """Wakes who waits for completions."""
+        self._loop = loop
+        self._tokenizer = tokenizer
+        self._eos = tuple(tokenizer.eos_ids)
+        self._capacity = capacity
+        self._replicas: tuple[Replica, ...] = ()
+        self._answers: dict[int, Answer] = {}
+        """Of the client, as is all below."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._loads: list[int] = []
+        self._router = PrefixRouter(0, 1)
+        self._changed = asyncio.Condition()
+
+    def attach(self, replicas: Sequence[Replica]) -> None:
+        """The servers; once."""
+        self._replicas = tuple(replicas)
+        self._loads = [0] * len(replicas)
+        self._router = PrefixRouter(len(replicas), self._capacity)
+        for index, replica in enumerate(replicas):
+            replica.on_change = partial(self._came_back, index)
+
+    # --- the caller's thread ---
+
+    def submit(self, answers: Sequence[Answer]) -> None:
+        self.under_way |= {answer.request.request_id: answer.request.adapter for answer in answers}
+        self._loop.call_soon_threadsafe(self._start, answers)
+
+    def abort(self, request_ids: Collection[int] | None) -> None:
+        ids = [*self.under_way] if request_ids is None else [*request_ids]
+        if ids and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._end_early, ids, "abort")
+
+    def is_sampling_from(self, adapter: str) -> bool:
+        return adapter in self.under_way.values()
+
+    async def completions(self) -> AsyncGenerator[Completion]:
+        arrived = asyncio.Event()
+        self._wake = partial(asyncio.get_running_loop().call_soon_threadsafe, arrived.set)
+        try:
+            while True:
+                # Who was just given a completion may ask for the next one.
+                await asyncio.sleep(0)
+                arrived.clear()
+                while self._ended:
+                    ended = self._ended.popleft()
+                    if isinstance(ended, Failed):
+                        for request_id in ended.request_ids:
+                            del self.under_way[request_id]
+                        raise ended.error
+                    del self.under_way[ended.request_id]
+                    yield ended
+                if not self.under_way:
+                    return
+                if not self._ended:
+                    await arrived.wait()
+        finally:
+            self._wake = None
+
+    # --- the client's thread ---
+
+    def _start(self, answers: Sequence[Answer]) -> None:
+        for answer in answers:
+            request = answer.request
+            self._answers[request.request_id] = answer
+            if request.deadline_seconds is not None:
+                answer.timer = self._loop.call_later(
+                    request.deadline_seconds, self._end_early, [request.request_id], "deadline"
+                )
+        # Of several servers each prompt goes to the one that knows its beginning.
+        together = len(self._replicas) == 1 and self._replicas[0].api.takes_prompts
+        for group in group_answers(answers, self._capacity, CALL_TOKENS if together else 0):
+            self._spawn(group)
+
+    def _spawn(self, group: list[Answer]) -> None:
+        task = self._loop.create_task(self._run(group))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _end_early(self, request_ids: Sequence[int], reason: FinishReason) -> None:
+        for request_id in request_ids:
+            answer = self._answers.get(request_id)
+            if answer is None or answer.wanted is not None:
+                continue
+            answer.wanted = reason
+            if answer.at is None or not answer.at.api.ends_one:
+                self._finish(answer)
+        # Who waits for a server may have nothing left to ask it.
+        self._loop.create_task(self._notify())
+
+    def _finish(self, answer: Answer) -> None:
+        """Hands it over, as it has ended or as it was wanted to."""
+        answer.finish_reason = answer.finish_reason or answer.wanted
+        self._forget(answer)
+        self._hand_over(answer.completion(self._tokenizer))
+
+    def _forget(self, answer: Answer) -> None:
+        del self._answers[answer.request.request_id]
+        if answer.timer is not None:
+            answer.timer.cancel()
+
+    def _hand_over(self, ended: Completion | Failed) -> None:
+        self._ended.append(ended)
+        wake = self._wake
+        if wake is not None:
+            # Where the consumer's event loop has ended meanwhile, the next one finds it.
+            with suppress(RuntimeError):
+                wake()
+
+    async def _run(self, group: list[Answer]) -> None:
+        """Until each has ended; what goes wrong is raised where completions are taken."""
+        losses = 0
+        try:
+            while left := _unended(group):
+                index = await self._take(left)
+                if index is None:
+                    continue
+                left = _unended(left)
+                before = sum(len(answer.tokens) for answer in left)
+                try:
+                    await self._stream(self._replicas[index], left)
+                except LostError as error:
+                    is_further = sum(len(answer.tokens) for answer in left) > before
+                    losses = 1 if is_further else losses + 1
+                    if losses == TRIES:
+                        raise self._lost(self._replicas[index], error) from None
+                    for answer in _unended(left):
+                        if answer.wanted is not None:
+                            self._finish(answer)
+                        else:
+                            answer.ask_again()
+                    if is_further:
+                        # They no longer begin alike, so they are no longer asked together.
+                        for answer in _unended(left):
+                            self._spawn([answer])
+                        return
+                finally:
+                    await self._give_back(index, len(left))
+        except Exception as error:
+            for answer in _unended(group):
+                self._forget(answer)
+            self._hand_over(Failed(tuple(answer.request.request_id for answer in _unended(group)), error))
+
+    @staticmethod
+    def _lost(replica: Replica, error: LostError) -> EngineDiedError:
+        return EngineDiedError(
+            f"the request was lost {TRIES} times, at last with {replica.name}: {error}", fix=replica.server.describe()
+        )
+
+    async def _stream(self, replica: Replica, answers: list[Answer]) -> None:
+        """Raises LostError where the stream ends before they do."""
+        for answer in answers:
+            answer.at = replica
+        ending = self._loop.create_task(self._end_asked(replica, answers))
+        call = Call(tuple(answer.ask for answer in answers))
+        try:
+            async with aclosing(replica.stream(call, self._eos)) as pieces:
+                async for piece in pieces:
+                    self._add(answers, piece)
+                    if not _unended(answers):
+                        return
+            raise LostError("its stream ended before its completions did")
+        finally:
+            ending.cancel()
+            for answer in answers:
+                answer.at = None
+
+    def _add(self, answers: Sequence[Answer], piece: Piece) -> None:
+        if not 0 <= piece.index < len(answers):
+            raise GateError(f"asked for {len(answers)} completions, the engine answered one more", where="rollout")
+        answer = answers[piece.index]
+        if answer.finish_reason is not None:
+            # What was given up here goes on there until its whole call ends.
+            return
+        answer.add(piece)
+        if answer.finish_reason is not None:
+            self._finish(answer)
+
+    async def _end_asked(self, replica: Replica, answers: Sequence[Answer]) -> None:
+        """Tells the server which of them are to end before their time, until they have."""
+        while True:
+            async with self._changed:
+                await self._changed.wait()
+            while rids := [answer.ask.rid for answer in _unended(answers) if answer.wanted is not None]:
+                with suppress(LostError, GateError):
+                    await replica.api.abort(rids)
+                await asyncio.sleep(AGAIN_SECONDS)
+
+    async def _take(self, answers: Sequence[Answer]) -> int | None:
+        """Waits for a copy that lives and has room; None: they have all ended meanwhile.
+
+        Raises:
+            OrbitError: a server did not come back, which ends the run.
+        """
+        async with self._changed:
+            while left := _unended(answers):
+                for replica in self._replicas:
+                    if replica.failure is not None:
+                        raise replica.failure
+                first = left[0].request
+                chosen = self._router.choose(
+                    first.adapter,
+                    first.prompt_ids_T,
+                    len(left),
+                    loads=self._loads,
+                    alive=[replica.is_up for replica in self._replicas],
+                )
+                if chosen is not None:
+                    self._loads[chosen] += len(left)
+                    return chosen
+                await self._changed.wait()
+        return None
+
+    async def _give_back(self, index: int, count: int) -> None:
+        self._loads[index] -= count
+        await self._notify()
+
+    async def _came_back(self, index: int) -> None:
+        self._router.forget(index)
+        await self._notify()
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+
+def _unended(answers: Sequence[Answer]) -> list[Answer]:
+    return [answer for answer in answers if answer.finish_reason is None]
+
+
+def group_answers(answers: Sequence[Answer], capacity: int, tokens: int) -> list[list[Answer]]:
+    """One group per prompt; a prompt with more samples than a server runs at the same time is asked in several.
+
+    Prompts with one sample each are asked together as long as their answers stay below `tokens`: each that arrives
+    alone would be a prefill of its own. Long answers are not: a call ends with its longest, the others' places empty.
+    """
+    grouped: dict[object, list[Answer]] = {}
+    for answer in answers:
+        request = answer.request
+        grouped.setdefault((request.sampling, request.adapter, answer.ask.input_T), []).append(answer)
+    groups: list[list[Answer]] = []
+    single: dict[object, list[Answer]] = {}
+    for group in grouped.values():
+        if len(group) == 1:
+            request = group[0].request
+            single.setdefault((request.sampling, request.adapter), []).append(group[0])
+            continue
+        groups += [group[start : start + capacity] for start in range(0, len(group), capacity)]
+    for alone in single.values():
+        size = max(1, min(tokens // alone[0].request.sampling.max_new_tokens, MOST_PROMPTS, capacity))
+        groups += [alone[start : start + size] for start in range(0, len(alone), size)]
+    return groups

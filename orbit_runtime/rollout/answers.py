@@ -1,0 +1,114 @@
+"""Completions under way at servers: what has come of each, checked as it comes.
+
+Belongs here: one request's tokens so far. Does not belong here: which server is asked (`served_engine`), what its
+events look like (`sglang_api`, `vllm_api`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from itertools import count
+from typing import TYPE_CHECKING
+from uuid import uuid4
+
+from orbit_runtime.errors import GateError
+from orbit_runtime.rollout.served import Ask, Piece
+from orbit_runtime.rollout.text import answer_text
+from orbit_runtime.types import Completion, FinishReason, Request, Tokenizer
+
+if TYPE_CHECKING:
+    from orbit_runtime.rollout.replica import Replica
+
+_PREFIX = uuid4().hex[:12]
+_NUMBERS = count()
+
+
+class Answer:
+    """A completion under way. Only the client's thread touches it."""
+
+    def __init__(self, request: Request, version: int) -> None:
+        """Args: version: of the slot that the request names."""
+        self.request = request
+        self.version = version
+        so_far = request.so_far
+        self.tokens = array("q", so_far.token_ids_T if so_far else ())
+        self.logprobs = array("d", so_far.logprobs_T if so_far else ())
+        self.versions = array("q", so_far.versions_T if so_far else ())
+        self.finish_reason: FinishReason | None = None
+        self.wanted: FinishReason | None = None
+        """Why it is to end before its time: `abort` or `deadline`."""
+        self.at: Replica | None = None
+        """Where it is sampled just now."""
+        self.timer: asyncio.TimerHandle | None = None
+        """Its deadline's."""
+        self.ask = self._next_ask()
+        self._before = len(self.tokens)
+        """Tokens that were there before the present ask."""
+
+    def ask_again(self) -> None:
+        """For what is left of it: tokens that came before the server was lost were sampled, and stay.
+
+        Where only the word that it has ended is missing, its last token is asked for again.
+        """
+        if len(self.tokens) == self.request.sampling.max_new_tokens:
+            for column in (self.tokens, self.logprobs, self.versions):
+                column.pop()
+        self.ask, self._before = self._next_ask(), len(self.tokens)
+
+    def _next_ask(self) -> Ask:
+        return Ask(f"{_PREFIX}-{next(_NUMBERS)}", self.request, tuple(self.tokens))
+
+    def add(self, piece: Piece) -> None:
+        """Raises GateError where a token was skipped or told twice, where there are more than were asked for, or where
+        the completion has none."""
+        if piece.total is not None and piece.total != len(self.tokens) - self._before + len(piece.token_ids_T):
+            raise GateError(
+                f"the engine counts {piece.total} tokens of request {self.request.request_id}, but told "
+                f"{len(self.tokens) - self._before + len(piece.token_ids_T)}: some are missing or came twice",
+                where="rollout",
+            )
+        if piece.adapter is not None and piece.adapter != self.request.adapter:
+            raise GateError(
+                f"request {self.request.request_id} asked for {self.request.adapter}, and the engine applied "
+                f"{piece.adapter}",
+                where="rollout",
+            )
+        self.tokens.extend(piece.token_ids_T)
+        self.logprobs.extend(piece.logprobs_T)
+        self.versions.extend([self.version] * len(piece.token_ids_T))
+        if len(self.tokens) > self.request.sampling.max_new_tokens:
+            raise GateError(
+                f"request {self.request.request_id} was answered with {len(self.tokens)} tokens, "
+                f"{self.request.sampling.max_new_tokens} were asked for",
+                where="rollout",
+            )
+        if piece.finish_reason is not None:
+            self._end(piece.finish_reason)
+
+    def _end(self, reason: FinishReason) -> None:
+        if reason == "abort":
+            if self.wanted is None:
+                raise GateError(
+                    f"the engine ended request {self.request.request_id} before its time, and nobody asked it to",
+                    where="rollout",
+                )
+            reason = self.wanted
+        elif not self.tokens:
+            raise GateError(
+                f"request {self.request.request_id} was answered with 0 tokens and finish reason {reason}",
+                where="rollout",
+            )
+        self.finish_reason = reason
+
+    def completion(self, tokenizer: Tokenizer) -> Completion:
+        assert self.finish_reason is not None
+        tokens = tuple(self.tokens)
+        return Completion(
+            request_id=self.request.request_id,
+            token_ids_T=tokens,
+            logprobs_T=tuple(self.logprobs),
+            versions_T=tuple(self.versions),
+            finish_reason=self.finish_reason,
+            text=answer_text(tokenizer, tokens, self.request.sampling.stop),
+        )
