@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Callable, Sequence
+from contextlib import aclosing
 from dataclasses import replace
 
 import pytest
@@ -16,9 +18,10 @@ from orbit_runtime.errors import GateError
 from orbit_runtime.policy import Policy
 from orbit_runtime.policy.packed import Branch
 from orbit_runtime.rollout import TorchEngine
-from orbit_runtime.rollout.requests import sample
+from orbit_runtime.rollout.requests import end_all, sample
 from orbit_runtime.rollout.served_engine import ServedEngine
-from orbit_runtime.types import AdapterFiles, Engine, Sampling
+from orbit_runtime.rollout.text import answer_text
+from orbit_runtime.types import AdapterFiles, Completion, Engine, Sampling
 from tests.integration.engine_inputs import by_id, random_adapter, requests_for
 
 Adder = tuple[Policy, ChatTokenizer]
@@ -185,3 +188,99 @@ def test_lora_two_rotations_and_none_in_one_batch_give_the_torch_engines_logprob
         assert scored.applied_digest == expected_applied_digest(adapters[name].files)
         assert max(abs(a - b) for a, b in zip(scored.logprobs_T, base.logprobs_T, strict=True)) > 0.01
         oft_server.unload_adapter(name)
+
+
+# --- the queue ---
+
+
+async def until(engine: Engine, count: int) -> list[Completion]:
+    """The next so many completions."""
+    found: list[Completion] = []
+    async with aclosing(engine.completions()) as stream:
+        async for completion in stream:
+            found.append(completion)
+            if len(found) == count:
+                break
+    return found
+
+
+def test_what_is_submitted_while_others_are_sampled_comes_through_the_same_stream(engine: Engine, adder: Adder) -> None:
+    _, tokenizer = adder
+    asked = requests_for(tokenizer, SUMS, 4, sampling=Sampling(max_new_tokens=5))
+    later = [replace(each, request_id=100 + each.request_id) for each in asked]
+
+    async def all_of_them() -> list[Completion]:
+        engine.submit(asked)
+        found = []
+        async for completion in engine.completions():
+            found.append(completion)
+            if len(found) == 2:
+                engine.submit(later)
+        return found
+
+    found = asyncio.run(all_of_them())
+    assert sorted(each.request_id for each in found) == sorted(each.request_id for each in asked + later)
+
+
+def test_an_aborted_completion_goes_on_under_the_next_version_with_its_tokens_and_log_probs(
+    engine: Engine, adder: Adder, new_name: NewName, close: float
+) -> None:
+    policy, tokenizer = adder
+    names = [new_name(), new_name()]
+    adapters = {name: random_adapter(policy, version) for version, name in enumerate(names, 7)}
+    for name, adapter in adapters.items():
+        engine.load_adapter(name, adapter)
+    # Nothing ends these but the abort: what the model says is far shorter than what it may say.
+    long = Sampling(max_new_tokens=12)
+    asked = requests_for(tokenizer, SUMS, 8, sampling=long, adapter=names[0])
+
+    async def aborted() -> list[Completion]:
+        engine.submit(asked)
+        first = await until(engine, 1)
+        engine.abort()
+        return [*first, *[each async for each in engine.completions()]]
+
+    found = by_id(asyncio.run(aborted()))
+    assert len(found) == len(asked)
+    cut = [each for each in found.values() if each.finish_reason == "abort"]
+    assert cut
+    assert all(len(each.token_ids_T) == len(each.logprobs_T) == len(each.versions_T) < 12 for each in cut)
+    engine.unload_adapter(names[0])
+    rest = [replace(asked[each.request_id], adapter=names[1], so_far=each) for each in cut]
+    whole = by_id(list(sample(engine, rest)))
+    for before in cut:
+        request, after, count = asked[before.request_id], whole[before.request_id], len(before.token_ids_T)
+        assert after.token_ids_T[:count] == before.token_ids_T
+        assert after.logprobs_T[:count] == before.logprobs_T
+        assert after.versions_T == (7,) * count + (8,) * (len(after.token_ids_T) - count)
+        assert after.finish_reason in ("stop", "length")
+        expected = policy_logprobs(policy, adapters[names[1]], request.prompt_ids_T, after.token_ids_T)
+        torch.testing.assert_close(torch.tensor(after.logprobs_T[count:]), expected[count:], rtol=0, atol=close)
+        assert after.text == answer_text(tokenizer, after.token_ids_T, ())
+
+
+def test_a_deadline_ends_a_completion_where_it_is(engine: Engine, adder: Adder) -> None:
+    _, tokenizer = adder
+    asked = requests_for(tokenizer, SUMS, 4, sampling=Sampling(max_new_tokens=12))
+    late = [replace(each, deadline_seconds=1e-6) for each in asked[:6]]
+    found = by_id(list(sample(engine, [*late, *asked[6:]])))
+    assert {found[each.request_id].finish_reason for each in late} <= {"deadline", "stop"}
+    assert any(found[each.request_id].finish_reason == "deadline" for each in late)
+    assert {found[each.request_id].finish_reason for each in asked[6:]} <= {"stop", "length"}
+    # Its time counts from the submission that it was given with, and no earlier one's.
+    again = by_id(list(sample(engine, asked)))
+    assert {each.finish_reason for each in again.values()} <= {"stop", "length"}
+
+
+def test_an_adapter_that_requests_under_way_sample_from_stays(engine: Engine, adder: Adder, new_name: NewName) -> None:
+    policy, tokenizer = adder
+    name = new_name()
+    engine.load_adapter(name, random_adapter(policy, 9))
+    asked = requests_for(tokenizer, SUMS[:1], 4, sampling=Sampling(max_new_tokens=12), adapter=name)
+    engine.submit(asked)
+    with pytest.raises(GateError, match="still sample from"):
+        engine.unload_adapter(name)
+    with pytest.raises(GateError, match="under way already"):
+        engine.submit(asked[:1])
+    asyncio.run(end_all(engine))
+    engine.unload_adapter(name)
