@@ -68,10 +68,10 @@ class Answer:
                 f"{len(self.tokens) - self._before + len(piece.token_ids_T)}: some are missing or came twice",
                 where="rollout",
             )
-        if piece.adapter is not None and piece.adapter != self.request.adapter:
+        if piece.adapter is not None and piece.adapter != (self.request.adapter or ""):
             raise GateError(
-                f"request {self.request.request_id} asked for {self.request.adapter}, and the engine applied "
-                f"{piece.adapter}",
+                f"request {self.request.request_id} asked for {self.request.adapter or 'the base'}, and the engine "
+                f"applied {piece.adapter or 'the base'}",
                 where="rollout",
             )
         self.tokens.extend(piece.token_ids_T)

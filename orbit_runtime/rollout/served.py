@@ -89,7 +89,7 @@ class Piece:
     total: int | None = None
     """Tokens that the server counts, those of this piece included; None: it does not tell."""
     adapter: str | None = None
-    """That the server's plug-in says was applied; None: there is nobody to tell, or none was."""
+    """That the server's plug-in says was applied, empty for the bare base; None: nobody tells."""
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from orbit_runtime.sglang_plugin import (
+    applied,
     arrival,
     cpu,
     deepseek_v4,
@@ -53,6 +54,7 @@ def register(oft_block_size: int, expert_layout: str) -> None:
         (f"{LORA}.lora_manager.LoRAManager.load_lora_adapter", ranks.agree_on_load, "AFTER"),
         (f"{LORA}.lora_manager.LoRAManager.load_lora_adapter_from_tensors", ranks.agree_on_load, "AFTER"),
         ("sglang.srt.model_executor.model_runner.ModelRunner.forward", _around_pass, "AROUND"),
+        *applied.hooks(),
         *deepseek_v4.hooks(),
         *(oft_hooks.hooks(oft_block_size) if oft_block_size else ()),
         *(experts.hooks(expert_layout) if expert_layout else ()),
@@ -155,6 +157,8 @@ def _around_pass(original: Any, runner: Any, forward_batch: Any, *rest: Any, **n
 
 
 def _note_batch(result: Any, manager: Any, forward_batch: Any, *_: Any, **__: Any) -> Any:
-    readback.note_batch(manager, [adapter for adapter in forward_batch.lora_ids if adapter is not None])
+    adapters = [adapter for adapter in forward_batch.lora_ids if adapter is not None]
+    readback.note_batch(manager, adapters)
+    applied.note_batch(manager, adapters)
     oft_hooks.note_batch(manager, forward_batch)
     return result

@@ -284,3 +284,24 @@ def test_an_adapter_that_requests_under_way_sample_from_stays(engine: Engine, ad
         engine.submit(asked[:1])
     asyncio.run(end_all(engine))
     engine.unload_adapter(name)
+
+
+def test_the_servers_plug_in_tells_which_adapter_sampled(
+    lora_server: ServedEngine, lora_adder: Adder, new_name: NewName, run_inside: Callable[..., None]
+) -> None:
+    """Where a version stands in no slot, its tokens are refused: the word of the request alone is not believed."""
+    policy, tokenizer = lora_adder
+    name = new_name()
+    lora_server.load_adapter(name, random_adapter(policy, 11))
+    asked = requests_for(tokenizer, SUMS[:1], 2, sampling=Sampling(max_new_tokens=4), adapter=name)
+    assert {each.versions_T[0] for each in sample(lora_server, asked)} == {11}
+    run_inside(
+        lora_server,
+        "from orbit_runtime.sglang_plugin import applied\n"
+        "applied.note_batch = lambda manager, adapters: applied._applied.update({each: '' for each in adapters})\n",
+    )
+    with pytest.raises(GateError, match=f"asked for {name}, and the engine applied the base"):
+        list(sample(lora_server, asked))
+    run_inside(lora_server, "import importlib\nfrom orbit_runtime.sglang_plugin import applied\n"
+               "importlib.reload(applied)\n")  # fmt: skip
+    lora_server.unload_adapter(name)

@@ -451,9 +451,10 @@ def test_a_version_that_the_plug_in_did_not_apply_stops_the_run(build: Build) ->
     engine = build(server)
     for version in (1, 2):
         engine.load_adapter(f"policy-v{version}", adapter(version))
-    server.faults.append(once("/generate", 200, Events([event(orbit_adapter=["policy-v1"] * 3)])))
-    with pytest.raises(GateError, match="asked for policy-v2, and the engine applied policy-v1"):
-        list(sample(engine, requests(1, samples=1, name="policy-v2")))
+    for applied, said in (("policy-v1", "policy-v1"), ("", "the base")):
+        server.faults.append(once("/generate", 200, Events([event(orbit_adapter=[applied])])))
+        with pytest.raises(GateError, match=f"asked for policy-v2, and the engine applied {said}"):
+            list(sample(engine, requests(1, samples=1, name="policy-v2")))
 
 
 def test_a_request_id_is_under_way_once_and_its_adapter_is_not_taken_away(build: Build) -> None:
