@@ -20,6 +20,7 @@ from orbit_runtime.checkpoints.convert import convert
 from orbit_runtime.checkpoints.target import Target
 from orbit_runtime.data.chat import ChatTokenizer
 from orbit_runtime.loop.publish import Publication, Publisher
+from orbit_runtime.loop.versions import PolicyVersions
 from orbit_runtime.model_info.builtin_models import builtin_folder
 from orbit_runtime.parity.liveness import CHANGE_LIMITS
 from orbit_runtime.policy import Policy, load_policy
@@ -63,6 +64,7 @@ class Rig:
     tokenizer: ChatTokenizer
     engine: ServedEngine
     publisher: Publisher
+    versions: PolicyVersions
     publication: Publication | None = None
 
     def move(self, seed: int, scale: float) -> None:
@@ -76,6 +78,7 @@ class Rig:
         """Raises GateError where the publish is not proven."""
         version = 0 if self.publication is None else self.publication.adapter.version + 1
         self.publication = self.publisher.publish(version, self.publication)
+        self.versions.activate(self.publication)
         return self.publication
 
 
@@ -136,4 +139,4 @@ def _rig(policy: Policy, tokenizer: ChatTokenizer, engine: ServedEngine, run: Pa
     canary = (*tokenizer.encode_chat([{"role": "user", "content": "12+34="}]), 5, 6, 7)
     limit = CHANGE_LIMITS["float32"]
     publisher = Publisher(store, execution, engine, TorchTrainer(policy, SETTINGS), canary, limit, "sha256:0")
-    return Rig(policy, tokenizer, engine, publisher)
+    return Rig(policy, tokenizer, engine, publisher, PolicyVersions(engine))

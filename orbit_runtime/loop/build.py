@@ -27,6 +27,7 @@ from orbit_runtime.loop.keep import keep_checkpoint
 from orbit_runtime.loop.publish import Publisher
 from orbit_runtime.loop.show import Show
 from orbit_runtime.loop.state import RunState
+from orbit_runtime.loop.versions import PolicyVersions
 from orbit_runtime.model_info.content import kept_weights_digest
 from orbit_runtime.parity.statistics import base_limit
 from orbit_runtime.spec import OrbitRun, Resolved, identity_digest
@@ -43,7 +44,8 @@ if TYPE_CHECKING:
     from orbit_runtime.policy.snapshot import Snapshot
     from orbit_runtime.training.torch_trainer import TrainerSettings
 
-CANARY_PROMPT_TOKENS = 28
+SHORT_CANARY, LONG_CANARY = 32, 512
+"""Tokens. Digests need few; where log-probs must carry the proof alone, many are weighed together."""
 CANARY_ANSWER_TOKENS = 4
 
 
@@ -60,6 +62,7 @@ class Parts:
     engine: Engine
     trainer: Trainer
     publisher: Publisher
+    versions: PolicyVersions
     algorithm: Algorithm
     names: Names
     content: Mapping[str, str]
@@ -154,12 +157,18 @@ def build_parts(
         execution,
         engine,
         trainer,
-        _canary(sequences[0], tokenizer),
+        build_canary(
+            sequences,
+            SHORT_CANARY
+            if all(copy.reads_back for copy in engine.copies())
+            else min(LONG_CANARY, spec.model.max_sequence_length),
+        ),
         change_limit(policy),
         base_weights=kept_weights_digest(folder, Cache(default_cache(os.environ))),
         base_limit=base_limit(policy.precision, spec.parity.mean_limit)
         if spec.parity.preflight == "Enforce"
         else math.inf,
+        max_unproven=spec.parity.max_unproven,
     )
     environment = SingleTurn(
         run.name,
@@ -181,6 +190,7 @@ def build_parts(
         engine=engine,
         trainer=trainer,
         publisher=publisher,
+        versions=PolicyVersions(engine),
         algorithm=algorithm,
         names=names,
         content=content_digests(folder, table, policy.base_digest(), inputs.code_digest()),
@@ -317,8 +327,14 @@ def _sequences(table: PromptTable, tokenizer: Tokenizer, count: int = 8) -> tupl
     return tuple(tuple(ids) for ids in tokenizer.encode_many([prompt.messages for prompt in table.prompts_P[:count]]))
 
 
-def _canary(prompt_T: tuple[int, ...], tokenizer: Tokenizer) -> tuple[int, ...]:
-    """A real prompt's end, and a few of its own tokens again in the answer's place: short, and never to be sampled."""
-    prompt = prompt_T[-CANARY_PROMPT_TOKENS:]
-    answer = [prompt[index % len(prompt)] for index in range(CANARY_ANSWER_TOKENS)]
-    return (*prompt, *answer)
+def build_canary(sequences: Sequence[tuple[int, ...]], tokens: int) -> tuple[int, ...]:
+    """Ends of real prompts, one after the other, then a few of the first one's own tokens again in the answer's place:
+    never to be sampled. At least one prompt's end, however short the prompts are."""
+    each = max(SHORT_CANARY, tokens // len(sequences)) - CANARY_ANSWER_TOKENS
+    prompts: tuple[int, ...] = ()
+    for sequence in sequences:
+        if len(prompts) + CANARY_ANSWER_TOKENS < tokens:
+            prompts += sequence[-each:]
+    first = sequences[0][-each:]
+    answer = [first[index % len(first)] for index in range(CANARY_ANSWER_TOKENS)]
+    return (*prompts[: tokens - CANARY_ANSWER_TOKENS], *answer)

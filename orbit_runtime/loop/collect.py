@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from orbit_runtime.environments.single_turn import SingleTurn
 from orbit_runtime.errors import RewardsFailingError, StoppedOnRequest
 from orbit_runtime.loop.asking import Asking
+from orbit_runtime.loop.publish import Publication
 from orbit_runtime.loop.signals import StopFlag
 from orbit_runtime.types import Engine, Group, Prompt
 
@@ -39,18 +40,17 @@ async def collect(
     engine: Engine,
     *,
     step: int,
-    adapter: str,
-    version: int,
+    policy: Publication,
     stop: StopFlag,
 ) -> Collected:
-    """Plays and scores every episode of `prompts_P` under `adapter`.
+    """Plays and scores every episode of `prompts_P` under `policy`.
 
     Raises:
         StoppedOnRequest: a signal came while sampling or scoring; the step is dropped.
         GateError: a token was sampled under another policy version.
     """
     started = time.monotonic()
-    asking = Asking(engine, adapter, version)
+    asking = Asking(engine, policy.name, policy.adapter.version)
     episodes = [environment.play(each, asking) for each in environment.build_episodes(prompts_P)]
     is_played = await asking.run(episodes, stop)
     sampled = time.monotonic()

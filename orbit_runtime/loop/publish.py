@@ -1,6 +1,7 @@
-"""One publish: bytes to the store, bytes to the engine, proof, and only then the new name.
+"""One publish: bytes to the store, bytes to the engine, proof.
 
-Belongs here: the order of these acts. Does not belong here: what the proof checks (`parity.liveness`).
+Belongs here: the order of these acts. Does not belong here: what the proof checks (`parity.liveness`), which version
+is sampled from and when an older one leaves (`versions`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 from orbit_runtime.adapters.state import expected_applied_digest
 from orbit_runtime.errors import GateError, OrbitError
-from orbit_runtime.parity.liveness import Limits, Proof, Reading, check_proofs, prove
+from orbit_runtime.parity.liveness import Limits, Proof, Reading, check_proofs, check_unproven, prove
 from orbit_runtime.storage import Execution, Store, write_bundle
 from orbit_runtime.types import AdapterFiles, Copy, Engine, Scored, Trainer
 
@@ -32,6 +33,12 @@ class Publication:
     proofs: tuple[Proof, ...]
     """One per copy of the engine."""
     readings: tuple[Reading, ...]
+    unproven: int = 0
+    """Publishes in a row, this one included, that noise kept from being proven."""
+
+    @property
+    def is_proven(self) -> bool:
+        return not self.unproven
 
     @property
     def proof(self) -> Proof:
@@ -57,14 +64,17 @@ class Publisher:
     """Digest of the base's files; it travels with the adapter, which is good for no other base."""
     base_limit: float = math.inf
     """Of the mean |d| on the canary with no adapter."""
+    max_unproven: int = 0
+    """Publishes in a row that noise may keep from being proven."""
 
     def publish(self, version: int, previous: Publication | None) -> Publication:
-        """Publishes the trainer's adapter as `policy-v{version}`, proves it on every copy, and retires `previous`.
+        """Publishes the trainer's adapter as `policy-v{version}` and proves it on every copy, beside `previous`.
 
         The engine is filled from the published bytes, never from the trainer's tensors.
 
         Raises:
-            GateError: a check failed; the evidence is stored and `previous` still stands.
+            GateError: a check failed, or too many publishes in a row were unproven; the evidence is stored and
+                `previous` still stands.
         """
         adapter = self.trainer.publishable(version)
         adapted, base = self.trainer.score(self.canary_T)
@@ -96,13 +106,14 @@ class Publisher:
             with ThreadPoolExecutor(len(pairs)) as pool:
                 found = list(pool.map(prove_one, pairs))
         proofs, readings = [proof for proof, _ in found], [reading for _, reading in found]
-        failed = [(proof, reading) for proof, reading in found if not proof.proven]
-        if failed:
-            self._keep_evidence(version, _evidence(failed))
+        not_proven = [(proof, reading) for proof, reading in found if not proof.proven]
+        unproven = (previous.unproven if previous else 0) + 1 if not_proven else 0
+        if any(proof.failures for proof in proofs) or unproven > self.max_unproven:
+            self._keep_evidence(version, _evidence(not_proven))
         check_proofs(proofs)
-        if previous is not None:
-            self.engine.unload_adapter(previous.name)
-        return Publication(adapter, tuple(proofs), tuple(readings))
+        if unproven > self.max_unproven:
+            check_unproven(proofs, unproven)
+        return Publication(adapter, tuple(proofs), tuple(readings), unproven)
 
     def _prove(
         self, adapter: AdapterFiles, expected: str, scores: tuple[Scored, Scored], pair: tuple[Copy, Reading | None]

@@ -152,6 +152,7 @@ def _start_policy(parts: Parts, state: RunState) -> None:
     """Publishes the current policy with proof, then measures parity on real prompts, before a token is sampled."""
     parts.show.stage("preflight")
     state.publication = parts.publisher.publish(state.policy_version, None)
+    parts.versions.activate(state.publication)
     digest = state.publication.adapter.digest
     if state.expected_digest not in (None, digest):
         raise GateError(
@@ -160,7 +161,7 @@ def _start_policy(parts: Parts, state: RunState) -> None:
             fix="the checkpoint was not restored exactly; delete it to continue from the one before",
         )
     state.publishes += 1
-    state.publishes_proven += 1
+    state.publishes_proven += state.publication.is_proven
     check_sides(parts, state, "preflight")
 
 

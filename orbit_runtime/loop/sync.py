@@ -44,17 +44,10 @@ def run_sync(parts: Parts, state: RunState, stop: StopFlag) -> str:
                 ended = "exhausted"
                 break
             parts.show.stage("collect", step)
-            collected = asyncio.run(
-                collect(
-                    prompts_P,
-                    parts.environment,
-                    parts.engine,
-                    step=step,
-                    adapter=state.publication.name,
-                    version=state.version,
-                    stop=stop,
+            with parts.versions.using() as policy:
+                collected = asyncio.run(
+                    collect(prompts_P, parts.environment, parts.engine, step=step, policy=policy, stop=stop)
                 )
-            )
             groups = collected.groups_P
             check_failures(collected, parts.spec.environment.failure_limit)
 
@@ -69,8 +62,9 @@ def run_sync(parts: Parts, state: RunState, stop: StopFlag) -> str:
             parts.show.stage("publish", step)
             publish_started = time.monotonic()
             state.publication = parts.publisher.publish(state.version + 1, state.publication)
+            parts.versions.activate(state.publication)
             state.publishes += 1
-            state.publishes_proven += 1
+            state.publishes_proven += state.publication.is_proven
             check_first_wake(parts, state)
 
             keep_started = time.monotonic()

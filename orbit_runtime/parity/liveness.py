@@ -7,36 +7,47 @@ Does not belong here: storing and loading the adapter (`loop.publish`).
    that the engine's layers multiplied by while they scored the canary. Neither depends on how large a fault is. A copy
    that cannot read its slots back goes without this check, and the proof says so.
 2. Effect. On the canary, the *change* the adapter makes (log-probs with it minus without) agrees between trainer and
-   engine. Comparing changes rather than log-probs cancels what the two sides' base passes differ by.
+   engine, token by token within what is noise, and as a whole (`effect`): none of it, all of it and twice as much are
+   told apart. Comparing changes rather than log-probs cancels what the two sides' base passes differ by.
 3. Novelty. A version whose bytes differ from its predecessor's stands under another digest than its predecessor, and
-   where the trainer's canary moved by more than the limit, the engine's moved too.
+   the engine's canary moved as the trainer's did since the newest version that was told apart from all before.
 4. Base. With no adapter the engine gives the trainer's log-probs within the precision's limit, and its own of the
    publish before: a base is frozen.
 5. Cache. Behind a beginning that came from the engine's cache, the canary's log-probs are those computed anew: no keys
    and values are shared between versions. What is there comes from earlier publishes: the base's own, and nothing of a
    version that is new.
 6. Until now. The version that sampled until this publish still stands as it was proven.
+
+A publish has *failed* where a check did. Where bytes are read back, it is *proven* otherwise. Where they are not, 2 and
+3 carry the proof: it is *unproven* where the engine's noise hides whether they hold. Then *proven* means that the whole
+of the adapter's effect is there and is this version's; a fault in a small part of it needs the bytes to be seen.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
 
 from orbit_runtime.adapters.state import expected_applied_digest
 from orbit_runtime.errors import GateError
+from orbit_runtime.parity.effect import LARGEST_IN_NOISE, Effect, noise_of, weigh
 from orbit_runtime.types import AdapterFiles, Copy, Scored
 
 CHANGE_LIMITS = {"float32": 1e-3, "bfloat16": 0.25}
-"""By compute dtype: how far one adapter's effect on a log-prob may differ between two orders of summation.
+"""By compute dtype: how far one adapter's effect on one token may differ between two orders of summation, where the
+engine's noise on the canary is no larger than that.
 
 The first is measured: 500 healthy publishes stay below half of it. The second is an estimate, not run on hardware.
-Faults smaller than this are found by the digests, which know no size.
+Faults smaller than this are found by the digests, which know no size, and by the canary's tokens together.
 """
 
 
+QUIET = 100.0
+"""The noise of a change counts as no less than the precision's limit divided by this: two base passes can be equal to
+the bit where those with an adapter are not."""
+Verdict = Literal["proven", "unproven", "failed"]
 CACHED_TAIL = 6
 """Tokens at the canary's end that are computed behind its cached beginning."""
 
@@ -57,10 +68,13 @@ class Reading:
     name: str
     adapter: AdapterFiles
     digest: str | None
+    """Of the slot, read back."""
     trainer_T: tuple[float, ...]
     engine_T: tuple[float, ...]
     base_T: tuple[float, ...]
     """The engine's, with no adapter."""
+    apart: Reading | None = None
+    """The newest version before this that was told apart from those before it; None: this one was, or is the first."""
 
 
 @dataclass(frozen=True)
@@ -88,14 +102,29 @@ class Proof:
     """max over the canary of how far the engine's base moved since the previous publish."""
     cached_error: float | None
     """max over the canary's end of |behind a cached beginning - computed anew|; None: nothing came from a cache."""
+    noise: float
+    """Per token of a change, in nat: what the two sides differ by where they should be equal."""
+    effect_scale: float | None
+    """How much of the adapter's effect the engine shows, 1.0 all of it; None: the adapter has none."""
+    effect_margin: float | None
+    """How far from 1.0 that may be; above 0.5 it says nothing."""
+    novelty_scale: float | None
+    """The same for the change since the newest version that was told apart; None: there is none, or none is due."""
+    novelty_margin: float | None
     failures: tuple[str, ...]
+    unresolved: tuple[str, ...]
+    """What the noise hides, where nothing but log-probs could tell it."""
+
+    @property
+    def verdict(self) -> Verdict:
+        return "failed" if self.failures else "unproven" if self.unresolved else "proven"
 
     @property
     def proven(self) -> bool:
-        return not self.failures
+        return self.verdict == "proven"
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {"proven": self.proven}
+        return asdict(self) | {"proven": self.proven, "verdict": self.verdict}
 
 
 def prove(
@@ -122,9 +151,15 @@ def prove(
     adapted, base = engine.score(canary_T, [name, None], behind=start, standing=standing)
     trainer_adapted, trainer_base = trainer_scores
     slot_digest = engine.adapter_digest(name)
-    trainer_change = _change(trainer_adapted, trainer_base)
-    error = _distance(_change(adapted, base), trainer_change)
+    trainer_change, change = _change(trainer_adapted, trainer_base), _change(adapted, base)
+    error = _distance(change, trainer_change)
+    noise = max(limits.change / QUIET, _noise(trainer_base, base, previous, start, (adapted, base)))
+    change_limit = max(limits.change, LARGEST_IN_NOISE * noise)
     reading = Reading(name, published, slot_digest, trainer_adapted.logprobs_T, adapted.logprobs_T, base.logprobs_T)
+    effect, effect_said = _weigh_effect(trainer_change, change, noise)
+    novelty, novelty_said = _weigh_novelty(reading, previous, noise)
+    if novelty is not None and not novelty.is_resolved:
+        reading = replace(reading, apart=_told_apart(previous))
     moved = None if previous is None else _distance(reading.trainer_T, previous.trainer_T)
     base_error = _mean_distance(trainer_base.logprobs_T, base.logprobs_T)
     base_moved = None if previous is None else _distance(base.logprobs_T, previous.base_T)
@@ -135,28 +170,29 @@ def prove(
             f"the trainer's layers applied {str(trainer_adapted.applied_digest)[:19]}…, expected {expected[:19]}…"
         )
     # `not <=`: a NaN must fail.
-    if not error <= limits.change:
+    if not error <= change_limit:
         failures.append(
-            f"the adapter's effect on the canary differs by {error:.3g} from the trainer's, limit {limits.change:.3g}"
+            f"the adapter's effect on the canary differs by {error:.3g} from the trainer's, limit {change_limit:.3g}"
         )
+    failures += [*effect_said.failures, *novelty_said.failures]
     if not base_error <= limits.base:
         failures.append(
             f"the engine serves another base: with no adapter its log-probs of the canary differ by {base_error:.3g} "
             f"per token from the trainer's, limit {limits.base:.3g}"
         )
-    if cached is not None and not cached <= limits.change:
+    if cached is not None and not cached <= change_limit:
         failures.append(
             f"versions share cached keys and values: behind its cached beginning the canary's log-probs are "
-            f"{cached:.3g} from those computed anew, limit {limits.change:.3g}"
+            f"{cached:.3g} from those computed anew, limit {change_limit:.3g}"
         )
     if previous is not None and moved is not None and base_moved is not None:
-        failures += _novelty_failures(published, reading, previous, moved, limits.change)
-        if not base_moved <= limits.change:
+        failures += _novelty_failures(published, reading, previous, moved, change_limit)
+        if not base_moved <= change_limit:
             failures.append(
                 f"the engine's base is another one than at the previous publish: with no adapter its log-probs of the "
-                f"canary moved by {base_moved:.3g}, limit {limits.change:.3g}"
+                f"canary moved by {base_moved:.3g}, limit {change_limit:.3g}"
             )
-        failures += _predecessor_failures(engine, canary_T, previous, limits.change)
+        failures += _predecessor_failures(engine, canary_T, previous, change_limit)
     proof = Proof(
         version=published.version,
         engine=engine.name,
@@ -166,13 +202,19 @@ def prove(
         expected_applied_digest=expected,
         trainer_applied_digest=trainer_adapted.applied_digest,
         change_error=error,
-        change_limit=limits.change,
+        change_limit=change_limit,
         change_from_base=_distance(trainer_change, [0.0] * len(trainer_change)),
         change_from_previous=moved,
         base_error=base_error,
         base_moved=base_moved,
         cached_error=cached,
+        noise=noise,
+        effect_scale=effect.scale if effect else None,
+        effect_margin=effect.margin if effect else None,
+        novelty_scale=novelty.scale if novelty else None,
+        novelty_margin=novelty.margin if novelty else None,
         failures=tuple(failures),
+        unresolved=() if engine.reads_back else (*effect_said.unresolved, *novelty_said.unresolved),
     )
     return proof, reading
 
@@ -188,6 +230,87 @@ def check_proofs(proofs: Sequence[Proof]) -> None:
             where="publish",
             fix="the run stopped before a token was sampled from it; the evidence is in parity/ of the run folder",
         )
+
+
+def check_unproven(proofs: Sequence[Proof], in_a_row: int) -> None:
+    """Raises GateError (84): noise hid for so many publishes whether the engine samples from what was trained."""
+    reasons = dict.fromkeys(reason for proof in proofs for reason in proof.unresolved)
+    raise GateError(
+        f"{in_a_row} publishes in a row could not be proven live, the last as policy version {proofs[0].version}: "
+        + "; ".join(reasons),
+        where="spec.parity.maxUnproven",
+        fix="let the servers run Orbit's plug-in, which reads their slots back (docs/guides/sglang.md); or raise it, "
+        "and take the adapter's arrival on trust for longer",
+    )
+
+
+@dataclass(frozen=True)
+class _Said:
+    failures: tuple[str, ...] = ()
+    unresolved: tuple[str, ...] = ()
+
+
+def _noise(
+    trainer_base: Scored, base: Scored, previous: Reading | None, start: int, readings: Sequence[Scored]
+) -> float:
+    """What this engine's readings differ by where they should not: from the trainer's, from its own of another time,
+    and from its own behind a cache, which is another batch. A fault that makes them differ has a check of its own."""
+    differences = [_differences(trainer_base.logprobs_T[1:], base.logprobs_T[1:])]
+    if previous is not None:
+        differences.append(_differences(base.logprobs_T[1:], previous.base_T[1:]))
+    differences += [
+        _differences(each.cached.logprobs_T, each.logprobs_T[start + 1 :])
+        for each in readings
+        if each.cached is not None and each.cached.tokens
+    ]
+    return noise_of(*differences)
+
+
+def _weigh_effect(expected_T: Sequence[float], found_T: Sequence[float], noise: float) -> tuple[Effect | None, _Said]:
+    if not any(expected_T):
+        # The identity: it makes no difference whether it is applied, unless the engine shows one, which `error` tells.
+        return None, _Said()
+    effect = weigh(expected_T, found_T, noise)
+    if not effect.is_resolved:
+        told = f"the adapter's effect on the canary is too small for this engine's noise of {noise:.2g} nat per token"
+        return effect, _Said(unresolved=(told,))
+    if effect.agrees:
+        return effect, _Said()
+    told = (
+        f"the engine shows {effect.scale:.2f} times the adapter's effect on the canary, not 1.00 within "
+        f"{effect.margin:.2f}: it is not applied (0), scaled otherwise, or another one"
+    )
+    return effect, _Said(failures=(told,))
+
+
+def _told_apart(previous: Reading | None) -> Reading | None:
+    """Without its bytes: an adapter can be gigabytes, and this one may be many versions old."""
+    if previous is None or previous.apart is not None:
+        return previous and previous.apart
+    return replace(previous, adapter=replace(previous.adapter, files={}))
+
+
+def _weigh_novelty(reading: Reading, previous: Reading | None, noise: float) -> tuple[Effect | None, _Said]:
+    before = _told_apart(previous)
+    if before is None or before.adapter.digest == reading.adapter.digest:
+        return None, _Said()
+    expected = _differences(reading.trainer_T, before.trainer_T)
+    if not any(expected):
+        # Other bytes that make no difference: whichever samples, it is the same policy on the canary.
+        return None, _Said(unresolved=(f"on the canary it makes no difference whether {before.name} samples",))
+    novelty = weigh(expected, _differences(reading.engine_T, before.engine_T), noise)
+    if not novelty.is_resolved:
+        told = (
+            f"since {before.name} the adapter's effect moved by less than this engine's noise of {noise:.2g} nat hides"
+        )
+        return novelty, _Said(unresolved=(told,))
+    if novelty.agrees:
+        return novelty, _Said()
+    told = (
+        f"since {before.name} the engine's canary moved by {novelty.scale:.2f} times what the trainer's did, not by "
+        f"1.00 within {novelty.margin:.2f}: it still samples from an older version (0), or from another one"
+    )
+    return novelty, _Said(failures=(told,))
 
 
 def _bytes_failures(
@@ -250,7 +373,11 @@ def _cached_error(start: int, readings: Sequence[Scored]) -> float | None:
 
 
 def _change(with_adapter: Scored, without: Scored) -> list[float]:
-    return [a - b for a, b in zip(with_adapter.logprobs_T, without.logprobs_T, strict=True)]
+    return _differences(with_adapter.logprobs_T, without.logprobs_T)
+
+
+def _differences(a: Sequence[float], b: Sequence[float]) -> list[float]:
+    return [x - y for x, y in zip(a, b, strict=True)]
 
 
 def _distance(a: Sequence[float], b: Sequence[float]) -> float:

@@ -18,6 +18,7 @@ from orbit_runtime.algorithms.losses import PolicyLossSettings
 from orbit_runtime.data.chat import ChatTokenizer
 from orbit_runtime.errors import GateError
 from orbit_runtime.loop.publish import Publication, Publisher
+from orbit_runtime.loop.versions import PolicyVersions
 from orbit_runtime.model_info.builtin_models import builtin_folder
 from orbit_runtime.parity.liveness import CHANGE_LIMITS
 from orbit_runtime.policy import load_policy
@@ -68,6 +69,7 @@ class Rig:
         self.publisher = Publisher(
             self.store, self.execution, self.engine, self.trainer, canary, CHANGE_LIMITS["float32"], "sha256:0"
         )
+        self.versions = PolicyVersions(self.engine)
         self.publication: Publication | None = None
 
     def train(self, seed: int, scale: float) -> None:
@@ -80,6 +82,7 @@ class Rig:
     def publish(self) -> Publication:
         version = 0 if self.publication is None else self.publication.adapter.version + 1
         self.publication = self.publisher.publish(version, self.publication)
+        self.versions.activate(self.publication)
         return self.publication
 
 
