@@ -300,8 +300,7 @@ def _trainer_settings(resolved: Resolved, base_model: str) -> TrainerSettings:
         reduction=algorithm.reduction,
         constant_length=sampling.max_new_tokens,
         importance_cap=importance.cap if importance.type == "TokenTruncated" else None,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
+        sampling=_sampling(spec),
         base_model=base_model,
         seed=spec.data.seed,
     )
@@ -309,7 +308,18 @@ def _trainer_settings(resolved: Resolved, base_model: str) -> TrainerSettings:
 
 def _sampling(spec: RunSpec) -> Sampling:
     sampling = spec.rollout.sampling
-    return Sampling(sampling.temperature, sampling.top_p, sampling.max_new_tokens, tuple(sampling.stop))
+    return Sampling(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        max_new_tokens=sampling.max_new_tokens,
+        stop=tuple(sampling.stop),
+        top_k=sampling.top_k or 0,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        logit_bias=tuple(sorted((int(token), bias) for token, bias in sampling.logit_bias.items())),
+        stop_token_ids=tuple(sampling.stop_token_ids),
+        ignore_eos=sampling.ignore_eos,
+    )
 
 
 def _sequences(table: PromptTable, tokenizer: Tokenizer, count: int = 8) -> tuple[tuple[int, ...], ...]:

@@ -284,7 +284,7 @@ class ServedEngine:
                 logprobs_T=sampled.logprobs_T,
                 versions_T=(self._version(request.adapter),) * len(sampled.token_ids_T),
                 finish_reason=sampled.finish_reason,
-                text=answer_text(self._tokenizer, sampled.token_ids_T, request.sampling.stop),
+                text=answer_text(self._tokenizer, sampled.token_ids_T, request.sampling),
             )
             for request, sampled in zip(call.requests, found, strict=True)
         ]

@@ -278,8 +278,8 @@ class TorchEngine:
         else:
             uniforms_B = torch.from_numpy(uniforms(rows.keys_C[which], generated)).to(device)
             temperature = torch.tensor(rows.temperature_C1[which], device=device) if rows.any_temperature else None
-            top_p = torch.tensor(rows.top_p_C1[which], device=device) if rows.any_top_p else None
-            tokens, logprobs = draw(logits_BV, uniforms_B, temperature, top_p)
+            truncation = rows.truncation(which, device)
+            tokens, logprobs = draw(rows.logits.apply(logits_BV, which), uniforms_B, temperature, truncation)
         rows.record(which, tokens, logprobs)
 
     def _finished(self, rows: Rows) -> list[tuple[int, FinishReason]]:
@@ -308,7 +308,7 @@ class TorchEngine:
             logprobs_T=tuple(finished.logprobs_T),
             versions_T=(finished.version,) * len(tokens),
             finish_reason=finished.reason,
-            text=answer_text(self._tokenizer, tokens, finished.request.sampling.stop),
+            text=answer_text(self._tokenizer, tokens, finished.request.sampling),
         )
 
 

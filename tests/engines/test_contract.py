@@ -37,7 +37,7 @@ def policy_logprobs(policy: Policy, adapter: AdapterFiles | None, prompt: Sequen
     try:
         with torch.no_grad(), policy.injected.selection.use(slot):
             batch = policy.pack([Branch(0, tuple(prompt), tuple(answer))])
-            return policy.logprobs(batch, temperature=temperature)[0]
+            return policy.logprobs(batch, sampling=Sampling(temperature=temperature))[0]
     finally:
         if slot:
             remove_slot(policy.injected.layers, slot)
