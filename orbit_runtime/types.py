@@ -78,7 +78,7 @@ class Completion:
     request_id: int
     token_ids_T: tuple[int, ...]
     logprobs_T: tuple[float, ...]
-    """Under the distribution they were drawn from (`policy.distribution`)."""
+    """Under the distribution they were drawn from (`algorithms.distribution`)."""
     versions_T: tuple[int, ...]
     """Read from the slot that the forward pass applied, not from the request; -1 is the bare base."""
     finish_reason: FinishReason

@@ -1,7 +1,7 @@
 """Log-probs of given tokens and entropies, a chunk of rows at a time.
 
 Belongs here: the last projection and the log-softmax, so that no `[tokens, vocabulary]` fp32 tensor outlives its chunk.
-Does not belong here: hidden states (`model`), how settings change logits (`distribution`), losses (`algorithms`).
+Does not belong here: hidden states (`model`), how settings change logits or what a loss is (`algorithms`).
 
 Legend: `R` targets, `N` hidden size, `V` vocabulary.
 """
@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from orbit_runtime.policy.distribution import Seen, add_bias, penalise, penalty_slope, truncate
+from orbit_runtime.algorithms.distribution import add_bias, penalise, penalty_slope, truncate
+from orbit_runtime.policy.seen import Seen
 from orbit_runtime.types import Sampling
 
 CHUNK_ELEMENTS = 1 << 24

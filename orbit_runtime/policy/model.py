@@ -20,9 +20,9 @@ from orbit_runtime.adapters.inject import Injected
 from orbit_runtime.adapters.layer import Applied
 from orbit_runtime.policy.attention import Kernel, Plan
 from orbit_runtime.policy.direct import DirectDecoder
-from orbit_runtime.policy.distribution import Seen
 from orbit_runtime.policy.logprobs import UNSHAPED, token_logprobs
 from orbit_runtime.policy.packed import Branch, PackedBatch, PackedPlan, build_packed
+from orbit_runtime.policy.seen import Seen
 from orbit_runtime.policy.whole_rows import WholeRows, newest_hidden, packed_hidden
 from orbit_runtime.types import Sampling
 

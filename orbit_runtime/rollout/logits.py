@@ -1,6 +1,6 @@
 """What a batch's rows do to their logits before the temperature: bias by token, and a penalty on tokens seen.
 
-Belongs here: these settings and the tokens seen, by row. Does not belong here: their maths (`policy.distribution`),
+Belongs here: these settings and the tokens seen, by row. Does not belong here: their maths (`algorithms.distribution`),
 truncation and draws (`sampling`).
 
 Legend: `B` live rows, `C` row capacity, `V` vocabulary.
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from orbit_runtime.policy.distribution import add_bias, penalise
+from orbit_runtime.algorithms.distribution import add_bias, penalise
 from orbit_runtime.types import Request
 
 Bias = tuple[tuple[int, float], ...]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from orbit_runtime.policy.distribution import truncate
+from orbit_runtime.algorithms.distribution import truncate
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
@@ -36,7 +36,7 @@ def uniforms(keys_B: np.ndarray, positions_B: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Truncation:
-    """`[B, 1]` each, or `None` where no row is cut by it (`policy.distribution.truncate`)."""
+    """`[B, 1]` each, or `None` where no row is cut by it (`algorithms.distribution.truncate`)."""
 
     top_k: torch.Tensor | None = None
     top_p: torch.Tensor | None = None

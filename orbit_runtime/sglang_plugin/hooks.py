@@ -22,6 +22,7 @@ from orbit_runtime.sglang_plugin import (
     oft_hooks,
     ranks,
     readback,
+    sampling,
     taps,
 )
 
@@ -53,6 +54,7 @@ def register(oft_block_size: int, expert_layout: str) -> None:
         (f"{LORA}.lora_manager.LoRAManager.load_lora_adapter", ranks.agree_on_load, "AFTER"),
         (f"{LORA}.lora_manager.LoRAManager.load_lora_adapter_from_tensors", ranks.agree_on_load, "AFTER"),
         ("sglang.srt.model_executor.model_runner.ModelRunner.forward", _around_pass, "AROUND"),
+        *sampling.hooks(),
         *deepseek_v4.hooks(),
         *(oft_hooks.hooks(oft_block_size) if oft_block_size else ()),
         *(experts.hooks(expert_layout) if expert_layout else ()),

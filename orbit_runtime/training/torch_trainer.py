@@ -20,9 +20,9 @@ from orbit_runtime.algorithms.losses import PolicyLossSettings, policy_loss, tru
 from orbit_runtime.algorithms.reduction import Reduction, token_weights
 from orbit_runtime.data.packing import pack_micro_batches, split_mini_batches
 from orbit_runtime.errors import DivergedError
-from orbit_runtime.policy.distribution import Seen, build_seen
 from orbit_runtime.policy.model import Policy
 from orbit_runtime.policy.packed import Branch, PackedBatch
+from orbit_runtime.policy.seen import Seen, build_seen
 from orbit_runtime.seeds import stream_key
 from orbit_runtime.training.parity import ParitySums
 from orbit_runtime.training.schedule import Schedule, learning_rate

@@ -1,25 +1,17 @@
 """The distribution that tokens are drawn from, made from logits: the one definition for engines and trainer.
 
 Belongs here: how each setting of `types.Sampling` changes logits, over any number of rows. Does not belong here: draws
-(`rollout.sampling`), which settings a server can give (`rollout.support`).
+(`rollout.sampling`), which tokens were seen before (`policy.seen`), what a server can give (`rollout.support`).
 
 The order is that of transformers' processors (`GenerationMixin._get_logits_processor`, 5.x): logit bias, repetition
 penalty, temperature, top-k, top-p of what top-k left, min-p. Log-probs are those of what remains, renormalised.
 
-Legend: `R` rows, `V` vocabulary, `B` branches of a packed batch, `S` distinct tokens of all branches together.
+Legend: `R` rows, `V` vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
-import numpy as np
 import torch
-
-from orbit_runtime.policy.packed import Branch
-
-_NEVER = torch.iinfo(torch.int32).max
 
 
 def add_bias(logits_RV: torch.Tensor, token_ids: torch.Tensor, biases: torch.Tensor) -> torch.Tensor:
@@ -96,55 +88,3 @@ def _keep(mask_RV: torch.Tensor, keep_R: torch.Tensor | None) -> torch.Tensor:
     if keep_R is not None:
         mask_RV[torch.arange(len(mask_RV), device=mask_RV.device), keep_R] = True
     return mask_RV
-
-
-@dataclass(frozen=True)
-class Seen:
-    """Which tokens stand before each target of a packed batch: the prompt's, and those the answer has by then.
-
-    A sequence is told by where each of its distinct tokens first stands, so that a chunk of targets has its mask by one
-    comparison, however long the sequences are.
-    """
-
-    branch_R: torch.Tensor
-    position_R: torch.Tensor
-    """int32: where the target stands in its sequence."""
-    token_S: torch.Tensor
-    branch_S: torch.Tensor
-    first_S: torch.Tensor
-    """int32: where the token first stands in its branch's sequence."""
-    starts: tuple[int, ...]
-    """Of each branch in S, and the end."""
-    branches: tuple[int, ...]
-    """By target, on the host."""
-
-    def mask(self, part: slice, vocabulary: int) -> torch.Tensor:
-        """bool `[rows, V]` for some neighbouring targets."""
-        begin, end = self.branches[part][0], self.branches[part][-1] + 1
-        own = slice(self.starts[begin], self.starts[end])
-        device = self.token_S.device
-        first_BV = torch.full((end - begin, vocabulary), _NEVER, dtype=torch.int32, device=device)
-        first_BV[self.branch_S[own] - begin, self.token_S[own]] = self.first_S[own]
-        return first_BV[self.branch_R[part] - begin] < self.position_R[part, None]
-
-
-def build_seen(branches: Sequence[Branch], device: torch.device) -> Seen:
-    """Of the targets of `build_packed(branches)`, in its order."""
-    tokens, firsts, owners, starts, targets, positions = [], [], [], [0], [], []
-    for number, branch in enumerate(branches):
-        prefix, whole = len(branch.prefix_T), np.array([*branch.prefix_T, *branch.continuation_T], np.int64)
-        distinct, first = np.unique(whole, return_index=True)
-        tokens.append(distinct)
-        firsts.append(first.astype(np.int32))
-        owners.append(np.full(len(distinct), number))
-        starts.append(starts[-1] + len(distinct))
-        targets += [number] * len(branch.continuation_T)
-        positions.append(np.arange(prefix, len(whole), dtype=np.int32))
-
-    def tensor(parts: list[np.ndarray]) -> torch.Tensor:
-        return torch.from_numpy(np.concatenate(parts)).to(device)
-
-    branch_R = torch.tensor(targets, dtype=torch.long, device=device)
-    return Seen(
-        branch_R, tensor(positions), tensor(tokens), tensor(owners), tensor(firsts), tuple(starts), tuple(targets)
-    )
