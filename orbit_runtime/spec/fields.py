@@ -57,10 +57,8 @@ def field_sets() -> dict[str, FieldSet]:
 @cache
 def later_defaults() -> dict[str, Any]:
     """Path → default of each field that is part of the identity only where it is another (`LATER_IDENTITY`)."""
-    later = (field for field in all_fields() if field.schema.get("orbitLater"))
-    return {
-        field.path: field.schema.get("default", {} if field.schema["type"] == "object" else None) for field in later
-    }
+    later = {field.path: field.schema for field in all_fields() if field.schema.get("orbitLater")}
+    return {path: each.get("default", {} if each["type"] == "object" else None) for path, each in later.items()}
 
 
 def find_schema(path: tuple[str | int, ...]) -> Schema | None:
