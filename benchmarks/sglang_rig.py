@@ -30,7 +30,7 @@ from orbit_runtime.rollout.sglang_server import ServerSettings, SGLangServer, lo
 from orbit_runtime.rollout.starting import start_engine
 from orbit_runtime.storage import claim_execution, open_store
 from orbit_runtime.training import TorchTrainer, TrainerSettings
-from orbit_runtime.types import AdapterFiles
+from orbit_runtime.types import AdapterFiles, Sampling
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 ADAPTERS = {
@@ -52,8 +52,7 @@ SETTINGS = TrainerSettings(
     reduction="Token",
     constant_length=4,
     importance_cap=None,
-    temperature=1.0,
-    top_p=1.0,
+    sampling=Sampling(),
     base_model="builtin://tiny-adder",
 )
 

@@ -38,12 +38,24 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """The distribution that tokens are drawn from."""
+    """The distribution that tokens are drawn from, and what ends a completion."""
 
     temperature: float = 1.0
+    """0: the most likely token."""
     top_p: float = 1.0
     max_new_tokens: int = 256
     stop: tuple[str, ...] = ()
+    top_k: int = 0
+    """0: not cut by it."""
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    """Of tokens of the prompt, and of the completion so far."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Token id and what is added to its logit; ids are distinct."""
+    stop_token_ids: tuple[int, ...] = ()
+    """End tokens besides the model's own."""
+    ignore_eos: bool = False
+    """The model's own end tokens are tokens like any other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +84,12 @@ class Completion:
     request_id: int
     token_ids_T: tuple[int, ...]
     logprobs_T: tuple[float, ...]
-    """Under the distribution they were drawn from (after temperature and top-p)."""
+    """Under the distribution they were drawn from (`algorithms.distribution`)."""
     versions_T: tuple[int, ...]
     """Read from the slot that the forward pass applied, not from the request; -1 is the bare base."""
     finish_reason: FinishReason
     text: str
-    """Decoded, without the stop string or end-of-sequence token."""
+    """Decoded, without the stop string or the token that ended it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,14 @@ from orbit_runtime.environments.rewards import REWARDS
 from orbit_runtime.environments.single_turn import SingleTurn
 from orbit_runtime.errors import UnsupportedError
 from orbit_runtime.loop.content import Names, content_digests
-from orbit_runtime.loop.engines import build_engine, change_limit, endpoint_headers
+from orbit_runtime.loop.engines import (
+    build_engine,
+    change_limit,
+    check_engine,
+    check_token_ids,
+    endpoint_headers,
+    sampling_of,
+)
 from orbit_runtime.loop.inputs import Inputs
 from orbit_runtime.loop.keep import keep_checkpoint
 from orbit_runtime.loop.publish import Publisher
@@ -34,7 +41,7 @@ from orbit_runtime.spec import OrbitRun, Resolved, identity_digest
 from orbit_runtime.spec.run import RunSpec
 from orbit_runtime.storage import Execution, Store
 from orbit_runtime.storage.cache import Cache, default_cache
-from orbit_runtime.types import Engine, Probe, Sampling, Tokenizer, Trainer
+from orbit_runtime.types import Engine, Probe, Tokenizer, Trainer
 from orbit_runtime.workers.collector import collector_at_rest, look_at_all_again
 from orbit_runtime.workers.reward_protocol import RewardScorer, RewardTarget
 
@@ -123,6 +130,7 @@ def build_parts(
     """
     run = resolved.run
     spec = run.spec
+    check_engine(spec)
     for index, endpoint in enumerate(spec.rollout.endpoints):
         endpoint_headers(index, endpoint, os.environ)
     show.stage("prompts")
@@ -144,6 +152,7 @@ def build_parts(
         new_tokens = spec.rollout.sampling.max_new_tokens
         check_lengths(table, tokenizer.encode_many, max_prompt_tokens=spec.model.max_sequence_length - new_tokens)
         policy = build_policy(resolved, folder, show.note)
+        check_token_ids(spec, policy.vocabulary)
         from orbit_runtime.policy.snapshot import group_size_of, take_snapshot
 
         trainer, algorithm = build_trainer(resolved, policy, base_model=names.model)
@@ -175,7 +184,7 @@ def build_parts(
         tokenizer,
         scorer,
         {reward.name: reward.weight for reward in spec.environment.rewards},
-        _sampling(spec),
+        sampling_of(spec),
         spec.algorithm.group_size,
         spec.data.seed,
     )
@@ -310,16 +319,10 @@ def _trainer_settings(resolved: Resolved, base_model: str) -> TrainerSettings:
         reduction=algorithm.reduction,
         constant_length=sampling.max_new_tokens,
         importance_cap=importance.cap if importance.type == "TokenTruncated" else None,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
+        sampling=sampling_of(spec),
         base_model=base_model,
         seed=spec.data.seed,
     )
-
-
-def _sampling(spec: RunSpec) -> Sampling:
-    sampling = spec.rollout.sampling
-    return Sampling(sampling.temperature, sampling.top_p, sampling.max_new_tokens, tuple(sampling.stop))
 
 
 def _sequences(table: PromptTable, tokenizer: Tokenizer, count: int = 8) -> tuple[tuple[int, ...], ...]:

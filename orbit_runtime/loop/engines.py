@@ -15,10 +15,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from orbit_runtime.errors import CredentialsError, UnsupportedError
+from orbit_runtime.errors import CredentialsError, ManifestError, UnsupportedError
 from orbit_runtime.spec import Resolved
 from orbit_runtime.spec.rollout import Endpoint as EndpointSpec
-from orbit_runtime.types import Engine, Tokenizer
+from orbit_runtime.spec.run import RunSpec
+from orbit_runtime.types import Engine, Sampling, Tokenizer
 from orbit_runtime.workers.sglang_launch import AGENT_VARIABLE
 
 if TYPE_CHECKING:
@@ -46,12 +47,6 @@ def build_engine(
         from orbit_runtime.rollout.torch_engine import TorchEngine
 
         return TorchEngine(policy, tokenizer, max_running_requests=resolved.run.spec.rollout.max_running_requests)
-    if resolved.run.spec.rollout.sampling.top_p != 1:
-        raise UnsupportedError(
-            "servers tell log-probs before topP cuts the distribution",
-            where="spec.rollout.sampling.topP",
-            fix="use engine: Torch, or topP: 1",
-        )
     from orbit_runtime.rollout.sglang_server import check_served
 
     modules = {name for name, _ in policy.model.named_modules()}
@@ -207,7 +202,7 @@ def _attach(
         adapter=adapter,
         targets=lora_targets((*layers, *adapter.targets)),
         max_tokens=spec.model.max_sequence_length,
-        temperature=spec.rollout.sampling.temperature,
+        sampling=sampling_of(spec),
         architectures=tuple(json.loads((folder / "config.json").read_text()).get("architectures") or ()),
         probes=tuple(tuple(ids) for ids in sequences[:PROBES]),
         tolerance=change_limit(policy),
@@ -219,6 +214,50 @@ def _attach(
         folder=Path(parent) / "adapters",
         max_running_requests=spec.rollout.max_running_requests,
     )
+
+
+def sampling_of(spec: RunSpec) -> Sampling:
+    sampling = spec.rollout.sampling
+    return Sampling(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        max_new_tokens=sampling.max_new_tokens,
+        stop=tuple(sampling.stop),
+        top_k=sampling.top_k or 0,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        logit_bias=tuple(sorted((int(token), bias) for token, bias in sampling.logit_bias.items())),
+        stop_token_ids=tuple(sampling.stop_token_ids),
+        ignore_eos=sampling.ignore_eos,
+    )
+
+
+def check_engine(spec: RunSpec) -> None:
+    """Raises UnsupportedError (78) for settings of sampling that the manifest's engine does not give.
+
+    What attached servers give is known once they are asked.
+    """
+    from orbit_runtime.rollout.support import Kind, check_sampling
+
+    if spec.rollout.engine == "SGLang":
+        kind: Kind = "SGLang, deterministic" if spec.rollout.deterministic else "SGLang"
+        check_sampling(sampling_of(spec), kind, kind)
+
+
+def check_token_ids(spec: RunSpec, vocabulary: int) -> None:
+    """Raises ManifestError (64) for the id of a token that the model does not have."""
+    sampling = spec.rollout.sampling
+    named = {
+        **{f"logitBias.{token}": int(token) for token in sampling.logit_bias},
+        **{f"stopTokenIds[{index}]": token for index, token in enumerate(sampling.stop_token_ids)},
+    }
+    for field, token in named.items():
+        if token >= vocabulary:
+            raise ManifestError(
+                f"the model has no token {token}: its vocabulary ends at {vocabulary - 1}",
+                where=f"spec.rollout.sampling.{field}",
+                fix="write the token's number in the model's vocabulary",
+            )
 
 
 def endpoint_headers(index: int, endpoint: EndpointSpec, environment: Mapping[str, str]) -> dict[str, str]:

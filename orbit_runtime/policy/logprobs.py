@@ -1,7 +1,7 @@
 """Log-probs of given tokens and entropies, a chunk of rows at a time.
 
 Belongs here: the last projection and the log-softmax, so that no `[tokens, vocabulary]` fp32 tensor outlives its chunk.
-Does not belong here: hidden states (`model`), ratios and losses (`algorithms`).
+Does not belong here: hidden states (`model`), how settings change logits or what a loss is (`algorithms`).
 
 Legend: `R` targets, `N` hidden size, `V` vocabulary.
 """
@@ -13,34 +13,43 @@ from typing import Any
 
 import torch
 
+from orbit_runtime.algorithms.distribution import add_bias, penalise, penalty_slope, truncate
+from orbit_runtime.policy.seen import Seen
+from orbit_runtime.types import Sampling
+
 CHUNK_ELEMENTS = 1 << 24
 """Rows per chunk are chosen so that one fp32 `[rows, V]` tensor has at most this many elements (64 MiB)."""
+UNSHAPED = Sampling()
+"""The model's own distribution."""
 
 Head = Callable[[torch.Tensor], torch.Tensor]
 
 
-def nucleus_mask(logits_RV: torch.Tensor, top_p: torch.Tensor | float, keep_R: torch.Tensor | None) -> torch.Tensor:
-    """True for the smallest set of most likely tokens whose mass reaches `top_p`, and for `keep` (arXiv:1904.09751).
-
-    `keep` is the token that was sampled: with the sampler's rounding it can stand just outside our own nucleus.
-    """
-    probs, order = torch.softmax(logits_RV, dim=-1).sort(dim=-1, descending=True)
-    before = probs.cumsum(-1) - probs
-    mask = torch.zeros_like(logits_RV, dtype=torch.bool).scatter_(-1, order, before < top_p)
-    mask[torch.arange(len(mask), device=mask.device), order[:, 0]] = True
-    if keep_R is not None:
-        mask[torch.arange(len(mask), device=mask.device), keep_R] = True
-    return mask
-
-
-def _shape_logits(logits_RV: torch.Tensor, targets_R: torch.Tensor, temperature: float, top_p: float) -> torch.Tensor:
-    """fp32 logits of the distribution that tokens are drawn from."""
+def _bias(logits_RV: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """fp32 logits with their bias."""
     logits = logits_RV.float()
-    if temperature != 1.0:
-        logits = logits / temperature
-    if top_p < 1.0:
-        logits = logits.masked_fill(~nucleus_mask(logits, top_p, targets_R), float("-inf"))
-    return logits
+    if not sampling.logit_bias:
+        return logits
+    token_ids, biases = zip(*sampling.logit_bias, strict=True)
+    return add_bias(
+        logits,
+        torch.tensor(token_ids, dtype=torch.long, device=logits.device),
+        torch.tensor(biases, dtype=torch.float32, device=logits.device),
+    )
+
+
+def _cut(biased_RV: torch.Tensor, targets_R: torch.Tensor, sampling: Sampling, seen_RV: Any) -> torch.Tensor:
+    """fp32 logits of the distribution that tokens are drawn from: penalty, temperature, truncation."""
+    logits = biased_RV if seen_RV is None else penalise(biased_RV, seen_RV, sampling.repetition_penalty)
+    if sampling.temperature != 1.0:
+        logits = logits / sampling.temperature
+    return truncate(
+        logits,
+        sampling.top_k or None,
+        sampling.top_p if sampling.top_p < 1.0 else None,
+        sampling.min_p or None,
+        targets_R,
+    )
 
 
 class _TokenLogProbs(torch.autograd.Function):
@@ -52,20 +61,21 @@ class _TokenLogProbs(torch.autograd.Function):
         hidden_RN: torch.Tensor,
         targets_R: torch.Tensor,
         head: Head,
-        temperature: float,
-        top_p: float,
+        sampling: Sampling,
+        seen: Seen | None,
         rows: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         logprobs, entropies = [], []
         for start in range(0, len(targets_R), rows):
             part = slice(start, start + rows)
-            logits = _shape_logits(head(hidden_RN[part]), targets_R[part], temperature, top_p)
-            all_logprobs = torch.log_softmax(logits, dim=-1)
+            biased = _bias(head(hidden_RN[part]), sampling)
+            seen_RV = seen.mask(part, biased.shape[-1]) if seen else None
+            all_logprobs = torch.log_softmax(_cut(biased, targets_R[part], sampling, seen_RV), dim=-1)
             logprobs.append(all_logprobs.gather(-1, targets_R[part, None])[:, 0])
-            # A token outside the nucleus has probability 0 and log-prob -inf: it adds nothing.
+            # A token that is cut off has probability 0 and log-prob -inf: it adds nothing.
             entropies.append(-(all_logprobs.exp() * all_logprobs.clamp(min=torch.finfo(torch.float32).min)).sum(-1))
         ctx.save_for_backward(hidden_RN, targets_R)
-        ctx.settings = (head, temperature, top_p, rows)
+        ctx.settings = (head, sampling, seen, rows)
         return torch.cat(logprobs), torch.cat(entropies)
 
     @staticmethod
@@ -73,17 +83,21 @@ class _TokenLogProbs(torch.autograd.Function):
         ctx: Any, grad_R: torch.Tensor, _entropy_grad: torch.Tensor
     ) -> tuple[torch.Tensor, None, None, None, None, None]:
         hidden_RN, targets_R = ctx.saved_tensors
-        head, temperature, top_p, rows = ctx.settings
+        head, sampling, seen, rows = ctx.settings
         grad_hidden = torch.empty_like(hidden_RN)
         for start in range(0, len(targets_R), rows):
             part = slice(start, start + rows)
             with torch.enable_grad():
                 hidden = hidden_RN[part].detach().requires_grad_(True)
                 logits = head(hidden)
-            # d logp(y) / d logits = (onehot(y) - softmax) / T
-            slope = torch.softmax(_shape_logits(logits.detach(), targets_R[part], temperature, top_p), dim=-1).neg_()
+            biased = _bias(logits.detach(), sampling)
+            seen_RV = seen.mask(part, biased.shape[-1]) if seen else None
+            # d logp(y) / d logits = (onehot(y) - softmax) / T, times the penalty's own slope
+            slope = torch.softmax(_cut(biased, targets_R[part], sampling, seen_RV), dim=-1).neg_()
             slope[torch.arange(len(slope), device=slope.device), targets_R[part]] += 1.0
-            slope.mul_(grad_R[part, None] / temperature)
+            slope.mul_(grad_R[part, None] / sampling.temperature)
+            if seen_RV is not None:
+                slope.mul_(penalty_slope(biased, seen_RV, sampling.repetition_penalty))
             (grad_hidden[part],) = torch.autograd.grad(logits, hidden, slope.to(logits.dtype))
         return grad_hidden, None, None, None, None, None
 
@@ -94,14 +108,21 @@ def token_logprobs(
     head: Head,
     *,
     vocabulary: int,
-    temperature: float = 1.0,
-    top_p: float = 1.0,
+    sampling: Sampling = UNSHAPED,
+    seen: Seen | None = None,
     chunk_elements: int = CHUNK_ELEMENTS,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """fp32 `(logprobs [R], entropies [R])` of `targets` under softmax(head(hidden) / temperature), cut to the nucleus.
+    """fp32 `(logprobs [R], entropies [R])` of `targets` under the distribution that `sampling` draws from.
 
-    The head is frozen: gradients flow to `hidden` through the log-probs; entropies carry none.
+    The head is frozen: gradients flow to `hidden` through the log-probs; entropies carry none. What truncation cuts off
+    counts as constant, and never is a target.
+
+    Args:
+        seen: the tokens before each target; needed where `sampling` penalises repetition.
     """
+    assert seen is not None or sampling.repetition_penalty == 1.0
     rows = max(1, chunk_elements // vocabulary)
-    logprobs, entropies = _TokenLogProbs.apply(hidden_RN, targets_R, head, temperature, top_p, rows)
+    logprobs, entropies = _TokenLogProbs.apply(
+        hidden_RN, targets_R, head, sampling, seen if sampling.repetition_penalty != 1.0 else None, rows
+    )
     return logprobs, entropies.detach()

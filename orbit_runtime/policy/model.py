@@ -20,9 +20,11 @@ from orbit_runtime.adapters.inject import Injected
 from orbit_runtime.adapters.layer import Applied
 from orbit_runtime.policy.attention import Kernel, Plan
 from orbit_runtime.policy.direct import DirectDecoder
-from orbit_runtime.policy.logprobs import token_logprobs
+from orbit_runtime.policy.logprobs import UNSHAPED, token_logprobs
 from orbit_runtime.policy.packed import Branch, PackedBatch, PackedPlan, build_packed, gather_rows
+from orbit_runtime.policy.seen import Seen
 from orbit_runtime.policy.whole_rows import WholeRows, newest_hidden, packed_hidden
+from orbit_runtime.types import Sampling
 
 
 @dataclass(frozen=True)
@@ -82,9 +84,13 @@ class Policy:
         return build_packed(branches, self.device)
 
     def logprobs(
-        self, batch: PackedBatch, *, temperature: float = 1.0, top_p: float = 1.0
+        self, batch: PackedBatch, *, sampling: Sampling = UNSHAPED, seen: Seen | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """fp32 `(logprobs [R], entropies [R])` of the batch's targets under the selected adapter."""
+        """fp32 `(logprobs [R], entropies [R])` of the batch's targets under the selected adapter, as `sampling` draws.
+
+        Args:
+            seen: of the same branches; needed where `sampling` penalises repetition.
+        """
         plan = PackedPlan(batch, self.kernel)
         if self.packs:
             hidden = self.hidden(batch.token_ids_T[None], batch.position_T[None], plan)[0]
@@ -95,8 +101,8 @@ class Policy:
             batch.target_ids_R,
             self.head,
             vocabulary=self.vocabulary,
-            temperature=temperature,
-            top_p=top_p,
+            sampling=sampling,
+            seen=seen,
         )
 
     @contextmanager

@@ -110,5 +110,5 @@ class Answer:
             logprobs_T=tuple(self.logprobs),
             versions_T=tuple(self.versions),
             finish_reason=self.finish_reason,
-            text=answer_text(tokenizer, tokens, self.request.sampling.stop),
+            text=answer_text(tokenizer, tokens, self.request.sampling),
         )

@@ -21,9 +21,10 @@ from orbit_runtime.rollout.replica import Replica
 from orbit_runtime.rollout.served import About, Api, LostError
 from orbit_runtime.rollout.served_engine import ServedEngine
 from orbit_runtime.rollout.sglang_api import SGLangApi
+from orbit_runtime.rollout.support import Kind, check_sampling, shaping_fields
 from orbit_runtime.rollout.vllm_api import VllmApi
 from orbit_runtime.rollout.wire import Wire, build_client, is_serving
-from orbit_runtime.types import Tokenizer
+from orbit_runtime.types import Sampling, Tokenizer
 
 ATTACH_SECONDS = 60.0
 RETURN_SECONDS = 600.0
@@ -54,7 +55,7 @@ class Wanted:
     targets: tuple[str, ...]
     """Last parts of the adapted modules' names."""
     max_tokens: int
-    temperature: float
+    sampling: Sampling
     architectures: tuple[str, ...]
     """Of the run's own model."""
     probes: tuple[tuple[int, ...], ...]
@@ -140,6 +141,8 @@ def attach_engine(
 def check_about(name: str, about: About, wanted: Wanted) -> None:
     """Raises UnsupportedError (78) or ModelError (66) for a server that cannot serve this run."""
     adapter = wanted.adapter
+    kind: Kind = "vLLM" if about.kind == "vLLM" else "SGLang" if about.plugin is not None else "SGLang without plug-in"
+    check_sampling(wanted.sampling, kind, name)
     if about.serves_lora is False:
         raise UnsupportedError(f"{name} serves no adapters", fix="start the server with --enable-lora")
     if about.deterministic:
@@ -254,8 +257,8 @@ async def _check_inside(replica: Replica, wanted: Wanted, tokenizer: Tokenizer) 
                 where="spec.rollout.endpoints",
                 fix="let the server serve the model of spec.model.uri with its own tokenizer",
             )
-    if isinstance(api, VllmApi) and wanted.temperature != 1:
-        await api.check_temperature(wanted.probes[0])
+    if isinstance(api, VllmApi) and (shaping := shaping_fields(wanted.sampling)):
+        await api.check_processed(wanted.probes[0], shaping)
 
 
 def _ask[T](engine: ServedEngine, name: str, work: Callable[[], Awaitable[T]]) -> T:

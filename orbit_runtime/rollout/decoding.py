@@ -184,8 +184,8 @@ class Decoding:
         else:
             uniforms_B = torch.from_numpy(uniforms(rows.keys_C[which], generated)).to(device)
             temperature = torch.tensor(rows.temperature_C1[which], device=device) if rows.any_temperature else None
-            top_p = torch.tensor(rows.top_p_C1[which], device=device) if rows.any_top_p else None
-            tokens, logprobs = draw(logits_BV, uniforms_B, temperature, top_p)
+            truncation = rows.truncation(which, device)
+            tokens, logprobs = draw(rows.logits.apply(logits_BV, which), uniforms_B, temperature, truncation)
         rows.record(which, tokens, logprobs)
 
     def _finished(self) -> list[tuple[int, FinishReason]]:

@@ -8,12 +8,15 @@ Legend: `B` live rows, `C` row capacity, `T` new tokens.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from orbit_runtime.rollout.logits import RowLogits
+from orbit_runtime.rollout.sampling import Truncation
+from orbit_runtime.rollout.text import end_ids
 from orbit_runtime.types import FinishReason, Request
 
 Segment = tuple[str | None, int, int]
@@ -73,15 +76,20 @@ class Rows:
         """Where the last sampled token goes: prompt length + generated - 1."""
         self.limit_C = np.zeros(capacity, np.int64)
         self.temperature_C1 = np.ones((capacity, 1), np.float32)
+        self.top_k_C1 = np.zeros((capacity, 1), np.int64)
         self.top_p_C1 = np.ones((capacity, 1), np.float32)
+        self.min_p_C1 = np.zeros((capacity, 1), np.float32)
+        self.logits = RowLogits(capacity)
         self.last_C = np.zeros(capacity, np.int64)
         """The last sampled token."""
         self.tokens_CT = np.zeros((capacity, max_new), np.int64)
         self.logprobs_CT = np.zeros((capacity, max_new), np.float32)
         self.any_temperature = False
         """Some row's temperature is not 1."""
-        self.any_top_p = False
+        self.any_top_k = self.any_top_p = self.any_min_p = False
         self.any_stop = False
+        self.any_ends = False
+        """Some row ends by other tokens than the model's own."""
         self._segments: list[Segment] | None = None
 
     def __len__(self) -> int:
@@ -101,7 +109,15 @@ class Rows:
                 self.tokens_CT[row, : item.num_done] = item.request.so_far.token_ids_T
                 self.logprobs_CT[row, : item.num_done] = item.request.so_far.logprobs_T
         self.temperature_C1[rows, 0] = [request.sampling.temperature for request in requests]
+        self.top_k_C1[rows, 0] = [request.sampling.top_k for request in requests]
         self.top_p_C1[rows, 0] = [request.sampling.top_p for request in requests]
+        self.min_p_C1[rows, 0] = [request.sampling.min_p for request in requests]
+        self.logits.admit(requests)
+        self.any_top_k = self.any_top_k or any(request.sampling.top_k for request in requests)
+        self.any_min_p = self.any_min_p or any(request.sampling.min_p for request in requests)
+        self.any_ends = self.any_ends or any(
+            request.sampling.ignore_eos or request.sampling.stop_token_ids for request in requests
+        )
         self.any_temperature = self.any_temperature or any(request.sampling.temperature != 1.0 for request in requests)
         self.any_top_p = self.any_top_p or any(request.sampling.top_p < 1.0 for request in requests)
         self.any_stop = self.any_stop or any(request.sampling.stop for request in requests)
@@ -115,6 +131,7 @@ class Rows:
                 old = getattr(self, name)
                 column[tuple(slice(0, size) for size in old.shape)] = old
                 setattr(self, name, column)
+        self.logits.grow(wider.capacity)
         self.capacity, self.max_new = wider.capacity, wider.max_new
 
     def record(self, rows: slice, tokens: torch.Tensor, logprobs: torch.Tensor) -> None:
@@ -123,13 +140,21 @@ class Rows:
         self.last_C[rows] = tokens.cpu().numpy()
         self.tokens_CT[index, generated] = self.last_C[rows]
         self.logprobs_CT[index, generated] = logprobs.cpu().numpy()
+        self.logits.record(rows, tokens)
         generated += 1
         self.position_C[rows] += 1
 
-    def finished(self, eos_ids: Collection[int]) -> list[tuple[int, FinishReason]]:
-        """Rows whose last token ends them, by end-of-sequence or by length."""
+    def finished(self, eos_ids: Sequence[int]) -> list[tuple[int, FinishReason]]:
+        """Rows whose last token ends them, by what it is or by length."""
         full = self.generated_C[: len(self)] >= self.limit_C[: len(self)]
         ended = np.isin(self.last_C[: len(self)], eos_ids) if eos_ids else np.zeros_like(full)
+        if self.any_ends:
+            ended = np.array(
+                [
+                    last in end_ids(item.request.sampling, eos_ids)
+                    for item, last in zip(self.work, self.last_C[: len(self)].tolist(), strict=True)
+                ]
+            )
         done: list[tuple[int, FinishReason]] = []
         for row in np.flatnonzero(ended | full).tolist():
             # A forced row runs to the end of its tokens: an end-of-sequence inside them is only a token.
@@ -167,11 +192,22 @@ class Rows:
         del self.work[remaining:], self.version[remaining:]
         if sources:
             for column in (
-                self.keys_C, self.generated_C, self.position_C, self.limit_C, self.temperature_C1, self.top_p_C1,
-                self.last_C, self.tokens_CT, self.logprobs_CT,
+                self.keys_C, self.generated_C, self.position_C, self.limit_C, self.temperature_C1, self.top_k_C1,
+                self.top_p_C1, self.min_p_C1, self.last_C, self.tokens_CT, self.logprobs_CT,
             ):  # fmt: skip
                 column[targets] = column[sources]
+        self.logits.remove(remaining, sources, targets)
         return sources, targets
+
+    def truncation(self, rows: slice, device: torch.device) -> Truncation:
+        def column(values_C1: np.ndarray) -> torch.Tensor:
+            return torch.tensor(values_C1[rows], device=device)
+
+        return Truncation(
+            column(self.top_k_C1) if self.any_top_k else None,
+            column(self.top_p_C1) if self.any_top_p else None,
+            column(self.min_p_C1) if self.any_min_p else None,
+        )
 
     def segments(self) -> list[Segment]:
         """(adapter, first row, end row) of contiguous rows under one adapter."""

@@ -8,10 +8,12 @@ Legend: `B` rows, `V` vocabulary.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 
-from orbit_runtime.policy.logprobs import nucleus_mask
+from orbit_runtime.algorithms.distribution import truncate
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
@@ -32,11 +34,23 @@ def uniforms(keys_B: np.ndarray, positions_B: np.ndarray) -> np.ndarray:
     return (z >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
+@dataclass(frozen=True)
+class Truncation:
+    """`[B, 1]` each, or `None` where no row is cut by it (`algorithms.distribution.truncate`)."""
+
+    top_k: torch.Tensor | None = None
+    top_p: torch.Tensor | None = None
+    min_p: torch.Tensor | None = None
+
+
+WHOLE = Truncation()
+
+
 def draw(
     logits_BV: torch.Tensor,
     uniforms_B: torch.Tensor,
     temperature_B1: torch.Tensor | None,
-    top_p_B1: torch.Tensor | None,
+    truncation: Truncation = WHOLE,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Samples one token a row; returns `(tokens [B] int64, logprobs [B] fp32)` under the distribution drawn from.
 
@@ -44,11 +58,10 @@ def draw(
         logits_BV: fp32.
         uniforms_B: float64 in [0, 1).
         temperature_B1: above 0; a row at exactly 0 is greedy and its log-prob is 0. `None`: 1 in every row.
-        top_p_B1: nucleus mass, or `None` where every row keeps the whole vocabulary.
+        truncation: what of the vocabulary each row keeps.
     """
     logits = logits_BV if temperature_B1 is None else logits_BV / torch.where(temperature_B1 == 0, 1.0, temperature_B1)
-    if top_p_B1 is not None:
-        logits = logits.masked_fill(~nucleus_mask(logits, top_p_B1, None), float("-inf"))
+    logits = truncate(logits, truncation.top_k, truncation.top_p, truncation.min_p)
     logprobs = torch.log_softmax(logits, dim=-1)
     # float64: over a large vocabulary an fp32 sum drops the tail.
     cdf = torch.exp(logprobs).cumsum(-1, dtype=torch.float64)

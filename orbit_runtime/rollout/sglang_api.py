@@ -19,6 +19,8 @@ from orbit_runtime.adapters import tensorfile
 from orbit_runtime.adapters.state import CONFIG_FILE, MODEL_FILE
 from orbit_runtime.errors import GateError
 from orbit_runtime.rollout.served import About, Call, Piece, Sleeping, build_piece, number
+from orbit_runtime.rollout.support import given_fields
+from orbit_runtime.rollout.text import end_ids
 from orbit_runtime.rollout.wire import Wire, adapter_names, exposition
 from orbit_runtime.types import AdapterFiles, Cached, Scored
 
@@ -111,7 +113,8 @@ class SGLangApi:
                 "top_p": sampling.top_p,
                 "max_new_tokens": ask.max_new_tokens,
                 "stop": list(sampling.stop),
-                "stop_token_ids": list(eos),
+                "stop_token_ids": list(end_ids(sampling, eos)),
+                **given_fields(sampling),
                 "stream_interval": self._interval(ask.max_new_tokens),
             }
             for ask in asks

@@ -1,4 +1,4 @@
-"""A completion's text from its tokens, the same for every engine.
+"""What ends a completion, and its text from its tokens: the same for every engine.
 
 Belongs here: what is cut off a text. Does not belong here: tokens, which are never changed.
 """
@@ -7,12 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from orbit_runtime.types import Tokenizer
+from orbit_runtime.types import Sampling, Tokenizer
 
 
-def answer_text(tokenizer: Tokenizer, tokens: Sequence[int], stops: Sequence[str]) -> str:
-    """Decoded, without the end-of-sequence token and from the first stop string on."""
-    kept = tokens[:-1] if tokens and tokens[-1] in tokenizer.eos_ids else tokens
+def end_ids(sampling: Sampling, eos_ids: Sequence[int]) -> tuple[int, ...]:
+    """Tokens that end a completion of a model with these end tokens."""
+    own = () if sampling.ignore_eos else tuple(eos_ids)
+    return (*own, *sampling.stop_token_ids)
+
+
+def answer_text(tokenizer: Tokenizer, tokens: Sequence[int], sampling: Sampling) -> str:
+    """Decoded, without the token that ended it and from the first stop string on."""
+    kept = tokens[:-1] if tokens and tokens[-1] in end_ids(sampling, tokenizer.eos_ids) else tokens
     text = tokenizer.decode(kept)
-    cuts = [at for at in (text.find(stop) for stop in stops) if at >= 0]
+    cuts = [at for at in (text.find(stop) for stop in sampling.stop) if at >= 0]
     return text[: min(cuts)] if cuts else text

@@ -207,7 +207,7 @@ class TorchEngine:
             logprobs_T=tuple(finished.logprobs_T),
             versions_T=finished.versions_T,
             finish_reason=finished.reason,
-            text=answer_text(self._tokenizer, tokens, finished.request.sampling.stop),
+            text=answer_text(self._tokenizer, tokens, finished.request.sampling),
         )
 
 

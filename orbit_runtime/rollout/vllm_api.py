@@ -2,8 +2,8 @@
 
 Belongs here: vLLM's endpoints and fields. Does not belong here: HTTP (`wire`), SGLang (`sglang_api`).
 
-vLLM must be started with `--enable-lora`, `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1` and, for a temperature other than 1,
-`--logprobs-mode processed_logprobs`: else its log-probs are those at temperature 1.
+vLLM must be started with `--enable-lora`, `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1` and, where sampling does anything to the
+model's own distribution, `--logprobs-mode processed_logprobs`: else its log-probs are those of the model's own.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from typing import Any
 
 from orbit_runtime.errors import GateError, UnsupportedError
 from orbit_runtime.rollout.served import About, Call, Piece, Sleeping, build_piece, number
+from orbit_runtime.rollout.support import given_fields
+from orbit_runtime.rollout.text import end_ids
 from orbit_runtime.rollout.wire import Wire, adapter_names, exposition
 from orbit_runtime.types import AdapterFiles, Scored
 
@@ -65,10 +67,11 @@ class VllmApi:
             "top_p": sampling.top_p,
             "max_tokens": first.max_new_tokens,
             "stop": list(sampling.stop),
-            "stop_token_ids": list(eos),
+            "stop_token_ids": list(end_ids(sampling, eos)),
             "logprobs": 0,
             "return_token_ids": True,
             "stream": True,
+            **given_fields(sampling),
         }
         async with aclosing(self._wire.stream("/v1/completions", body)) as events:
             async for event in events:
@@ -127,8 +130,14 @@ class VllmApi:
         body = {"model": self._model, "tokens": list(token_ids_T)}
         return str((await self._wire.post("/detokenize", body))["prompt"])
 
-    async def check_temperature(self, token_ids_T: Sequence[int]) -> None:
-        """Raises UnsupportedError (78) where log-probs are told as they were before the temperature."""
+    async def check_processed(self, token_ids_T: Sequence[int], shaping: Sequence[str]) -> None:
+        """Raises UnsupportedError (78) where log-probs are told as they were before sampling's settings.
+
+        One mode of the server holds for all of them; the temperature shows it.
+
+        Args:
+            shaping: the settings that need it, by their names in the manifest.
+        """
         seen = []
         for temperature in (1.0, COLD):
             body = {
@@ -140,8 +149,8 @@ class VllmApi:
         if abs(seen[0] - seen[1]) < 1e-6:
             raise UnsupportedError(
                 "this vLLM tells log-probs before the temperature divides the logits",
-                where="spec.rollout.sampling.temperature",
-                fix="start it with --logprobs-mode processed_logprobs, or write temperature: 1",
+                where=f"spec.rollout.sampling.{shaping[0]}",
+                fix=f"start it with --logprobs-mode processed_logprobs, or remove {' and '.join(shaping)}",
             )
 
     async def _choices(self, body: Mapping[str, Any]) -> list[dict[str, Any]]:

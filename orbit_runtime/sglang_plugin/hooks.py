@@ -23,6 +23,7 @@ from orbit_runtime.sglang_plugin import (
     oft_hooks,
     ranks,
     readback,
+    sampling,
     taps,
 )
 
@@ -55,6 +56,7 @@ def register(oft_block_size: int, expert_layout: str) -> None:
         (f"{LORA}.lora_manager.LoRAManager.load_lora_adapter_from_tensors", ranks.agree_on_load, "AFTER"),
         ("sglang.srt.model_executor.model_runner.ModelRunner.forward", _around_pass, "AROUND"),
         *applied.hooks(),
+        *sampling.hooks(),
         *deepseek_v4.hooks(),
         *(oft_hooks.hooks(oft_block_size) if oft_block_size else ()),
         *(experts.hooks(expert_layout) if expert_layout else ()),

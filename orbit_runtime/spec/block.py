@@ -18,6 +18,9 @@ FieldSet = Literal["identity", "layout", "display"]
 
 IDENTITY: Any = Field(json_schema_extra={"orbitSet": "identity"})
 """Changes the maths: a checkpoint of another identity is refused."""
+LATER_IDENTITY: Any = Field(json_schema_extra={"orbitSet": "identity", "orbitLater": True})
+"""The same, of a field that checkpoints of earlier versions do not know: at its default it is no part of the identity,
+so that they can still be resumed."""
 LAYOUT: Any = Field(json_schema_extra={"orbitSet": "layout"})
 """Changes where and how it is computed, not what: may change on resume."""
 DISPLAY: Any = Field(json_schema_extra={"orbitSet": "display"})

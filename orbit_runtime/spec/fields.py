@@ -54,6 +54,13 @@ def field_sets() -> dict[str, FieldSet]:
     return {path: cast(FieldSet, owner) for path, owner in found if owner}
 
 
+@cache
+def later_defaults() -> dict[str, Any]:
+    """Path → default of each field that is part of the identity only where it is another (`LATER_IDENTITY`)."""
+    later = {field.path: field.schema for field in all_fields() if field.schema.get("orbitLater")}
+    return {path: each.get("default", {} if each["type"] == "object" else None) for path, each in later.items()}
+
+
 def find_schema(path: tuple[str | int, ...]) -> Schema | None:
     """Schema of a place in the manifest; `None` where there is no such field."""
     here: Schema = schema_tree()

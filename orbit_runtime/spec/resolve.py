@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from orbit_runtime.spec.block import Block, FieldSet
-from orbit_runtime.spec.fields import field_sets
+from orbit_runtime.spec.fields import field_sets, later_defaults
 from orbit_runtime.spec.rollout import Rollout
 from orbit_runtime.spec.run import OrbitRun
 
@@ -139,7 +139,12 @@ def absolute_uri(uri: str, folder: Path) -> str:
 
 def identity_fields(run: OrbitRun) -> dict[str, Any]:
     """Path → value of every field that changes the maths, e.g. `{"spec.adapter.lora.rank": 16, …}`."""
-    return {path: value for path, owner, value in _leaves(_decide_identity(run).to_manifest()) if owner == "identity"}
+    later = later_defaults()
+    return {
+        path: value
+        for path, owner, value in _leaves(_decide_identity(run).to_manifest())
+        if owner == "identity" and not (path in later and value == later[path])
+    }
 
 
 def identity_digest(run: OrbitRun, content: Mapping[str, str] = EMPTY) -> str:
@@ -160,10 +165,12 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Differen
     """
     before = {path: (owner, value) for path, owner, value in _leaves(old)}
     after = {path: (owner, value) for path, owner, value in _leaves(new)}
-    found = []
+    found, later = [], later_defaults()
     for path in {**after, **before}:
         owner, old_value = before.get(path, (None, None))
         new_owner, new_value = after.get(path, (owner, None))
+        if old_value is None and path in later and new_value == later[path]:
+            continue
         if type(old_value) is not type(new_value) or old_value != new_value:
             found.append(Difference(path, new_owner or "identity", old_value, new_value))
     return found

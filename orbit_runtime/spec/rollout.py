@@ -5,16 +5,19 @@ Belongs here: the engine and the distribution. Does not belong here: generation 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from orbit_runtime.spec.block import IDENTITY, LAYOUT, AsTuple, Block, Contradiction
+from orbit_runtime.spec.block import IDENTITY, LATER_IDENTITY, LAYOUT, AsTuple, Block, Contradiction, WithoutEmpty
 
 VARIABLE_PATTERN = r"^[A-Za-z_][A-Za-z0-9_]*$"
 HEADER_PATTERN = r"^[A-Za-z0-9-]+$"
 VALUE_PATTERN = r"^[!-~]+$"
+TOKEN_ID_PATTERN = r"^(0|[1-9][0-9]{0,6})$"
+MAX_TOKEN_ID = 9_999_999
 URL_PATTERN = r"^https?://[A-Za-z0-9.:\[\]_-]+$"
 
 
@@ -24,7 +27,21 @@ class Sampling(Block):
     temperature: Annotated[float, IDENTITY, Field(gt=0, le=100)] = 1.0
     """Divides the logits; training uses the same distribution."""
     top_p: Annotated[float, IDENTITY, Field(gt=0, le=1)] = 1.0
-    """Draw only from the most likely tokens that together reach this probability."""
+    """Draw only from the most likely tokens that together reach this probability, of those that `topK` leaves."""
+    top_k: Annotated[int | None, LATER_IDENTITY, Field(ge=2, le=1_000_000)] = None
+    """Draw only from this many most likely tokens. Of one alone nothing would be learned."""
+    min_p: Annotated[float, LATER_IDENTITY, Field(ge=0, lt=1)] = 0.0
+    """Draw only from tokens at least this fraction as likely as the most likely one."""
+    repetition_penalty: Annotated[float, LATER_IDENTITY, Field(gt=0, le=2)] = 1.0
+    """Divides positive logits, and multiplies negative ones, of tokens that stand in the prompt or in the completion so
+    far; training uses the same distribution."""
+    logit_bias: Annotated[
+        dict[str, Annotated[float, Field(ge=-100, le=100)]],
+        LATER_IDENTITY,
+        Field(max_length=300, examples=[{"198": -5.0}]),
+        WithoutEmpty,
+    ] = Field(default_factory=dict)
+    """Token id → what is added to its logit, before all else; training uses the same distribution."""
     max_new_tokens: Annotated[int, IDENTITY, Field(ge=1, le=1_048_576)] = 256
     """A completion is cut at this length."""
     stop: Annotated[
@@ -34,6 +51,22 @@ class Sampling(Block):
         Field(max_length=16, examples=[["</answer>"]]),
     ] = ()
     """Texts that end a completion, besides the model's own end tokens."""
+    stop_token_ids: Annotated[
+        tuple[Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)], ...],
+        AsTuple,
+        LATER_IDENTITY,
+        Field(max_length=16, examples=[[198]]),
+    ] = ()
+    """Tokens that end a completion as the model's own end tokens do."""
+    ignore_eos: Annotated[bool, LATER_IDENTITY] = False
+    """The model's own end tokens end nothing: a completion runs to `maxNewTokens`, or to one of `stop` and
+    `stopTokenIds`."""
+
+    def contradictions(self) -> Iterator[Contradiction]:
+        for key in self.logit_bias:
+            if not re.fullmatch(TOKEN_ID_PATTERN, key):
+                fix = "write the token's number in the model's vocabulary, such as '198'"
+                yield Contradiction(("logitBias",), (), f"`{key}` is not the id of a token", fix)
 
 
 class Header(Block):
@@ -90,7 +123,7 @@ class Rollout(Block):
 
     engine: Annotated[Literal["Auto", "Torch", "SGLang", "OpenAI"], LAYOUT] = "Auto"
     """What samples: `Torch` runs in the trainer's process on the same weights; `SGLang` is a server that Orbit starts
-    beside it, for LoRA and OFT with `topP: 1`; `OpenAI` are the servers of `endpoints`."""
+    beside it, for LoRA and OFT; `OpenAI` are the servers of `endpoints`."""
     replicas: Annotated[int, LAYOUT, Field(ge=1, le=64)] = 1
     """Servers that Orbit starts, with `engine: SGLang`. One that dies is replaced; the others do its work meanwhile."""
     tensor_parallel: Annotated[int | None, LAYOUT, Field(ge=1, le=64)] = None

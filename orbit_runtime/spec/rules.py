@@ -16,6 +16,7 @@ from orbit_runtime.spec.data import PROMPT_SCHEMES
 from orbit_runtime.spec.environment import CODE_SCHEMES
 from orbit_runtime.spec.lifecycle import Lifecycle
 from orbit_runtime.spec.model import MODEL_SCHEMES
+from orbit_runtime.spec.rollout import TOKEN_ID_PATTERN
 from orbit_runtime.spec.run import NAME_LENGTH, NAME_PATTERN, RunSpec
 from orbit_runtime.spec.storage import STORAGE_SCHEMES
 
@@ -141,6 +142,13 @@ CHECKS: dict[str, tuple[Rule, ...]] = {
             "self.engine == 'OpenAI' || !has(self.adapterFolder)",
             "remove adapterFolder, or write engine: OpenAI",
             ".adapterFolder",
+        ),
+    ),
+    "spec.rollout.sampling": (
+        Rule(
+            f"!has(self.logitBias) || self.logitBias.all(key, key.matches('{TOKEN_ID_PATTERN}'))",
+            "write the token's number in the model's vocabulary, such as '198'",
+            ".logitBias",
         ),
     ),
     "spec.rollout.endpoints[]": (

@@ -22,11 +22,12 @@ from orbit_runtime.data.packing import pack_micro_batches, split_mini_batches
 from orbit_runtime.errors import DivergedError
 from orbit_runtime.policy.model import Policy
 from orbit_runtime.policy.packed import Branch, PackedBatch
+from orbit_runtime.policy.seen import Seen, build_seen
 from orbit_runtime.seeds import stream_key
 from orbit_runtime.training.parity import ParitySums
 from orbit_runtime.training.schedule import Schedule, learning_rate
 from orbit_runtime.training.state import PART, pack_state, unpack_state
-from orbit_runtime.types import AdapterFiles, Sample, Scored, UpdateResult
+from orbit_runtime.types import AdapterFiles, Sample, Sampling, Scored, UpdateResult
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,8 @@ class TrainerSettings:
     """Tokens that the `Constant` reduction divides by: the longest completion allowed."""
     importance_cap: float | None
     """Truncation of trainer/sampler importance weights; `None`: the sampling side's log-probs are the old ones."""
-    temperature: float
-    top_p: float
+    sampling: Sampling
+    """What the samples' tokens were drawn by."""
     base_model: str
     """Named in the published `adapter_config.json`."""
     seed: int = 0
@@ -67,6 +68,8 @@ class MicroBatch:
     weights_R: torch.Tensor
     trained_R: torch.Tensor
     """Targets that the loss mask keeps, as indices into the packed targets."""
+    seen: Seen | None
+    """Tokens before each target, where sampling penalises their repetition."""
 
 
 class TorchTrainer:
@@ -141,9 +144,7 @@ class TorchTrainer:
         settings = self._settings
         for number, micro in enumerate(micro_batches):
             with self._policy.injected.selection.use(TRAINER_SLOT, dropout_key=self._dropout_key(number)):
-                all_R, entropy_R = self._policy.logprobs(
-                    micro.packed, temperature=settings.temperature, top_p=settings.top_p
-                )
+                all_R, entropy_R = self._policy.logprobs(micro.packed, sampling=settings.sampling, seen=micro.seen)
             logprobs_R = all_R[micro.trained_R]
             old_R, importance_R = micro.sampled_R, None
             if settings.importance_cap is not None:
@@ -233,13 +234,14 @@ class TorchTrainer:
             return torch.tensor(values, dtype=torch.float32, device=device)
 
         index = torch.tensor(trained, dtype=torch.long, device=device)
-        return MicroBatch(self._policy.pack(branches), floats(sampled), floats(advantages), floats(per_token), index)
+        seen = build_seen(branches, device) if self._settings.sampling.repetition_penalty != 1.0 else None
+        packed = self._policy.pack(branches)
+        return MicroBatch(packed, floats(sampled), floats(advantages), floats(per_token), index, seen)
 
     def _logprobs(self, micro: MicroBatch, *, adapter: bool) -> torch.Tensor:
         """fp32 log-probs of the trained tokens, without gradient; with `adapter` off, the reference policy's."""
-        settings = self._settings
         with torch.no_grad(), self._policy.injected.selection.use(TRAINER_SLOT if adapter else None):
-            logprobs, _ = self._policy.logprobs(micro.packed, temperature=settings.temperature, top_p=settings.top_p)
+            logprobs, _ = self._policy.logprobs(micro.packed, sampling=self._settings.sampling, seen=micro.seen)
         return logprobs[micro.trained_R]
 
     # --- publishing and proof ---

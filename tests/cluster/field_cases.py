@@ -112,13 +112,19 @@ def bad_values(schema: Schema) -> Iterator[Any]:
     if "maxItems" in schema:
         yield [_item(schema["items"], index) for index in range(schema["maxItems"] + 1)]
     if "maxProperties" in schema:
-        yield {f"a{index}": "b" for index in range(schema["maxProperties"] + 1)}
+        yield {str(index): _value_of(schema) for index in range(schema["maxProperties"] + 1)}
 
 
 def bad_items(schema: Schema) -> Iterator[Any]:
     """The same for the items of a list."""
     if schema:
         yield from bad_values(schema)
+
+
+def _value_of(schema: Schema) -> Any:
+    """Of a mapping, such that only their number is wrong."""
+    values = schema.get("additionalProperties")
+    return 1.0 if isinstance(values, dict) and values.get("type") == "number" else "b"
 
 
 def _item(schema: Schema, index: int) -> Any:

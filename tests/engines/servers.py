@@ -24,6 +24,7 @@ from orbit_runtime.rollout.handover import Transport
 from orbit_runtime.rollout.served_engine import ServedEngine
 from orbit_runtime.rollout.sglang_server import ServerSettings, SGLangServer, lora_targets
 from orbit_runtime.rollout.starting import start_engine
+from orbit_runtime.types import Sampling
 from orbit_runtime.workers.run_token import run_token
 from orbit_runtime.workers.sglang_launch import PYTHON_VARIABLE
 from tests.integration.tiny_models import TARGETS
@@ -103,7 +104,7 @@ def attach(
         adapter=policy.injected.config,
         targets=lora_targets(tuple(policy.injected.layers)),
         max_tokens=256,
-        temperature=1.0,
+        sampling=Sampling(),
         architectures=("Qwen3ForCausalLM",),
         probes=(tuple(tokenizer.encode_chat([{"role": "user", "content": "12+34="}])),),
         tolerance=1e-3,

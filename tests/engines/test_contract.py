@@ -41,7 +41,7 @@ def policy_logprobs(policy: Policy, adapter: AdapterFiles | None, prompt: Sequen
     try:
         with torch.no_grad(), policy.injected.selection.use(slot):
             batch = policy.pack([Branch(0, tuple(prompt), tuple(answer))])
-            return policy.logprobs(batch, temperature=temperature)[0]
+            return policy.logprobs(batch, sampling=Sampling(temperature=temperature))[0]
     finally:
         if slot:
             remove_slot(policy.injected.layers, slot)
@@ -256,7 +256,7 @@ def test_an_aborted_completion_goes_on_under_the_next_version_with_its_tokens_an
         assert after.finish_reason in ("stop", "length")
         expected = policy_logprobs(policy, adapters[names[1]], request.prompt_ids_T, after.token_ids_T)
         torch.testing.assert_close(torch.tensor(after.logprobs_T[count:]), expected[count:], rtol=0, atol=close)
-        assert after.text == answer_text(tokenizer, after.token_ids_T, ())
+        assert after.text == answer_text(tokenizer, after.token_ids_T, long)
 
 
 def test_a_deadline_ends_a_completion_where_it_is(engine: Engine, adder: Adder) -> None:

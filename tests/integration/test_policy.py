@@ -17,6 +17,7 @@ from orbit_runtime.policy.logprobs import token_logprobs
 from orbit_runtime.policy.packed import Branch
 from orbit_runtime.quant import int4
 from orbit_runtime.quant.linear import FrozenLinear
+from orbit_runtime.types import Sampling
 from tests.integration.tiny_models import ARCHITECTURES, TARGETS, load_reference, make_checkpoint, reference_logprobs
 
 LORA = AdapterConfig(type="LoRA", targets=TARGETS, rank=4, alpha=8.0)
@@ -70,7 +71,12 @@ def test_chunked_logprobs_and_their_gradient_equal_the_dense_ones(top_p: float) 
     weight = torch.randn(50, 16, generator=generator) * 0.3
     targets = torch.randint(0, 50, (11,), generator=generator)
     logprobs, entropies = token_logprobs(
-        hidden, targets, lambda h: h @ weight.T, vocabulary=50, temperature=0.7, top_p=top_p, chunk_elements=150
+        hidden,
+        targets,
+        lambda h: h @ weight.T,
+        vocabulary=50,
+        sampling=Sampling(temperature=0.7, top_p=top_p),
+        chunk_elements=150,
     )
     logprobs.mul(torch.arange(1.0, 12.0)).sum().backward()
     ours = hidden.grad.clone()

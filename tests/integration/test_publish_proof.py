@@ -25,7 +25,7 @@ from orbit_runtime.policy import load_policy
 from orbit_runtime.rollout import TorchEngine
 from orbit_runtime.storage import claim_execution, open_store
 from orbit_runtime.training import TorchTrainer, TrainerSettings
-from orbit_runtime.types import Scored
+from orbit_runtime.types import Sampling, Scored
 from tests.integration.tiny_models import TARGETS
 
 SETTINGS = TrainerSettings(
@@ -42,8 +42,7 @@ SETTINGS = TrainerSettings(
     "Token",
     4,
     None,
-    1.0,
-    1.0,
+    Sampling(),
     "builtin://tiny-adder",
 )
 ADAPTERS = {

@@ -18,7 +18,7 @@ from orbit_runtime.policy import Policy, load_policy
 from orbit_runtime.policy.packed import Branch
 from orbit_runtime.rollout import TorchEngine
 from orbit_runtime.rollout.requests import sample
-from orbit_runtime.rollout.sampling import draw, uniforms
+from orbit_runtime.rollout.sampling import Truncation, draw, uniforms
 from orbit_runtime.seeds import stream_key
 from orbit_runtime.types import Request, Sampling
 from tests.integration.engine_inputs import by_id, random_adapter, requests_for
@@ -64,7 +64,7 @@ def test_sampled_frequencies_follow_the_distribution() -> None:
     rows = 40_000
     keys = np.array([stream_key(3, "test", row) for row in range(rows)], np.uint64)
     values = torch.from_numpy(uniforms(keys, np.zeros(rows, np.int64)))
-    tokens, logprobs = draw(logits.expand(rows, -1), values, torch.full((rows, 1), 0.5), None)
+    tokens, logprobs = draw(logits.expand(rows, -1), values, torch.full((rows, 1), 0.5))
     expected = torch.softmax(logits[0] / 0.5, -1)
     observed = torch.bincount(tokens, minlength=4) / rows
     # Five standard deviations of a binomial share.
@@ -77,7 +77,9 @@ def test_top_p_keeps_the_smallest_sufficient_set_and_its_own_logprobs() -> None:
     rows = 4000
     keys = np.array([stream_key(4, "test", row) for row in range(rows)], np.uint64)
     values = torch.from_numpy(uniforms(keys, np.zeros(rows, np.int64)))
-    tokens, logprobs = draw(logits.expand(rows, -1), values, torch.ones(rows, 1), torch.full((rows, 1), 0.6))
+    tokens, logprobs = draw(
+        logits.expand(rows, -1), values, torch.ones(rows, 1), Truncation(top_p=torch.full((rows, 1), 0.6))
+    )
     assert Counter(tokens.tolist()).keys() == {0, 1}
     torch.testing.assert_close(logprobs.exp(), torch.tensor([0.625, 0.375])[tokens])
 
@@ -99,7 +101,7 @@ def test_uniforms_depend_on_key_and_position_only_and_are_uniform() -> None:
 
 def test_greedy_rows_take_the_most_likely_token() -> None:
     tokens, logprobs = draw(
-        torch.tensor([[0.0, 3.0, 1.0]]), torch.tensor([0.99], dtype=torch.float64), torch.zeros(1, 1), None
+        torch.tensor([[0.0, 3.0, 1.0]]), torch.tensor([0.99], dtype=torch.float64), torch.zeros(1, 1)
     )
     assert tokens.tolist() == [1]
     assert logprobs.tolist() == [0.0]

@@ -16,7 +16,7 @@ from orbit_runtime.policy import load_policy
 from orbit_runtime.training import TorchTrainer, TrainerSettings
 from orbit_runtime.training.schedule import learning_rate
 from orbit_runtime.training.state import PART
-from orbit_runtime.types import Sample
+from orbit_runtime.types import Sample, Sampling
 from tests.integration.tiny_models import TARGETS, make_checkpoint
 
 SETTINGS = TrainerSettings(
@@ -33,8 +33,7 @@ SETTINGS = TrainerSettings(
     reduction="Token",
     constant_length=16,
     importance_cap=None,
-    temperature=1.0,
-    top_p=1.0,
+    sampling=Sampling(),
     base_model="base",
 )
 ADAPTERS = {

@@ -20,6 +20,7 @@ from orbit_runtime.data.chat import ChatTokenizer
 from orbit_runtime.policy import Policy, load_policy
 from orbit_runtime.policy.packed import gather_rows
 from orbit_runtime.rollout import TorchEngine
+from orbit_runtime.rollout.requests import sample
 from orbit_runtime.training import TorchTrainer
 from orbit_runtime.types import Request, Sampling
 from tests.integration.test_torch_trainer import SETTINGS, samples_of
@@ -89,7 +90,7 @@ def test_sampling_adds_nowhere_twice_and_torch_finds_nothing_to_refuse(case: Cas
     requests = [Request(at, at, prompts[at % 3], sampling, None) for at in range(7)]
 
     def answers() -> list[tuple[object, ...]]:
-        made = TorchEngine(policy, ChatTokenizer(packed), max_running_requests=4).generate(requests)
+        made = sample(TorchEngine(policy, ChatTokenizer(packed), max_running_requests=4), requests)
         return sorted((each.request_id, each.token_ids_T, each.logprobs_T) for each in made)
 
     with RepeatedSums() as watch:

@@ -21,13 +21,14 @@ from orbit_runtime.rollout.requests import sample
 from orbit_runtime.rollout.served_engine import ServedEngine
 from orbit_runtime.spec.rollout import Endpoint as EndpointSpec
 from orbit_runtime.spec.rollout import Header
+from orbit_runtime.types import Sampling
 from tests.unit_runtime.rollout.test_served_engine import Words, adapter, check_whole, prove_on, requests
 
 WANTED = Wanted(
     adapter=AdapterConfig(type="LoRA", targets=("q_proj",), rank=8),
     targets=("q_proj",),
     max_tokens=1024,
-    temperature=1.0,
+    sampling=Sampling(),
     architectures=("Qwen3ForCausalLM",),
     probes=((5, 6, 7), (8, 9)),
     tolerance=1e-3,
@@ -179,7 +180,7 @@ def test_an_endpoint_that_is_absent_is_named(servers: list[FakeServer], tmp_path
 
 
 def test_log_probs_from_before_the_temperature_are_noticed(servers: list[FakeServer], tmp_path: Path) -> None:
-    cold = replace(WANTED, temperature=0.7)
+    cold = replace(WANTED, sampling=Sampling(temperature=0.7))
     attach(servers, tmp_path / "a", vllm(), wanted=cold).close()
     raw = vllm()
     same = {"choices": [{"index": 0, "logprobs": {"top_logprobs": [{"a": -0.5}]}}]}

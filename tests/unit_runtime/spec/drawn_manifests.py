@@ -27,6 +27,7 @@ PATTERNS = {
     "apiKeyEnv": st.sampled_from(["ENGINE_KEY", "_k"]),
     "valueEnv": st.sampled_from(["TEAM", "x1"]),
     "adapterFolder": st.sampled_from(["/shared", "/dev/shm/a"]),
+    "logitBias": st.dictionaries(st.integers(0, 10**6).map(str), st.floats(-100, 100), max_size=3),
     "managedBy": st.just("kueue.x-k8s.io/multikueue"),
 }
 KEYS = st.from_regex(r"\A[a-z0-9]{1,8}\Z")

@@ -1,0 +1,93 @@
+"""Which settings of sampling each kind of engine gives with log-probs of the distribution that it draws from.
+
+Belongs here: one row for each setting, or two together, that a kind of engine does not give, and why; the
+fields of requests that servers share. Does not belong here: how servers are asked (`sglang_api`, `vllm_api`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from orbit_runtime.errors import UnsupportedError
+from orbit_runtime.types import Sampling
+
+Kind = Literal["Torch", "SGLang", "SGLang without plug-in", "SGLang, deterministic", "vLLM"]
+"""`SGLang` runs Orbit's plug-in, as each server that Orbit starts."""
+
+IS_SET: dict[str, Callable[[Sampling], bool]] = {
+    "temperature": lambda sampling: sampling.temperature != 1.0,
+    "topK": lambda sampling: sampling.top_k > 0,
+    "topP": lambda sampling: sampling.top_p < 1.0,
+    "minP": lambda sampling: sampling.min_p > 0.0,
+    "repetitionPenalty": lambda sampling: sampling.repetition_penalty != 1.0,
+    "logitBias": lambda sampling: bool(sampling.logit_bias),
+    "stop": lambda sampling: bool(sampling.stop),
+    "stopTokenIds": lambda sampling: bool(sampling.stop_token_ids),
+    "ignoreEos": lambda sampling: sampling.ignore_eos,
+}
+"""By the manifest's name; `maxNewTokens` is always given."""
+
+
+@dataclass(frozen=True)
+class Lack:
+    """What one kind of engine cannot give: a setting, or several together."""
+
+    fields: tuple[str, ...]
+    """The first is blamed."""
+    why: str
+
+
+_BEFORE = "its log-probs are those before it cuts the distribution"
+_PENALTY = Lack(
+    ("repetitionPenalty",),
+    "it penalises tokens of the answer alone, not of the prompt, and where it schedules ahead each of them one token "
+    "late",
+)
+_ENDS = Lack(("ignoreEos", "stopTokenIds"), "where it ignores end tokens, it ignores these as well")
+
+LACKS: dict[Kind, tuple[Lack, ...]] = {
+    "Torch": (),
+    "SGLang": (_PENALTY, _ENDS),
+    "SGLang without plug-in": (*(Lack((name,), _BEFORE) for name in ("topK", "topP", "minP")), _PENALTY, _ENDS),
+    "SGLang, deterministic": (*(Lack((name,), _BEFORE) for name in ("topK", "topP", "minP")), _PENALTY, _ENDS),
+    "vLLM": (Lack(("minP", "topP"), "it cuts by minP first, and so leaves more to topP than the trainer counts with"),),
+}
+"""Of SGLang 0.5.23 and vLLM 0.32; read in their sources: SGLang's `layers/sampler.py`, `sampling/penaltylib` and
+`managers/schedule_batch.py`, vLLM's `v1/sample/sampler.py`."""
+
+
+def check_sampling(sampling: Sampling, kind: Kind, name: str) -> None:
+    """Raises UnsupportedError (78) for what this kind of engine does not give.
+
+    Args:
+        name: of the engine or server, for the message.
+    """
+    for lack in LACKS[kind]:
+        if all(IS_SET[field](sampling) for field in lack.fields):
+            blamed, *others = lack.fields
+            together = f" together with {' and '.join(others)}" if others else ""
+            raise UnsupportedError(
+                f"{name} gives no {blamed}{together}: {lack.why}",
+                where=f"spec.rollout.sampling.{blamed}",
+                fix=f"write engine: Torch, or remove {' or '.join(lack.fields)}",
+            )
+
+
+def shaping_fields(sampling: Sampling) -> tuple[str, ...]:
+    """Settings, by the manifest's name, that make log-probs others than the model's own."""
+    shaping = ("temperature", "topK", "topP", "minP", "repetitionPenalty", "logitBias")
+    return tuple(field for field in shaping if IS_SET[field](sampling))
+
+
+def given_fields(sampling: Sampling) -> dict[str, Any]:
+    """Fields of a request under the names that SGLang and vLLM share; a setting that is not set is left out."""
+    fields = {
+        "top_k": sampling.top_k if sampling.top_k else None,
+        "min_p": sampling.min_p if sampling.min_p else None,
+        "repetition_penalty": sampling.repetition_penalty if sampling.repetition_penalty != 1.0 else None,
+        "logit_bias": {str(token): bias for token, bias in sampling.logit_bias} or None,
+        "ignore_eos": sampling.ignore_eos or None,
+    }
+    return {name: value for name, value in fields.items() if value is not None}

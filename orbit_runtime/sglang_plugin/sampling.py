@@ -1,0 +1,43 @@
+"""Top-k, top-p and min-p in SGLang: its log-probs become those of the distribution that it draws from.
+
+Belongs here: the hook of its sampler. Does not belong here: what is cut off (`algorithms.distribution`), which settings
+are refused (`rollout.support`).
+
+SGLang 0.5.23 tells log-probs of the softmax before truncation, and measures top-p's mass without regard to top-k, on a
+GPU with min-p otherwise again (`layers/sampler.py`). It takes the logarithm of `probs` after it has drawn: what is cut
+off is set to 0 there before, by the trainer's own definition, and SGLang draws from the rest as from a whole
+distribution.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from orbit_runtime.algorithms.distribution import truncate
+
+
+def hooks() -> list[tuple[str, Any, str]]:
+    return [("sglang.srt.layers.sampler.Sampler._sample_from_probs", _draw_from_what_is_left, "AROUND")]
+
+
+def _draw_from_what_is_left(
+    original: Any, sampler: Any, probs: torch.Tensor, info: Any, positions: torch.Tensor, is_simple: bool
+) -> Any:
+    if not is_simple:
+        cut_off(probs, info)
+    return original(sampler, probs, info, positions, True)
+
+
+def cut_off(probs_BV: torch.Tensor, info: Any) -> None:
+    """In place. `info`: SGLang's `SamplingBatchInfo`, in whose `top_ks` 1 << 30 stands for the whole vocabulary."""
+    top_k = info.top_ks.to(torch.int64)
+    top_k_B1 = torch.where(top_k >= probs_BV.shape[-1], 0, top_k)[:, None] if info.need_top_k_sampling else None
+    left = truncate(
+        torch.log(probs_BV.float()),
+        top_k_B1,
+        info.top_ps[:, None].float() if info.need_top_p_sampling else None,
+        info.min_ps[:, None].float() if info.need_min_p_sampling else None,
+    )
+    probs_BV.copy_(torch.softmax(left, dim=-1))
