@@ -292,6 +292,12 @@ CONTRADICTIONS = [
     ),
     (
         "    engine: Auto",
+        "    sampling: {logitBias: {the: 1}}",
+        "run.yaml:20: spec.rollout.sampling.logitBias: `the` is not the id of a token\n"
+        "  fix: write the token's number in the model's vocabulary, such as '198'",
+    ),
+    (
+        "    engine: Auto",
         "    sampling: {maxNewTokens: 2048}",
         "run.yaml:20: spec.rollout.sampling.maxNewTokens: 2048 leaves no room for a prompt within "
         "`spec.model.maxSequenceLength` (2048)\n  fix: lower `maxNewTokens`, or raise `spec.model.maxSequenceLength`",

@@ -231,6 +231,19 @@ def test_the_digest_is_stable() -> None:
     assert identity_digest(run) == "sha256:81e61d93d001b05107382c16fa905579bfa392ee41492f35c24b0a34f5f23ba5"
 
 
+def test_a_field_that_came_later_is_part_of_the_identity_only_where_it_is_not_its_default() -> None:
+    older = resolved().run.to_manifest()
+    for name in ("minP", "repetitionPenalty", "logitBias", "stopTokenIds", "ignoreEos"):
+        del older["spec"]["rollout"]["sampling"][name]
+    assert differences(older, resolved().run.to_manifest()) == []
+    others = "topK=5", "minP=0.1", "repetitionPenalty=1.1", "logitBias.7=1", "stopTokenIds=[7]", "ignoreEos=true"
+    for override in others:
+        changed = resolved(f"rollout.sampling.{override}")
+        assert changed.identity != resolved().identity
+        (found,) = differences(older, changed.run.to_manifest())
+        assert found.set == "identity"
+
+
 def test_what_a_run_reads_is_part_of_its_identity_and_where_it_lies_is_not() -> None:
     here, there = build("model.uri=/a/m"), build("model.uri=/b/m")
     one, two = {"content.model.weights": "sha256:1"}, {"content.model.weights": "sha256:2"}
