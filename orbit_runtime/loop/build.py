@@ -141,6 +141,7 @@ def build_parts(
         new_tokens = spec.rollout.sampling.max_new_tokens
         check_lengths(table, tokenizer.encode_many, max_prompt_tokens=spec.model.max_sequence_length - new_tokens)
         policy = build_policy(resolved, folder, show.note)
+        check_replay(spec, policy)
         from orbit_runtime.policy.snapshot import group_size_of, take_snapshot
 
         trainer, algorithm = build_trainer(resolved, policy, base_model=names.model)
@@ -304,7 +305,18 @@ def _trainer_settings(resolved: Resolved, base_model: str) -> TrainerSettings:
         top_p=sampling.top_p,
         base_model=base_model,
         seed=spec.data.seed,
+        router_replay=spec.rollout.router_replay,
     )
+
+
+def check_replay(spec: RunSpec, policy: Policy) -> None:
+    """Raises UnsupportedError (78) for a model whose tokens cannot be sent to given experts."""
+    if spec.rollout.router_replay != "None" and policy.routing is None:
+        raise UnsupportedError(
+            "this model has no routed experts, or routers that no other choice can be given to",
+            where="spec.rollout.routerReplay",
+            fix="remove it",
+        )
 
 
 def _sampling(spec: RunSpec) -> Sampling:

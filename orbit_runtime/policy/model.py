@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +22,7 @@ from orbit_runtime.policy.attention import Kernel, Plan
 from orbit_runtime.policy.direct import DirectDecoder
 from orbit_runtime.policy.logprobs import token_logprobs
 from orbit_runtime.policy.packed import Branch, PackedBatch, PackedPlan, build_packed
+from orbit_runtime.policy.routing import Routing
 from orbit_runtime.policy.whole_rows import WholeRows, newest_hidden, packed_hidden
 
 
@@ -46,6 +47,8 @@ class Policy:
     """The engine's own way through the base, where its form is known; None: the model's modules."""
     packs: bool = True
     """Sequences may share a row; False: each stands in its own (`whole_rows`)."""
+    routing: Routing | None = None
+    """Of its routed experts; None: it has none, or none that could be told where to send a token."""
 
     def sampled_hidden(
         self, token_ids_T: torch.Tensor, position_T: torch.Tensor, plan: Plan | WholeRows
@@ -82,12 +85,22 @@ class Policy:
         return build_packed(branches, self.device)
 
     def logprobs(
-        self, batch: PackedBatch, *, temperature: float = 1.0, top_p: float = 1.0
+        self,
+        batch: PackedBatch,
+        *,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        routed_TLC: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """fp32 `(logprobs [R], entropies [R])` of the batch's targets under the selected adapter."""
+        """fp32 `(logprobs [R], entropies [R])` of the batch's targets under the selected adapter.
+
+        Args:
+            routed_TLC: experts that the tokens are sent to (`lay_out_experts`); None: where the routers choose.
+        """
         plan = PackedPlan(batch, self.kernel)
         if self.packs:
-            hidden = self.hidden(batch.token_ids_T[None], batch.position_T[None], plan)[0]
+            with self.routing.given(routed_TLC) if self.routing else nullcontext():
+                hidden = self.hidden(batch.token_ids_T[None], batch.position_T[None], plan)[0]
         else:
             hidden = self._packed_hidden(plan)
         return token_logprobs(

@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 
 from orbit_runtime.errors import GateError
 from orbit_runtime.rollout.handover import Handover
-from orbit_runtime.types import AdapterFiles, FinishReason, Request, Scored
+from orbit_runtime.types import AdapterFiles, FinishReason, Request, RoutedExperts, Scored
 
 FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
@@ -69,6 +69,7 @@ class Sampled:
     token_ids_T: tuple[int, ...]
     logprobs_T: tuple[float, ...]
     finish_reason: FinishReason
+    routed_experts: RoutedExperts | None = None
 
 
 @dataclass(frozen=True)

@@ -285,6 +285,7 @@ class ServedEngine:
                 versions_T=(self._version(request.adapter),) * len(sampled.token_ids_T),
                 finish_reason=sampled.finish_reason,
                 text=answer_text(self._tokenizer, sampled.token_ids_T, request.sampling.stop),
+                routed_experts=sampled.routed_experts,
             )
             for request, sampled in zip(call.requests, found, strict=True)
         ]

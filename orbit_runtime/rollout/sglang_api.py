@@ -10,15 +10,19 @@ import base64
 import json
 import pickle
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from orbit_runtime.adapters import tensorfile
 from orbit_runtime.adapters.state import CONFIG_FILE, MODEL_FILE
+from orbit_runtime.data.routing import pack_experts
 from orbit_runtime.errors import GateError
 from orbit_runtime.rollout.served import About, Call, Sampled, Sleeping, check_sampled, number
 from orbit_runtime.rollout.wire import Wire, adapter_names, exposition
-from orbit_runtime.types import AdapterFiles, Cached, Scored
+from orbit_runtime.types import AdapterFiles, Cached, RoutedExperts, Scored
 
 HEALTH_SECONDS = 10.0
 PROGRESS_SECONDS = 60.0
@@ -34,13 +38,20 @@ class SGLangApi:
     takes_prompts = True
 
     def __init__(
-        self, wire: Wire, *, method: Literal["Folder", "Upload"] = "Folder", deterministic: bool = False
+        self,
+        wire: Wire,
+        *,
+        method: Literal["Folder", "Upload"] = "Folder",
+        deterministic: bool = False,
+        routed: RoutedLayers | None = None,
     ) -> None:
         """
         Args:
             method: adapters go as the path of their folder, or as tensors in the request.
             deterministic: every sample brings its own seed, which a server without that mode ignores.
+            routed: completions bring the experts of these layers; None: nobody asks for them.
         """
+        self._routed = routed
         self._wire = wire
         self._method = method
         self._deterministic = deterministic
@@ -116,13 +127,21 @@ class SGLangApi:
             "return_logprob": True,
             "lora_path": [call.first.adapter] * len(prompts) if several else call.first.adapter,
         }
+        if self._routed:
+            body["return_routed_experts"] = True
         answers = await self._wire.post("/generate", body)
         found = []
         for answer in answers if isinstance(answers, list) else [answers]:
             meta = _meta(answer)
             entries = meta.get("output_token_logprobs") or []
             reason = (meta.get("finish_reason") or {}).get("type")
-            found.append(check_sampled(call, [entry[1] for entry in entries], [entry[0] for entry in entries], reason))
+            sampled = check_sampled(call, [entry[1] for entry in entries], [entry[0] for entry in entries], reason)
+            if self._routed:
+                # Samples of one prompt have it in common, prompts asked together one sample each.
+                asked = call.requests[0 if len(prompts) == 1 else len(found)]
+                inputs = len(asked.prompt_ids_T) + len(sampled.token_ids_T) - 1
+                sampled = replace(sampled, routed_experts=_read_experts(meta, self._routed, inputs))
+            found.append(sampled)
         return found
 
     async def score(
@@ -182,6 +201,29 @@ def merge_facts(states: Sequence[Mapping[str, Any]]) -> Mapping[str, Mapping[str
             before = merged.setdefault(name, facts)
             merged[name] = {key: value if before.get(key) == value else None for key, value in facts.items()}
     return merged
+
+
+@dataclass(frozen=True)
+class RoutedLayers:
+    """Of a model, as SGLang tells them: rows of all layers, those without routed experts included."""
+
+    num_layers: int
+    with_experts: tuple[int, ...]
+    experts_per_token: int
+
+
+def _read_experts(meta: Mapping[str, Any], routed: RoutedLayers, inputs: int) -> RoutedExperts:
+    """Of int32 `[inputs, layers, experts of a token]` in base64."""
+    text = meta.get("routed_experts")
+    if not isinstance(text, str):
+        raise GateError("/generate was answered without routed_experts", where="rollout")
+    flat = np.frombuffer(base64.b64decode(text), np.dtype("<i4"))
+    if flat.size != inputs * routed.num_layers * routed.experts_per_token:
+        raise GateError(f"the engine told {flat.size} experts for {inputs} tokens", where="rollout")
+    chosen_TLC = flat.reshape(inputs, routed.num_layers, routed.experts_per_token)[:, routed.with_experts]
+    if chosen_TLC.size and chosen_TLC.min() < 0:
+        raise GateError("the engine did not tell every token's experts", where="rollout")
+    return pack_experts(chosen_TLC)
 
 
 def _read_end(meta: Mapping[str, Any], asked: Sequence[int]) -> Cached:

@@ -9,7 +9,8 @@ A finished row leaves the batch at once and a waiting request takes its place. S
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +19,7 @@ import torch
 from orbit_runtime.adapters.difference import explain_difference
 from orbit_runtime.adapters.layer import Applied
 from orbit_runtime.adapters.state import applied_digest, files_digest, load_slot, remove_slot, slot_files
+from orbit_runtime.data.routing import pack_experts
 from orbit_runtime.errors import DataError, GateError
 from orbit_runtime.policy.attention import Kernel
 from orbit_runtime.policy.logprobs import token_logprobs
@@ -57,8 +59,12 @@ class Slot:
 class TorchEngine:
     """An `Engine` in this process. Not safe for use by two threads at once."""
 
-    def __init__(self, policy: Policy, tokenizer: Tokenizer, *, max_running_requests: int) -> None:
+    def __init__(
+        self, policy: Policy, tokenizer: Tokenizer, *, max_running_requests: int, notes_experts: bool = False
+    ) -> None:
+        """Args: notes_experts: completions bring the experts that their tokens went to."""
         self._policy = policy
+        self._notes = policy.routing if notes_experts else None
         self._tokenizer = tokenizer
         self._max_running = max_running_requests
         self._eos = tuple(tokenizer.eos_ids)
@@ -224,8 +230,14 @@ class TorchEngine:
         ordered = sorted(prompts, key=lambda identity: identity[0] or "")
         place = {identity: index for index, identity in enumerate(ordered)}
         prompt_of_row = [place[(item.request.adapter, item.request.prompt_ids_T)] for item in admitted]
-        logits_BV = self._prefill(ordered, prompt_of_row, first, cache, prompt_logprobs)
+        with self._noting() as noted:
+            logits_BV = self._prefill(ordered, prompt_of_row, first, cache, prompt_logprobs)
         rows.admit(admitted, [self._version(item.request.adapter) for item in admitted])
+        if noted:
+            ends = np.cumsum([len(prompt) for _, prompt in ordered])
+            of_prompt = np.split(noted().cpu().numpy(), ends[:-1])
+            for row, prompt in enumerate(prompt_of_row, first):
+                rows.routed[row].append(of_prompt[prompt])
         self._sample(logits_BV, rows, slice(first, len(rows)))
 
     def _prefill(
@@ -263,9 +275,15 @@ class TorchEngine:
         policy, device = self._policy, self._policy.device
         last_B, position_B = (torch.tensor(column[:n], device=device) for column in (rows.last_C, rows.position_C))
         plan = cache.plan(last_B, rows.position_C[:n], self._kernel)
-        with policy.injected.selection.use(_selected(rows.segments())):
+        with policy.injected.selection.use(_selected(rows.segments())), self._noting() as noted:
             hidden = policy.sampled_hidden(last_B, position_B, plan)
+        if noted:
+            for routed, chosen_1LC in zip(rows.routed, np.split(noted().cpu().numpy(), n), strict=True):
+                routed.append(chosen_1LC)
         self._sample(policy.head(hidden).float(), rows, slice(0, n))
+
+    def _noting(self) -> AbstractContextManager[Callable[[], torch.Tensor] | None]:
+        return self._notes.noted() if self._notes else nullcontext()
 
     def _sample(self, logits_BV: torch.Tensor, rows: Rows, which: slice) -> None:
         generated = rows.generated_C[which]
@@ -309,6 +327,7 @@ class TorchEngine:
             versions_T=(finished.version,) * len(tokens),
             finish_reason=finished.reason,
             text=answer_text(self._tokenizer, tokens, finished.request.sampling.stop),
+            routed_experts=pack_experts(np.concatenate(finished.routed)) if finished.routed else None,
         )
 
 
