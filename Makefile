@@ -18,7 +18,7 @@ SGLANG_SAMPLE := tests/engines/test_contract.py tests/engines/test_plain_sglang.
 PURE := errors types seeds spec storage workers model_info planner algorithms data environments observability
 PURE_PATHS = $(wildcard $(PURE:%=orbit_runtime/%.py) $(PURE:%=orbit_runtime/%))
 
-.PHONY: help install dev quickstart test test-models test-store test-sglang test-engines test-cluster cluster-programs check-chart images images-push check crds docs vendor-table constraints same-bits bench release-check clean
+.PHONY: help install dev quickstart test test-models test-store test-sglang test-engines test-bisect test-cluster cluster-programs check-chart images images-push check crds docs vendor-table constraints same-bits bench release-check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z -]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -46,6 +46,9 @@ test-sglang: dev ## a sample of test-engines: the contract with LoRA and OFT, SG
 
 test-engines: dev ## the engine contract against a real SGLang server (Linux; makes an environment of 10 GB, once)
 	ORBIT_SGLANG_PYTHON="$$(tools/sglang_python.sh)" && export ORBIT_SGLANG_PYTHON && $(BIN)/python -m pytest tests/engines
+
+test-bisect: dev ## every fault of every layer, planted in running SGLang servers: each must be named (five minutes; the same environment)
+	ORBIT_SGLANG_PYTHON="$$(tools/sglang_python.sh)" && export ORBIT_SGLANG_PYTHON && $(BIN)/python -m tests.engines.bisect_matrix $(MODELS)
 
 test-cluster: ## the chart, and the operator on a real Kubernetes cluster of three nodes (needs root, Go and Debian; starts and removes it)
 	tools/cluster_packages.sh

@@ -78,6 +78,16 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
+class RoutedExperts:
+    """The experts that sampling sent tokens to, of every token but the last, which was nobody's input."""
+
+    shape: tuple[int, int, int]
+    """Tokens, layers with routed experts, experts that a token goes to in each."""
+    data: bytes
+    """See `data.routing`."""
+
+
+@dataclass(frozen=True, slots=True)
 class Completion:
     """What the engine answers: sampled tokens only, each with its log-prob and the policy version that sampled it."""
 
@@ -90,6 +100,8 @@ class Completion:
     finish_reason: FinishReason
     text: str
     """Decoded, without the stop string or the token that ended it."""
+    routed_experts: RoutedExperts | None = None
+    """Of the prompt's tokens and the sampled ones; None: nobody asked for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +135,7 @@ class Rollout:
     outcome: Outcome
     reward_parts: Mapping[str, float | None]
     finish_reason: FinishReason
-    routed_experts: None = None
+    routed_experts: RoutedExperts | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +159,7 @@ class Sample:
     advantage: float
     prefix_id: int
     prefix_length: int
+    routed_experts: RoutedExperts | None = None
 
 
 @dataclass(frozen=True, slots=True)

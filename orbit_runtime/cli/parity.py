@@ -48,7 +48,8 @@ def run_parity(file: Path, overrides: Sequence[str], *, layers: bool, as_json: b
         print_json(found.to_json())
     else:
         print(format_comparison(found))
-    return GateError.exit_code if found.preflight.failures or (found.location and found.location.found) else EXIT_DONE
+    parted = found.location is not None and not found.location.is_clear
+    return GateError.exit_code if found.preflight.failures or parted else EXIT_DONE
 
 
 def format_comparison(found: Comparison) -> str:
@@ -69,5 +70,5 @@ def format_comparison(found: Comparison) -> str:
     ]
     lines += [f"FAILED: {failure}" for failure in found.preflight.failures] or ["all within the limit"]
     if found.location:
-        lines.append(f"layers: {'they part ' if found.location.found else ''}{found.location.sentence()}")
+        lines.append(f"layers: {found.location.verdict()}")
     return "\n".join(lines)

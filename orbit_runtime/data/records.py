@@ -5,6 +5,7 @@ Belongs here: the exact round trip of `Rollout`. Does not belong here: where the
 
 from __future__ import annotations
 
+import base64
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -13,7 +14,7 @@ import orjson
 import zstandard
 
 from orbit_runtime.errors import DataError, InternalError
-from orbit_runtime.types import Rollout, Turn
+from orbit_runtime.types import Rollout, RoutedExperts, Turn
 
 MAX_BYTES = 1 << 34
 """A decompressed step larger than this is refused, so that a corrupt size cannot exhaust memory."""
@@ -26,7 +27,7 @@ def rollout_to_line(rollout: Rollout) -> bytes:
         raise InternalError(
             "a rollout holds a NaN or infinite number", where=f"{rollout.prompt_id}[{rollout.sample_index}]"
         )
-    return orjson.dumps(rollout, default=dict)
+    return orjson.dumps(rollout, default=_plain)
 
 
 def rollout_from_line(line: bytes | str) -> Rollout:
@@ -46,7 +47,7 @@ def rollout_from_line(line: bytes | str) -> Rollout:
         outcome=row["outcome"],
         reward_parts=row["reward_parts"],
         finish_reason=row["finish_reason"],
-        routed_experts=row["routed_experts"],
+        routed_experts=_build_experts(row["routed_experts"]),
     )
 
 
@@ -67,8 +68,19 @@ def decompress_rollouts(data: bytes, *, where: str = "rollouts") -> list[Rollout
         with zstandard.ZstdDecompressor().stream_reader(data) as reader:
             text = reader.read(MAX_BYTES)
         return [rollout_from_line(line) for line in text.split(b"\n") if line]
-    except (zstandard.ZstdError, orjson.JSONDecodeError, KeyError, TypeError) as error:
+    except (zstandard.ZstdError, orjson.JSONDecodeError, KeyError, TypeError, ValueError) as error:
         raise DataError(f"not a rollout file: {error}", where=where) from error
+
+
+def _plain(value: Any) -> Any:
+    return base64.b64encode(value).decode() if isinstance(value, bytes) else dict(value)
+
+
+def _build_experts(row: Mapping[str, Any] | None) -> RoutedExperts | None:
+    if row is None:
+        return None
+    tokens, layers, experts = row["shape"]
+    return RoutedExperts((tokens, layers, experts), base64.b64decode(row["data"]))
 
 
 def _build_turn(turn: Mapping[str, Any]) -> Turn:

@@ -42,4 +42,5 @@ def _build_sample(rollout: Rollout, advantage: float, prefix_id: int, prefix_len
         advantage=advantage,
         prefix_id=prefix_id,
         prefix_length=prefix_length,
+        routed_experts=rollout.routed_experts,
     )

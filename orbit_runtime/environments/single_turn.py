@@ -141,6 +141,7 @@ class SingleTurn:
             outcome=outcome,
             reward_parts={name: result.value for name, result in zip(self._weights, results, strict=True)},
             finish_reason=completion.finish_reason,
+            routed_experts=completion.routed_experts,
         )
 
 

@@ -153,6 +153,7 @@ def build_parts(
         check_lengths(table, tokenizer.encode_many, max_prompt_tokens=spec.model.max_sequence_length - new_tokens)
         policy = build_policy(resolved, folder, show.note)
         check_token_ids(spec, policy.vocabulary)
+        check_replay(spec, policy)
         from orbit_runtime.policy.snapshot import group_size_of, take_snapshot
 
         trainer, algorithm = build_trainer(resolved, policy, base_model=names.model)
@@ -322,7 +323,18 @@ def _trainer_settings(resolved: Resolved, base_model: str) -> TrainerSettings:
         sampling=sampling_of(spec),
         base_model=base_model,
         seed=spec.data.seed,
+        router_replay=spec.rollout.router_replay,
     )
+
+
+def check_replay(spec: RunSpec, policy: Policy) -> None:
+    """Raises UnsupportedError (78) for a model whose tokens cannot be sent to given experts."""
+    if spec.rollout.router_replay != "None" and policy.routing is None:
+        raise UnsupportedError(
+            "this model has no routed experts, or routers that no other choice can be given to",
+            where="spec.rollout.routerReplay",
+            fix="remove it",
+        )
 
 
 def _sequences(table: PromptTable, tokenizer: Tokenizer, count: int = 8) -> tuple[tuple[int, ...], ...]:

@@ -24,6 +24,7 @@ from orbit_runtime.workers.sglang_launch import AGENT_VARIABLE
 
 if TYPE_CHECKING:
     from orbit_runtime.policy.model import Policy
+    from orbit_runtime.rollout.sglang_api import RoutedLayers
 
 PROBES = 4
 """Real prompts whose text both tokenizers must agree on."""
@@ -46,7 +47,13 @@ def build_engine(
     if resolved.engine == "Torch":
         from orbit_runtime.rollout.torch_engine import TorchEngine
 
-        return TorchEngine(policy, tokenizer, max_running_requests=resolved.run.spec.rollout.max_running_requests)
+        rollout = resolved.run.spec.rollout
+        return TorchEngine(
+            policy,
+            tokenizer,
+            max_running_requests=rollout.max_running_requests,
+            notes_experts=rollout.router_replay != "None",
+        )
     from orbit_runtime.rollout.sglang_server import check_served
 
     modules = {name for name, _ in policy.model.named_modules()}
@@ -107,6 +114,7 @@ def _start(resolved: Resolved, policy: Policy, tokenizer: Tokenizer, folder: Pat
         sleep=spec.rollout.sleep,
         deterministic=spec.rollout.deterministic,
         attention=attention,
+        routed=routed_layers(policy) if spec.rollout.router_replay != "None" else None,
         tensor_parallel=_server_gpus(resolved, folder),
     )
     count, size, first = spec.rollout.replicas, settings.tensor_parallel, _first_gpu(resolved)
@@ -131,6 +139,15 @@ def _start(resolved: Resolved, policy: Policy, tokenizer: Tokenizer, folder: Pat
         sleeping=sleeping_parts(spec.rollout.sleep),
         transport=build_transport(spec.rollout.adapter_transport),
     )
+
+
+def routed_layers(policy: Policy) -> RoutedLayers:
+    """Whose experts its completions are to bring along."""
+    from orbit_runtime.rollout.sglang_api import RoutedLayers
+
+    routing = policy.routing
+    assert routing is not None
+    return RoutedLayers(int(policy.model.config.num_hidden_layers), routing.layers, routing.experts_per_token)
 
 
 def expert_formats(policy: Policy) -> tuple[str, ...]:

@@ -99,7 +99,7 @@ def check_sides(parts: Parts, state: RunState, when: str) -> None:
     location = find_difference(parts, state.publication)
     if location:
         keep_location(parts, location)
-        parts.show.note(f"trainer and engine part {location.sentence()}")
+        parts.show.note(f"trainer and engine: {location.verdict()}")
     if parts.spec.parity.preflight == "Enforce":
         check_preflight(measured[index], location, copies[index].name if len(copies) > 1 else "")
 
@@ -115,7 +115,7 @@ def find_difference(parts: Parts, publication: Publication) -> Location | None:
     for copy in parts.engine.copies():
         if isinstance(copy, Tapped) and copy.is_tapped:
             found = _find_in(parts, copy, publication)
-            if found.found:
+            if not found.is_clear:
                 break
     return found
 
@@ -133,7 +133,7 @@ def _find_in(parts: Parts, copy: Tapped, publication: Publication) -> Location:
         theirs = copy.snapshot(tokens, adapter)
         dtype = getattr(torch, parts.resolved.compute_dtype)
         found = locate(ours, again, theirs, dtype=dtype, group=parts.group_size)
-        if found.found:
+        if not found.is_clear:
             break
     return found
 

@@ -88,6 +88,9 @@ class Report:
                 "mean_max": _largest(row.number("parity_mean") for row in rows),
                 "max_max": _largest(row.number("parity_max") for row in rows),
                 "limit": last.number("parity_limit") if last else None,
+                "mean_max_replayed": _largest(row.number("parity_mean_replayed") for row in rows),
+                "mean_max_unreplayed": _largest(row.number("parity_mean_unreplayed") for row in rows),
+                "router_agreement": last.number("router_agreement") if last else None,
             },
             "engine_sleep": summary.get("sleep"),
             # Other engines start no servers: nothing goes to them so.

@@ -71,11 +71,22 @@ def build_charts(rows: tuple[MetricsRow, ...]) -> list[dict[str, Any]]:
     def chart(title: str, *series: plots.Series, log: bool = False) -> dict[str, Any]:
         return {"title": title, "svg": plots.draw_lines(title, steps, series, log=log), "legend": series}
 
+    replayed = (
+        line("parity_mean_replayed", "through rollout's experts"),
+        line("parity_mean_unreplayed", "through the trainer's own", 1),
+    )
+    # A run that recorded no experts has no such chart.
+    replay = (
+        [chart("Parity with and without router replay", *replayed, log=True)]
+        if any(value is not None for value in replayed[0].values)
+        else []
+    )
     stages = [line(f"seconds_{stage}", stage, style) for style, stage in enumerate(STAGES)]
     return [
         chart("Reward", line("reward_mean", "mean"), line("reward_std", "standard deviation", 1)),
         chart("Train-rollout parity |Δ log-prob|", line("parity_mean", "mean"), line("parity_max", "max", 1),
               line("parity_limit", "limit of the mean", 9), log=True),
+        *replay,
         chart("KL from the base (nats)", line("kl", "KL")),
         chart("Entropy (nats)", line("entropy", "entropy")),
         chart("Loss", line("loss", "loss")),

@@ -1,5 +1,8 @@
 """Where do two sides part? The first point of the forward pass that differs, and the tensor or constant behind it.
 
+Two sides are found equal only where the engine told every point and constant that the trainer has: what it did not tell
+is named, and is no agreement.
+
 Belongs here: comparing two snapshots. Does not belong here: taking them (`policy.snapshot`, `sglang_plugin.taps`),
 whether they differ too much in the end (`preflight`).
 """
@@ -13,13 +16,19 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from orbit_runtime.policy.snapshot import ROTARY, Snapshot
+from orbit_runtime.adapters.tensorfile import tensor_digest
+from orbit_runtime.policy.snapshot import ROTARY, Part, Snapshot
 
 FLOOR_FACTOR = 8.0
 """A point differs where it does by more than this many times the trainer's difference from itself."""
 SMALLEST_DIFFERENCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 """And by more than this: two libraries order their sums differently, and the floor of one can be 0."""
 CONSTANT_TOLERANCE = 1e-5
+SHOWS_AT = {
+    "q_norm": "query", "k_norm": "key", "q_a_layernorm": "q_b_proj", "kv_a_layernorm": "attended",
+    "kv_b_proj": "attended",
+}  # fmt: skip
+"""Modules whose results are no points of their own, and the point that first depends on each."""
 LISTED = 8
 """Tensors that are told with their values; one wrong shard can change hundreds."""
 
@@ -57,25 +66,43 @@ class Location:
     """There: max |a - b| / RMS of the trainer's values."""
     limit: float
     causes: tuple[Cause, ...]
-    """In the order of the forward pass; empty: both sides hold the same values, so one computes with them wrongly."""
+    """In the order of the forward pass; empty: what both sides told of their tensors and constants is the same."""
+    missing: tuple[str, ...]
+    """Points and constants that the engine did not tell, in the trainer's order."""
     not_compared: tuple[str, ...]
-    """Base tensors that only one side could tell: packed in the engine, or routed experts."""
+    """Tensors that the engine could not tell as values, such as packed experts; their layers' results are points."""
 
     @property
     def found(self) -> bool:
         return self.point is not None or bool(self.causes)
 
+    @property
+    def is_clear(self) -> bool:
+        """Everything that the trainer computes was compared, and nothing differs."""
+        return not self.found and not self.missing
+
     def sentence(self) -> str:
         """Example: `first at model.layers.2.mlp.up_proj (0.013, limit 2e-05): base tensor … differs: 1 of 32768 …`."""
+        return "; ".join(filter(None, (self._where(), _listed(self.missing, "the engine did not tell"), self._open())))
+
+    def verdict(self) -> str:
+        """Example: `they part first at …`, or `not all layers were compared: the engine did not tell …`."""
+        words = "they part " if self.found else "" if self.is_clear else "not all layers were compared: "
+        return words + self.sentence()
+
+    def _where(self) -> str:
+        if self.point is None and not self.causes:
+            return "" if self.missing else "in no layer beyond the floor"
         where = (
-            f"first at {self.point} ({self.difference:.2g}, limit {self.limit:.2g})"
-            if self.point
-            else "in no layer beyond the floor"
+            f"first at {self.point} ({self.difference:.2g}, limit {self.limit:.2g})" if self.point else "in no layer"
         )
         if not self.causes:
-            return where if not self.point else f"{where}; both sides hold the same tensors and constants there"
+            return where if self.not_compared else f"{where}; both sides hold the same tensors and constants"
         first, more = self.causes[0], len(self.causes) - 1
         return f"{where}: {first.kind} {first.name}: {first.detail}" + (f"; and {more} more" if more else "")
+
+    def _open(self) -> str:
+        return _listed(self.not_compared, "not compared value by value:")
 
     def to_json(self) -> dict[str, Any]:
         causes = [cause.to_json() for cause in self.causes]
@@ -84,6 +111,7 @@ class Location:
             "difference": self.difference,
             "limit": self.limit,
             "causes": causes,
+            "missing": list(self.missing),
             "not_compared": list(self.not_compared),
             "sentence": self.sentence(),
         }
@@ -106,43 +134,108 @@ def locate(trainer: Snapshot, again: Snapshot, engine: Snapshot, *, dtype: torch
             point, difference, limit = name, found, allowed
             break
     order = {name: number for number, name in enumerate(trainer.points)}
-    shared = [name for name in trainer.digests if name in engine.digests]
-    differing = [name for name in shared if trainer.digests[name] != engine.digests[name]]
-    differing.sort(key=lambda name: _place(name, order))
-    causes = [*_tensor_causes(differing, trainer, engine, group), *_constant_causes(trainer, engine)]
+    differing, unknown = _compare_tensors(trainer, engine)
+    names = sorted(differing, key=lambda name: _place(name, order))
+    causes = [*_tensor_causes(names, differing, trainer, engine, group), *_constant_causes(trainer, engine)]
     causes += _router_causes(trainer, engine)
     causes.sort(key=lambda cause: _place(cause.name, order))
-    missing = tuple(name for name in trainer.digests if name not in engine.digests)
-    return Location(point, difference, limit, tuple(causes), missing)
+    return Location(point, difference, limit, tuple(causes), _missing(trainer, engine), unknown)
+
+
+def _missing(trainer: Snapshot, engine: Snapshot) -> tuple[str, ...]:
+    held = engine.points.keys() | engine.constants.keys()
+    return tuple(
+        name
+        for name in (*trainer.points, *trainer.constants)
+        if name not in held and not any(name.startswith(f"{absent}.") for absent in engine.absent)
+    )
+
+
+def _listed(names: Sequence[str], words: str) -> str:
+    if not names:
+        return ""
+    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+    return f"{words} {', '.join(names[:LISTED])}{more}"
 
 
 def _difference(a: Tensor, b: Tensor) -> float:
     """max |a - b| relative to the RMS of `a`; NaN and another shape count as infinitely far."""
-    rows = min(len(a), len(b))
-    a, b = a[:rows].flatten(1), b[:rows].flatten(1)
+    a, b = a.flatten(1), b.flatten(1)
     if a.shape != b.shape or not torch.isfinite(b).all():
         return float("inf")
     scale = a.square().mean().sqrt().item()
     return ((a - b).abs().max() / max(scale, torch.finfo(torch.float32).tiny)).item()
 
 
-def _tensor_causes(names: Sequence[str], trainer: Snapshot, engine: Snapshot, group: int | None) -> list[Cause]:
+def _compare_tensors(trainer: Snapshot, engine: Snapshot) -> tuple[dict[str, int], tuple[str, ...]]:
+    """By name which of the engine's parts is the first that differs; and what it did not tell, or not all of."""
+    differing, unknown = {}, []
+    for name, (whole,) in trainer.tensors.items():
+        parts = engine.tensors.get(name, ())
+        if not _covers(parts, whole.shape):
+            unknown.append(name)
+        ours: Tensor | None = None
+        for index, part in enumerate(parts):
+            if part.shape == whole.shape:
+                is_same = part.digest == whole.digest
+            else:
+                ours = trainer.values((name,))[name][0] if ours is None else ours
+                is_same = part.digest == _digest_of(ours, part)
+            if not is_same:
+                differing[name] = index
+                break
+    return differing, tuple(unknown)
+
+
+def _covers(parts: Sequence[Part], shape: tuple[int, ...]) -> bool:
+    """Parts of a wrong shape count as told: they differ."""
+    if not parts or not shape:
+        return bool(parts)
+    end = 0
+    for start, length in sorted((part.start, part.shape[part.axis]) for part in parts if part.shape):
+        if start > end:
+            return False
+        end = max(end, start + length)
+    return end >= shape[parts[0].axis]
+
+
+def _range(whole: Tensor, part: Part) -> Tensor | None:
+    """Of the trainer's tensor, what the part stands for; None: the part does not fit into it."""
+    if len(part.shape) != whole.dim() or part.start + part.shape[part.axis] > whole.shape[part.axis]:
+        return None
+    cut = whole.narrow(part.axis, part.start, part.shape[part.axis])
+    return cut if cut.shape == part.shape else None
+
+
+def _digest_of(whole: Tensor, part: Part) -> str:
+    cut = _range(whole, part)
+    return "" if cut is None else tensor_digest(cut)
+
+
+def _tensor_causes(
+    names: Sequence[str], differing: Mapping[str, int], trainer: Snapshot, engine: Snapshot, group: int | None
+) -> list[Cause]:
     listed = names[:LISTED]
     ours, theirs = (trainer.values(listed), engine.values(listed)) if listed else ({}, {})
-    return [
-        Cause(_kind(name), name, _values_detail(name, ours, theirs, group) if name in ours else "another digest")
-        for name in names
-    ]
+    causes = []
+    for name in names:
+        detail = "another digest"
+        if name in ours:
+            part = engine.tensors[name][differing[name]]
+            detail = _values_detail(ours[name][0], theirs[name][differing[name]], part, group)
+            detail += f", on rank {part.rank}" if len(engine.tensors[name]) > 1 else ""
+        causes.append(Cause(_kind(name), name, detail))
+    return causes
 
 
 def _kind(name: str) -> str:
-    return "adapter tensor" if name.rpartition(".")[2] not in ("weight", "bias") else "base tensor"
+    return "adapter tensor" if name.rpartition(".")[2].startswith(("lora_", "oft_")) else "base tensor"
 
 
-def _values_detail(name: str, ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], group: int | None) -> str:
-    a, b = ours[name], theirs[name]
-    if a.shape != b.shape:
-        return f"{tuple(a.shape)} in the trainer, {tuple(b.shape)} in the engine"
+def _values_detail(whole: Tensor, b: Tensor, part: Part, group: int | None) -> str:
+    a = _range(whole, part)
+    if a is None:
+        return f"{tuple(whole.shape)} in the trainer, {tuple(b.shape)} in the engine"
     unequal = (a != b).nonzero()
     count = f"{len(unequal)} of {a.numel()} values differ"
     ratio = _common_ratio(a, b)
@@ -150,8 +243,12 @@ def _values_detail(name: str, ours: Mapping[str, Tensor], theirs: Mapping[str, T
         return f"{count}; the engine's are {ratio:.4g} times the trainer's"
     if a.dim() == 2 and torch.equal(a.mT.contiguous().view(-1), b.reshape(-1)):
         return f"{count}; the engine's are the trainer's transposed"
+    if not len(unequal):
+        return "equal values of another sign or kind (zeros or NaN)"
     first = tuple(int(at) for at in unequal[0])
-    where = f"first at {list(first)}: {a[first].item():.6g} in the trainer, {b[first].item():.6g} in the engine"
+    values = f"{a[first].item():.6g} in the trainer, {b[first].item():.6g} in the engine"
+    unequal[:, part.axis] += part.start
+    where = f"first at {unequal[0].tolist()}: {values}"
     if a.dim() == 2 and group and len(unequal) > 1:
         rows, groups = unequal[:, 0].unique(), (unequal[:, 1] // group).unique()
         if len(rows) == len(groups) == 1:
@@ -174,7 +271,7 @@ def _constant_causes(trainer: Snapshot, engine: Snapshot) -> list[Cause]:
     for name, ours in trainer.constants.items():
         theirs = engine.constants.get(name)
         if theirs is None:
-            continue
+            continue  # Named as missing.
         rows = min(len(ours), len(theirs)) if ours.dim() else None
         a, b = (ours[:rows], theirs[:rows]) if rows is not None else (ours, theirs)
         if a.shape == b.shape and bool(((a - b).abs() <= CONSTANT_TOLERANCE * a.abs().clamp(min=a.abs().max())).all()):
@@ -206,10 +303,12 @@ def _angles(a: Tensor, b: Tensor) -> str:
 
 def _place(name: str, order: Mapping[str, int]) -> tuple[int, str]:
     """Where in the forward pass a tensor or constant is first used."""
-    owner = name.rpartition(".")[0]
-    if name == ROTARY:
-        owner = next((point for point in order if point.endswith(".query")), "")
+    owner, _, kind = name.rpartition(".")
+    if kind == ROTARY:
+        owner = next((each for each in (f"{owner}.query", f"{owner}.attended") if each in order), owner)
     if owner not in order:
-        # The norms of queries and keys have no point of their own: they show in what attention is given.
-        owner = owner.replace("q_norm", "query").replace("k_norm", "key")
+        parent, _, last = owner.rpartition(".")
+        if ".experts." in f"{owner}.":
+            parent = owner.partition(".experts")[0]
+        owner = f"{parent}.{SHOWS_AT.get(last, '')}".removesuffix(".")
     return order.get(owner, len(order)), name

@@ -119,7 +119,7 @@ def measure_preflight(
 def check_preflight(result: Preflight, location: Location | None = None, copy: str = "") -> None:
     """Raises GateError (84) naming every side and number that failed, layer and copy where they are known."""
     if result.failures:
-        found = [f"they part {location.sentence()}"] if location else []
+        found = [location.verdict()] if location else []
         raise GateError(
             (f"{copy}: " if copy else "") + "; ".join([*result.failures, *found]),
             where="parity preflight",

@@ -34,6 +34,7 @@ from orbit_runtime.policy.fill import fill
 from orbit_runtime.policy.model import Policy
 from orbit_runtime.policy.modules import fuse_norms
 from orbit_runtime.policy.reader import CheckpointReader
+from orbit_runtime.policy.routing import build_routing
 from orbit_runtime.quant.activations import ActivationPrecision
 
 LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "output_multiplier_scale")
@@ -99,7 +100,18 @@ def load_policy(
         announce=announce,
     )
     direct = build_direct(model, compute_dtype)
-    return Policy(model, injected, device, compute_dtype, head.out_features, quant.name, kernel, direct, family.packs)
+    return Policy(
+        model,
+        injected,
+        device,
+        compute_dtype,
+        head.out_features,
+        quant.name,
+        kernel,
+        direct,
+        packs=family.packs,
+        routing=build_routing(model, family.gate_weights) if family.packs else None,
+    )
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +22,7 @@ from orbit_runtime.policy.attention import Kernel, Plan
 from orbit_runtime.policy.direct import DirectDecoder
 from orbit_runtime.policy.logprobs import UNSHAPED, token_logprobs
 from orbit_runtime.policy.packed import Branch, PackedBatch, PackedPlan, build_packed, gather_rows
+from orbit_runtime.policy.routing import Routing
 from orbit_runtime.policy.seen import Seen
 from orbit_runtime.policy.whole_rows import WholeRows, newest_hidden, packed_hidden
 from orbit_runtime.types import Sampling
@@ -48,6 +49,8 @@ class Policy:
     """The engine's own way through the base, where its form is known; None: the model's modules."""
     packs: bool = True
     """Sequences may share a row; False: each stands in its own (`whole_rows`)."""
+    routing: Routing | None = None
+    """Of its routed experts; None: it has none, or none that could be told where to send a token."""
 
     def sampled_hidden(
         self, token_ids_T: torch.Tensor, position_T: torch.Tensor, plan: Plan | WholeRows
@@ -84,16 +87,23 @@ class Policy:
         return build_packed(branches, self.device)
 
     def logprobs(
-        self, batch: PackedBatch, *, sampling: Sampling = UNSHAPED, seen: Seen | None = None
+        self,
+        batch: PackedBatch,
+        *,
+        sampling: Sampling = UNSHAPED,
+        seen: Seen | None = None,
+        routed_TLC: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """fp32 `(logprobs [R], entropies [R])` of the batch's targets under the selected adapter, as `sampling` draws.
 
         Args:
             seen: of the same branches; needed where `sampling` penalises repetition.
+            routed_TLC: experts that the tokens are sent to (`lay_out_experts`); None: where the routers choose.
         """
         plan = PackedPlan(batch, self.kernel)
         if self.packs:
-            hidden = self.hidden(batch.token_ids_T[None], batch.position_T[None], plan)[0]
+            with self.routing.given(routed_TLC) if self.routing else nullcontext():
+                hidden = self.hidden(batch.token_ids_T[None], batch.position_T[None], plan)[0]
         else:
             hidden = self._packed_hidden(plan)
         return token_logprobs(

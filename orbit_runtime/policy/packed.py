@@ -7,7 +7,8 @@ Sixteen answers to one prompt need its keys and values once: the prompt's tokens
 tokens follow, and an answer's queries see the prompt and their own past, nothing else. The result is the same function
 as sixteen separate sequences; only the order of sums in a gradient differs.
 
-Legend: `T` packed tokens, `R` targets (tokens whose log-prob is asked), `B` rows of one attention call.
+Legend: `T` packed tokens, `R` targets (tokens whose log-prob is asked), `B` rows of one attention call, `L` layers with
+routed experts, `C` experts that a token goes to.
 """
 
 from __future__ import annotations
@@ -15,10 +16,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch.nn import functional as F
 
+from orbit_runtime.errors import InternalError
 from orbit_runtime.policy.attention import Kernel, Look, attend_rows
+from orbit_runtime.policy.routing import OWN_CHOICE
 
 BUCKET_RATIO = 1.5
 """Rows of one attention call differ in length by at most this factor, so padding wastes at most a third of it."""
@@ -109,6 +113,40 @@ def build_packed(branches: Sequence[Branch], device: torch.device) -> PackedBatc
     return PackedBatch(
         tensor(tokens), tensor(positions), tensor(targets), tensor(sources), buckets, tensor(unsort), longest
     )
+
+
+def lay_out_experts(
+    branches: Sequence[Branch], routed: Sequence[np.ndarray | None], batch: PackedBatch
+) -> torch.Tensor | None:
+    """int16 `[T, L, C]`, laid out as the tokens of the branches' batch are, on its device; None: none is known.
+
+    A shared prefix is sent where the first of its branches that knows it was sent.
+
+    Args:
+        routed: of each branch `[inputs, L, C]`, the prefix's first; None: not known.
+    """
+    known = next((each for each in routed if each is not None), None)
+    if known is None:
+        return None
+    laid_out = np.full((len(batch.token_ids_T), *known.shape[1:]), OWN_CHOICE, np.int16)
+    first_of: dict[int, int] = {}
+    told: set[int] = set()
+    end = 0
+    for branch, routed_TLC in zip(branches, routed, strict=True):
+        prefix, inputs = len(branch.prefix_T), len(branch.continuation_T) - 1
+        if branch.prefix_id not in first_of:
+            first_of[branch.prefix_id] = end
+            end += prefix
+        if routed_TLC is not None:
+            if len(routed_TLC) != prefix + inputs:
+                raise InternalError(f"experts of {len(routed_TLC)} tokens for {prefix + inputs} inputs")
+            if branch.prefix_id not in told:
+                told.add(branch.prefix_id)
+                first = first_of[branch.prefix_id]
+                laid_out[first : first + prefix] = routed_TLC[:prefix]
+            laid_out[end : end + inputs] = routed_TLC[prefix:]
+        end += inputs
+    return torch.from_numpy(laid_out).to(batch.token_ids_T.device)
 
 
 def _unsort(groups: list[list[_Row]], num_tokens: int) -> list[int]:

@@ -11,25 +11,42 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from orbit_runtime.adapters.expert_layer import AdaptedExpertLinear
 from orbit_runtime.adapters.layer import AdaptedLinear
 from orbit_runtime.adapters.state import published_tensors
 from orbit_runtime.adapters.tensorfile import tensor_digest
 from orbit_runtime.policy.attention import Look
 from orbit_runtime.policy.model import Policy
 from orbit_runtime.policy.packed import Branch, PackedPlan
+from orbit_runtime.quant.expert_linear import FrozenExpertLinear
+from orbit_runtime.quant.formats import FORMATS
 from orbit_runtime.quant.linear import FrozenLinear
 
 TAPPED = (
-    "embed_tokens", "input_layernorm", "q_proj", "k_proj", "v_proj", "o_proj", "post_attention_layernorm", "gate",
-    "gate_proj", "up_proj", "down_proj", "norm",
+    "embed_tokens", "input_layernorm", "q_proj", "k_proj", "v_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa",
+    "o_proj", "post_attention_layernorm", "gate", "router", "gate_proj", "up_proj", "down_proj", "norm",
 )  # fmt: skip
-"""Last parts of the modules whose results are points of a snapshot."""
+"""Last parts of the modules whose results are points of a snapshot; `mlp` is one where it routes to experts."""
 ROTARY = "rotary angles"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one process holds of a tensor: all of it, or a range along one axis."""
+
+    digest: str
+    """Of its values as BF16 where that is exact, else as fp32."""
+    shape: tuple[int, ...]
+    axis: int = 0
+    start: int = 0
+    """Along `axis`, in the whole tensor."""
+    rank: int = 0
 
 
 @dataclass(frozen=True)
@@ -38,12 +55,14 @@ class Snapshot:
 
     points: Mapping[str, Tensor]
     """fp32 `[T, …]` by name, in the order in which they were reached."""
-    digests: Mapping[str, str]
-    """Of every base and adapter tensor: of its values as BF16 where that is exact, else as fp32."""
+    tensors: Mapping[str, tuple[Part, ...]]
+    """Every base and adapter tensor; of several processes what each holds, copies included."""
     constants: Mapping[str, Tensor]
-    """fp32: epsilons of norms, `rotary angles` `[T, D]` (cosines, then sines), bits of a router's results."""
-    values: Callable[[Sequence[str]], Mapping[str, Tensor]] = field(repr=False)
-    """The tensors behind some of the digests, asked for only where two sides differ."""
+    """fp32: epsilons of norms, every layer's `rotary angles` `[T, D]` (cosines, then sines)."""
+    values: Callable[[Sequence[str]], Mapping[str, tuple[Tensor, ...]]] = field(repr=False)
+    """fp32, the parts of some of the tensors in the same order; asked for only where two sides differ."""
+    absent: tuple[str, ...] = ()
+    """Modules that this side computes inside of others, so that their results are no points of its own."""
 
 
 def take_snapshot(
@@ -54,7 +73,7 @@ def take_snapshot(
     Args:
         adapter: the slot that the pass applies; None: the bare base.
         files: the published adapter, whose tensors an engine must hold.
-        copies: as many equal rows in one batch: another shape of the same work, for a floor.
+        copies: as many equal rows in one batch: another shape of the same work, for a floor; points only.
     """
     points: dict[str, Tensor] = {}
     first, rest = tuple(token_ids_T[:1]), tuple(token_ids_T[1:])
@@ -63,17 +82,21 @@ def take_snapshot(
     decoder = str(policy.model.base_model_prefix)
     segments = adapter if copies == 1 else [(adapter, 0, copies * rows)]
     with torch.no_grad(), policy.injected.selection.use(segments), _tapped(policy.model, decoder, points, rows):
-        plan = _TappedPlan(PackedPlan(batch, policy.kernel), f"{decoder}.layers", points, rows)
+        plan = _TappedPlan(PackedPlan(batch, policy.kernel), _latent_layers(policy.model), points, rows, decoder)
         policy.hidden(batch.token_ids_T[None], batch.position_T[None], plan)
-    tensors = dict(_base_tensors(policy.model)) | published_tensors(files)
+    if copies > 1:
+        return Snapshot(points, {}, {}, lambda _: {})
+    tensors = dict(_base_tensors(policy.model))
+    if adapter is not None:
+        tensors |= {name: partial(_same, tensor) for name, tensor in published_tensors(files).items()}
     if getattr(policy.model.config, "tie_word_embeddings", False):
         # One matrix under two names; the other side may know it under the first alone.
         tensors.pop("lm_head.weight", None)
     return Snapshot(
         points,
-        {name: tensor_digest(read()) for name, read in _readers(tensors).items()},
+        {name: (_part(read()),) for name, read in tensors.items()},
         _constants(policy, decoder, rows),
-        lambda names: {name: _readers(tensors)[name]().float().cpu() for name in names},
+        lambda names: {name: (tensors[name]().float().cpu(),) for name in names},
     )
 
 
@@ -86,12 +109,14 @@ def group_size_of(policy: Policy) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class _TappedPlan:
-    """A plan whose queries, keys and results are points as well."""
+    """A plan whose queries and keys are points as well."""
 
     plan: PackedPlan
-    prefix: str
+    latent: frozenset[int]
+    """Layers whose engines attend to latents: they have queries and keys of another kind."""
     points: dict[str, Tensor]
     rows: int
+    decoder: str
 
     @property
     def layout(self) -> tuple[int, int]:
@@ -102,15 +127,20 @@ class _TappedPlan:
         return self.plan.longest
 
     def attend(self, layer: int, q_1HTD: Tensor, k_1KTD: Tensor, v_1KTD: Tensor, look: Look) -> Tensor:
-        result = self.plan.attend(layer, q_1HTD, k_1KTD, v_1KTD, look)
-        name = f"{self.prefix}.{layer}.self_attn"
-        for part, tensor in (("query", q_1HTD), ("key", k_1KTD)):
-            self.points[f"{name}.{part}"] = tensor[0, :, : self.rows].transpose(0, 1).flatten(1).float().cpu()
-        self.points[f"{name}.attended"] = result[0, : self.rows].flatten(1).float().cpu()
-        return result
+        if layer not in self.latent:
+            for part, tensor in (("query", q_1HTD), ("key", k_1KTD)):
+                name = f"{self.decoder}.layers.{layer}.self_attn.{part}"
+                self.points[name] = tensor[0, :, : self.rows].transpose(0, 1).flatten(1).float().cpu()
+        return self.plan.attend(layer, q_1HTD, k_1KTD, v_1KTD, look)
 
     def attend_tokens(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, look: Look) -> Tensor:
         return self.plan.attend_tokens(layer, q_THD, k_TKD, v_TKD, look)
+
+
+def _latent_layers(model: nn.Module) -> frozenset[int]:
+    return frozenset(
+        int(name.split(".")[-3]) for name, _ in model.named_modules() if name.endswith(".self_attn.kv_b_proj")
+    )
 
 
 @contextmanager
@@ -118,13 +148,34 @@ def _tapped(model: nn.Module, decoder: str, points: dict[str, Tensor], rows: int
     handles = []
     for name, module in model.named_modules():
         last = name.rpartition(".")[2]
-        if last in TAPPED and (last != "norm" or name == f"{decoder}.norm"):
+        if last == "o_proj":
+            handles.append(module.register_forward_pre_hook(_entered(name, points, rows)))
+        if ".experts." not in name and is_point(last, name == f"{decoder}.norm", hasattr(module, "experts")):
             handles.append(module.register_forward_hook(_recorder(name, points, rows)))
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
+
+
+def is_point(last: str, is_final_norm: bool, has_experts: bool) -> bool:
+    """Whether the result of a module is a point.
+
+    Args:
+        last: the last part of its name.
+    """
+    return has_experts if last == "mlp" else last in TAPPED and (last != "norm" or is_final_norm)
+
+
+def _entered(name: str, points: dict[str, Tensor], rows: int) -> Callable[..., None]:
+    """What attention hands to its output projection."""
+    parent = name.rpartition(".")[0]
+
+    def record(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+        points[f"{parent}.attended"] = args[0].reshape(-1, args[0].shape[-1])[:rows].float().cpu()
+
+    return record
 
 
 def _recorder(name: str, points: dict[str, Tensor], rows: int) -> Callable[..., None]:
@@ -135,27 +186,49 @@ def _recorder(name: str, points: dict[str, Tensor], rows: int) -> Callable[..., 
     return record
 
 
-def _base_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor | FrozenLinear]]:
-    """Every weight and bias of the base under its checkpoint's name; a packed one as its layer."""
+def _base_tensors(model: nn.Module) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+    """Every weight and bias of the base under its checkpoint's name; packed ones are dequantised when they are asked
+    for, of routed experts one expert at a time."""
     for name, module in model.named_modules():
         plain = name.removesuffix(".base")
-        if isinstance(module, AdaptedLinear) or name.endswith("rotary_emb"):
+        if isinstance(module, (AdaptedLinear, AdaptedExpertLinear)) or name.endswith("rotary_emb"):
+            continue
+        if isinstance(module, FrozenExpertLinear):
+            yield from _expert_tensors(plain, module)
             continue
         if isinstance(module, FrozenLinear):
-            yield f"{plain}.weight", module
+            yield f"{plain}.weight", partial(_dense, module)
             if module.bias is not None:
-                yield f"{plain}.bias", module.bias
+                yield f"{plain}.bias", partial(_same, module.bias)
             continue
         own = {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
-        yield from ((f"{plain}.{key}", tensor) for key, tensor in own.items() if tensor.is_floating_point())
+        for key, tensor in own.items():
+            if tensor.is_floating_point():
+                yield f"{plain}.{key}", partial(_same, tensor)
 
 
-def _readers(tensors: Mapping[str, Tensor | FrozenLinear]) -> dict[str, Callable[[], Tensor]]:
-    """Packed weights are dequantised one at a time, when they are asked for."""
-    return {
-        name: (lambda held=held: held.dense(held.views(), torch.bfloat16) if isinstance(held, FrozenLinear) else held)
-        for name, held in tensors.items()
-    }
+def _expert_tensors(name: str, module: FrozenExpertLinear) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+    experts, _, projection = name.removesuffix(".base").rpartition(".")
+    for index in range(module.num_experts):
+        yield f"{experts}.{index}.{projection}.weight", partial(_dense_expert, module, index)
+        if module.bias is not None:
+            yield f"{experts}.{index}.{projection}.bias", partial(_same, module.bias[index])
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _dense(linear: FrozenLinear) -> Tensor:
+    return linear.dense(linear.views(), torch.bfloat16)
+
+
+def _dense_expert(linear: FrozenExpertLinear, index: int) -> Tensor:
+    return FORMATS[linear.format].dequantize(linear.stack.expert(index))
+
+
+def _part(tensor: Tensor) -> Part:
+    return Part(tensor_digest(tensor), tuple(tensor.shape))
 
 
 def _constants(policy: Policy, decoder: str, rows: int) -> dict[str, Tensor]:
@@ -169,5 +242,7 @@ def _constants(policy: Policy, decoder: str, rows: int) -> dict[str, Tensor]:
         positions = torch.arange(rows, device=policy.device)[None]
         cos, sin = rotary(torch.empty(0, device=policy.device), positions)
         half = cos.shape[-1] // 2
-        found[ROTARY] = torch.cat((cos[0, :, :half], sin[0, :, :half]), -1).float().cpu()
+        angles = torch.cat((cos[0, :, :half], sin[0, :, :half]), -1).float().cpu()
+        names = (name for name, _ in policy.model.named_modules() if name.endswith(".self_attn"))
+        found |= {f"{name}.{ROTARY}": angles for name in names}
     return found

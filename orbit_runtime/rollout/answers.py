@@ -35,6 +35,7 @@ class Answer:
         self.tokens = array("q", so_far.token_ids_T if so_far else ())
         self.logprobs = array("d", so_far.logprobs_T if so_far else ())
         self.versions = array("q", so_far.versions_T if so_far else ())
+        self.routed_experts = so_far.routed_experts if so_far else None
         self.finish_reason: FinishReason | None = None
         self.wanted: FinishReason | None = None
         """Why it is to end before its time: `abort` or `deadline`."""
@@ -83,6 +84,7 @@ class Answer:
                 f"{self.request.sampling.max_new_tokens} were asked for",
                 where="rollout",
             )
+        self.routed_experts = piece.routed_experts or self.routed_experts
         if piece.finish_reason is not None:
             self._end(piece.finish_reason)
 
@@ -111,4 +113,5 @@ class Answer:
             versions_T=tuple(self.versions),
             finish_reason=self.finish_reason,
             text=answer_text(tokenizer, tokens, self.request.sampling),
+            routed_experts=self.routed_experts,
         )

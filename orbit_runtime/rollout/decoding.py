@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from orbit_runtime.policy.attention import Kernel
 from orbit_runtime.policy.logprobs import token_logprobs
 from orbit_runtime.policy.model import Policy
 from orbit_runtime.policy.packed import Branch, PackedPlan
+from orbit_runtime.policy.routing import Routing
 from orbit_runtime.rollout.cache import KVCache
 from orbit_runtime.rollout.history import TokenHistory
 from orbit_runtime.rollout.rows import Finished, Rows, Work, merge_segments
@@ -34,10 +36,21 @@ class Decoding:
     """One batch and what waits for it. Not safe for use by two threads at once."""
 
     def __init__(
-        self, policy: Policy, tokenizer: Tokenizer, version_of: Callable[[str | None], int], max_running_requests: int
+        self,
+        policy: Policy,
+        tokenizer: Tokenizer,
+        version_of: Callable[[str | None], int],
+        max_running_requests: int,
+        *,
+        notes: Routing | None = None,
     ) -> None:
-        """Args: version_of: policy version of a slot."""
+        """
+        Args:
+            version_of: policy version of a slot.
+            notes: whose choice of experts is noted for each token; None: nobody asks for it.
+        """
         self._policy = policy
+        self._notes = notes
         self._tokenizer = tokenizer
         self._eos = tuple(tokenizer.eos_ids)
         self._version_of = version_of
@@ -130,8 +143,14 @@ class Decoding:
         ordered = sorted(prompts, key=lambda identity: identity[0] or "")
         place = {identity: index for index, identity in enumerate(ordered)}
         prompt_of_row = [place[_identity(item)] for item in admitted]
-        logits_BV = self._prefill(ordered, prompt_of_row, first, prompt_logprobs)
+        with self._noting() as noted:
+            logits_BV = self._prefill(ordered, prompt_of_row, first, prompt_logprobs)
         rows.admit(admitted, [self._version_of(item.request.adapter) for item in admitted])
+        if noted:
+            ends = np.cumsum([len(prompt) for _, prompt in ordered])
+            of_prompt = np.split(noted().cpu().numpy(), ends[:-1])
+            for row, prompt in enumerate(prompt_of_row, first):
+                rows.routed[row].append(of_prompt[prompt])
         self._sample(logits_BV, rows, slice(first, len(rows)))
 
     def _prefill(
@@ -169,9 +188,15 @@ class Decoding:
         policy, device = self._policy, self._policy.device
         last_B, position_B = (torch.tensor(column[:n], device=device) for column in (rows.last_C, rows.position_C))
         plan = self._cache.plan(last_B, rows.position_C[:n], self._kernel)
-        with policy.injected.selection.use(_selected(rows.segments())):
+        with policy.injected.selection.use(_selected(rows.segments())), self._noting() as noted:
             hidden = policy.sampled_hidden(last_B, position_B, plan)
+        if noted:
+            for routed, chosen_1LC in zip(rows.routed, np.split(noted().cpu().numpy(), n), strict=True):
+                routed.append(chosen_1LC)
         self._sample(policy.head(hidden).float(), rows, slice(0, n))
+
+    def _noting(self) -> AbstractContextManager[Callable[[], torch.Tensor] | None]:
+        return self._notes.noted() if self._notes else nullcontext()
 
     def _sample(self, logits_BV: torch.Tensor, rows: Rows, which: slice) -> None:
         generated = rows.generated_C[which]
@@ -216,8 +241,8 @@ def _identity(item: Work) -> tuple[str | None, tuple[int, ...]]:
 def _unstarted(item: Work, reason: FinishReason) -> Finished:
     so_far = item.request.so_far
     if so_far is None:
-        return Finished(item.request, reason, [], [], ())
-    return Finished(item.request, reason, [*so_far.token_ids_T], [*so_far.logprobs_T], so_far.versions_T)
+        return Finished(item.request, reason, [], [], (), [])
+    return Finished(item.request, reason, [*so_far.token_ids_T], [*so_far.logprobs_T], so_far.versions_T, [])
 
 
 def _selected(segments: list[tuple[str | None, int, int]]) -> str | list[tuple[str | None, int, int]] | None:

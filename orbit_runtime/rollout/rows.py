@@ -59,6 +59,8 @@ class Finished:
     token_ids_T: list[int]
     logprobs_T: list[float]
     versions_T: tuple[int, ...]
+    routed: list[np.ndarray]
+    """int16 `[tokens, L, C]` of each pass: the prompt's, then of each sampled token but the last; empty: not noted."""
 
 
 class Rows:
@@ -70,6 +72,8 @@ class Rows:
         self.work: list[Work] = []
         self.version: list[int] = []
         """Policy version of the slot each row samples from."""
+        self.routed: list[list[np.ndarray]] = []
+        """Experts of its tokens so far, where they are noted."""
         self.keys_C = np.zeros(capacity, np.uint64)
         self.generated_C = np.zeros(capacity, np.int64)
         self.position_C = np.zeros(capacity, np.int64)
@@ -100,6 +104,7 @@ class Rows:
         requests = [item.request for item in work]
         self.work.extend(work)
         self.version.extend(versions)
+        self.routed.extend([] for _ in work)
         self.keys_C[rows] = [request.key for request in requests]
         self.generated_C[rows] = [item.num_done for item in work]
         self.position_C[rows] = [len(item.request.prompt_ids_T) + item.num_done - 1 for item in work]
@@ -171,6 +176,7 @@ class Rows:
                 self.tokens_CT[row, : self.generated_C[row]].tolist(),
                 self.logprobs_CT[row, : self.generated_C[row]].tolist(),
                 self._versions(row),
+                self.routed[row],
             )
             for row, reason in done
         ]
@@ -189,7 +195,8 @@ class Rows:
         sources = [row for row in range(remaining, len(self)) if row not in gone]
         for source, target in zip(sources, targets, strict=True):
             self.work[target], self.version[target] = self.work[source], self.version[source]
-        del self.work[remaining:], self.version[remaining:]
+            self.routed[target] = self.routed[source]
+        del self.work[remaining:], self.version[remaining:], self.routed[remaining:]
         if sources:
             for column in (
                 self.keys_C, self.generated_C, self.position_C, self.limit_C, self.temperature_C1, self.top_k_C1,

@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 
 from orbit_runtime.errors import GateError
 from orbit_runtime.rollout.handover import Handover
-from orbit_runtime.types import AdapterFiles, FinishReason, Request, Scored
+from orbit_runtime.types import AdapterFiles, FinishReason, Request, RoutedExperts, Scored
 
 FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
@@ -90,6 +90,8 @@ class Piece:
     """Tokens that the server counts, those of this piece included; None: it does not tell."""
     adapter: str | None = None
     """That the server's plug-in says was applied, empty for the bare base; None: nobody tells."""
+    routed_experts: RoutedExperts | None = None
+    """Of all inputs of the completion, with its last piece; None: not asked for."""
 
 
 @dataclass(frozen=True)

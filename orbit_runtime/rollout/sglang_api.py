@@ -12,17 +12,21 @@ import pickle
 from collections import Counter
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from orbit_runtime.adapters import tensorfile
 from orbit_runtime.adapters.state import CONFIG_FILE, MODEL_FILE
+from orbit_runtime.data.routing import pack_experts
 from orbit_runtime.errors import GateError
-from orbit_runtime.rollout.served import About, Call, Piece, Sleeping, build_piece, number
+from orbit_runtime.rollout.served import About, Ask, Call, Piece, Sleeping, build_piece, number
 from orbit_runtime.rollout.support import given_fields
 from orbit_runtime.rollout.text import end_ids
 from orbit_runtime.rollout.wire import Wire, adapter_names, exposition
-from orbit_runtime.types import AdapterFiles, Cached, Scored
+from orbit_runtime.types import AdapterFiles, Cached, RoutedExperts, Scored
 
 HEALTH_SECONDS = 10.0
 PROGRESS_SECONDS = 60.0
@@ -42,13 +46,20 @@ class SGLangApi:
     ends_one = True
 
     def __init__(
-        self, wire: Wire, *, method: Literal["Folder", "Upload"] = "Folder", deterministic: bool = False
+        self,
+        wire: Wire,
+        *,
+        method: Literal["Folder", "Upload"] = "Folder",
+        deterministic: bool = False,
+        routed: RoutedLayers | None = None,
     ) -> None:
         """
         Args:
             method: adapters go as the path of their folder, or as tensors in the request.
             deterministic: every sample brings its own seed, which a server without that mode ignores.
+            routed: completions bring the experts of these layers; None: nobody asks for them.
         """
+        self._routed = routed
         self._wire = wire
         self._method = method
         self._deterministic = deterministic
@@ -130,6 +141,8 @@ class SGLangApi:
             "lora_path": [call.first.adapter] * len(asks),
             "stream": True,
         }
+        if self._routed:
+            body["return_routed_experts"] = True
         had: Counter[int] = Counter()
         async with aclosing(self._wire.stream("/generate", body)) as events:
             async for event in events:
@@ -138,14 +151,23 @@ class SGLangApi:
                 if not self._incremental:
                     entries = entries[had[index] :]
                 had[index] += len(entries)
+                reason = (meta.get("finish_reason") or {}).get("type")
                 yield build_piece(
                     index,
                     [entry[1] for entry in entries],
                     [entry[0] for entry in entries],
-                    (meta.get("finish_reason") or {}).get("type"),
+                    reason,
                     total=meta.get("completion_tokens"),
                     adapter=(meta.get(APPLIED) or [None])[-1],
+                    routed_experts=self._experts(meta, asks[index], had[index]) if self._routed and reason else None,
                 )
+
+    def _experts(self, meta: Mapping[str, Any], ask: Ask, sampled: int) -> RoutedExperts | None:
+        """With the last event of a completion; one that was ended early may come without."""
+        assert self._routed is not None
+        if "routed_experts" not in meta and meta["finish_reason"]["type"] == "abort":
+            return None
+        return _read_experts(meta, self._routed, len(ask.input_T) + sampled - 1)
 
     def _interval(self, max_new_tokens: int) -> int:
         """Tokens between two events. A server that repeats the whole answer in each is asked for few of them."""
@@ -212,6 +234,29 @@ def merge_facts(states: Sequence[Mapping[str, Any]]) -> Mapping[str, Mapping[str
             before = merged.setdefault(name, facts)
             merged[name] = {key: value if before.get(key) == value else None for key, value in facts.items()}
     return merged
+
+
+@dataclass(frozen=True)
+class RoutedLayers:
+    """Of a model, as SGLang tells them: rows of all layers, those without routed experts included."""
+
+    num_layers: int
+    with_experts: tuple[int, ...]
+    experts_per_token: int
+
+
+def _read_experts(meta: Mapping[str, Any], routed: RoutedLayers, inputs: int) -> RoutedExperts:
+    """Of int32 `[inputs, layers, experts of a token]` in base64."""
+    text = meta.get("routed_experts")
+    if not isinstance(text, str):
+        raise GateError("/generate was answered without routed_experts", where="rollout")
+    flat = np.frombuffer(base64.b64decode(text), np.dtype("<i4"))
+    if flat.size != inputs * routed.num_layers * routed.experts_per_token:
+        raise GateError(f"the engine told {flat.size} experts for {inputs} tokens", where="rollout")
+    chosen_TLC = flat.reshape(inputs, routed.num_layers, routed.experts_per_token)[:, routed.with_experts]
+    if chosen_TLC.size and chosen_TLC.min() < 0:
+        raise GateError("the engine did not tell every token's experts", where="rollout")
+    return pack_experts(chosen_TLC)
 
 
 def _read_end(meta: Mapping[str, Any], asked: Sequence[int]) -> Cached:

@@ -18,6 +18,7 @@ from orbit_runtime.adapters.inject import SHARED_INPUTS
 from orbit_runtime.adapters.names import SGLANG_TARGETS
 from orbit_runtime.errors import UnsupportedError
 from orbit_runtime.rollout.served import Sleeping
+from orbit_runtime.rollout.sglang_api import RoutedLayers
 from orbit_runtime.rollout.sglang_experts import expert_arguments
 from orbit_runtime.rollout.wire import is_serving
 from orbit_runtime.workers.remote_process import RemoteProcess
@@ -61,6 +62,8 @@ class ServerSettings:
     """Each request brings the seed of its draws. Not run on hardware."""
     attention: str | None = None
     """SGLang's attention back end on a GPU; None: its own choice."""
+    routed: RoutedLayers | None = None
+    """Layers whose experts completions bring along; None: they bring none."""
 
 
 class SGLangServer:
@@ -83,6 +86,11 @@ class SGLangServer:
     @property
     def headers(self) -> Mapping[str, str]:
         return {"Authorization": f"Bearer {self._token}"}
+
+    @property
+    def routed(self) -> RoutedLayers | None:
+        """Layers whose experts it tells."""
+        return self._settings.routed
 
     @property
     def deterministic(self) -> bool:
@@ -155,6 +163,8 @@ def server_arguments(settings: ServerSettings, port: int) -> list[str]:
     if settings.tensor_parallel > 1:
         arguments += ["--tp-size", str(settings.tensor_parallel)]
     arguments += expert_arguments(settings.experts, settings.device, settings.expert_formats)
+    if settings.routed:
+        arguments += ["--enable-return-routed-experts"]
     if settings.deterministic:
         # The rest SGLang 0.5.23 sets itself (`attention_hook.py`, `overrides.py`): PyTorch's sampler; FlashAttention 3,
         # or on Blackwell FlashInfer, with which it turns the radix cache off. CUDA graphs and LoRA's kernels stay.

@@ -55,7 +55,7 @@ def start_engine(
         replicas = []
         for index, server in enumerate(servers):
             name = "the engine" if len(servers) == 1 else f"replica {index}"
-            api = SGLangApi(Wire(client, server), deterministic=server.deterministic)
+            api = SGLangApi(Wire(client, server), deterministic=server.deterministic, routed=server.routed)
             replicas.append(Replica(name, server, api, engine.loaded, taps=server.taps, patience=patience))
         engine.attach(replicas)
         for replica in replicas:

@@ -18,12 +18,15 @@ import torch
 from torch import Tensor
 
 from orbit_runtime.adapters import tensorfile
+from orbit_runtime.errors import GateError
 from orbit_runtime.model_info.headers import parse_header
-from orbit_runtime.policy.snapshot import Snapshot
+from orbit_runtime.policy.snapshot import Part, Snapshot
 
-REQUEST, ANSWER = "request.json", "answer-{rank}.safetensors"
-ANSWER_SECONDS = 20.0
+REQUEST, SEEN, ANSWER = "request.json", "seen-{rank}", "answer-{rank}.safetensors"
+SEEN_SECONDS = 20.0
 """A server answers with its first process; the others may be a little behind."""
+ANSWER_SECONDS = 900.0
+"""Longest that a process may digest its share of a base: 100 GB at 0.2 GB/s would be 500 s."""
 FACTS_REQUEST, FACTS = "facts-request.json", "facts-{name}.json"
 FACTS_SECONDS = 60.0
 """Longest that digesting what a slot holds may take."""
@@ -79,22 +82,32 @@ def asked_pass(
     Args:
         values: tensors to hand over whole.
     """
-    answers = [folder / ANSWER.format(rank=rank) for rank in range(ranks)]
-    for each in answers:
-        each.unlink(missing_ok=True)
+    seen, answers = ([folder / name.format(rank=rank) for rank in range(ranks)] for name in (SEEN, ANSWER))
+    _remove(*seen, *answers)
     write_request(folder, token_ids_T, adapter, values)
 
     def told() -> list[bytes]:
-        until = time.monotonic() + ANSWER_SECONDS
         # The first is there before the server answers, or never.
-        while answers[0].exists() and not all(each.exists() for each in answers) and time.monotonic() < until:
-            time.sleep(0.01)
+        if seen[0].exists():
+            _wait_for(seen, SEEN_SECONDS)
+            _wait_for(answers, ANSWER_SECONDS)
         return [each.read_bytes() for each in answers]
 
     try:
         yield told
     finally:
-        (folder / REQUEST).unlink(missing_ok=True)
+        _remove(folder / REQUEST, *seen, *answers)
+
+
+def _wait_for(files: Sequence[Path], seconds: float) -> None:
+    until = time.monotonic() + seconds
+    while not all(each.exists() for each in files) and time.monotonic() < until:
+        time.sleep(0.01)
+
+
+def _remove(*files: Path) -> None:
+    for each in files:
+        each.unlink(missing_ok=True)
 
 
 def build_snapshot(answers: Sequence[bytes], rows: int, values: Callable[[Sequence[str]], Sequence[bytes]]) -> Snapshot:
@@ -103,20 +116,34 @@ def build_snapshot(answers: Sequence[bytes], rows: int, values: Callable[[Sequen
         answers: of every rank, in order, each with its share of the results.
         rows: tokens of the sequence that both sides compute.
         values: asks again, for these tensors.
+
+    Raises:
+        GateError: a process could not tell what it computed.
     """
-    found, facts = _parts(answers[0]), _facts(answers[0])
-    told = [(_parts(answer)["point"], json.loads(_facts(answer)["shares"])) for answer in answers]
+    facts = [_facts(answer) for answer in answers]
+    for rank, fact in enumerate(facts):
+        if "error" in fact:
+            raise GateError(f"the plug-in cannot tell rank {rank}'s pass: {fact['error']}", where="rollout")
+    told = [(_parts(answer), json.loads(fact["shares"])) for answer, fact in zip(answers, facts, strict=True)]
     points = {}
-    for name in json.loads(facts["order"]):
-        parts = {shares[name][1]: held[name] for held, shares in told if name in held}
+    for name in json.loads(facts[0]["order"]):
+        parts = {shares[name][1]: held["point"][name] for held, shares in told if name in held["point"]}
         ordered = [parts[place][:rows] for place in sorted(parts)]
         points[name] = torch.cat(ordered, -1) if told[0][1][name][0] == "part" else _sum(ordered)
-    return Snapshot(
-        points,
-        json.loads(facts["digests"]),
-        found["constant"],
-        lambda names: _parts(values(names)[0])["value"],
-    )
+
+    def ask(names: Sequence[str]) -> dict[str, tuple[Tensor, ...]]:
+        found = [_parts(answer)["value"] for answer in values(names)]
+        return {name: tuple(held[name] for held in found if name in held) for name in names}
+
+    return Snapshot(points, _held(facts), told[0][0]["constant"], ask, tuple(json.loads(facts[0]["absent"])))
+
+
+def _held(facts: Sequence[Mapping[str, str]]) -> dict[str, tuple[Part, ...]]:
+    held: dict[str, tuple[Part, ...]] = {}
+    for rank, fact in enumerate(facts):
+        for name, (digest, shape, axis, start) in json.loads(fact["parts"]).items():
+            held[name] = (*held.get(name, ()), Part(digest, tuple(shape), axis, start, rank))
+    return held
 
 
 def _sum(summands: Sequence[Tensor]) -> Tensor:

@@ -12,9 +12,12 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from orbit_runtime.adapters.difference import explain_difference
 from orbit_runtime.adapters.layer import Applied
 from orbit_runtime.adapters.state import applied_digest, files_digest, load_slot, remove_slot, slot_files
+from orbit_runtime.data.routing import pack_experts
 from orbit_runtime.errors import GateError
 from orbit_runtime.policy.model import Policy
 from orbit_runtime.rollout.decoding import Decoding
@@ -26,6 +29,7 @@ from orbit_runtime.types import (
     Completion,
     FinishReason,
     Request,
+    RoutedExperts,
     Sampling,
     Scored,
     ServerReading,
@@ -54,14 +58,16 @@ class TorchEngine:
         tokenizer: Tokenizer,
         *,
         max_running_requests: int,
+        notes_experts: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """Args: notes_experts: completions bring the experts that their tokens went to."""
         self._policy = policy
         self._tokenizer = tokenizer
         self._clock = clock
-        self._decoding, self._scoring = (
-            Decoding(policy, tokenizer, self._version, max_running_requests) for _ in range(2)
-        )
+        notes = policy.routing if notes_experts else None
+        self._decoding = Decoding(policy, tokenizer, self._version, max_running_requests, notes=notes)
+        self._scoring = Decoding(policy, tokenizer, self._version, max_running_requests)
         self._under_way: set[int] = set()
         self._due: dict[int, float] = {}
         """When the time of those with a deadline is over."""
@@ -208,7 +214,15 @@ class TorchEngine:
             versions_T=finished.versions_T,
             finish_reason=finished.reason,
             text=answer_text(self._tokenizer, tokens, finished.request.sampling),
+            routed_experts=_experts(finished),
         )
+
+
+def _experts(finished: Finished) -> RoutedExperts | None:
+    if finished.routed:
+        return pack_experts(np.concatenate(finished.routed))
+    so_far = finished.request.so_far
+    return so_far.routed_experts if so_far else None
 
 
 def _applied(trace: Sequence[Applied], name: str) -> str:

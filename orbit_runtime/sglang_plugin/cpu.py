@@ -52,6 +52,12 @@ def hooks() -> Iterator[tuple[str, Callable[..., Any], str]]:
     if KERNELS in sys.modules and isinstance(sys.modules[KERNELS], _Kernels):
         registry = "sglang.srt.models.deepseek_common.attention_backend_handler.AttentionBackendRegistry"
         yield f"{registry}.get_handler", _attend_to_latents, "AROUND"
+        # The experts of tokens are kept in memory that is pinned for a GPU, whatever the device is.
+        yield "sglang.srt.mem_cache.pool_host.common._cuda_host_register", _leave_unpinned, "AROUND"
+
+
+def _leave_unpinned(original: Callable[..., Any], *_: Any, **__: Any) -> None:
+    """A request for memory of torch's own is turned down in the same way (`_unpinned`)."""
 
 
 def _attend_to_latents(original: Callable[..., Any], registry: Any, backend: str) -> Any:

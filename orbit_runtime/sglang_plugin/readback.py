@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from orbit_runtime.sglang_plugin.experts import expert_buffers
 from orbit_runtime.sglang_plugin.ranks import count, own_rank
 from orbit_runtime.sglang_plugin.rotation import Published, Rotations, parts
 from orbit_runtime.sglang_plugin.shards import Piece, join, pack, with_pieces
+from orbit_runtime.sglang_plugin.weights import Held
 
 VERSION = 3
 """Of the facts below; a client that knows another one refuses."""
@@ -183,15 +185,20 @@ def describe(taken: Iterable[Taken], ranks: Sequence[Mapping[str, Told]]) -> dic
     return described
 
 
-def slot_tensors(manager: Any, name: str) -> Iterator[tuple[str, Tensor]]:
-    """`(<module>.<kind>, tensor)` of the adapter called `name`, from the buffers that layers read; whole ones only."""
+def slot_tensors(manager: Any, name: str) -> Iterator[Held]:
+    """What this rank holds of the adapter called `name`, `<module>.<kind>`, from the buffers that layers read."""
     is_alone = count() == 1
-    for each in take_adapters(manager, (name,), copied=False):
+    for each in take_adapters(manager, (name,), copied=True):
         if each.slot is not None:
             for piece in _pieces(each, each.slabs[each.slot], is_alone=is_alone):
                 assert isinstance(piece.data, Tensor)
-                if piece.axis is None:
-                    yield piece.name, piece.data
+                axis = piece.axis or 0
+                start = piece.part * piece.data.shape[axis]
+                yield Held(piece.name, partial(_same, piece.data), axis, start if piece.axis is not None else 0)
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _difference(folder: Path, held: Mapping[str, bytes], told: Sequence[Told | None]) -> str:

@@ -4,10 +4,10 @@ Belongs here: forward hooks on SGLang's modules, and their names as a checkpoint
 Does not belong here: comparing (`parity.locate`), the trainer's side (`policy.snapshot`).
 
 Orbit puts a request in a folder that both see, sends the sequence, and reads the answer from there. Nothing is hooked
-and nothing is copied while no request lies there. Of several ranks each answers for itself, with what no lower one has
-told; tensors that are cut over them are left out, their results are not. The facts of the slots go the same way when a
-publish is proven: no request of their own is in the way of those that sample, and digests are computed beside the
-passes that follow.
+and nothing is copied while no request lies there. A pass that is asked about runs without CUDA graphs (`eager`). Of
+several ranks each answers for itself: with results that no lower one has told, and with digests of all that it holds.
+The facts of the slots go the same way when a publish is proven: no request of their own is in the way of those that
+sample. Digests are computed beside the passes that follow.
 """
 
 from __future__ import annotations
@@ -28,18 +28,22 @@ from torch import Tensor
 
 from orbit_runtime.adapters.tensorfile import dump, tensor_digest
 from orbit_runtime.sglang_plugin import ranks, readback
+from orbit_runtime.sglang_plugin.eager import without_graphs
 from orbit_runtime.sglang_plugin.rotation import FUSED
+from orbit_runtime.sglang_plugin.weights import Held, base_weights, heights_of, places_of
 
 VARIABLE = "ORBIT_SGLANG_TAPS"
 """The folder; set by Orbit for the servers it starts."""
-REQUEST, ANSWER = "request.json", "answer-{rank}.safetensors"
+REQUEST, SEEN, ANSWER = "request.json", "seen-{rank}", "answer-{rank}.safetensors"
 FACTS_REQUEST, FACTS, TOLD = "facts-request.json", "facts-{name}.json", "told-{name}-{rank}"
 OTHERS_SECONDS = 30.0
 LOOK_SECONDS = 0.001
 TAPPED = (
-    "embed_tokens", "input_layernorm", "qkv_proj", "q_proj", "k_proj", "v_proj", "o_proj", "post_attention_layernorm",
-    "gate", "gate_up_proj", "gate_proj", "up_proj", "down_proj", "norm",
+    "embed_tokens", "input_layernorm", "qkv_proj", "q_proj", "k_proj", "v_proj", "fused_qkv_a_proj_with_mqa",
+    "q_a_proj", "kv_a_proj_with_mqa", "q_b_proj", "o_proj", "post_attention_layernorm", "gate", "router",
+    "gate_up_proj", "gate_proj", "up_proj", "down_proj", "norm",
 )  # fmt: skip
+"""Last parts of modules whose results are told; `mlp` is one where it routes to experts."""
 ROTARY = "rotary angles"
 
 
@@ -65,8 +69,12 @@ class Share:
 def around_forward(original: Callable[..., Any], runner: Any, forward_batch: Any, *args: Any, **named: Any) -> Any:
     """A pass of `ModelRunner`; answers the request that lies there, if this pass is the one it speaks of.
 
-    The client takes the request away: another rank may come to look for it later.
+    The client takes the request away: another rank may come to look for it later. That the pass was seen is said before
+    its own results leave; what it says follows from a thread, because digests of a whole base take minutes.
     """
+    if _asks_facts(runner, forward_batch):
+        with without_graphs(runner):
+            return original(runner, forward_batch, *args, **named)
     file = _find_request(REQUEST)
     if file is None:
         return original(runner, forward_batch, *args, **named)
@@ -74,12 +82,32 @@ def around_forward(original: Callable[..., Any], runner: Any, forward_batch: Any
     if forward_batch.input_ids.tolist() != request["token_ids"]:
         return original(runner, forward_batch, *args, **named)
     points: dict[str, Point] = {}
-    with ExitStack() as taps:
+    with ExitStack() as looking:
+        looking.enter_context(without_graphs(runner))
         for handle in _tap(runner.model, points):
-            taps.callback(handle.remove)
+            looking.callback(handle.remove)
         result = original(runner, forward_batch, *args, **named)
-    _answer(file.parent / ANSWER.format(rank=ranks.own_rank()), runner, request, points)
+    rank = ranks.own_rank()
+    _write(file.parent / SEEN.format(rank=rank), b"")
+    answer = file.parent / ANSWER.format(rank=rank)
+    try:
+        held = _held(runner, request.get("adapter"))
+    except Exception as error:
+        _write_failure(answer, error)
+    else:
+        _worker.submit(_answer, answer, runner.model, request, points, held, is_first=rank == 0)
     return result
+
+
+def _asks_facts(runner: Any, forward_batch: Any) -> bool:
+    """This pass is one that `tell` speaks of afterwards."""
+    file = _find_request(FACTS_REQUEST)
+    if file is None or not forward_batch.forward_mode.is_extend():
+        return False
+    request = json.loads(file.read_text())
+    return request["name"] not in _answered and set(request["adapters"]) <= _read_whole(
+        runner, forward_batch, request["token_ids"]
+    )
 
 
 def tell(runner: Any, forward_batch: Any, take: Callable[[Any, Collection[str], Collection[str]], TellsFacts]) -> None:
@@ -169,33 +197,34 @@ def _find_request(name: str) -> Path | None:
 def _tap(model: Any, points: dict[str, Point]) -> Iterator[Any]:
     modules = dict(model.named_modules())
     for name, module in modules.items():
-        last = name.rpartition(".")[2]
+        parent, _, last = name.rpartition(".")
         if last == "attn":
-            projection = modules.get(f"{name.rpartition('.')[0]}.qkv_proj")
-            shares = _shares(projection, 3)
-            yield module.register_forward_pre_hook(_queries(name, shares, points))
-            yield module.register_forward_hook(_attended(name, shares[0], points))
-        elif last in TAPPED and (last != "norm" or name.count(".") == 1):
-            yield module.register_forward_hook(_results(name, module, points))
+            shares = _shares(modules.get(f"{parent}.qkv_proj"), 3)
+            yield module.register_forward_pre_hook(_queries(parent, shares, points))
+        if last == "o_proj":
+            yield module.register_forward_pre_hook(_attended(parent, _input_share(module), points))
+        is_final_norm = last == "norm" and name.count(".") == 1
+        if last in TAPPED and (last != "norm" or is_final_norm):
+            yield module.register_forward_hook(_results(name, module, modules.get(parent), points))
+        elif last == "mlp" and hasattr(module, "experts"):
+            yield module.register_forward_hook(_mixed(name, points))
 
 
-def _results(name: str, module: Any, points: dict[str, Point]) -> Callable[..., None]:
+def _results(name: str, module: Any, owner: Any, points: dict[str, Point]) -> Callable[..., None]:
     parent, _, last = name.rpartition(".")
     parts = FUSED.get(last, (last,))
     shares = _shares(module, len(parts))
 
     def record(_: Any, __: Any, result: Any) -> None:
         tensor = result[0] if isinstance(result, tuple) else result
-        pieces = tensor.split(_heights(module, tensor.shape[-1], parts), -1)
+        pieces = tensor.split(heights_of(module, tensor.shape[-1], parts, owner), -1)
         for part, piece, share in zip(parts, pieces, shares, strict=True):
-            points[f"{parent}.{part}"] = _point(piece, share)
+            points[f"{parent}.{part}" if parent else part] = _point(piece, share)
 
     return record
 
 
-def _queries(name: str, shares: Sequence[Share], points: dict[str, Point]) -> Callable[..., None]:
-    parent = name.rpartition(".")[0]
-
+def _queries(parent: str, shares: Sequence[Share], points: dict[str, Point]) -> Callable[..., None]:
     def record(_: Any, args: Any) -> None:
         for part, tensor, share in (("query", args[0], shares[0]), ("key", args[1], shares[1])):
             points[f"{parent}.{part}"] = _point(tensor.flatten(1), share)
@@ -203,11 +232,22 @@ def _queries(name: str, shares: Sequence[Share], points: dict[str, Point]) -> Ca
     return record
 
 
-def _attended(name: str, share: Share, points: dict[str, Point]) -> Callable[..., None]:
-    parent = name.rpartition(".")[0]
+def _attended(parent: str, share: Share, points: dict[str, Point]) -> Callable[..., None]:
+    """What attention hands to its output projection, whichever way it was computed."""
+
+    def record(_: Any, args: Any) -> None:
+        points[f"{parent}.attended"] = _point(args[0].flatten(1), share)
+
+    return record
+
+
+def _mixed(name: str, points: dict[str, Point]) -> Callable[..., None]:
+    """A layer's routed and shared experts together."""
 
     def record(_: Any, __: Any, result: Any) -> None:
-        points[f"{parent}.attended"] = _point(result.flatten(1), share)
+        tensor = result[0] if isinstance(result, tuple) else result
+        # SGLang sums up over ranks here, or with the next norm.
+        points[name] = _point(tensor, Share("summand", ranks.own_rank()))
 
     return record
 
@@ -229,35 +269,68 @@ def _shares(module: Any, count: int) -> list[Share]:
     if size == 1 or not isinstance(base, ColumnParallelLinear) or base.gather_output:
         return [Share(is_copy=ranks.own_rank() > 0)] * count
     copies = base.num_kv_head_replicas if count == 3 else 1
-    # Queries first; neighbours may share a head of keys and values.
-    others = Share("part", place // copies, place % copies > 0)
-    return [Share("part", place), *[others] * (count - 1)]
+    places = places_of(module, count)
+    return [Share("part", place), *(Share("part", each, place % copies > 0) for each in places[1:])]
 
 
-def _heights(module: Any, total: int, parts: tuple[str, ...]) -> list[int]:
-    if len(parts) == 3:
-        base = getattr(module, "base_layer", module)
-        return [base.q_proj_shard_size, base.kv_proj_shard_size, base.kv_proj_shard_size]
-    return [total // len(parts)] * len(parts)
+def _input_share(module: Any) -> Share:
+    """Of what an output projection is given."""
+    from sglang.srt.distributed.utils import get_group_rank_size
+
+    place, size = get_group_rank_size(getattr(getattr(module, "base_layer", module), "tp_group", None))
+    return Share("part", place) if size > 1 else Share(is_copy=ranks.own_rank() > 0)
 
 
-def _answer(file: Path, runner: Any, request: dict[str, Any], points: dict[str, Point]) -> None:
+def _held(runner: Any, adapter: str | None) -> list[Held]:
+    held = list(base_weights(runner.model))
+    if adapter is not None:
+        held += readback.slot_tensors(runner.lora_manager, adapter)
+    return held
+
+
+def _answer(
+    file: Path, model: Any, request: dict[str, Any], points: dict[str, Point], held: Sequence[Held], *, is_first: bool
+) -> None:
+    """Of this rank."""
+    try:
+        tensors, facts = _tell_pass(model, request, points, held, is_first=is_first)
+        _write(file, dump(tensors, torch.float32, facts))
+    except Exception as error:
+        _write_failure(file, error)
+
+
+def _write_failure(file: Path, error: Exception) -> None:
+    """Told, not raised: it would take the server down, or be heard by nobody in the other thread."""
+    _write(file, dump({}, torch.float32, {"error": f"{type(error).__name__}: {error}"}))
+
+
+def _tell_pass(
+    model: Any, request: dict[str, Any], points: dict[str, Point], held: Sequence[Held], *, is_first: bool
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """One tensor at a time is made where they are packed."""
     tensors = {f"point:{name}": each.data for name, each in points.items() if not each.share.is_copy}
-    shares = json.dumps({name: [each.share.kind, each.share.place] for name, each in points.items()})
-    if ranks.own_rank():
-        _write(file, dump(tensors, torch.float32, {"shares": shares}))
-        return
-    base = dict(_base_tensors(runner.model))
-    adapter = dict(_adapter_tensors(runner, request.get("adapter")))
-    held = {**base, **adapter}
-    tensors |= {f"constant:{name}": tensor for name, tensor in _constants(runner.model, len(request["token_ids"]))}
-    tensors |= {f"value:{name}": held[name].float().cpu() for name in request["values"] if name in held}
-    facts = {
+    if is_first:
+        tensors |= {f"constant:{name}": each for name, each in _constants(model, len(request["token_ids"]))}
+    wanted, parts = set(request["values"]), {}
+    for each in held:
+        if wanted and each.name not in wanted:
+            continue
+        tensor = each.read()
+        parts[each.name] = [tensor_digest(tensor), list(tensor.shape), each.axis, each.start]
+        if wanted:
+            tensors[f"value:{each.name}"] = tensor.detach().float().cpu()
+    return tensors, {
         "order": json.dumps(list(points)),
-        "shares": shares,
-        "digests": json.dumps({name: tensor_digest(tensor) for name, tensor in held.items()}),
+        "shares": json.dumps({name: [each.share.kind, each.share.place] for name, each in points.items()}),
+        "parts": json.dumps(parts),
+        "absent": json.dumps(_absent(model)),
     }
-    _write(file, dump(tensors, torch.float32, facts))
+
+
+def _absent(model: Any) -> list[str]:
+    """What SGLang computes inside of other layers: shared experts as one more routed one."""
+    fused = [name for name, module in model.named_modules() if getattr(module, "num_fused_shared_experts", 0)]
+    return [f"{name}.shared_experts" for name in fused if name.endswith(".mlp")]
 
 
 def _write(file: Path, content: bytes) -> None:
@@ -268,47 +341,13 @@ def _write(file: Path, content: bytes) -> None:
     written.rename(file)
 
 
-def _base_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """Weights that are held unpacked, under the checkpoint's names; packed ones and those that are cut are left out."""
-    modules = dict(model.named_modules())
-    is_alone = ranks.count() == 1
-    for name, tensor in model.named_parameters():
-        owner, _, kind = name.rpartition(".")
-        module = modules[owner]
-        parent, _, last = owner.removesuffix(".base_layer").rpartition(".")
-        if not tensor.is_floating_point() or kind not in ("weight", "bias") or not (is_alone or _is_whole(module)):
-            continue
-        parts = FUSED.get(last, (last,))
-        rows = getattr(module, "org_vocab_size", tensor.shape[0])
-        heights = _heights(module, rows, parts)
-        if parts[0] == "q_a_proj":
-            rank = modules[parent].q_lora_rank
-            heights = [rank, rows - rank]
-        pieces = tensor.detach()[:rows].split(heights, 0)
-        for part, piece in zip(parts, pieces, strict=True):
-            yield f"{parent}.{part}.{kind}" if parent else f"{part}.{kind}", piece
-
-
-def _is_whole(module: Any) -> bool:
-    from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear
-    from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
-
-    base = getattr(module, "base_layer", module)
-    return not isinstance(base, (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding))
-
-
-def _adapter_tensors(runner: Any, adapter: str | None) -> Iterator[tuple[str, Tensor]]:
-    if adapter is not None:
-        yield from readback.slot_tensors(runner.lora_manager, adapter)
-
-
 def _constants(model: Any, rows: int) -> Iterator[tuple[str, Tensor]]:
-    seen = False
-    for name, module in model.named_modules():
+    # Layers share one rotary embedding, as a rule: each is told of by its own name.
+    for name, module in model.named_modules(remove_duplicate=False):
         eps = getattr(module, "variance_epsilon", None)
         if eps is not None:
             yield f"{name}.eps", torch.tensor(float(eps))
         angles = getattr(module, "cos_sin_cache", None)
-        if angles is not None and not seen:
-            seen = True
-            yield ROTARY, angles[:rows].float().cpu()
+        if angles is not None:
+            # A copy: a shared one would be the same bytes under many names.
+            yield f"{name.rpartition('.')[0]}.{ROTARY}", angles[:rows].float().cpu().clone()

@@ -146,6 +146,10 @@ class Rollout(Block):
     """The same `data.seed`, policy and prompt give the same completions, whatever else is in the batch, in any order,
     on any server and after a restart. `SGLang` does it by slower kernels, on GPUs, for BF16 bases; not run on hardware.
     `Torch` draws by that seed in any case: nothing changes, and another batch may still round otherwise."""
+    router_replay: Annotated[Literal["None", "Record", "Replay"], IDENTITY] = "None"
+    """`Replay`: the trainer sends each token to the experts that sampling chose for it, weighed by its own router, so
+    that rounding cannot send it elsewhere. `Record` only keeps the choice with the rollouts. Both measure parity with
+    and without. Refused for a model without routed experts, for DeepSeek-V4 and with `endpoints`."""
     sampling: Sampling = Sampling()
     """The distribution that tokens are drawn from."""
     max_running_requests: Annotated[int, LAYOUT, Field(ge=1, le=1_000_000)] = 512
@@ -170,6 +174,10 @@ class Rollout(Block):
             message = "whether attached servers sample deterministically, their flags decide, which Orbit does not set"
             fix = "remove `deterministic`, or write `engine: SGLang`"
             yield Contradiction(("deterministic",), (("engine",),), message, fix)
+        if self.router_replay != "None" and self.engine == "OpenAI":
+            message = "whether attached servers tell their experts, their flags decide, which Orbit does not set"
+            fix = "remove `routerReplay`, or write `engine: SGLang`"
+            yield Contradiction(("routerReplay",), (("engine",),), message, fix)
         if self.engine == "OpenAI" and not self.endpoints:
             fix = "add `endpoints` with the address of each server"
             yield Contradiction(("engine",), (("endpoints",),), "`engine: OpenAI` starts no server", fix)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -19,15 +19,19 @@ from orbit_runtime.adapters.state import applied_digest, export_adapter, files_d
 from orbit_runtime.algorithms.losses import PolicyLossSettings, policy_loss, truncated_importance
 from orbit_runtime.algorithms.reduction import Reduction, token_weights
 from orbit_runtime.data.packing import pack_micro_batches, split_mini_batches
+from orbit_runtime.data.routing import unpack_experts
 from orbit_runtime.errors import DivergedError
 from orbit_runtime.policy.model import Policy
-from orbit_runtime.policy.packed import Branch, PackedBatch
+from orbit_runtime.policy.packed import Branch, PackedBatch, lay_out_experts
+from orbit_runtime.policy.routing import OWN_CHOICE
 from orbit_runtime.policy.seen import Seen, build_seen
 from orbit_runtime.seeds import stream_key
 from orbit_runtime.training.parity import ParitySums
 from orbit_runtime.training.schedule import Schedule, learning_rate
 from orbit_runtime.training.state import PART, pack_state, unpack_state
 from orbit_runtime.types import AdapterFiles, Sample, Sampling, Scored, UpdateResult
+
+RouterReplay = Literal["None", "Record", "Replay"]
 
 
 @dataclass(frozen=True)
@@ -55,12 +59,17 @@ class TrainerSettings:
     """Named in the published `adapter_config.json`."""
     seed: int = 0
     """Of dropout."""
+    router_replay: RouterReplay = "None"
+    """`Replay`: every pass sends tokens to the experts that rollout chose, the reference's too. With it and with
+    `Record` a step measures parity with and without."""
 
 
 @dataclass(frozen=True)
 class MicroBatch:
     """Tensors of one forward pass; flat over its trained tokens."""
 
+    samples: Sequence[Sample]
+    branches: Sequence[Branch]
     packed: PackedBatch
     sampled_R: torch.Tensor
     """Sampling-side log-probs."""
@@ -110,11 +119,12 @@ class TorchTrainer:
         updates = len(mini_batches) * settings.update_epochs
         # With one update the policy before it is the policy in it, and its log-probs need no pass of their own.
         old_needed = settings.importance_cap is not None and updates > 1
-        old = [[self._logprobs(m, adapter=True) for m in micro] for micro in mini_batches] if old_needed else None
+        old = [[self._passed(m, adapter=True) for m in micro] for micro in mini_batches] if old_needed else None
         reference = None
         if settings.loss.kl_coefficient:
-            reference = [[self._logprobs(m, adapter=False) for m in micro] for micro in mini_batches]
+            reference = [[self._passed(m, adapter=False) for m in micro] for micro in mini_batches]
         totals: dict[str, float] = {}
+        replayed = self._replay_parity(mini_batches[0][0])
         parity = ParitySums()
         for epoch in range(settings.update_epochs):
             for number, micro in enumerate(mini_batches):
@@ -129,7 +139,7 @@ class TorchTrainer:
                 self._apply_gradient(totals)
         self._steps += 1
         tokens = sum(len(m.trained_R) for micro in mini_batches for m in micro)
-        metrics = self._metrics(totals, updates) | parity.metrics()
+        metrics = self._metrics(totals, updates) | parity.metrics() | replayed
         return UpdateResult(metrics, updates, tokens)
 
     def _accumulate(
@@ -144,7 +154,9 @@ class TorchTrainer:
         settings = self._settings
         for number, micro in enumerate(micro_batches):
             with self._policy.injected.selection.use(TRAINER_SLOT, dropout_key=self._dropout_key(number)):
-                all_R, entropy_R = self._policy.logprobs(micro.packed, sampling=settings.sampling, seen=micro.seen)
+                all_R, entropy_R = self._policy.logprobs(
+                    micro.packed, sampling=settings.sampling, seen=micro.seen, routed_TLC=self._replayed(micro)
+                )
             logprobs_R = all_R[micro.trained_R]
             old_R, importance_R = micro.sampled_R, None
             if settings.importance_cap is not None:
@@ -222,7 +234,8 @@ class TorchTrainer:
         offset = 0
         for sample, weight in zip(samples, weights, strict=True):
             cut = sample.prefix_length
-            branches.append(Branch(sample.prefix_id, sample.token_ids_T[:cut], sample.token_ids_T[cut:]))
+            tokens_T = sample.token_ids_T
+            branches.append(Branch(sample.prefix_id, tokens_T[:cut], tokens_T[cut:]))
             kept = [at for at, flag in enumerate(sample.loss_mask_T[cut:]) if flag]
             trained.extend(offset + at for at in kept)
             sampled.extend(sample.logprobs_T[cut + at] for at in kept)
@@ -236,12 +249,43 @@ class TorchTrainer:
         index = torch.tensor(trained, dtype=torch.long, device=device)
         seen = build_seen(branches, device) if self._settings.sampling.repetition_penalty != 1.0 else None
         packed = self._policy.pack(branches)
-        return MicroBatch(packed, floats(sampled), floats(advantages), floats(per_token), index, seen)
+        return MicroBatch(
+            samples, branches, packed, floats(sampled), floats(advantages), floats(per_token), index, seen
+        )
 
-    def _logprobs(self, micro: MicroBatch, *, adapter: bool) -> torch.Tensor:
+    def _replayed(self, micro: MicroBatch) -> torch.Tensor | None:
+        return _routed_tokens(micro) if self._settings.router_replay == "Replay" else None
+
+    def _replay_parity(self, micro: MicroBatch) -> dict[str, float]:
+        """Of one micro-batch under the policy before the step: through the experts of rollout, and through its own.
+
+        `router_agreement`: share of rollout's choices that the trainer's routers make too, behind the same choices.
+        """
+        routing = self._policy.routing
+        routed_TLC = None if self._settings.router_replay == "None" else _routed_tokens(micro)
+        if routing is None or routed_TLC is None:
+            return {}
+        own_R = self._logprobs(micro, adapter=True, routed_TLC=None)
+        with routing.preferred() as preferred:
+            given_R = self._logprobs(micro, adapter=True, routed_TLC=routed_TLC)
+        known_TLC = routed_TLC != OWN_CHOICE
+        agreeing_TLC = (routed_TLC.unsqueeze(-1) == preferred().unsqueeze(-2)).any(-1) & known_TLC
+        return {
+            "parity_mean_replayed": float((given_R - micro.sampled_R).abs().double().mean()),
+            "parity_mean_unreplayed": float((own_R - micro.sampled_R).abs().double().mean()),
+            "router_agreement": float(agreeing_TLC.sum() / known_TLC.sum().clamp(min=1)),
+        }
+
+    def _passed(self, micro: MicroBatch, *, adapter: bool) -> torch.Tensor:
+        """As the step's own passes are: through rollout's experts where they are replayed."""
+        return self._logprobs(micro, adapter=adapter, routed_TLC=self._replayed(micro))
+
+    def _logprobs(self, micro: MicroBatch, *, adapter: bool, routed_TLC: torch.Tensor | None) -> torch.Tensor:
         """fp32 log-probs of the trained tokens, without gradient; with `adapter` off, the reference policy's."""
         with torch.no_grad(), self._policy.injected.selection.use(TRAINER_SLOT if adapter else None):
-            logprobs, _ = self._policy.logprobs(micro.packed, sampling=self._settings.sampling, seen=micro.seen)
+            logprobs, _ = self._policy.logprobs(
+                micro.packed, sampling=self._settings.sampling, seen=micro.seen, routed_TLC=routed_TLC
+            )
         return logprobs[micro.trained_R]
 
     # --- publishing and proof ---
@@ -266,7 +310,7 @@ class TorchTrainer:
         for part in pack_micro_batches(samples_D, self._settings.micro_batch_tokens):
             micro = self._micro_batch([samples_D[index] for index in part], [0.0] * len(part))
             counts = [sum(samples_D[index].loss_mask_T) for index in part]
-            pieces = self._logprobs(micro, adapter=False).split(counts)
+            pieces = self._passed(micro, adapter=False).split(counts)
             answers.update({index: tuple(piece.tolist()) for index, piece in zip(part, pieces, strict=True)})
         return [answers[index] for index in range(len(samples_D))]
 
@@ -278,6 +322,12 @@ class TorchTrainer:
     def load_state(self, parts: Mapping[str, bytes]) -> None:
         counters = unpack_state(parts[PART], self._masters, self._optimizer)
         self._updates, self._steps = counters["updates"], counters["steps"]
+
+
+def _routed_tokens(micro: MicroBatch) -> torch.Tensor | None:
+    """Unpacked for one pass: of all of a step's samples at once they could be larger than the model."""
+    routed = [unpack_experts(each.routed_experts) if each.routed_experts else None for each in micro.samples]
+    return lay_out_experts(micro.branches, routed, micro.packed)
 
 
 _DIVERGED_FIX = (

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import os
-import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from orbit_runtime.checkpoints.convert import convert
@@ -19,6 +16,7 @@ from orbit_runtime.rollout.served_engine import ServedEngine
 from orbit_runtime.rollout.wire import is_serving
 from orbit_runtime.types import Engine
 from orbit_runtime.workers.server_process import ServerProcess, free_port
+from tests.engines.inside_server import inside_environment, run_inside_of
 from tests.engines.servers import LORA, OFT, Adder, attach, load_adder, server_of, start_server
 
 VLLM_PYTHON = "ORBIT_VLLM_PYTHON"
@@ -39,8 +37,8 @@ def inside(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Where servers started from now on look for code to run inside of them."""
     code = tmp_path_factory.mktemp("inside") / "code.py"
     with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("PYTHONPATH", str(Path(__file__).parent / "inside"), prepend=os.pathsep)
-        environment.setenv("ORBIT_TEST_CODE", str(code))
+        for name, value in inside_environment(code).items():
+            environment.setenv(name, value)
         yield code
 
 
@@ -157,17 +155,7 @@ def run_inside(inside: Path) -> Callable[..., None]:
     """Runs code in the server's process that holds the adapters, with its LoRAManager as `manager`."""
 
     def run(engine: ServedEngine, code: str, index: int = 0) -> None:
-        done = inside.with_suffix(".done")
-        done.unlink(missing_ok=True)
-        inside.write_text(code)
-        for child in psutil.Process(server_of(engine, index).pid).children(recursive=True):
-            if "scheduler" in child.name() or "scheduler" in " ".join(child.cmdline()):
-                child.send_signal(signal.SIGUSR2)
-        until = time.monotonic() + 30
-        while not (done.exists() and done.read_text()):
-            assert time.monotonic() < until, "no process ran the code"
-            time.sleep(0.05)
-        assert done.read_text() == "done", done.read_text()
+        run_inside_of(engine, inside, code, index)
 
     return run
 

@@ -15,7 +15,7 @@ import torch
 
 from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.data.chat import ChatTokenizer
-from orbit_runtime.loop.engines import expert_formats
+from orbit_runtime.loop.engines import expert_formats, routed_layers
 from orbit_runtime.parity.liveness import Limits, Proof, prove
 from orbit_runtime.policy import Policy, load_policy
 from orbit_runtime.rollout.handover import SharedMemory
@@ -107,7 +107,14 @@ def test_one_experts_factor_that_changed_in_its_slot_is_named(
 
 @contextmanager
 def serve(
-    family: str, layout: str, config: AdapterConfig, folder: Path, *, tensor_parallel: int = 1, **sizes: int
+    family: str,
+    layout: str,
+    config: AdapterConfig,
+    folder: Path,
+    *,
+    tensor_parallel: int = 1,
+    tells_experts: bool = False,
+    **sizes: int,
 ) -> Iterator[tuple[Policy, ServedEngine]]:
     """The policy on the packed checkpoint, and a server with the same values in BF16."""
     if not os.environ.get(PYTHON_VARIABLE):
@@ -126,7 +133,7 @@ def serve(
         targets=lora_targets((*layers, *config.targets)), max_sequence_length=256, seed=0,
         lora_rank=config.rank if config.type == "LoRA" else 1,
         oft_block_size=config.block_size if config.type == "OFT" else 0, experts=served_experts(config, layers),
-        tensor_parallel=tensor_parallel,
+        tensor_parallel=tensor_parallel, routed=routed_layers(policy) if tells_experts else None,
     )  # fmt: skip
     server = SGLangServer(settings, log=folder / "server" / "sglang.log")
     engine = start_engine(

@@ -15,13 +15,14 @@ import torch
 from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.errors import GateError
 from orbit_runtime.parity.liveness import Limits, Proof, prove
+from orbit_runtime.policy.snapshot import take_snapshot
 from orbit_runtime.rollout.handover import Broadcast, SharedMemory, Transport
 from orbit_runtime.rollout.requests import sample
 from orbit_runtime.rollout.served_engine import ServedEngine
 from orbit_runtime.types import AdapterFiles, Request, Sampling
 from tests.engines.servers import OFT, Adder, attach, server_of, start_server
 from tests.engines.test_contract import policy_logprobs
-from tests.engines.test_families import LORA_EXPERTS, OFT_EXPERTS, check_samples, proven, serve
+from tests.engines.test_families import LORA_EXPERTS, OFT_EXPERTS, PROMPTS, check_samples, proven, serve
 from tests.engines.test_sglang_faults import canary, policy_scores
 from tests.engines.test_sglang_layers import compare
 from tests.engines.test_transports import Chosen, folders_told
@@ -253,14 +254,40 @@ def test_layers_of_both_processes_are_looked_at_together(
     for asked in (None, name):
         assert len(engine.copies()[0].snapshot(tokens, asked).points) == 1 + 4 * 12 + 1
         found = compare(engine, adder[0], tokens, adapter, asked)
-        assert not found.found, found.sentence()
-    weight = "manager.base_model.model.layers[2].mlp.gate_up_proj.base_layer.weight.data"
-    on_rank(engine, 1, f"{weight}[-1, 3] += 0.5")
+        assert found.is_clear, found.sentence()
+        assert found.not_compared == ()
+
+
+@pytest.mark.parametrize(
+    ("tensor", "point", "name", "first"),
+    [
+        ("mlp.gate_up_proj.base_layer.weight", "mlp.up_proj", "mlp.up_proj.weight", [-1, 3]),
+        ("mlp.down_proj.base_layer.weight", "mlp.down_proj", "mlp.down_proj.weight", [3, -1]),
+        ("self_attn.qkv_proj.base_layer.weight", "self_attn.v_proj", "self_attn.v_proj.weight", [-1, 5]),
+        ("self_attn.o_proj.base_layer.weight", "self_attn.o_proj", "self_attn.o_proj.weight", [7, -1]),
+        # Whole on both: what one rank alone holds otherwise is in no result of the others.
+        ("input_layernorm.weight", "self_attn.q_proj", "input_layernorm.weight", [9]),
+    ],
+)
+def test_a_value_that_one_process_holds_otherwise_is_named_with_its_place_in_the_whole_tensor(
+    engine: ServedEngine, adder: Adder, on_rank: OnRank, tensor: str, point: str, name: str, first: list[int]
+) -> None:
+    policy, tokenizer = adder
+    adapter = random_adapter(policy, 10)
+    held = take_snapshot(policy, canary(tokenizer), None, {}).tensors
+    shape = held[f"model.layers.2.{name}"][0].shape
+    weight, at = f"manager.base_model.model.layers[2].{tensor}.data", ", ".join(map(str, first))
+    on_rank(engine, 1, f"{weight}[{at}] += 0.5")
     try:
-        found = compare(engine, adder[0], tokens, adapter, None)
-        assert found.point == "model.layers.2.mlp.up_proj", found.sentence()
+        found = compare(engine, policy, canary(tokenizer), adapter, None)
     finally:
-        on_rank(engine, 1, f"{weight}[-1, 3] -= 0.5")
+        on_rank(engine, 1, f"{weight}[{at}] -= 0.5")
+    place = [index % size for index, size in zip(first, shape, strict=True)]
+    assert found.point == f"model.layers.2.{point}", found.sentence()
+    assert [cause.name for cause in found.causes] == [f"model.layers.2.{name}"]
+    assert "1 of " in found.causes[0].detail
+    assert f"first at {place}: " in found.causes[0].detail
+    assert found.causes[0].detail.endswith(", on rank 1")
 
 
 @pytest.mark.parametrize(
@@ -285,6 +312,10 @@ def test_adapters_of_experts_are_proven_of_both_processes_and_named_where_one_di
             proof = proven(policy, engine, name, adapter)
             assert (proof.failures, proof.slot_digest) == ((), adapter.digest)
         check_samples(policy, engine, adapters)
+        for name in (None, "policy-v1"):
+            found = compare(engine, policy, list(PROMPTS[2]), adapters["policy-v1"], name)
+            assert found.is_clear, found.sentence()
+            assert found.not_compared == ()
         here = "name = 'model.layers.1.mlp.experts'\nexperts = manager.lora_modules[1].get(name)\n"
         on_rank(engine, 1, SLOT.format(name="policy-v2") + here + fault)
         told = " ".join(proven(policy, engine, "policy-v2", adapters["policy-v2"]).failures)

@@ -12,6 +12,7 @@ from torch import nn
 from orbit_runtime.model_info.quantization import QuantFormat
 from orbit_runtime.policy.experts import Activation
 from orbit_runtime.policy.reader import CheckpointReader
+from orbit_runtime.policy.routing import GateWeights
 from orbit_runtime.quant.experts import ExpertStack
 from orbit_runtime.quant.linear import FrozenLinear
 
@@ -67,6 +68,8 @@ class Family:
     """Class of a linear with arithmetic of its own → (its weight, the module) → what stands in its place."""
     kept_fp32: tuple[str, ...] = ()
     """Parts of names of parameters that stay in fp32 whatever the compute dtype is; routers always do."""
+    gate_weights: GateWeights | None = None
+    """How its routers weigh experts that were chosen; None: not known, so that no other choice can be given to them."""
     packs: bool = True
     """Several sequences may stand in one row, told apart by attention alone."""
 

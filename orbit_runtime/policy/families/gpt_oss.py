@@ -14,6 +14,7 @@ from orbit_runtime.model_info.quantization import QuantFormat
 from orbit_runtime.policy.experts import Activation, interleaved
 from orbit_runtime.policy.families.family import ExpertForm, Family, Projection, hidden, inner
 from orbit_runtime.policy.reader import CheckpointReader
+from orbit_runtime.policy.routing import softmax_over_chosen
 from orbit_runtime.quant.experts import ExpertStack, split_gpt_oss
 from orbit_runtime.quant.formats import FORMATS
 
@@ -50,4 +51,5 @@ GPT_OSS = Family(
         _activation,
         _read_stacked,
     ),
+    gate_weights=softmax_over_chosen,
 )

@@ -10,6 +10,7 @@ from typing import Any
 
 from orbit_runtime.policy.experts import Activation, gated
 from orbit_runtime.policy.families.family import ExpertForm, Family, Projection, hidden, inner
+from orbit_runtime.policy.routing import sigmoid_of_chosen, softmax_then_chosen
 
 KV_B_PROJ = {"kv_b_proj": "engines fold this layer into the query and the output while they decode"}
 
@@ -27,6 +28,6 @@ PER_EXPERT = ExpertForm(
     _activation,
 )
 
-QWEN3_MOE = Family(PER_EXPERT)
-GLM4_MOE = Family(PER_EXPERT)
-DEEPSEEK_V3 = Family(PER_EXPERT, no_targets=(".kv_b_proj",), refused_targets=KV_B_PROJ)
+QWEN3_MOE = Family(PER_EXPERT, gate_weights=softmax_then_chosen)
+GLM4_MOE = Family(PER_EXPERT, gate_weights=sigmoid_of_chosen)
+DEEPSEEK_V3 = Family(PER_EXPERT, gate_weights=sigmoid_of_chosen, no_targets=(".kv_b_proj",), refused_targets=KV_B_PROJ)

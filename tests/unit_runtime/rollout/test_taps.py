@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from orbit_runtime.adapters.tensorfile import dump
-from orbit_runtime.rollout.taps import ANSWER, REQUEST, asked_pass, build_snapshot
+from orbit_runtime.errors import GateError
+from orbit_runtime.policy.snapshot import Part
+from orbit_runtime.rollout.taps import ANSWER, REQUEST, SEEN, asked_pass, build_snapshot
 
 ROWS = 3
 QUERY, KEY, OUT, NORM = (torch.randn(ROWS + 1, size) for size in (8, 4, 6, 6))
@@ -26,9 +28,8 @@ def answer(rank: int, *, is_summed: bool) -> bytes:
         points["k"] = KEY.chunk(2, 1)[rank // 2]
     if rank == 0:
         points["n"] = NORM
-    facts = {"shares": json.dumps(shares)}
-    if rank == 0:
-        facts |= {"order": json.dumps(["n", "q", "k", "o"]), "digests": "{}"}
+    facts = {"shares": json.dumps(shares), "order": json.dumps(["n", "q", "k", "o"]), "absent": "[]"}
+    facts["parts"] = json.dumps({"w": [f"digest {rank}", [2, 5], 0, 2 * rank], "n": ["same", [6], 0, 0]})
     return dump({f"point:{name}": each for name, each in points.items()}, torch.float32, facts)
 
 
@@ -38,19 +39,38 @@ def test_parts_stand_beside_each_other_and_summands_are_summed_up_once(is_summed
     assert list(made.points) == ["n", "q", "k", "o"]
     for name, whole in (("n", NORM), ("q", QUERY), ("k", KEY), ("o", OUT)):
         torch.testing.assert_close(made.points[name], whole[:ROWS])
+    assert made.tensors["w"] == tuple(Part(f"digest {rank}", (2, 5), 0, 2 * rank, rank) for rank in range(4))
+    assert made.tensors["n"] == tuple(Part("same", (6,), 0, 0, rank) for rank in range(4))
+
+
+def test_values_are_asked_for_again_and_come_from_every_process_that_holds_a_part() -> None:
+    def values(names: object) -> list[bytes]:
+        assert names == ("w",)
+        return [dump({"value:w": torch.full((2, 5), float(rank))}, torch.float32) for rank in range(4)]
+
+    made = build_snapshot([answer(rank, is_summed=True) for rank in range(4)], ROWS, values=values)
+    assert [part.unique().tolist() for part in made.values(("w",))["w"]] == [[0.0], [1.0], [2.0], [3.0]]
+
+
+def test_a_process_that_could_not_tell_its_pass_is_no_snapshot() -> None:
+    broken = dump({}, torch.float32, {"error": "RuntimeError: out of memory"})
+    with pytest.raises(GateError, match="cannot tell rank 1's pass: RuntimeError: out of memory"):
+        build_snapshot([answer(0, is_summed=True), broken], ROWS, values=lambda names: [])
 
 
 def test_an_answer_that_comes_later_is_waited_for_and_nothing_stays(tmp_path: Path) -> None:
     (tmp_path / ANSWER.format(rank=1)).write_bytes(b"of an earlier pass")
     with asked_pass(tmp_path, [1, 2], None, (), 2) as told:
         assert (tmp_path / REQUEST).exists()
+        for rank in range(2):
+            (tmp_path / SEEN.format(rank=rank)).touch()
         (tmp_path / ANSWER.format(rank=0)).write_bytes(b"first")
         (tmp_path / "written").write_bytes(b"second")
         late = threading.Timer(0.2, lambda: (tmp_path / "written").rename(tmp_path / ANSWER.format(rank=1)))
         late.start()
         assert told() == [b"first", b"second"]
         late.join()
-    assert not (tmp_path / REQUEST).exists()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_no_answer_is_not_waited_for(tmp_path: Path) -> None:
