@@ -55,6 +55,7 @@ AROUND: dict[str, dict[str, Any]] = {
     },
     "spec.placement.tolerations": {"placement": {"tolerations": [{"key": "a"}]}},
     "spec.placement.gpus": {"placement": {}},
+    "spec.placement.trainerGpus": {"rollout": {"engine": "SGLang"}, "placement": {"layout": "Split", "gpus": 16}},
 }  # fmt: skip
 """What must stand around a field for it to mean something: the longest prefix counts."""
 
