@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from orbit_runtime.errors import CredentialsError, UnsupportedError
 from orbit_runtime.spec import Resolved
+from orbit_runtime.spec.engine_arguments import argument_flags
 from orbit_runtime.spec.rollout import Endpoint as EndpointSpec
 from orbit_runtime.types import Engine, Tokenizer
 from orbit_runtime.workers.sglang_launch import AGENT_VARIABLE
@@ -115,6 +116,7 @@ def _start(resolved: Resolved, policy: Policy, tokenizer: Tokenizer, folder: Pat
         expert_formats=formats,
         sleep=spec.rollout.sleep,
         deterministic=spec.rollout.deterministic,
+        extra=tuple(argument_flags(spec.rollout.engine_arguments)),
         attention=attention,
         tensor_parallel=serving.server_gpus,
         kv_tokens=memory.kv_tokens if memory else None,

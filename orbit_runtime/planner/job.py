@@ -6,8 +6,9 @@ Does not belong here: arithmetic (`parts`), or whether anything is supported (`s
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from orbit_runtime.model_info.gpus import GPUCard
 from orbit_runtime.planner.devices import Devices, split_devices
@@ -77,11 +78,18 @@ class Job:
     kept_checkpoints: int
     deterministic: bool
     """`rollout.deterministic`."""
+    engine_arguments: Mapping[str, Any]
+    """`rollout.engineArguments`, each of the kind that SGLang takes."""
 
     @property
     def is_split(self) -> bool:
         """Trainer and engine have GPUs of their own."""
         return self.devices.are_apart
+
+    @property
+    def speculates_with_mtp(self) -> bool:
+        """The engine loads the checkpoint's layer that guesses the next tokens."""
+        return self.engine_arguments.get("speculative-algorithm") in ("NEXTN", "EAGLE")
 
     @property
     def can_share(self) -> bool:
@@ -135,6 +143,7 @@ def build_job(run: OrbitRun, machine: Machine, *, may_choose: bool = True, devic
         sleep=spec.rollout.sleep,
         kept_checkpoints=spec.checkpoint.keep,
         deterministic=spec.rollout.deterministic,
+        engine_arguments=spec.rollout.engine_arguments,
     )
 
 

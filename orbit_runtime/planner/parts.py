@@ -47,6 +47,12 @@ class Setting:
         return Layout(tensor=self.server_gpus, expert=self.server_gpus, data=self.job.servers)
 
     @property
+    def attention_groups(self) -> int:
+        """Of a server's GPUs, each with the whole of the attention (`attn-dp-size`)."""
+        groups = self.job.engine_arguments.get("attn-dp-size", 1) if self.job.engine == "SGLang" else 1
+        return groups if self.engine_layout.tensor % groups == 0 else 1
+
+    @property
     def compute_bytes(self) -> int:
         """Of one number in a pass: fp32 on the CPU, BF16 on a GPU."""
         return 2 if self.machine.gpu else 4
@@ -167,21 +173,24 @@ def _base(setting: Setting, side: Literal["trainer", "engine"]) -> Parts:
     """One copy. `replicated` is what tensor parallelism leaves whole: routers, norms, low-rank down-projections."""
     layout = setting.layout if side == "trainer" else setting.engine_layout
     even = whole = 0.0
-    for stored in base_weights(setting.model, side):
+    for stored in base_weights(setting.model, side, with_mtp=setting.job.speculates_with_mtp):
         weight, size = stored.weight, _resident_bytes(stored, setting) / layout.pipeline
         if weight.role == "routed_expert":
             even += size / layout.expert
             continue
-        ways = _ways(stored, setting, layout.tensor)
+        groups = setting.attention_groups if side == "engine" and weight.role == "attention" else 1
+        ways = _ways(stored, setting, layout.tensor // groups)
         even += size / layout.tensor
         whole += size / ways - size / layout.tensor
     named = "base" if setting.copies == "Shared" or setting.job.is_split else f"base ({side})"
     return {named: math.ceil(even), f"{named}, replicated": math.ceil(whole)}
 
 
-def base_weights(model: ModelFacts, side: Literal["trainer", "engine"]) -> Iterator[StoredWeight]:
-    """What a side loads: neither needs MTP layers, and the trainer no vision tower."""
-    left_out: tuple[Role, ...] = ("mtp", "vision") if side == "trainer" else ("mtp",)
+def base_weights(
+    model: ModelFacts, side: Literal["trainer", "engine"], *, with_mtp: bool = False
+) -> Iterator[StoredWeight]:
+    """What a side loads: MTP layers only an engine that speculates with them, and the trainer no vision tower."""
+    left_out: tuple[Role, ...] = ("mtp", "vision") if side == "trainer" else () if with_mtp else ("mtp",)
     return (stored for stored in model.weights if stored.weight.role not in left_out)
 
 
@@ -263,8 +272,10 @@ def _kv(setting: Setting) -> tuple[int, int]:
     kv, layout = setting.model.architecture.kv, setting.engine_layout
     scale = setting.compute_bytes / 2
     one = (setting.job.max_sequence * kv.bytes_per_token + kv.bytes_per_sequence) * scale
-    shares = min(layout.tensor, kv.heads) * layout.pipeline
-    replicas = max(1, layout.data * layout.context)
+    # Attention on several groups of a server's GPUs: each group holds the keys and values of its own sequences.
+    groups = setting.attention_groups
+    shares = min(layout.tensor // groups, kv.heads) * layout.pipeline
+    replicas = max(1, layout.data * layout.context * groups)
     return math.ceil(one / shares), math.ceil(setting.job.running / replicas)
 
 
@@ -272,7 +283,8 @@ def _engine_work(setting: Setting) -> Parts:
     """A prefill pass: nothing is kept for a backward, so one layer's tensors are alive at a time."""
     engine = "Torch" if setting.job.in_process else "SGLang"
     prompt = setting.job.max_sequence * setting.job.running
-    tokens = min(known.PREFILL_TOKENS[engine], prompt)
+    most = setting.job.engine_arguments.get("chunked-prefill-size", known.PREFILL_TOKENS[engine])
+    tokens = min(most, prompt)
     layer = live_elements(setting.model.architecture) * tokens * setting.compute_bytes
     streams = setting.model.architecture.hidden_size * setting.model.architecture.streams
     return {

@@ -15,6 +15,7 @@ from orbit_runtime.planner.adapter_size import AdapterSize, adapter_size
 from orbit_runtime.planner.advice import advise
 from orbit_runtime.planner.assumptions import GIB
 from orbit_runtime.planner.devices import Devices
+from orbit_runtime.planner.engine_arguments import FIELD, find_contradictions
 from orbit_runtime.planner.job import Job, Machine, build_job
 from orbit_runtime.planner.layout import Layout
 from orbit_runtime.planner.parts import PHASES, Copies, Parts, Phase, base_bytes
@@ -136,6 +137,10 @@ def plan(
         *_unsupported(support),
         *(() if uncut is None else (Problem(uncut.message, uncut.where or "spec", uncut.fix or ""),)),
         *_copies_problem(job),
+        *(
+            Problem(message, f"{FIELD}.{name}", fix)
+            for name, message, fix in find_contradictions(model, job, machine, size)
+        ),
         *_too_big(choice, model, machine),
         *_short(machine.host_bytes if machine.gpu else None, host, "main memory", "placement.resources.memory"),
         *_short(machine.disk_bytes, disk, "disk", "placement.modelCache.sizeLimit"),
@@ -245,8 +250,10 @@ def _notes(choice: Choice, model: ModelFacts, job: Job, machine: Machine, suppor
     if held < choice.sizes.running:
         notes.append(f"the KV cache holds {held} of {choice.sizes.running} completions at full length; the others wait")
     left_out = sum(stored.num_bytes for stored in model.weights if stored.weight.role == "mtp")
-    if left_out:
+    if left_out and not job.speculates_with_mtp:
         notes.append(f"the MTP layer, {left_out / GIB:.1f} GiB of the files, is not loaded: nothing speculates with it")
+    if job.engine_arguments and job.engine == "SGLang":
+        notes.append("rollout.engineArguments are passed to SGLang as they are: not run on hardware")
     if model.unknown:
         notes.append(f"{len(model.unknown)} tensors are not of this family and count as they are: {model.unknown[0]} …")
     return notes

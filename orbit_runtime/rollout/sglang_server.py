@@ -63,6 +63,8 @@ class ServerSettings:
     """That its KV cache holds; None: what the memory that it finds allows, and on a CPU every running sequence."""
     memory_fraction: float | None = None
     """Of a GPU's memory that is free when it starts: base, adapter slots and KV cache. None: SGLang's own choice."""
+    extra: tuple[str, ...] = ()
+    """Arguments of the manifest, as `spec.engine_arguments.argument_flags` writes them."""
     attention: str | None = None
     """SGLang's attention back end on a GPU; None: its own choice."""
 
@@ -158,6 +160,7 @@ def server_arguments(settings: ServerSettings, port: int) -> list[str]:
     ]  # fmt: skip
     if settings.tensor_parallel > 1:
         arguments += ["--tp-size", str(settings.tensor_parallel)]
+    arguments += settings.extra
     arguments += expert_arguments(settings.experts, settings.device, settings.expert_formats)
     if settings.deterministic:
         # The rest SGLang 0.5.23 sets itself (`attention_hook.py`, `overrides.py`): PyTorch's sampler; FlashAttention 3,
