@@ -10,6 +10,7 @@ from pathlib import Path
 
 from orbit_runtime.model_info.gpus import GPUCard, find_gpu
 from orbit_runtime.planner import Machine
+from orbit_runtime.spec.placement import Placement
 from orbit_runtime.workers.nvidia_smi import ask_driver
 from orbit_runtime.workers.sglang_launch import AGENT_VARIABLE
 
@@ -17,18 +18,16 @@ CUDA_SHARE = 0.97
 """Of the memory that the driver counts, what programs get."""
 
 
-def this_machine() -> Machine:
-    """Its GPUs; without any, the CPU and its memory. Of a `Split` pod a container has, and sees, half of both."""
-    gpus = _gpus()
-    memory = usable_memory()
-    parts = num_containers()
-    whole = None if memory is None else parts * memory
-    return Machine(gpus[0], parts * len(gpus), whole) if gpus else Machine(None, 0, whole)
+def this_machine(placement: Placement) -> Machine:
+    """Its GPUs; without any, the CPU and its memory.
 
-
-def num_containers() -> int:
-    """Into how many this run's pod is cut; 1 outside of one."""
-    return 2 if os.environ.get(AGENT_VARIABLE) else 1
+    In a `Split` pod the whole of it: this container sees the trainer's GPUs alone, and half of the memory.
+    """
+    gpus, memory = _gpus(), usable_memory()
+    if not os.environ.get(AGENT_VARIABLE):
+        return Machine(gpus[0], len(gpus), memory) if gpus else Machine(None, 0, memory)
+    both = None if memory is None else 2 * memory
+    return Machine(gpus[0], placement.gpus, both) if gpus else Machine(None, 0, both)
 
 
 def usable_memory() -> int | None:

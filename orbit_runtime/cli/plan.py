@@ -43,8 +43,10 @@ def run_plan(file: Path, overrides: list[str], *, gpu: str | None, as_json: bool
     return EXIT_DONE
 
 
-def check_before_run(run: OrbitRun, folder: Path) -> None:
+def check_before_run(run: OrbitRun, folder: Path) -> list[str]:
     """Whether this run may start on this machine, before anything heavy is loaded: the verdict of `orbit plan`.
+
+    Returns what a person should know who lets it start all the same: GPUs that nothing uses.
 
     A model whose facts cannot be found is left to the loaders: they say what is wrong with it, and with more words.
 
@@ -57,8 +59,10 @@ def check_before_run(run: OrbitRun, folder: Path) -> None:
     try:
         model = find_facts(run, folder)
     except OrbitError:
-        return
-    check_verdict(judge(run, model, this_machine()))
+        return []
+    verdict = judge(run, model, this_machine(run.spec.placement))
+    check_verdict(verdict)
+    return [note for note in verdict.plan.notes if "stand idle" in note] if verdict.plan else []
 
 
 def find_server_gpus(run: OrbitRun, folder: Path) -> int | None:
@@ -72,13 +76,12 @@ def find_server_gpus(run: OrbitRun, folder: Path) -> int | None:
 
     if run.spec.rollout.engine != "SGLang":
         return None
-    machine = this_machine()
+    machine = this_machine(run.spec.placement)
     try:
         model, job = find_facts(run, folder), build_job(run, machine)
     except OrbitError:
         return run.spec.rollout.tensor_parallel
-    halves = 2 if run.spec.placement.layout == "Split" else 1
-    return check_servers(model, job, machine.num_gpus // halves or machine.num_gpus)
+    return check_servers(model, job, len(job.devices.engine))
 
 
 def find_facts(run: OrbitRun, folder: Path) -> ModelFacts:
@@ -145,5 +148,5 @@ def find_machine(run: OrbitRun, gpu: str | None) -> Machine:
     from orbit_runtime.planner.asked import asked_machine
 
     if gpu is None and (run.spec.placement.gpus == 0 or run.spec.placement.gpu_product is None):
-        return this_machine()
-    return asked_machine(run, gpu) or this_machine()
+        return this_machine(run.spec.placement)
+    return asked_machine(run, gpu) or this_machine(run.spec.placement)

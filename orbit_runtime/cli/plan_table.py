@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from orbit_runtime.planner import Plan
+from orbit_runtime.planner.devices import gpu_names
 from orbit_runtime.planner.parts import PHASES, Phase
 
 BAR_WIDTH = 64
@@ -54,6 +55,9 @@ def _head(made: Plan) -> list[str]:
         what = "process" if made.machine == "the CPU" else "GPU"
         size = f"{made.server_gpus} {what}{'' if made.server_gpus == 1 else 'es' if what == 'process' else 's'}"
         lines.insert(-1, f"servers: {made.servers} of SGLang, {size} each (replicas, tensorParallel)")
+    if len(made.devices.engine) > 1 and made.server_devices:
+        served = range(made.server_devices[0].start, made.server_devices[-1].stop)
+        lines.insert(-1, f"devices: trainer on {gpu_names(made.devices.trainer)}, engine on {gpu_names(served)}")
     return lines
 
 
@@ -119,6 +123,12 @@ def _tail(made: Plan) -> list[str]:
         f"main memory {_size(made.host_bytes)}, disk {_size(made.disk_bytes)}, "
         f"files {_size(made.download_bytes)}: {took} at 1 GB/s",
     ]
+    if made.server_memory:
+        told = made.server_memory
+        lines.append(
+            f"each server: {told.kv_tokens:,} tokens of KV cache, {told.adapter_slots} adapter slots (versions, "
+            f"preflight's, the bare base), {told.fraction:.0%} of the memory that is free when it starts"
+        )
     if made.capacity:
         fullest = max(PHASES, key=made.total)
         line = f"fullest phase: {fullest}, {_room(made, fullest)}"

@@ -35,7 +35,7 @@ def run_manifest(file: Path, *, out: str | None, overrides: Sequence[str], dry_r
     check_can_train()
     from orbit_runtime.cli.plan import check_before_run
 
-    check_before_run(manifest, file.resolve().parent)
+    idle = check_before_run(manifest, file.resolve().parent)
     if manifest.spec.rollout.engine == "SGLang":
         wait_asleep(os.environ)
     with collector_at_rest():
@@ -45,6 +45,8 @@ def run_manifest(file: Path, *, out: str | None, overrides: Sequence[str], dry_r
 
     configure_logs(manifest.spec.observability.log_level)
     progress = build_progress(manifest.name, as_json=as_json)
+    for each in idle:
+        progress.note(each)
     try:
         result = run(manifest, out=out, progress=progress, manifest_folder=file.resolve().parent)
     finally:

@@ -10,19 +10,21 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from orbit_runtime.errors import CredentialsError, ManifestError, UnsupportedError
 from orbit_runtime.spec import Resolved
+from orbit_runtime.spec.engine_arguments import argument_flags
 from orbit_runtime.spec.rollout import Endpoint as EndpointSpec
 from orbit_runtime.spec.run import RunSpec
 from orbit_runtime.types import Engine, Sampling, Tokenizer
 from orbit_runtime.workers.sglang_launch import AGENT_VARIABLE
 
 if TYPE_CHECKING:
+    from orbit_runtime.planner.serving_memory import ServerMemory
     from orbit_runtime.policy.model import Policy
     from orbit_runtime.rollout.sglang_api import RoutedLayers
 
@@ -67,6 +69,7 @@ def _start(resolved: Resolved, policy: Policy, tokenizer: Tokenizer, folder: Pat
     from orbit_runtime.checkpoints.convert import convert
     from orbit_runtime.checkpoints.target import Target
     from orbit_runtime.model_info.checkpoint import folder_facts
+    from orbit_runtime.planner.assumptions import SERVER_SLOTS
     from orbit_runtime.rollout.handover import build_transport
     from orbit_runtime.rollout.sglang_experts import check_experts, check_generation, served_experts
     from orbit_runtime.rollout.sglang_server import (
@@ -99,6 +102,8 @@ def _start(resolved: Resolved, policy: Policy, tokenizer: Tokenizer, folder: Pat
     if on_cpu and policy.precision != "BF16":
         base = scratch / "base"
         convert(folder, base, Target("BF16"), show=lambda *_: None)
+    serving = _plan_serving(resolved, folder)
+    memory = serving.memory
     settings = ServerSettings(
         model=base,
         device=resolved.device,
@@ -113,11 +118,15 @@ def _start(resolved: Resolved, policy: Policy, tokenizer: Tokenizer, folder: Pat
         expert_formats=formats,
         sleep=spec.rollout.sleep,
         deterministic=spec.rollout.deterministic,
+        extra=tuple(argument_flags(spec.rollout.engine_arguments)),
         attention=attention,
         routed=routed_layers(policy) if spec.rollout.router_replay != "None" else None,
-        tensor_parallel=_server_gpus(resolved, folder),
+        tensor_parallel=serving.server_gpus,
+        kv_tokens=memory.kv_tokens if memory else None,
+        memory_fraction=memory.fraction if memory else None,
+        adapter_slots=memory.adapter_slots if memory else SERVER_SLOTS,
     )
-    count, size, first = spec.rollout.replicas, settings.tensor_parallel, _first_gpu(resolved)
+    count, size, first = spec.rollout.replicas, serving.server_gpus, serving.first_gpu
     # Of one seed, two servers would draw the same tokens for the same prompt.
     token = run_token()
     servers = [
@@ -156,27 +165,40 @@ def expert_formats(policy: Policy) -> tuple[str, ...]:
     return tuple(sorted(str(form) for form in found))
 
 
-def _server_gpus(resolved: Resolved, folder: Path) -> int:
-    """Of each server; on a CPU its processes. Raises UnsupportedError (78) for a model that cannot be cut so."""
-    from orbit_runtime.loop.machine import machine_facts
+@dataclass(frozen=True)
+class Serving:
+    """Where servers run and what they may take."""
+
+    first_gpu: int
+    """Of the first server, as the driver counts in its container."""
+    server_gpus: int
+    """Of each server, one after the other; on a CPU its processes."""
+    memory: ServerMemory | None
+    """None: on a CPU."""
+
+
+def _plan_serving(resolved: Resolved, folder: Path) -> Serving:
+    """As the plan of this run has it. Raises UnsupportedError (78) for a model that cannot be cut so."""
+    from orbit_runtime.loop.machine import gpu_machine
     from orbit_runtime.model_info.checkpoint import folder_facts
     from orbit_runtime.planner import Machine
+    from orbit_runtime.planner.devices import split_devices
     from orbit_runtime.planner.job import build_job
     from orbit_runtime.planner.serving import check_servers
+    from orbit_runtime.planner.verdict import plan_as_run
 
-    gpus = 0 if resolved.device == "cpu" else machine_facts().num_gpus - _first_gpu(resolved)
-    if not gpus and resolved.run.spec.rollout.tensor_parallel is None:
-        return 1
-    job = build_job(resolved.run, Machine(None))
-    return check_servers(folder_facts(folder), job, gpus)
-
-
-def _first_gpu(resolved: Resolved) -> int:
-    """Of the servers. In a `Split` pod theirs are in the other container; outside of one they are the second half."""
-    from orbit_runtime.loop.machine import machine_facts
-
-    is_split = resolved.run.spec.placement.layout == "Split" and AGENT_VARIABLE not in os.environ
-    return machine_facts().num_gpus // 2 if is_split and resolved.device != "cpu" else 0
+    placement = resolved.run.spec.placement
+    if resolved.device == "cpu":
+        if resolved.run.spec.rollout.tensor_parallel is None:
+            return Serving(0, 1, None)
+        job = build_job(resolved.run, Machine(None))
+        return Serving(0, check_servers(folder_facts(folder), job, 0), None)
+    facts, machine = folder_facts(folder), gpu_machine(placement)
+    devices = split_devices(placement, machine.num_gpus)
+    size = check_servers(facts, build_job(resolved.run, machine), len(devices.engine))
+    # An agent's container has the engine's GPUs alone.
+    first = 0 if os.environ.get(AGENT_VARIABLE) else devices.engine.start
+    return Serving(first, size, plan_as_run(resolved.asked, facts, machine).server_memory)
 
 
 def _log(scratch: Path, index: int) -> Path:

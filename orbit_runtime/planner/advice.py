@@ -55,8 +55,12 @@ def _changes(setting: Setting) -> Iterator[tuple[str, Setting]]:
                     f"write rollout.maxRunningRequests: {running} and training.microBatchTokens: {micro}",
                     replace(changed, micro_batch_tokens=micro),
                 )
-    elif setting.copies == "Two" and not job.is_split:
-        yield "write placement.baseCopies: Shared", replace(setting, copies="Shared")
+    elif not job.is_split:
+        if job.engine == "SGLang" and setting.machine.gpu is not None and job.sleep == "None":
+            for sleep in ("Cache", "All"):
+                yield f"write rollout.sleep: {sleep}", replace(setting, job=replace(job, sleep=sleep))
+        if setting.copies == "Two" and job.can_share:
+            yield "write placement.baseCopies: Shared", replace(setting, copies="Shared")
     if setting.adapter.experts and job.experts not in ("Shared", "None"):
         fewer = "Shared" if job.adapter == "OFT" else "None"
         yield f"write adapter.experts: {fewer}", _with_experts(setting, fewer)
@@ -68,7 +72,8 @@ def _with_experts(setting: Setting, experts: str) -> Setting:
 
 
 def _smallest(setting: Setting) -> Setting:
-    copies = setting.copies if setting.job.is_split or setting.job.in_process else "Shared"
+    keeps = setting.job.is_split or setting.job.in_process or not setting.job.can_share
+    copies = setting.copies if keeps else "Shared"
     job = replace(setting.job, is_micro_batch_fixed=False, copies=copies)
     return replace(_with_experts(replace(setting, job=job), "None"), copies=copies)
 

@@ -34,8 +34,12 @@ LOGIT_COPIES = 3
 """Chunks alive at once: logits, their log-softmax, its gradient. All fp32."""
 PREFILL_TOKENS = {"Torch": 16384, "SGLang": 8192}
 """Prompt tokens of one prefill pass: `rollout.torch_engine.PREFILL_TOKENS`, SGLang's `chunked_prefill_size`."""
-ADAPTER_SLOTS = 2
-"""Policy versions in the engine while a new one is published: the newest, and the one that runs still use."""
+ADAPTER_VERSIONS = 2
+"""Policy versions in an engine while a new one is published, `maxStaleness` + 2 of them: the newest, the one that runs
+still use, and those between, of which the synchronous loop has none."""
+SERVER_SLOTS = ADAPTER_VERSIONS + 2
+"""Of an SGLang server, which takes memory for all of them at its start: one more for preflight's random adapter, and
+one that holds nothing, for the bare base."""
 MASTER_BYTES, MOMENT_BYTES, GRADIENT_BYTES = 4, 8, 4
 """Per adapter parameter with the torch trainer: fp32 master, Adam's two moments, fp32 gradient."""
 ROTATION_GRAPH_BYTES = 12

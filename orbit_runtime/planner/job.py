@@ -6,10 +6,12 @@ Does not belong here: arithmetic (`parts`), or whether anything is supported (`s
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from orbit_runtime.model_info.gpus import GPUCard
+from orbit_runtime.planner.devices import Devices, split_devices
 from orbit_runtime.spec import OrbitRun
 
 ExpertLayout = Literal["SharedOuter", "Shared", "PerExpert", "None"]
@@ -70,11 +72,29 @@ class Job:
     """`rollout.replicas`."""
     asked_server_gpus: int | None
     """`rollout.tensorParallel`; None: to be chosen."""
-    is_split: bool
-    """Trainer and engine each have half of the GPUs."""
+    devices: Devices
+    sleep: Literal["None", "Cache", "All"]
+    """What servers on the trainer's GPUs give back while it works."""
     kept_checkpoints: int
     deterministic: bool
     """`rollout.deterministic`."""
+    engine_arguments: Mapping[str, Any]
+    """`rollout.engineArguments`, each of the kind that SGLang takes."""
+
+    @property
+    def is_split(self) -> bool:
+        """Trainer and engine have GPUs of their own."""
+        return self.devices.are_apart
+
+    @property
+    def speculates_with_mtp(self) -> bool:
+        """The engine loads the checkpoint's layer that guesses the next tokens."""
+        return self.engine_arguments.get("speculative-algorithm") in ("NEXTN", "EAGLE")
+
+    @property
+    def can_share(self) -> bool:
+        """Whether one copy of the base could serve both: the torch trainer's is no other process's."""
+        return self.in_process or self.trainer != "Torch"
 
     @property
     def in_process(self) -> bool:
@@ -87,21 +107,21 @@ class Job:
         return self.engine == "OpenAI"
 
 
-def build_job(run: OrbitRun, machine: Machine, *, may_choose: bool = True) -> Job:
+def build_job(run: OrbitRun, machine: Machine, *, may_choose: bool = True, devices: Devices | None = None) -> Job:
     """`Auto`: torch for both on the CPU and on one GPU, Megatron and SGLang on several.
 
     Args:
+        devices: where they are not what `placement` makes of the machine.
         may_choose: a micro-batch that the manifest leaves at its default may be made smaller.
     """
     spec = run.spec
     training, adapter, placement = spec.training, spec.adapter, spec.placement
     several = machine.num_gpus > 1
-    is_split = placement.layout == "Split" and several
-    trainer_gpus = machine.num_gpus // 2 if is_split else machine.num_gpus
+    devices = devices or split_devices(placement, machine.num_gpus)
     parallel = training.parallel
     samples = training.prompts_per_step * spec.algorithm.group_size
     return Job(
-        trainer=_decide(training.trainer, "Megatron" if trainer_gpus > 1 else "Torch"),
+        trainer=_decide(training.trainer, "Megatron" if len(devices.trainer) > 1 else "Torch"),
         engine=_decide(spec.rollout.engine, "SGLang" if several else "Torch"),
         precision=spec.model.precision,
         adapter=adapter.type,
@@ -119,9 +139,11 @@ def build_job(run: OrbitRun, machine: Machine, *, may_choose: bool = True) -> Jo
         replicas=spec.rollout.replicas if machine.gpu is None else 1,
         servers=spec.rollout.replicas,
         asked_server_gpus=spec.rollout.tensor_parallel,
-        is_split=is_split,
+        devices=devices,
+        sleep=spec.rollout.sleep,
         kept_checkpoints=spec.checkpoint.keep,
         deterministic=spec.rollout.deterministic,
+        engine_arguments=spec.rollout.engine_arguments,
     )
 
 

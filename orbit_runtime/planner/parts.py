@@ -47,6 +47,12 @@ class Setting:
         return Layout(tensor=self.server_gpus, expert=self.server_gpus, data=self.job.servers)
 
     @property
+    def attention_groups(self) -> int:
+        """Of a server's GPUs, each with the whole of the attention (`attn-dp-size`)."""
+        groups = self.job.engine_arguments.get("attn-dp-size", 1) if self.job.engine == "SGLang" else 1
+        return groups if self.engine_layout.tensor % groups == 0 else 1
+
+    @property
     def compute_bytes(self) -> int:
         """Of one number in a pass: fp32 on the CPU, BF16 on a GPU."""
         return 2 if self.machine.gpu else 4
@@ -69,49 +75,95 @@ class Sizes:
 def size_parts(setting: Setting) -> Sizes:
     """Bytes on the fullest device."""
     job = setting.job
-    train = _base(setting, "trainer")
-    rollout = train if job.is_elsewhere else _times(job.replicas, _base(setting, "engine"))
-    if job.is_elsewhere or setting.job.is_split:
-        resident = train
-    elif setting.copies == "Shared":
-        # The one copy is the engine's: it holds what the trainer does not need as well.
-        train, resident = rollout, rollout
-    else:
-        train = rollout = resident = {**train, **rollout}
-    trainer, engine = _runtime(setting, "trainer"), _runtime(setting, "engine")
-    both = trainer if job.in_process or job.is_elsewhere else {**trainer, **engine}
-    optimizer = _optimizer(setting)
-    slots = 0 if job.is_elsewhere else job.replicas * _slots(setting)
+    trainer, server = _trainer_side(setting), _server_side(setting)
+    passes = _training(setting)
+    exported = {"adapter export": _exported(setting) * 2}
     per_sequence, running = _kv(setting)
-    work = {"KV cache": per_sequence * running, **_engine_work(setting)}
-    alone = job.is_split
-    phases: dict[Phase, Parts] = {
-        "load": {**(train if alone else resident), **both, "loading buffer": _loading(setting)},
-        "rollout": {
-            **rollout,
-            **(engine if alone else {**both, **optimizer}),
-            "adapter slots": slots,
-            **({} if job.is_elsewhere else _times(job.replicas, work)),
-        },
-        "train": {
-            **train,
-            **(trainer if alone else {**both, "adapter slots": slots // known.ADAPTER_SLOTS}),
-            **optimizer,
-            **_training(setting),
-        },
-        "publish": {
-            **train,
-            **(trainer if alone else {**both, "adapter slots": slots}),
-            **optimizer,
-            "adapter export": _exported(setting) * 2,
-        },
-    }
+    work = _engine_work(setting)
+    alone = job.is_split or job.is_elsewhere
+    if job.in_process:
+        # Between the engine's passes nothing of them is kept, nor between the trainer's.
+        work = {"KV cache": per_sequence * running, **work}
+        phases: dict[Phase, Parts] = {
+            "load": {**trainer.loaded, "loading buffer": _loading(setting)},
+            "rollout": {**trainer.resident, "adapter slots": _slots(setting), **_times(job.replicas, work)},
+            "train": {
+                **trainer.resident, "adapter slots": _slots(setting) // known.ADAPTER_VERSIONS, **passes,
+            },
+            "publish": {**trainer.resident, "adapter slots": _slots(setting), **exported},
+        }  # fmt: skip
+    else:
+        cache = _times(job.replicas, {"KV cache": per_sequence * running, **work})
+        awake = {} if job.is_elsewhere else {**server, **cache}
+        beside = {} if alone else awake
+        loading = {"loading buffer": _loading(setting)}
+        # A server starts when the trainer has its base and its adapter.
+        phases = {
+            "load": _merged(trainer.loaded, {} if alone else server, loading),
+            "rollout": _merged({} if job.is_split else trainer.resident, awake),
+            "train": _merged(trainer.resident, _asleep(setting, beside), passes),
+            "publish": _merged(trainer.resident, beside, exported),
+        }
     named = {phase: {name: size for name, size in parts.items() if size} for phase, parts in phases.items()}
     return Sizes(named, per_sequence, running)
 
 
+@dataclass(frozen=True)
+class TrainerSide:
+    loaded: Parts
+    """Before the first step."""
+    resident: Parts
+    """In every phase, with the optimizer."""
+
+
+def _trainer_side(setting: Setting) -> TrainerSide:
+    base = _base(setting, "trainer")
+    if setting.copies == "Shared" and not setting.job.is_elsewhere and not setting.job.is_split:
+        # The one copy is the engine's: it holds what the trainer does not need as well.
+        base = _base(setting, "engine")
+    loaded = {**base, **_runtime(setting, "trainer")}
+    return TrainerSide(loaded, {**loaded, **_optimizer(setting)})
+
+
+def _server_side(setting: Setting) -> Parts:
+    """What SGLang's servers hold of a device for as long as they are awake, but for the KV cache and a pass."""
+    job = setting.job
+    if job.in_process or job.is_elsewhere:
+        return {}
+    base = {} if setting.copies == "Shared" else _times(job.replicas, _base(setting, "engine"))
+    slots = {"adapter slots": _slots(setting)}
+    return {**base, **_times(job.replicas, {**_runtime(setting, "engine"), **slots})}
+
+
+def _asleep(setting: Setting, awake: Parts) -> Parts:
+    """What is left of a server on the trainer's device; on a CPU nothing is given back.
+
+    Whoever gives back its cache also gives back what its allocator kept of a pass.
+    """
+    if setting.job.sleep == "None" or setting.machine.gpu is None:
+        return awake
+    freed: tuple[str, ...] = ("KV cache", "engine workspace")
+    if setting.job.sleep == "All":
+        freed += ("CUDA graphs", "base (engine)")
+    return {name: size for name, size in awake.items() if not name.startswith(freed)}
+
+
+def base_bytes(setting: Setting, side: Literal["trainer", "engine"]) -> int:
+    """Of one copy, on one device."""
+    return sum(_base(setting, side).values())
+
+
 def _times(count: int, parts: Parts) -> Parts:
     return {name: count * size for name, size in parts.items()}
+
+
+def _merged(*each: Parts) -> Parts:
+    """Sums by name: both sides have a process, and what an allocator cannot use."""
+    merged: Parts = {}
+    for parts in each:
+        for name, size in parts.items():
+            merged[name] = merged.get(name, 0) + size
+    return merged
 
 
 # --- base ---
@@ -121,21 +173,24 @@ def _base(setting: Setting, side: Literal["trainer", "engine"]) -> Parts:
     """One copy. `replicated` is what tensor parallelism leaves whole: routers, norms, low-rank down-projections."""
     layout = setting.layout if side == "trainer" else setting.engine_layout
     even = whole = 0.0
-    for stored in base_weights(setting.model, side):
+    for stored in base_weights(setting.model, side, with_mtp=setting.job.speculates_with_mtp):
         weight, size = stored.weight, _resident_bytes(stored, setting) / layout.pipeline
         if weight.role == "routed_expert":
             even += size / layout.expert
             continue
-        ways = _ways(stored, setting, layout.tensor)
+        groups = setting.attention_groups if side == "engine" and weight.role == "attention" else 1
+        ways = _ways(stored, setting, layout.tensor // groups)
         even += size / layout.tensor
         whole += size / ways - size / layout.tensor
     named = "base" if setting.copies == "Shared" or setting.job.is_split else f"base ({side})"
     return {named: math.ceil(even), f"{named}, replicated": math.ceil(whole)}
 
 
-def base_weights(model: ModelFacts, side: Literal["trainer", "engine"]) -> Iterator[StoredWeight]:
-    """What a side loads: neither needs MTP layers, and the trainer no vision tower."""
-    left_out: tuple[Role, ...] = ("mtp", "vision") if side == "trainer" else ("mtp",)
+def base_weights(
+    model: ModelFacts, side: Literal["trainer", "engine"], *, with_mtp: bool = False
+) -> Iterator[StoredWeight]:
+    """What a side loads: MTP layers only an engine that speculates with them, and the trainer no vision tower."""
+    left_out: tuple[Role, ...] = ("mtp", "vision") if side == "trainer" else () if with_mtp else ("mtp",)
     return (stored for stored in model.weights if stored.weight.role not in left_out)
 
 
@@ -184,11 +239,15 @@ def _exported(setting: Setting) -> int:
     return math.ceil(setting.adapter.dense / max(1, setting.layout.num_gpus)) + _local_experts(setting)
 
 
-def _local_experts(setting: Setting) -> int:
-    """Expert parameters of the adapter on one device. One for all of a layer stands on every rank."""
+def _local_experts(setting: Setting, ways: int | None = None) -> int:
+    """Expert parameters of the adapter on one device. One for all of a layer stands on every rank.
+
+    Args:
+        ways: over how many devices experts are dealt out; None: as the trainer's.
+    """
     if setting.job.experts in ("Shared", "None"):
         return setting.adapter.experts
-    return math.ceil(setting.adapter.experts / setting.layout.expert)
+    return math.ceil(setting.adapter.experts / (ways or setting.layout.expert))
 
 
 def _slots(setting: Setting) -> int:
@@ -199,9 +258,10 @@ def _slots(setting: Setting) -> int:
         if setting.job.adapter == "OFT":
             # R, and the fp32 parameters of every layer, kept to be read back.
             one = size.rotation_elements * setting.compute_bytes + size.written_parameters * known.MASTER_BYTES
-        return one * known.ADAPTER_SLOTS
-    elements = size.rotation_elements if setting.job.adapter == "OFT" else size.dense + _local_experts(setting)
-    return elements * 2 * known.ADAPTER_SLOTS
+        return one * known.ADAPTER_VERSIONS
+    experts = _local_experts(setting, setting.engine_layout.expert)
+    elements = size.rotation_elements if setting.job.adapter == "OFT" else size.dense + experts
+    return elements * setting.compute_bytes * known.SERVER_SLOTS
 
 
 # --- rollout ---
@@ -212,8 +272,10 @@ def _kv(setting: Setting) -> tuple[int, int]:
     kv, layout = setting.model.architecture.kv, setting.engine_layout
     scale = setting.compute_bytes / 2
     one = (setting.job.max_sequence * kv.bytes_per_token + kv.bytes_per_sequence) * scale
-    shares = min(layout.tensor, kv.heads) * layout.pipeline
-    replicas = max(1, layout.data * layout.context)
+    # Attention on several groups of a server's GPUs: each group holds the keys and values of its own sequences.
+    groups = setting.attention_groups
+    shares = min(layout.tensor // groups, kv.heads) * layout.pipeline
+    replicas = max(1, layout.data * layout.context * groups)
     return math.ceil(one / shares), math.ceil(setting.job.running / replicas)
 
 
@@ -221,7 +283,8 @@ def _engine_work(setting: Setting) -> Parts:
     """A prefill pass: nothing is kept for a backward, so one layer's tensors are alive at a time."""
     engine = "Torch" if setting.job.in_process else "SGLang"
     prompt = setting.job.max_sequence * setting.job.running
-    tokens = min(known.PREFILL_TOKENS[engine], prompt)
+    most = setting.job.engine_arguments.get("chunked-prefill-size", known.PREFILL_TOKENS[engine])
+    tokens = min(most, prompt)
     layer = live_elements(setting.model.architecture) * tokens * setting.compute_bytes
     streams = setting.model.architecture.hidden_size * setting.model.architecture.streams
     return {
@@ -288,6 +351,7 @@ def _runtime(setting: Setting, side: Literal["trainer", "engine"]) -> Parts:
     if max(layout.num_gpus, setting.layout.num_gpus) > 1:
         size += known.NCCL_BYTES
     graphs = known.GRAPH_BYTES if side == "engine" and not setting.job.in_process else 0
-    reserve = int(setting.machine.gpu.usable_bytes * known.RESERVE_FRACTION)
+    is_alone = side == "trainer" or setting.job.is_split
+    reserve = int(setting.machine.gpu.usable_bytes * known.RESERVE_FRACTION) if is_alone else 0
     named = "runtime" if setting.job.in_process else f"runtime ({side})"
     return {named: size, "CUDA graphs": graphs, "reserve": reserve}

@@ -14,11 +14,14 @@ from orbit_runtime.planner import assumptions as known
 from orbit_runtime.planner.adapter_size import AdapterSize, adapter_size
 from orbit_runtime.planner.advice import advise
 from orbit_runtime.planner.assumptions import GIB
+from orbit_runtime.planner.devices import Devices
+from orbit_runtime.planner.engine_arguments import FIELD, find_contradictions
 from orbit_runtime.planner.job import Job, Machine, build_job
 from orbit_runtime.planner.layout import Layout
-from orbit_runtime.planner.parts import PHASES, Copies, Parts, Phase
+from orbit_runtime.planner.parts import PHASES, Copies, Parts, Phase, base_bytes
 from orbit_runtime.planner.search import Choice, capacity_of, choose, why_one_copy
 from orbit_runtime.planner.serving import find_uncut, server_gpus, why_uncut
+from orbit_runtime.planner.serving_memory import ServerMemory, server_memory
 from orbit_runtime.planner.support import Combination, Support, find_support
 from orbit_runtime.spec import OrbitRun
 
@@ -64,6 +67,9 @@ class Plan:
     """SGLang servers that Orbit starts; 0: none."""
     server_gpus: int
     """That each takes; on the CPU its processes."""
+    devices: Devices
+    server_memory: ServerMemory | None
+    """What each server is told on a GPU; None: there is none, or nobody knows how much memory there is."""
     support: Support
     notes: tuple[str, ...]
     problems: tuple[Problem, ...]
@@ -84,6 +90,11 @@ class Plan:
     def total(self, phase: Phase) -> int:
         return sum(self.phases[phase].values())
 
+    @property
+    def server_devices(self) -> tuple[range, ...]:
+        """GPUs of each server, numbered over the machine; on the CPU none."""
+        return self.devices.servers(self.servers, self.server_gpus) if len(self.devices.engine) else ()
+
     def base_bytes(self) -> int:
         """Of one copy on one device, without what tensor parallelism leaves whole."""
         train = self.phases["train"]
@@ -93,26 +104,31 @@ class Plan:
         """Plain values; bytes everywhere."""
         fields = asdict(self)
         fields["phases"] = {phase: {**parts, "total": self.total(phase)} for phase, parts in self.phases.items()}
-        return {**fields, "fits": self.fits, "download_seconds": round(self.download_seconds, 1)}
+        devices = {
+            "trainer": list(self.devices.trainer),
+            "servers": [list(gpus) for gpus in self.server_devices],
+        }
+        return {
+            **fields, "devices": devices, "fits": self.fits, "download_seconds": round(self.download_seconds, 1),
+        }  # fmt: skip
 
 
 def plan(
-    run: OrbitRun, model: ModelFacts, machine: Machine, *, may_choose: bool = True, gpus_for_servers: int | None = None
+    run: OrbitRun, model: ModelFacts, machine: Machine, *, may_choose: bool = True, devices: Devices | None = None
 ) -> Plan:
     """Pure. What does not fit or is not supported is in `problems`; only a manifest that is wrong raises.
 
     Args:
         may_choose: whether a micro-batch that the manifest leaves open may be lowered until it fits.
-        gpus_for_servers: where it is not what the layout makes of the machine: a trainer that takes one GPU leaves
-            more to servers.
+        devices: where they are not what the layout makes of the machine: a trainer may take fewer than it could.
 
     Raises:
         ManifestError: the precision is not the checkpoint's, or a target, rank or block size suits no layer.
     """
-    job = build_job(run, machine, may_choose=may_choose)
+    job = build_job(run, machine, may_choose=may_choose, devices=devices)
     _check_precision(job, model)
     adapter = adapter_size(model.architecture, job)
-    gpus = gpus_for_servers or machine.num_gpus // (2 if job.is_split else 1)
+    gpus = len(job.devices.engine)
     size, uncut = server_gpus(model, job, gpus), find_uncut(model, job, gpus)
     choice = choose(model, job, machine, adapter, size)
     support = find_support(_combination(job, model, machine))
@@ -120,6 +136,11 @@ def plan(
     problems = (
         *_unsupported(support),
         *(() if uncut is None else (Problem(uncut.message, uncut.where or "spec", uncut.fix or ""),)),
+        *_copies_problem(job),
+        *(
+            Problem(message, f"{FIELD}.{name}", fix)
+            for name, message, fix in find_contradictions(model, job, machine, size)
+        ),
         *_too_big(choice, model, machine),
         *_short(machine.host_bytes if machine.gpu else None, host, "main memory", "placement.resources.memory"),
         *_short(machine.disk_bytes, disk, "disk", "placement.modelCache.sizeLimit"),
@@ -134,7 +155,8 @@ def plan(
         micro_batch_tokens=choice.setting.micro_batch_tokens, base_copies=choice.setting.copies, adapter=adapter,
         phases=sizes.phases, kv_tokens=int(kv / per_token) if per_token else 0,
         kv_sequences=kv // sizes.kv_bytes_per_sequence if sizes.kv_bytes_per_sequence else 0, binding=binding,
-        servers=job.servers if job.engine == "SGLang" else 0, server_gpus=size,
+        servers=job.servers if job.engine == "SGLang" else 0, server_gpus=size, devices=job.devices,
+        server_memory=server_memory(choice),
         host_bytes=host, disk_bytes=disk, download_bytes=model.checkpoint_bytes, support=support, notes=notes,
         problems=problems,
     )  # fmt: skip
@@ -171,6 +193,13 @@ def _unsupported(support: Support) -> list[Problem]:
     if support.state != "refused":
         return []
     return [Problem("; ".join(support.reasons), f"spec.{support.where}", support.fix)]
+
+
+def _copies_problem(job: Job) -> list[Problem]:
+    if job.copies != "Shared" or job.can_share or job.is_elsewhere:
+        return []
+    message = "the torch trainer and SGLang's servers are processes of their own, and each holds the base"
+    return [Problem(message, "spec.placement.baseCopies", "write Auto or Two, or rollout.engine: Torch")]
 
 
 def _idle(model: ModelFacts, job: Job, size: int, gpus: int) -> list[str]:
@@ -221,8 +250,10 @@ def _notes(choice: Choice, model: ModelFacts, job: Job, machine: Machine, suppor
     if held < choice.sizes.running:
         notes.append(f"the KV cache holds {held} of {choice.sizes.running} completions at full length; the others wait")
     left_out = sum(stored.num_bytes for stored in model.weights if stored.weight.role == "mtp")
-    if left_out:
+    if left_out and not job.speculates_with_mtp:
         notes.append(f"the MTP layer, {left_out / GIB:.1f} GiB of the files, is not loaded: nothing speculates with it")
+    if job.engine_arguments and job.engine == "SGLang":
+        notes.append("rollout.engineArguments are passed to SGLang as they are: not run on hardware")
     if model.unknown:
         notes.append(f"{len(model.unknown)} tensors are not of this family and count as they are: {model.unknown[0]} …")
     return notes
@@ -233,9 +264,12 @@ def _host_bytes(choice: Choice, machine: Machine) -> int:
     setting = choice.setting
     if machine.gpu is None:
         return max(choice.sizes.total(phase) for phase in PHASES)
-    ranks = machine.num_gpus if setting.job.in_process else 2 * machine.num_gpus
+    job = setting.job
+    served = job.servers * setting.server_gpus if job.engine == "SGLang" else 0
     gathered = setting.adapter.total * (known.CHECKPOINT_BYTES + 2)
-    return ranks * known.HOST_RANK_BYTES + gathered
+    # A server that gives its weights back keeps a copy of them in main memory.
+    backup = served * base_bytes(setting, "engine") if job.sleep == "All" else 0
+    return (max(1, setting.layout.num_gpus) + served) * known.HOST_RANK_BYTES + gathered + backup
 
 
 def _disk_bytes(model: ModelFacts, job: Job, adapter: AdapterSize) -> int:

@@ -64,14 +64,20 @@ def choose(model: ModelFacts, job: Job, machine: Machine, adapter: AdapterSize, 
 
 
 def try_setting(setting: Setting) -> Choice:
-    """Sizes of one setting. SGLang takes what memory is left for its KV cache; the torch engine takes what it needs."""
+    """Sizes of one setting. SGLang takes what memory is left for its KV cache; the torch engine takes what it needs.
+
+    What is left is so in every phase in which the cache is there: a server that does not sleep keeps it in all.
+    """
     capacity, sizes = capacity_of(setting.machine), size_parts(setting)
-    rollout = sizes.phases["rollout"]
-    if capacity is not None and not setting.job.in_process and "KV cache" in rollout:
-        left = capacity - (sizes.total("rollout") - rollout["KV cache"])
+    holding = [phase for phase in PHASES if "KV cache" in sizes.phases[phase]]
+    if capacity is not None and not setting.job.in_process and holding:
+        asked = sizes.phases[holding[0]]["KV cache"]
+        left = min(capacity - (sizes.total(phase) - asked) for phase in holding)
         held = max(1, min(sizes.running, left // sizes.kv_bytes_per_sequence))
-        cut = {**rollout, "KV cache": held * sizes.kv_bytes_per_sequence}
-        sizes = replace(sizes, phases={**sizes.phases, "rollout": cut})
+        cache = {"KV cache": held * sizes.kv_bytes_per_sequence}
+        sizes = replace(
+            sizes, phases={**sizes.phases, **{phase: {**sizes.phases[phase], **cache} for phase in holding}}
+        )
     return Choice(setting, sizes, capacity)
 
 
@@ -103,7 +109,7 @@ def _settings(
 def _layouts(model: ModelFacts, job: Job, machine: Machine) -> list[Layout]:
     if machine.gpu is None or job.trainer == "Torch":
         return [Layout()]
-    gpus = machine.num_gpus // 2 if job.is_split else machine.num_gpus
+    gpus = len(job.devices.trainer)
     found = list(possible_layouts(model.architecture, gpus, job.asked))
     if not found:
         raise ManifestError(
@@ -118,7 +124,7 @@ def _layouts(model: ModelFacts, job: Job, machine: Machine) -> list[Layout]:
 def _copies(job: Job) -> tuple[Copies, ...]:
     if job.in_process or job.is_elsewhere:
         return ("Shared",)
-    if job.is_split:
+    if job.is_split or not job.can_share:
         return ("Two",)
     return ("Two", "Shared") if job.copies == "Auto" else (job.copies,)
 

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from orbit_runtime.errors import ManifestError, UnsupportedError
 from orbit_runtime.model_info.weights import ModelFacts
+from orbit_runtime.planner.devices import Devices, device_problem, split_devices
 from orbit_runtime.planner.job import Machine
 from orbit_runtime.planner.plan import Plan, Problem, plan
 from orbit_runtime.spec import OrbitRun
@@ -75,26 +76,36 @@ def plan_as_run(run: OrbitRun, model: ModelFacts, machine: Machine) -> Plan:
 
     `Auto` is the torch trainer, which works on one GPU and takes the micro-batch that the manifest says.
     """
-    parts = 2 if run.spec.placement.layout == "Split" and machine.num_gpus > 1 else 1
-    asked, trainers = run.spec.training.trainer, machine.num_gpus // parts
+    whole = split_devices(run.spec.placement, machine.num_gpus)
+    one_trainer = replace(whole, trainer=whole.trainer[:1])
+    used = replace(machine, num_gpus=min(2 if whole.are_apart else 1, machine.num_gpus))
+    made = plan(run, model, used, may_choose=False, devices=one_trainer)
+    can_do = all(problem.fix_suffices for problem in made.problems)
+    if run.spec.training.trainer == "Torch" or len(whole.trainer) <= 1 or can_do:
+        idle = _idle(made, machine.num_gpus, whole)
+        made = replace(made, machine=machine.name, notes=(*made.notes, *([idle] if idle else [])))
+    else:
+        made = plan(run, model, machine)
+    why = device_problem(run.spec.placement, machine.num_gpus)
+    if why is None:
+        return made
+    fix = f"write trainerGpus: {machine.num_gpus - 1} or less, or run it where there are more GPUs"
+    return replace(made, problems=(Problem(why, "spec.placement.trainerGpus", fix), *made.problems))
 
-    used = replace(machine, num_gpus=min(parts, machine.num_gpus))
-    one = plan(run, model, used, may_choose=False, gpus_for_servers=trainers or None)
-    can_do = all(problem.fix_suffices for problem in one.problems)
-    if asked == "Torch" or trainers <= 1 or can_do:
-        idle = _idle(one, machine.num_gpus, parts)
-        return replace(one, machine=machine.name, notes=(*one.notes, *([idle] if idle else [])))
-    return plan(run, model, machine)
 
-
-def _idle(one: Plan, num_gpus: int, parts: int) -> str | None:
-    """GPUs that neither the trainer nor a server uses. A server may stand on the trainer's."""
-    engine = one.servers * one.server_gpus
-    used = 1 + engine if parts == 2 else max(1, engine)
-    if num_gpus <= used:
+def _idle(made: Plan, num_gpus: int, whole: Devices) -> str | None:
+    """GPUs that neither the trainer nor a server uses, by their number. A server may stand on the trainer's."""
+    used = {*made.devices.trainer, *(gpu for gpus in made.server_devices for gpu in gpus)}
+    idle = [gpu for gpu in range(num_gpus) if gpu not in used]
+    if not idle:
         return None
-    where = "the trainer takes one GPU of its half" if parts == 2 else "this version trains on one GPU"
+    names = ", ".join(map(str, idle))
+    told = f"{len(idle)} of {num_gpus} GPUs stand idle ({names})"
+    if whole.are_apart and any(gpu in whole.trainer for gpu in idle):
+        return f"{told}: this version trains on one GPU; write placement.trainerGpus: 1, and the engine gets the others"
+    if whole.are_apart:
+        return f"{told}: the engine's servers do not take them (rollout.replicas, tensorParallel)"
     return (
-        f"{num_gpus - used} of {num_gpus} GPUs stand idle: {where}; lower placement.gpus, or give them to the engine "
+        f"{told}: this version trains on one GPU; lower placement.gpus, or give them to the engine "
         "(rollout.engine: SGLang, replicas, tensorParallel)"
     )

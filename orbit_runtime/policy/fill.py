@@ -24,6 +24,8 @@ from orbit_runtime.quant.experts import ExpertStack
 from orbit_runtime.quant.formats import FORMATS, Codec, Weight
 from orbit_runtime.quant.linear import FrozenLinear
 
+EMBEDDINGS = re.compile(r"\b(embed_in|embed_tokens|word_embeddings|wte|tok_embeddings)\.weight$")
+"""What the families of transformers call the layer that has the output layer's shape and is not one."""
 MISMATCH = "config.json and the weights are of two models: copy or download the model again"
 
 
@@ -152,6 +154,8 @@ def _fill_linears(
         source = tied if name == "lm_head" and tied else own
         layout = layout_of(quant, source, reader) if source == own else "BF16"
         codec = FORMATS[layout]
+        if name == "lm_head" and not any(reader.has(each) for each in codec.tensor_names(source)):
+            raise _no_head(module, reader, codec.tensor_names(source)[0])
         if layout != "BF16" and not reader.has(codec.tensor_names(source)[0]):
             raise ModelError(
                 f"{source} should be {codec.precision}, but the checkpoint has no {codec.tensor_names(source)[0]}",
@@ -215,6 +219,27 @@ def _tied_head(model: nn.Module, reader: CheckpointReader, family: Family) -> st
         return None
     embedding = model.get_input_embeddings()
     return family.checkpoint_name(next(name for name, module in model.named_modules() if module is embedding))
+
+
+def _no_head(head: nn.Linear, reader: CheckpointReader, wanted: str) -> ModelError:
+    """The files may be whole, and their output layer called otherwise, such as GPT-NeoX's `embed_out`."""
+    shape = (head.out_features, head.in_features)
+    named = [
+        name
+        for name, info in reader.headers().items()
+        if tuple(info.shape) == shape and EMBEDDINGS.search(name) is None
+    ]
+    if not named:
+        return ModelError(
+            f"the checkpoint holds no output layer {wanted}, and config.json does not tie it to the embedding",
+            where=str(reader.folder),
+            fix="write tie_word_embeddings: true in config.json where the model is tied, or download the model again",
+        )
+    return ModelError(
+        f"the checkpoint's output layer is {named[0]}, and Orbit reads one that is called {wanted}",
+        where=str(reader.folder),
+        fix="choose a model of a family that Orbit knows (docs/reference/sglang.md); another download is the same",
+    )
 
 
 def _fill_rest(model: nn.Module, reader: CheckpointReader, family: Family, compute_dtype: torch.dtype) -> None:

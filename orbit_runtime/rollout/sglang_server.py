@@ -28,8 +28,6 @@ from orbit_runtime.workers.sglang_launch import AGENT_VARIABLE, launch_command, 
 from orbit_runtime.workers.waiting import VARIABLE, wait_asleep
 
 START_SECONDS = 900.0
-MAX_ADAPTERS = 4
-"""Slots: the current policy, the one before it, one for preflight, and the bare base."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +58,14 @@ class ServerSettings:
     """What it must be able to give back for a while. Not run on hardware."""
     deterministic: bool = False
     """Each request brings the seed of its draws. Not run on hardware."""
+    adapter_slots: int = 4
+    """Adapters on the device at a time: the newest policy, those that still run, preflight's, the bare base."""
+    kv_tokens: int | None = None
+    """That its KV cache holds; None: what the memory that it finds allows, and on a CPU every running sequence."""
+    memory_fraction: float | None = None
+    """Of a GPU's memory that is free when it starts: base, adapter slots and KV cache. None: SGLang's own choice."""
+    extra: tuple[str, ...] = ()
+    """Arguments of the manifest, as `spec.engine_arguments.argument_flags` writes them."""
     attention: str | None = None
     """SGLang's attention back end on a GPU; None: its own choice."""
     routed: RoutedLayers | None = None
@@ -157,11 +163,13 @@ def server_arguments(settings: ServerSettings, port: int) -> list[str]:
         "--context-length", str(settings.max_sequence_length),
         "--max-running-requests", str(settings.max_running_requests), "--enable-metrics",
         "--incremental-streaming-output",
-        "--enable-lora", "--max-lora-rank", str(settings.lora_rank), "--max-loras-per-batch", str(MAX_ADAPTERS),
-        "--max-loaded-loras", str(2 * MAX_ADAPTERS), "--lora-target-modules", *settings.targets,
+        "--enable-lora", "--max-lora-rank", str(settings.lora_rank),
+        "--max-loras-per-batch", str(settings.adapter_slots), "--max-loaded-loras", str(2 * settings.adapter_slots),
+        "--lora-target-modules", *settings.targets,
     ]  # fmt: skip
     if settings.tensor_parallel > 1:
         arguments += ["--tp-size", str(settings.tensor_parallel)]
+    arguments += settings.extra
     arguments += expert_arguments(settings.experts, settings.device, settings.expert_formats)
     if settings.routed:
         arguments += ["--enable-return-routed-experts"]
@@ -180,6 +188,10 @@ def server_arguments(settings: ServerSettings, port: int) -> list[str]:
             "--sleep-on-idle",
         ]  # fmt: skip
         return arguments
+    if settings.memory_fraction is not None:
+        arguments += ["--mem-fraction-static", str(settings.memory_fraction)]
+    if settings.kv_tokens is not None:
+        arguments += ["--max-total-tokens", str(settings.kv_tokens)]
     if settings.attention:
         arguments += ["--attention-backend", settings.attention]
     if {"gate_proj", "up_proj", "down_proj"} & set(settings.targets):

@@ -13,11 +13,16 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Sequence
+from importlib.util import find_spec
 
 from orbit_runtime.sglang_plugin import VARIABLE, activate, cpu
 from orbit_runtime.workers.run_token import token_from_pipe
-from orbit_runtime.workers.sglang_launch import PARENT_VARIABLE
+from orbit_runtime.workers.sglang_launch import PARENT_VARIABLE, REFUSED
 
+if find_spec("sglang") is None:
+    print(f"SGLang is not installed for {sys.executable}", file=sys.stderr)
+    sys.exit(REFUSED)
 os.environ.update({VARIABLE: "1"})
 if "cpu" in sys.argv:
     # What SGLang compiles for a CPU would take a minute at the first request, and a compiler of C++.
@@ -38,6 +43,9 @@ def main() -> None:
 
     token = token_from_pipe()
     own = sys.argv[1:]
+    if unknown := _unknown(own):
+        print(f"the SGLang that is installed does not know {', '.join(unknown)}", file=sys.stderr)
+        sys.exit(REFUSED)
     if token is not None:
         # In these arguments only, not in those that the system shows of this process.
         own += ["--api-key", token]
@@ -47,6 +55,18 @@ def main() -> None:
         run_server(arguments)
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
+
+
+def _unknown(arguments: Sequence[str]) -> list[str]:
+    """Flags that this SGLang has no field for; found before a model is opened."""
+    import argparse
+
+    from sglang.srt.server_args import ServerArgs
+
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    ServerArgs.add_cli_args(parser)
+    known = {flag for action in parser._actions for flag in action.option_strings}
+    return sorted({each for each in arguments if each.startswith("--")} - known)
 
 
 def _keep_from_log(token: str) -> None:

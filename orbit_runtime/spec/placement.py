@@ -137,9 +137,13 @@ class Placement(Block):
     """The run's pod on a cluster. Without one this block means nothing."""
 
     layout: Annotated[Literal["Colocated", "Split"], LAYOUT] = "Colocated"
-    """Trainer and engine take turns on all GPUs in one container, or each has half of them in its own."""
+    """Trainer and engine take turns on all GPUs in one container, or each has GPUs of its own: on a cluster in a
+    container of its own, with half of the pod's memory and cores; on one machine side by side."""
     gpus: Annotated[int, LAYOUT, Field(ge=0, le=MAX_GPUS)] = 8
     """GPUs of the pod, all on one node. 0 runs on the CPU."""
+    trainer_gpus: Annotated[int | None, LAYOUT, Field(ge=1, le=MAX_GPUS - 1, examples=[1])] = None
+    """With `layout: Split`: the trainer has the first so many GPUs, the engine's servers the others (`replicas`,
+    `tensorParallel`). Unset, half."""
     gpu_product: Annotated[LabelValue | None, LAYOUT, Field(min_length=1, examples=["NVIDIA-B200"])] = None
     """Only nodes whose label `nvidia.com/gpu.product` says so; unset, any."""
     base_copies: Annotated[Literal["Auto", "Shared", "Two"], LAYOUT] = "Auto"
@@ -168,15 +172,30 @@ class Placement(Block):
     """Taints that the pod may be placed in spite of."""
 
     def contradictions(self) -> Iterator[Contradiction]:
-        if self.layout == "Split" and (self.gpus < 2 or self.gpus % 2):
+        yield from self._check_halves()
+        yield from check_unique("envFromSecrets", self.env_from_secrets)
+        yield from check_label_keys("nodeSelector", self.node_selector)
+
+    def _check_halves(self) -> Iterator[Contradiction]:
+        if self.trainer_gpus is not None and self.layout != "Split":
+            message = "with `layout: Colocated` trainer and engine share all GPUs, so this field does nothing"
+            yield Contradiction(
+                ("trainerGpus",), (("layout",),), message, "remove `trainerGpus`, or write `layout: Split`"
+            )
+        elif self.layout == "Split" and (self.gpus < 2 or (self.trainer_gpus is None and self.gpus % 2)):
             yield Contradiction(
                 ("gpus",),
                 (("layout",),),
                 f"{self.gpus} GPUs cannot be halved between trainer and engine",
-                "write an even number of at least 2, or `layout: Colocated`",
+                "write an even number of at least 2, or add `trainerGpus: 1`, or write `layout: Colocated`",
             )
-        yield from check_unique("envFromSecrets", self.env_from_secrets)
-        yield from check_label_keys("nodeSelector", self.node_selector)
+        elif self.trainer_gpus is not None and self.trainer_gpus >= self.gpus:
+            yield Contradiction(
+                ("trainerGpus",),
+                (("gpus",),),
+                f"{self.trainer_gpus} of {self.gpus} GPUs leave the engine none",
+                f"write at most {self.gpus - 1}, or raise `gpus`",
+            )
 
 
 def _is_network(text: str) -> bool:

@@ -105,7 +105,7 @@ def resolve(run: OrbitRun, machine: MachineFacts, *, folder: Path | None = None)
         environment=environment,
         rollout=_decide_rollout(spec.rollout, spec.placement.layout),
         training=_changed(training, trainer="Torch", attention=attention),
-        placement=_changed(spec.placement, base_copies="Shared"),
+        placement=_changed(spec.placement, base_copies=_decide_copies(spec.rollout)),
     )
     if machine.has_cuda:
         return Resolved(run, decided, "cuda", "bfloat16")
@@ -201,6 +201,11 @@ def _decide_identity(run: OrbitRun) -> OrbitRun:
     if run.spec.model.uri.startswith("builtin://") and run.spec.model.precision == "Auto":
         run = _with_spec(run, model=_changed(run.spec.model, precision=AUTO_BUILTIN_PRECISION))
     return run
+
+
+def _decide_copies(rollout: Rollout) -> str:
+    """A server that Orbit starts is a process of its own, with a base of its own."""
+    return "Two" if rollout.engine == "SGLang" else "Shared"
 
 
 def _decide_rollout(rollout: Rollout, layout: str) -> Rollout:

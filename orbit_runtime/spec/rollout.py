@@ -9,9 +9,10 @@ import re
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, JsonValue
 
 from orbit_runtime.spec.block import IDENTITY, LATER_IDENTITY, LAYOUT, AsTuple, Block, Contradiction, WithoutEmpty
+from orbit_runtime.spec.engine_arguments import argument_problems
 
 VARIABLE_PATTERN = r"^[A-Za-z_][A-Za-z0-9_]*$"
 HEADER_PATTERN = r"^[A-Za-z0-9-]+$"
@@ -154,6 +155,11 @@ class Rollout(Block):
     """The distribution that tokens are drawn from."""
     max_running_requests: Annotated[int, LAYOUT, Field(ge=1, le=1_000_000)] = 512
     """Completions that are sampled at the same time, by each server; lower it to save memory."""
+    engine_arguments: Annotated[
+        dict[str, JsonValue], LAYOUT, Field(max_length=32, examples=[{"chunked-prefill-size": 4096}])
+    ] = Field(default_factory=dict)
+    """Further arguments of SGLang's servers, by their own names without dashes; `true` is a flag without a value. Those
+    that are Orbit's own or would contradict the plan are refused: docs/guides/sglang.md. Not run on hardware."""
 
     def contradictions(self) -> Iterator[Contradiction]:
         if self.replicas > 1 and self.engine != "SGLang":
@@ -185,6 +191,12 @@ class Rollout(Block):
             if given and self.engine != "OpenAI":
                 message = f"`engine: {self.engine}` asks no endpoints"
                 yield Contradiction((name,), (("engine",),), message, f"remove `{name}`, or write `engine: OpenAI`")
+        if self.engine_arguments and self.engine != "SGLang":
+            message = f"with `engine: {self.engine}` Orbit starts no server that could take them"
+            fix = "remove `engineArguments`, or write `engine: SGLang`"
+            yield Contradiction(("engineArguments",), (("engine",),), message, fix)
+        for name, message, fix in argument_problems(self.engine_arguments):
+            yield Contradiction(("engineArguments", name), (), message, fix)
         urls = [endpoint.url for endpoint in self.endpoints]
         for index, url in enumerate(urls):
             if urls[:index].count(url) == 1:

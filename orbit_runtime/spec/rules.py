@@ -209,9 +209,14 @@ CHECKS: dict[str, tuple[Rule, ...]] = {
     ),
     "spec.placement": (
         Rule(
-            "self.layout != 'Split' || (self.gpus >= 2 && self.gpus % 2 == 0)",
-            "write an even number of at least 2, or layout: Colocated",
+            "self.layout != 'Split' || (self.gpus >= 2 && (has(self.trainerGpus) || self.gpus % 2 == 0))",
+            "write an even number of at least 2, or add trainerGpus: 1, or write layout: Colocated",
             ".gpus",
+        ),
+        Rule(
+            "!has(self.trainerGpus) || (self.layout == 'Split' && (self.gpus < 2 || self.trainerGpus < self.gpus))",
+            "write layout: Split, and fewer than gpus; or remove it",
+            ".trainerGpus",
         ),
         Rule("!has(self.nodeSelector) || " + _keys_rule("nodeSelector").cel, *_keys_rule("nodeSelector")[1:]),
     ),

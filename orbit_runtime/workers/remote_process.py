@@ -23,7 +23,7 @@ from orbit_runtime import __version__
 from orbit_runtime.errors import EngineDiedError, OutputError, UnsupportedError
 from orbit_runtime.workers.run_token import TOKEN_VARIABLE
 from orbit_runtime.workers.server_process import STOP_SECONDS, WatchedServer
-from orbit_runtime.workers.sglang_launch import AGENT_VARIABLE
+from orbit_runtime.workers.sglang_launch import AGENT_VARIABLE, INSTALL
 
 _log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class RemoteProcess(WatchedServer):
 
         Raises:
             EngineDiedError: the agent does not answer within `patience` seconds, or cannot start it.
-            UnsupportedError: the engine's image has another version of Orbit.
+            UnsupportedError: the engine's image has another version of Orbit, or no interpreter for SGLang.
             OutputError: the agent has another token.
         """
         super().__init__(name, log)
@@ -68,6 +68,8 @@ class RemoteProcess(WatchedServer):
         self._find_agent(patience)
         order = {"arguments": list(arguments), "environment": dict(environment)}
         answer = self._ask("PUT", self._path, json=order, timeout=2 * STOP_SECONDS + ASK_SECONDS)
+        if answer is not None and answer.status_code == 501:
+            raise UnsupportedError(f"in the engine's container {answer.json()['detail']}", fix=INSTALL)
         if answer is None or answer.status_code != 200:
             why = "it does not answer any more" if answer is None else answer.text[:500]
             raise EngineDiedError(f"the agent at {agent} did not start {name}: {why}", fix=_FIX)

@@ -25,7 +25,8 @@ from fastapi.concurrency import run_in_threadpool
 from pydantic import BaseModel, ConfigDict, Field
 
 from orbit_runtime import __version__
-from orbit_runtime.errors import OutputError, UsageError
+from orbit_runtime.errors import OutputError, UnsupportedError, UsageError
+from orbit_runtime.spec.engine_arguments import ALLOWED
 from orbit_runtime.workers.nvidia_smi import ask_driver
 from orbit_runtime.workers.run_token import TOKEN_VARIABLE, shared_token
 from orbit_runtime.workers.server_process import ServerProcess
@@ -39,7 +40,7 @@ VARIABLES = frozenset(
     }
 )  # fmt: skip
 """What a run may set for a server."""
-FLAGS = frozenset(
+OWN_FLAGS = frozenset(
     {
         "--attention-backend", "--base-gpu-id", "--context-length", "--device", "--disable-overlap-schedule",
         "--disable-shared-experts-fusion", "--dtype", "--enable-deterministic-inference", "--enable-lora",
@@ -50,7 +51,9 @@ FLAGS = frozenset(
         "--sampling-backend", "--sleep-on-idle", "--tp-size",
     }
 )  # fmt: skip
-"""What a run may say to a server: what `rollout.sglang_server` writes. None names a file to write or code to run."""
+"""What `rollout.sglang_server` writes of itself."""
+FLAGS = OWN_FLAGS | {f"--{name}" for name in ALLOWED}
+"""What a run may say to a server: that, and what a manifest may add. None names a file to write or code to run."""
 LOG_BYTES = 1 << 16
 
 Name = Annotated[str, PathParameter(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")]
@@ -109,7 +112,8 @@ class Agent:
 
         Raises:
             ValueError: a variable or an argument that no run has use for.
-            OSError: the log cannot be written, or there is no such interpreter.
+            UnsupportedError: there is no such interpreter.
+            OSError: the log cannot be written.
         """
         refused = sorted(order.environment.keys() - VARIABLES)
         if refused:
@@ -186,6 +190,9 @@ def build_app(agent: Agent, token: str) -> FastAPI:
     def _start(name: Name, order: Order) -> State:
         try:
             agent.start(name, order)
+        except UnsupportedError as error:
+            # Its image is not one that could: a user's to mend, not the agent's end.
+            raise HTTPException(501, error.message) from None
         except (ValueError, OSError) as error:
             raise HTTPException(422, str(error)) from None
         return _known(agent.state(name))

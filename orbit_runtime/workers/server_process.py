@@ -15,8 +15,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from orbit_runtime.errors import EngineDiedError, OrbitError, OutOfMemoryError, says_no_memory
+from orbit_runtime.errors import EngineDiedError, OrbitError, OutOfMemoryError, UnsupportedError, says_no_memory
 from orbit_runtime.workers.run_token import PIPE_VARIABLE, token_pipe
+from orbit_runtime.workers.sglang_launch import INSTALL, PYTHON_VARIABLE, REFUSED
 
 TAIL_LINES = 20
 LONGEST_LINE = 300
@@ -47,6 +48,7 @@ class WatchedServer(ABC):
         """Waits until it is.
 
         Raises:
+            UnsupportedError: (78) its environment has no SGLang, or one that does not know an argument.
             OutOfMemoryError: (79) the process died because its memory, or its device's, ran out.
             EngineDiedError: (82) it died of something else, or was not ready in time; with the log's end.
         """
@@ -66,6 +68,11 @@ class WatchedServer(ABC):
         about_memory = [line for line in lines if says_no_memory(line)]
         last = f": {(about_memory or lines)[-1][:LONGEST_LINE]}" if lines else ""
         said = f"{self.name} {_ended(status)} while it started{last}"
+        if status == REFUSED and lines:
+            is_absent = "is not installed" in lines[-1]
+            where = None if is_absent else "spec.rollout.engineArguments"
+            fix = INSTALL if is_absent else "remove them, or install the SGLang that this version of Orbit is made for"
+            return UnsupportedError(lines[-1][:LONGEST_LINE], where=where, fix=fix)
         if about_memory:
             fix = "a shorter model.maxSequenceLength, fewer rollout.maxRunningRequests, or a GPU with more memory"
             return OutOfMemoryError(said, where=str(self.log), fix=f"{fix}; {self.tail()}")
@@ -97,7 +104,13 @@ class ServerProcess(WatchedServer):
         log: Path,
         token: str | None = None,
     ) -> None:
-        """Args: token: what it must be asked with; it gets it by a pipe, not by arguments or environment."""
+        """
+        Args:
+            token: what it must be asked with; it gets it by a pipe, not by arguments or environment.
+
+        Raises:
+            UnsupportedError: (78) there is no such program.
+        """
         super().__init__(name, log)
         log.parent.mkdir(parents=True, exist_ok=True)
         own, pipes = dict(environment), []
@@ -110,6 +123,12 @@ class ServerProcess(WatchedServer):
                     command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=own, start_new_session=True,
                     pass_fds=pipes,
                 )  # fmt: skip
+        except (FileNotFoundError, PermissionError, NotADirectoryError) as error:
+            if error.filename != command[0]:
+                raise
+            raise UnsupportedError(
+                f"{name} cannot be started: {command[0]}: {error.strerror}", where=PYTHON_VARIABLE, fix=INSTALL
+            ) from None
         finally:
             for pipe in pipes:
                 os.close(pipe)

@@ -18,6 +18,13 @@ PARENT_VARIABLE = "ORBIT_SGLANG_PARENT"
 AGENT_VARIABLE = "ORBIT_ENGINE_URL"
 """Where the agent of the engine's container listens (`server_agent`). Unset, servers are processes of ours."""
 MODULE = "orbit_runtime.sglang_plugin.launch"
+REFUSED = 78
+"""A server ends with it where its environment cannot do what was asked; its last line says what."""
+INSTALL = (
+    "install SGLang beside Orbit (pip install 'orbit-rl[sglang]'), or name the interpreter of an environment that has "
+    "it in ORBIT_SGLANG_PYTHON; on a cluster the image is the chart's runs.engineImage or placement.image"
+)
+"""What to do where there is no SGLang."""
 
 
 def launch_command(arguments: Sequence[str]) -> list[str]:

@@ -222,7 +222,7 @@ BAD_BLOCKS: dict[str, tuple[tuple[str, str], ...]] = {
         ("{credentialsSecretName: a, serviceAccountName: b}", "serviceAccountName"),
     ),
     "placement": (
-        ("{layout: Split}", "layout"),
+        ("{layout: Split}", "layout"), ("{trainerGpus: 1}", "trainerGpus"), ("{trainerGpus: 0}", "trainerGpus"),
         ("{modelCache: {claimName: a, sizeLimit: 1Gi}}", "modelCache.sizeLimit"),
         ("{resources: {memory: 64 GB}}", "resources.memory"), ("{resources: {memory: 64}}", "resources.memory"),
         ("{resources: {cpu: 500m}}", "resources.cpu"), ("{envFromSecrets: [a, b, a]}", "envFromSecrets[2]"),
@@ -306,6 +306,15 @@ OTHERS = (
             (2, "{engine: SGLang, adapterTransport: File}", ()),
             (2, "{engine: SGLang, adapterTransport: SharedMemory}", ("spec.rollout.adapterTransport",)),
             (2, "{engine: Torch}", ("spec.placement.layout",)), (2, "{engine: Auto}", ("spec.placement.layout",)),
+        )
+    ),
+    *(
+        Case(f"a trainer on {name}", manifest(placement=f"{{layout: {name}}}", rollout="{engine: SGLang}"), refused)
+        for name, refused in (
+            ("Split, gpus: 8, trainerGpus: 1", ()), ("Split, gpus: 3, trainerGpus: 2", ()),
+            ("Split, gpus: 4, trainerGpus: 4", ("spec.placement.trainerGpus",)),
+            ("Colocated, gpus: 4, trainerGpus: 2", ("spec.placement.trainerGpus",)),
+            ("Split, gpus: 1, trainerGpus: 1", ("spec.placement.gpus",)),
         )
     ),
     Case(

@@ -35,6 +35,7 @@ AROUND: dict[str, dict[str, Any]] = {
     "spec.rollout.tensorParallel": {"rollout": {"engine": "SGLang"}},
     "spec.rollout.adapterTransport": {"rollout": {"engine": "SGLang"}},
     "spec.rollout.sleep": {"rollout": {"engine": "SGLang"}},
+    "spec.rollout.engineArguments": {"rollout": {"engine": "SGLang"}},
     "spec.rollout.endpoints": {"rollout": {"engine": "OpenAI", "endpoints": [{"url": "http://engine:30000"}]}},
     **{
         f"spec.rollout.endpoints[].headers[].{field}": {
@@ -55,6 +56,7 @@ AROUND: dict[str, dict[str, Any]] = {
     },
     "spec.placement.tolerations": {"placement": {"tolerations": [{"key": "a"}]}},
     "spec.placement.gpus": {"placement": {}},
+    "spec.placement.trainerGpus": {"rollout": {"engine": "SGLang"}, "placement": {"layout": "Split", "gpus": 16}},
 }  # fmt: skip
 """What must stand around a field for it to mean something: the longest prefix counts."""
 

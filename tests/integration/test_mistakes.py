@@ -443,3 +443,20 @@ def test_a_dry_run_shows_servers_and_refuses_those_that_cannot_be_cut(shell: She
         assert "spec.rollout.tensorParallel: 4 attention heads cannot be dealt out to 3" in shell.shown
         assert "write tensorParallel: 1 or 2" in shell.shown
     assert not shell.out.exists()
+
+
+def test_another_chat_template_is_another_run_and_is_named(shell: Shell) -> None:
+    model(lambda folder: None)(shell)
+    prompts(json.dumps({"prompt": "11+11=", "answer": "22"}))(shell)
+    assert shell.run() == 0
+    template = next(
+        path for path in (shell.folder / "model").iterdir() if "template" in path.read_text(errors="ignore")
+    )
+    shell.spec["training"]["steps"] = shell.spec["training"]["steps"] + 1
+    kept = template.read_text()
+    template.write_text(kept.replace("chat_template", "chat_template", 1).replace("message", "turn"))
+    assert template.read_text() != kept
+    assert shell.run() == 73
+    assert f"content.model.{template.name}: sha256:" in shell.shown
+    template.write_text(kept)
+    assert shell.run() == 0

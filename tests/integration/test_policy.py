@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
+from safetensors.torch import load_file, save_file
 
 from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.adapters.layer import TRAINER_SLOT
@@ -235,3 +237,25 @@ def test_a_broken_model_folder_is_refused_by_name(tmp_path: Path, change: str, e
     with pytest.raises(error) as caught:
         load_policy(folder, LORA, precision=precision)
     assert words in str(caught.value)
+
+
+def test_an_output_layer_with_another_name_is_told_by_it_and_not_as_a_download_to_repeat(tmp_path: Path) -> None:
+    config = transformers.GPTNeoXConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64,
+        max_position_embeddings=64, tie_word_embeddings=False,
+    )  # fmt: skip
+    transformers.GPTNeoXForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path)
+    adapter = AdapterConfig(type="LoRA", targets=("query_key_value",), experts="None", rank=4, alpha=8.0)
+    with pytest.raises(ModelError, match=r"output layer is embed_out\.weight, .* called lm_head\.weight") as caught:
+        load_policy(tmp_path, adapter)
+    assert caught.value.exit_code == 66
+    assert "download the model again" not in str(caught.value)
+
+
+def test_a_model_without_any_output_layer_is_told_what_is_missing(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "llama")
+    held = load_file(folder / "model.safetensors")
+    assert held.pop("lm_head.weight", None) is not None
+    save_file(held, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"no output layer lm_head\.weight, and config.json does not tie it"):
+        load_policy(folder, LORA)

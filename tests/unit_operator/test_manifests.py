@@ -140,6 +140,15 @@ def test_a_split_pod_shares_everything_by_halves() -> None:
         assert (limits["nvidia.com/gpu"], limits["cpu"], limits["memory"]) == ("4", "32500m", "512Gi")
 
 
+def test_a_trainer_on_one_gpu_leaves_the_others_to_the_engines_container() -> None:
+    spec = {**LARGE, "placement": {**LARGE["placement"], "gpus": 8, "trainerGpus": 1}}
+    pod = build_job(source(spec), 1, (), SETTINGS)["spec"]["template"]["spec"]
+    (engine,), (run,) = pod["initContainers"], pod["containers"]
+    found = [each["resources"]["limits"]["nvidia.com/gpu"] for each in (run, engine)]
+    assert found == ["1", "7"]
+    assert engine["resources"]["limits"]["memory"] == run["resources"]["limits"]["memory"]
+
+
 @pytest.mark.parametrize(
     ("placement", "settings", "requested", "limit"),
     [

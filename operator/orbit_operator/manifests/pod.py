@@ -13,6 +13,7 @@ from orbit_operator.manifests.config_map import MANIFEST_FILE
 from orbit_operator.manifests.mounts import build_mounts
 from orbit_operator.manifests.source import Object, RunSource, config_map_name, job_name, labels
 from orbit_operator.settings import Settings
+from orbit_runtime.planner.devices import split_devices
 from orbit_runtime.spec.placement import Placement, Toleration
 from orbit_runtime.spec.quantities import halve
 
@@ -45,7 +46,7 @@ def build_pod_template(source: RunSource, attempt: int, avoid_nodes: Sequence[st
         "tolerations": build_tolerations(placement, settings),
     }
     if placement.layout == "Split":
-        pod["initContainers"] = [_engine(run, settings)]
+        pod["initContainers"] = [_engine(run, placement, settings)]
     if spec.storage.service_account_name:
         pod["serviceAccountName"] = spec.storage.service_account_name
     if settings.image_pull_secrets:
@@ -61,9 +62,9 @@ def build_pod_template(source: RunSource, attempt: int, avoid_nodes: Sequence[st
 
 
 def build_container(source: RunSource, attempt: int, extra_mounts: list[Object], settings: Settings) -> Object:
-    """The container that runs `orbit run`. In a `Split` pod it has half of everything."""
+    """The container that runs `orbit run`. In a `Split` pod it has the trainer's GPUs, and half of everything else."""
     placement = source.manifest.spec.placement
-    split = placement.layout == "Split"
+    split, devices = placement.layout == "Split", split_devices(placement, placement.gpus)
     secrets = [source.manifest.spec.storage.credentials_secret_name, *placement.env_from_secrets]
     container: Object = {
         "name": RUN_CONTAINER,
@@ -81,7 +82,7 @@ def build_container(source: RunSource, attempt: int, extra_mounts: list[Object],
             *(_engine_variables() if split else []),
         ],
         "envFrom": [{"secretRef": {"name": name}} for name in dict.fromkeys(filter(None, secrets))],
-        "resources": _resources(placement, settings, halved=split),
+        "resources": _resources(placement, settings, len(devices.trainer), halved=split),
         "securityContext": container_security(),
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "volumeMounts": [
@@ -140,24 +141,25 @@ def _engine_variables() -> list[Object]:
     ]
 
 
-def _engine(run: Object, settings: Settings) -> Object:
+def _engine(run: Object, placement: Placement, settings: Settings) -> Object:
     """The engine as a native sidecar: it starts before the run's container and ends after it.
 
     Its agent starts servers when the run asks for them, and listens to this pod alone. What both containers see
     (models, adapters, the token) stands in the volumes that they share.
     """
     return {
-        **{name: run[name] for name in ("imagePullPolicy", "workingDir", "envFrom", "resources", "volumeMounts",
+        **{name: run[name] for name in ("imagePullPolicy", "workingDir", "envFrom", "volumeMounts",
                                         "securityContext", "terminationMessagePolicy", "command")},
         "name": ENGINE_CONTAINER,
         "image": settings.engine_image or run["image"],
         "args": ["agent", "--port", str(ENGINE_PORT)],
+        "resources": _resources(placement, settings, len(split_devices(placement, placement.gpus).engine), halved=True),
         "env": [each for each in run["env"] if each["name"] in ("ORBIT_CACHE", "ORBIT_TOKEN_FILE", "HOME")],
         "restartPolicy": "Always",
     }  # fmt: skip
 
 
-def _resources(placement: Placement, settings: Settings, *, halved: bool) -> Object:
+def _resources(placement: Placement, settings: Settings, gpus: int, *, halved: bool) -> Object:
     """Requests equal limits: nothing on the node can take them away, and the CPU manager may pin cores.
 
     Cores that nobody named are a request alone: a share that holds where cores are short, and all of them elsewhere.
@@ -172,13 +174,13 @@ def _resources(placement: Placement, settings: Settings, *, halved: bool) -> Obj
         amounts["memory"] = halve(memory) if halved else memory
     if asked.ephemeral_storage is not None:
         amounts["ephemeral-storage"] = halve(asked.ephemeral_storage) if halved else asked.ephemeral_storage
-    if placement.gpus:
-        amounts[GPU] = str(placement.gpus // 2 if halved else placement.gpus)
+    if gpus:
+        amounts[GPU] = str(gpus)
     requests = dict(amounts)
     if not cpu and settings.run_cpu_per_gpu:
         # A run without GPUs loads and trains on one core, slowly; the share is what keeps it alive.
-        cores = settings.run_cpu_per_gpu * placement.gpus if placement.gpus else 1.0
-        requests["cpu"] = f"{math.ceil(cores * (500 if halved else 1000))}m"
+        cores = settings.run_cpu_per_gpu * gpus if gpus else 1.0
+        requests["cpu"] = f"{math.ceil(cores * 1000)}m"
     return {name: each for name, each in (("requests", requests), ("limits", amounts)) if each}
 
 

@@ -40,9 +40,10 @@ def split_run() -> OrbitRun:
 @pytest.mark.usefixtures("four_gpus")
 def test_of_a_split_pod_a_container_sees_half(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(AGENT_VARIABLE, raising=False)
-    assert (this_machine().num_gpus, this_machine().host_bytes) == (4, usable_memory())
+    placement = split_run().spec.placement
+    assert (this_machine(placement).num_gpus, this_machine(placement).host_bytes) == (4, usable_memory())
     monkeypatch.setenv(AGENT_VARIABLE, "http://127.0.0.1:9401")
-    whole = this_machine()
+    whole = this_machine(placement)
     assert (whole.num_gpus, whole.host_bytes) == (8, 2 * (usable_memory() or 0))
 
 
@@ -75,7 +76,7 @@ def test_before_a_run_trainer_and_engine_of_a_split_pod_are_judged_apart(
         assert "KV cache" not in split.phases["train"]
         assert "optimizer" not in split.phases["rollout"]
         assert split.total("train") < shared.total("train"), "on one GPU both stand at once"
-    assert any(note.startswith("3 of 8 GPUs stand idle: the trainer takes one GPU of its half") for note in pod.notes)
+    assert any(note.startswith("3 of 8 GPUs stand idle (1, 2, 3): this version") for note in pod.notes)
     assert any(note.startswith("1 of 4 GPUs stand idle") for note in machine.notes)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,13 +15,15 @@ from orbit_runtime.spec import load_manifest
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
-def made(name: str, gpu: str | None = None) -> Plan:
-    run = load_manifest(EXAMPLES / f"{name}.yaml", [])
+def made(name: str, gpu: str | None = None, overrides: Sequence[str] = ()) -> Plan:
+    run = load_manifest(EXAMPLES / f"{name}.yaml", list(overrides))
     return plan(run, find_facts(run, EXAMPLES), find_machine(run, gpu))
 
 
-def printed(name: str, capsys: pytest.CaptureFixture[str], gpu: str | None = None) -> list[str]:
-    print_plan(made(name, gpu))
+def printed(
+    name: str, capsys: pytest.CaptureFixture[str], gpu: str | None = None, overrides: Sequence[str] = ()
+) -> list[str]:
+    print_plan(made(name, gpu, overrides))
     return capsys.readouterr().out.splitlines()
 
 
@@ -53,10 +56,16 @@ def test_a_bar_ends_where_the_device_does_and_what_is_over_stands_behind(capsys:
 
 
 def test_the_phase_that_decides_is_told_from_the_fullest(capsys: pytest.CaptureFixture[str]) -> None:
-    told = [line for line in printed("kimi-k2-6", capsys) if line.startswith("fullest phase")]
-    assert told == [
-        "fullest phase: rollout, 470.3 MiB left; its KV cache can give way, so train decides: 12.3 GiB left"
-    ]
+    lines = printed("kimi-k2-6", capsys)
+    told = [line for line in lines if line.startswith("fullest phase")]
+    assert told == ["fullest phase: train, 87.1 MiB left"]
+    assert any(line.startswith("each server: ") and "4 adapter slots" in line for line in lines)
+    # A cache that sleeps is not there while the trainer works.
+    asleep = printed("kimi-k2-6", capsys, overrides=["rollout.engine=SGLang", "rollout.sleep=Cache"])
+    told = [line for line in asleep if line.startswith("fullest phase")]
+    assert len(told) == 1
+    assert told[0].startswith("fullest phase: publish,")
+    assert "its KV cache can give way, so " in told[0]
 
 
 def test_what_is_not_loaded_is_said(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,6 +15,7 @@ from orbit_runtime.model_info.checkpoint import folder_facts
 from orbit_runtime.model_info.gpus import find_gpu
 from orbit_runtime.model_info.weights import ModelFacts
 from orbit_runtime.planner import Machine, check_fits, plan
+from orbit_runtime.planner.devices import Devices
 from orbit_runtime.planner.job import Job, build_job
 from orbit_runtime.planner.serving import check_servers, find_uncut, server_gpus
 from tests.unit_runtime.planner.test_planner import build, planned
@@ -154,5 +155,5 @@ def test_the_plan_refuses_what_cannot_be_cut() -> None:
 
 def test_a_trainer_on_one_gpu_leaves_the_others_to_servers() -> None:
     run = build(rollout={"engine": "SGLang"}, training={"trainer": "Torch"})
-    made = plan(run, card_facts(SMALL), Machine(B200, 1), gpus_for_servers=8)
+    made = plan(run, card_facts(SMALL), Machine(B200, 1), devices=Devices(range(1), range(8)))
     assert (made.server_gpus, made.problems) == (8, ())

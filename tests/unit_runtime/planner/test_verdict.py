@@ -85,7 +85,9 @@ def test_what_one_gpu_trains_does_so_on_a_node_of_eight_and_says_what_stands_idl
     assert alone.plan is not None
     assert (alone.accepted, alone.plan.trainer, alone.plan.engine) == (True, "Torch", "Torch")
     (idle,) = [note for note in alone.plan.notes if "idle" in note]
-    assert idle.startswith("7 of 8 GPUs stand idle: this version trains on one GPU; lower placement.gpus")
+    assert idle.startswith(
+        "7 of 8 GPUs stand idle (1, 2, 3, 4, 5, 6, 7): this version trains on one GPU; lower placement.gpus"
+    )
     served = judge(build(**small, rollout={"engine": "SGLang", "replicas": 8}), facts, eight)
     assert served.plan is not None
     assert (served.accepted, served.plan.servers, served.plan.server_gpus) == (True, 8, 1)
@@ -93,8 +95,37 @@ def test_what_one_gpu_trains_does_so_on_a_node_of_eight_and_says_what_stands_idl
     split = judge(build(**small, rollout={"engine": "SGLang"}, placement={"layout": "Split"}), facts, eight)
     assert split.plan is not None
     assert [note.partition(";")[0] for note in split.plan.notes if "idle" in note] == [
-        "3 of 8 GPUs stand idle: the trainer takes one GPU of its half"
+        "3 of 8 GPUs stand idle (1, 2, 3): this version trains on one GPU"
     ]
+    apart = judge(
+        build(**small, rollout={"engine": "SGLang", "replicas": 7}, placement={"layout": "Split", "trainerGpus": 1}),
+        facts, eight,
+    )  # fmt: skip
+    assert apart.plan is not None
+    assert not [note for note in apart.plan.notes if "idle" in note]
+    assert apart.plan.devices.trainer == range(1)
+    assert [list(gpus) for gpus in apart.plan.server_devices] == [[1], [2], [3], [4], [5], [6], [7]]
+
+
+def test_a_trainer_that_leaves_the_engine_no_gpu_of_a_smaller_machine_is_refused() -> None:
+    run = build(rollout={"engine": "SGLang"}, placement={"layout": "Split", "trainerGpus": 4})
+    verdict = judge(run, card_facts("Qwen/Qwen3-4B"), Machine(find_gpu("H100"), 4, 2048 * GIB))
+    assert verdict.problem is not None
+    assert (verdict.accepted, verdict.problem.where) == (False, "spec.placement.trainerGpus")
+    assert "leave the engine none of the 4" in verdict.problem.message
+    assert verdict.problem.fix.startswith("write trainerGpus: 3 or less")
+
+
+def test_the_torch_trainer_and_a_server_cannot_share_one_copy_of_the_base() -> None:
+    for copies, reason in (("Auto", YES), ("Two", YES), ("Shared", SMALL)):
+        run = build(
+            rollout={"engine": "SGLang"}, placement={"baseCopies": copies}, model={"maxSequenceLength": 1024},
+            training={"microBatchTokens": 1024},
+        )  # fmt: skip
+        verdict = judge(run, card_facts("Qwen/Qwen3-4B"), MACHINES["1 B200"])
+        assert (verdict.reason, verdict.plan and verdict.plan.base_copies) == (reason, "Two"), copies
+    assert verdict.problem is not None
+    assert verdict.problem.where == "spec.placement.baseCopies"
 
 
 def test_the_change_with_which_one_gpu_would_do_is_the_advice_on_eight_as_well() -> None:

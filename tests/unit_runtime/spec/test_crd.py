@@ -111,7 +111,8 @@ def test_the_defaults_are_those_of_the_models() -> None:
     del by_model["adapter"]["lora"]
     for reward in by_model["environment"]["rewards"]:
         del reward["arguments"]
-    del by_model["placement"]["nodeSelector"], by_model["rollout"]["sampling"]["logitBias"]
+    del by_model["rollout"]["engineArguments"], by_model["rollout"]["sampling"]["logitBias"]
+    del by_model["placement"]["nodeSelector"]
     assert filled == by_model
 
 

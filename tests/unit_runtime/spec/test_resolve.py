@@ -153,6 +153,7 @@ def test_the_sets_are_those_of_the_design() -> None:
         "rollout.sleep",
         "rollout.deterministic",
         "rollout.maxRunningRequests",
+        "rollout.engineArguments",
         "training.trainer",
         "training.microBatchTokens",
         "training.parallel.tensor",

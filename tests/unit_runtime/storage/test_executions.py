@@ -280,3 +280,28 @@ def test_a_taken_over_execution_that_wakes_between_check_and_manifest_does_not_r
     with pytest.raises(OutputError, match="execution 2 wrote this bundle"):
         write_bundle(store, old, "checkpoints/step-1", {"a.bin": b"old"}, {"by": "old"})
     assert json.loads(store.get("checkpoints/step-1/manifest.json"))["execution"] == 2
+
+
+def test_a_live_run_on_a_host_whose_clock_is_ahead_keeps_its_folder() -> None:
+    backend, clock, ahead = FaultyBackend(), FakeClock(), FakeClock(1_000_600.0)
+    other = claim_execution(faulty_store(backend, ahead), run_name="r", clock=ahead, process=ELSEWHERE)
+    for _ in range(3):
+        for each in (clock, ahead):
+            each.sleep(STALE_SECONDS - 1)
+        other.beat()
+        with pytest.raises(OutputError, match="in use by execution 1"):
+            claim_execution(faulty_store(backend, clock), run_name="r", clock=clock)
+        other.check()
+
+
+def test_a_live_run_on_a_host_whose_clock_is_behind_may_be_taken_over_and_then_writes_nothing_more() -> None:
+    """The fence, not the clock, keeps two executions from writing one folder."""
+    backend, clock, behind = FaultyBackend(), FakeClock(), FakeClock(1_000_000.0 - 600)
+    other = claim_execution(faulty_store(backend, behind), run_name="r", clock=behind, process=ELSEWHERE)
+    other.beat()
+    newer = claim_execution(faulty_store(backend, clock), run_name="r", clock=clock)
+    assert newer.number == 2
+    for _ in range(2):
+        with pytest.raises(OutputError, match="taken over by execution 2"):
+            other.check()
+    newer.check()

@@ -17,8 +17,9 @@ import pytest
 from orbit_runtime import __version__
 from orbit_runtime.errors import EngineDiedError, OutputError, UnsupportedError, UsageError
 from orbit_runtime.rollout.sglang_server import ServerSettings, server_arguments
+from orbit_runtime.spec.engine_arguments import ALLOWED
 from orbit_runtime.workers.remote_process import GONE, RemoteProcess
-from orbit_runtime.workers.server_agent import FLAGS, gpu_memory, run_agent
+from orbit_runtime.workers.server_agent import FLAGS, OWN_FLAGS, gpu_memory, run_agent
 from orbit_runtime.workers.server_process import free_port
 
 TOKEN = "the-token-of-this-run"
@@ -232,8 +233,10 @@ def test_all_that_a_run_says_to_a_server_is_what_an_agent_takes() -> None:
                 expert_formats=formats, sleep=sleep, deterministic=deterministic, attention="triton",
             )  # fmt: skip
             said |= {each for each in server_arguments(settings, 1) if each.startswith("-")}
-    assert said <= FLAGS
-    assert FLAGS - said == set(), "no flag that nobody says"
+    assert said == OWN_FLAGS, "no flag that nobody says"
+    assert {f"--{name}" for name in ALLOWED} >= FLAGS - OWN_FLAGS
+    paths = ("path", "file", "dir", "folder", "log", "hook", "loader", "url", "addr")
+    assert not [flag for flag in FLAGS - {"--model-path"} if any(word in flag for word in paths)]
 
 
 def _answers(http: httpx.Client) -> bool:

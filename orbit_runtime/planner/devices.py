@@ -1,0 +1,56 @@
+"""Which GPUs are the trainer's and which the engine's: one answer for the plan, the run and the operator's pod.
+
+Belongs here: dealing out the GPUs of `placement`. Does not belong here: how many of them a server takes (`serving`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from orbit_runtime.spec.placement import Placement
+
+
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """Example: a trainer on GPU 0 and engines on the other seven: `Devices(range(1), range(1, 8))`.
+
+    Numbered over the whole machine; in a `Split` pod each container numbers its own from 0.
+    """
+
+    trainer: range
+    engine: range
+
+    @property
+    def are_apart(self) -> bool:
+        """No GPU is both the trainer's and the engine's."""
+        return len(self.engine) > 0 and not set(self.trainer) & set(self.engine)
+
+    def servers(self, count: int, size: int) -> tuple[range, ...]:
+        """Of each of `count` servers, `size` GPUs one after the other."""
+        first = self.engine.start
+        return tuple(range(first + index * size, first + (index + 1) * size) for index in range(count))
+
+
+def split_devices(placement: Placement, num_gpus: int) -> Devices:
+    """`Colocated`, both have all; `Split`, the trainer has the first `trainerGpus` or half, and the engine the rest.
+
+    A machine of one GPU, or none, is not split. The engine keeps one GPU: whether the machine has as many as
+    `trainerGpus` needs, `device_problem` says.
+    """
+    if placement.layout != "Split" or num_gpus < 2:
+        return Devices(range(num_gpus), range(num_gpus))
+    first = min(placement.trainer_gpus or num_gpus // 2, num_gpus - 1)
+    return Devices(range(first), range(first, num_gpus))
+
+
+def device_problem(placement: Placement, num_gpus: int) -> str | None:
+    """What stands against `trainerGpus` on a machine with so many GPUs, in words."""
+    asked = placement.trainer_gpus
+    if placement.layout != "Split" or asked is None or num_gpus < 2 or asked < num_gpus:
+        return None
+    return f"the trainer's {asked} GPUs leave the engine none of the {num_gpus} that are here"
+
+
+def gpu_names(gpus: range) -> str:
+    """Example: `gpu_names(range(1, 8)) == "GPUs 1-7"`."""
+    return f"GPU {gpus[0]}" if len(gpus) == 1 else f"GPUs {gpus[0]}-{gpus[-1]}"
