@@ -117,7 +117,7 @@ def prove(
         expected: digest of what layers must have applied; None: it is worked out here.
     """
     start = max(1, len(canary_T) - CACHED_TAIL)
-    expected = expected or expected_applied_digest(published.files)
+    expected = expected or expected_applied_digest(published.files, published.pieces)
     standing = [previous.name] if previous else []
     adapted, base = engine.score(canary_T, [name, None], behind=start, standing=standing)
     trainer_adapted, trainer_base = trainer_scores

@@ -20,8 +20,9 @@ from typing import Literal, Protocol
 
 import torch
 
+from orbit_runtime.adapters.buffer import shared
 from orbit_runtime.adapters.group import Group, Opening
-from orbit_runtime.adapters.ticket import payload, write_ticket
+from orbit_runtime.adapters.ticket import carried_bytes, write_ticket
 from orbit_runtime.types import AdapterFiles
 
 BROADCAST_SECONDS = 30.0
@@ -67,25 +68,20 @@ class Transport(Protocol):
 
 
 class SharedMemory:
-    """A file in memory that has no name: it ends with the publish, or with the run, however that ends.
+    """The memory into which the trainer wrote the adapter: nothing is copied, and servers map it as it lies there.
 
-    No POSIX segment: one would outlive a killed run, and /dev/shm is 64 MB in an ordinary container.
+    It ends with the last who maps it, or with the run, however that ends.
     """
 
     @contextmanager
     def carry(
         self, adapter: AdapterFiles, folder: Path, copies: Mapping[str, tuple[int, int]]
     ) -> Iterator[Handover | None]:
-        title = f"orbit-{adapter.digest.partition(':')[2]}"
-        descriptor = os.memfd_create(title)
-        try:
-            with open(descriptor, "wb", closefd=False) as file:
-                file.writelines(payload(adapter))
-            path = f"/proc/{os.getpid()}/fd/{descriptor}"
-            write_ticket(folder, adapter, "SharedMemory", {"path": path, "title": os.readlink(path)})
-            yield Handover(folder, copies)
-        finally:
-            os.close(descriptor)
+        memory = shared(adapter)
+        path = f"/proc/{os.getpid()}/fd/{memory.descriptor}"
+        places = {name: memory.places[name] for name in adapter.files}
+        write_ticket(folder, adapter, "SharedMemory", {"path": path, "title": os.readlink(path), "places": places})
+        yield Handover(folder, copies)
 
     def close(self) -> None:
         pass
@@ -109,7 +105,7 @@ class Broadcast:
         generation = self._open(copies)
         publish = secrets.token_hex(8)
         write_ticket(folder, adapter, "Broadcast", generation.source | {"publish": publish})
-        sent = generation.send(publish, bytearray().join(payload(adapter)))
+        sent = generation.send(publish, bytearray().join(carried_bytes(adapter)))
         try:
             yield Handover(folder, copies, generation.end)
         except BaseException:

@@ -21,7 +21,7 @@ from orbit_runtime.rollout.handover import Handover
 from orbit_runtime.rollout.served import About, Api, Loaded, LostError, Server, Sleeping
 from orbit_runtime.types import AdapterFiles, Scored, ServerReading
 
-FACTS_VERSION = 2
+FACTS_VERSION = 3
 """Of what the plug-in tells in `/server_info`."""
 TRIES = 3
 CHECKS = 3

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import re
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Buffer, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,6 +22,9 @@ from orbit_runtime.storage.faults import read_fault
 _log = logging.getLogger("orbit.storage")
 _KEY = re.compile(r"[A-Za-z0-9._=+-]+(/[A-Za-z0-9._=+-]+)*")
 _PARALLEL_REQUESTS = 8
+STREAM_BYTES = 1 << 24
+"""Of one request of a streamed object, and the least that is worth streaming."""
+_STREAM_REQUESTS = 2
 
 STORE_ERRORS = (BaseError, OSError)
 """What the store and the disk raise; anything else is a mistake of ours."""
@@ -49,7 +52,7 @@ class CorruptBundle(StorageError):
 class Backend(Protocol):
     """The seven calls that we make of an obstore store (`LocalStore`, `S3Store`, `MemoryStore` …)."""
 
-    def put(self, path: str, file: bytes, /, *, mode: Any = None) -> Any: ...
+    def put(self, path: str, file: Any, /, *, mode: Any = None, **streaming: Any) -> Any: ...
     def get(self, path: str, /) -> Any: ...
     def get_range(self, path: str, /, *, start: int, end: int) -> Any: ...
     def head(self, path: str, /) -> Any: ...
@@ -126,9 +129,25 @@ class Store:
                 raise
         except NotFound:
             # Writing creates what is missing, so what is not there is a place where nothing can be created.
-            raise OutputError(
-                f"{key} cannot be created here", where=self.uri, fix="choose a folder that can be written"
-            ) from None
+            raise self._uncreatable(key) from None
+
+    def put_stream(self, key: str, pieces: Callable[[], Iterable[Buffer]]) -> None:
+        """Write one object from its pieces, whole or not at all, with a few of them in memory at a time.
+
+        Args:
+            pieces: each try asks for them anew, so they must be the same every time.
+        """
+        check_key(key)
+
+        def attempt() -> None:
+            self._backend.put(
+                key, iter(pieces()), use_multipart=True, chunk_size=STREAM_BYTES, max_concurrency=_STREAM_REQUESTS
+            )
+
+        try:
+            self._call(f"writing {key}", key, attempt)
+        except NotFound:
+            raise self._uncreatable(key) from None
 
     def get(self, key: str) -> bytes:
         """Read one object. Raises `NotFound`."""
@@ -196,6 +215,9 @@ class Store:
                 self._delete_one(key)
         elif names:
             self._call(f"deleting {len(names)} objects", names[0], lambda: self._backend.delete(names))
+
+    def _uncreatable(self, key: str) -> OutputError:
+        return OutputError(f"{key} cannot be created here", where=self.uri, fix="choose a folder that can be written")
 
     def _delete_one(self, key: str) -> None:
         try:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from orbit_runtime.adapters.layer import TRAINER_SLOT
-from orbit_runtime.adapters.state import applied_digest, export_adapter, files_digest
+from orbit_runtime.adapters.state import applied_digest, write_adapter
 from orbit_runtime.algorithms.losses import PolicyLossSettings, policy_loss, truncated_importance
 from orbit_runtime.algorithms.reduction import Reduction, token_weights
 from orbit_runtime.data.packing import pack_micro_batches, split_mini_batches
@@ -26,7 +26,7 @@ from orbit_runtime.seeds import stream_key
 from orbit_runtime.training.parity import ParitySums
 from orbit_runtime.training.schedule import Schedule, learning_rate
 from orbit_runtime.training.state import PART, pack_state, unpack_state
-from orbit_runtime.types import AdapterFiles, Sample, Scored, UpdateResult
+from orbit_runtime.types import AdapterManifest, AdapterSink, Sample, Scored, UpdateResult
 
 
 @dataclass(frozen=True)
@@ -244,9 +244,9 @@ class TorchTrainer:
 
     # --- publishing and proof ---
 
-    def publishable(self, version: int) -> AdapterFiles:
-        files = export_adapter(self._policy.injected, self._policy.injected.config, self._settings.base_model)
-        return AdapterFiles(version, files, files_digest(files))
+    def publish(self, sink: AdapterSink) -> AdapterManifest:
+        injected = self._policy.injected
+        return write_adapter(injected, injected.config, self._settings.base_model, sink)
 
     def score(self, token_ids_T: Sequence[int]) -> tuple[Scored, Scored]:
         """One packed pass over the sequence twice: with the masters' published rounding, and with the bare base."""

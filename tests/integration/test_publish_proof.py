@@ -24,7 +24,7 @@ from orbit_runtime.policy import load_policy
 from orbit_runtime.rollout import TorchEngine
 from orbit_runtime.storage import claim_execution, open_store
 from orbit_runtime.training import TorchTrainer, TrainerSettings
-from orbit_runtime.types import Scored
+from orbit_runtime.types import AdapterManifest, AdapterSink, Scored
 from tests.integration.tiny_models import TARGETS
 
 SETTINGS = TrainerSettings(
@@ -208,10 +208,10 @@ def test_masters_that_change_behind_the_publish_are_noticed(rig: Rig) -> None:
         def __getattr__(self, name: str) -> object:
             return getattr(trainer, name)
 
-        def publishable(self, version: int) -> object:
-            files = trainer.publishable(version)
+        def publish(self, sink: AdapterSink) -> AdapterManifest:
+            manifest = trainer.publish(sink)
             rig.train(9, 0.01)
-            return files
+            return manifest
 
     rig.publisher = replace(rig.publisher, trainer=Moving())  # type: ignore[arg-type]
     with pytest.raises(GateError, match="trainer's layers applied"):

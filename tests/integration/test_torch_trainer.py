@@ -9,6 +9,7 @@ import pytest
 import safetensors.torch
 import torch
 
+from orbit_runtime.adapters.buffer import publishable
 from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.algorithms.losses import PolicyLossSettings
 from orbit_runtime.errors import DivergedError, ModelError
@@ -115,7 +116,7 @@ def test_state_restored_into_a_new_trainer_continues_bit_for_bit(folder: Path, a
     second.load_state(first.save_state())
     results = [second.update(samples_of(seed)) for seed in (2, 3)]
     assert second.save_state() == straight.save_state()
-    assert second.publishable(4).digest == straight.publishable(4).digest
+    assert publishable(second, 4).digest == publishable(straight, 4).digest
     assert results[0].optimizer_updates == 6
     error = results[0].metrics.get("oft_series_error")
     if "OFT" in adapter:
@@ -173,17 +174,17 @@ def test_a_loss_that_is_not_finite_stops_before_the_masters_move(folder: Path) -
 
 def test_zero_advantages_leave_the_adapter_where_it_is(folder: Path) -> None:
     trainer = build(folder, weight_decay=0.0)
-    before = trainer.publishable(0).digest
+    before = publishable(trainer, 0).digest
     result = trainer.update([replace(sample, advantage=0.0) for sample in samples_of(0)])
     assert result.metrics["grad_norm"] == 0.0
-    assert trainer.publishable(1).digest == before
+    assert publishable(trainer, 1).digest == before
 
 
 def test_a_step_without_samples_trains_nothing_and_counts(folder: Path) -> None:
     trainer = build(folder)
-    before = trainer.publishable(0).digest
+    before = publishable(trainer, 0).digest
     assert trainer.update([]).optimizer_updates == 0
-    assert trainer.publishable(0).digest == before
+    assert publishable(trainer, 0).digest == before
 
 
 def test_parity_statistics_are_those_of_the_given_logprobs(folder: Path) -> None:
