@@ -9,7 +9,7 @@ Suffixes: `_P` prompts, `_G` the rollouts of one prompt, `_T` tokens, `_D` sampl
 
 from __future__ import annotations
 
-from collections.abc import Buffer, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Buffer, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -167,6 +167,18 @@ class AdapterSink(Protocol):
 
         The pieces are those of `digests`, in their order. Each is taken before the next is asked for.
         """
+        ...
+
+
+class StateWriter(Protocol):
+    """Takes a trainer's state, and reads it beside the next step."""
+
+    def write(self, name: str, size: int, pieces: Callable[[], Iterable[Buffer]]) -> None:
+        """One part of `size` bytes. Its pieces may be asked for more than once, by another thread, until `wait`."""
+        ...
+
+    def wait(self) -> None:
+        """Returns once nothing is read any more, whether it was written or could not be."""
         ...
 
 
@@ -334,8 +346,11 @@ class Trainer(Protocol):
         """Log-probs of each sample's trained tokens under the base with its adapter off."""
         ...
 
-    def save_state(self) -> Mapping[str, bytes]:
-        """Checkpoint parts (safetensors and JSON) from which `load_state` continues bit for bit."""
+    def save_state(self, writer: StateWriter) -> None:
+        """Hands over checkpoint parts (safetensors) from which `load_state` continues bit for bit.
+
+        They are read after this returned: whatever changes the trainer's state waits for `writer` first.
+        """
         ...
 
-    def load_state(self, parts: Mapping[str, bytes]) -> None: ...
+    def load_state(self, parts: Mapping[str, Buffer]) -> None: ...

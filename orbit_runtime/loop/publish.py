@@ -17,6 +17,7 @@ from orbit_runtime.adapters.buffer import publishable
 from orbit_runtime.adapters.state import expected_applied_digest
 from orbit_runtime.digests import Pieces, split
 from orbit_runtime.errors import GateError, OrbitError
+from orbit_runtime.loop.keeper import Keeper
 from orbit_runtime.parity.liveness import Limits, Proof, Reading, check_proofs, prove
 from orbit_runtime.storage import Content, Execution, Store, write_bundle
 from orbit_runtime.types import AdapterFiles, Copy, Engine, Scored, Trainer
@@ -51,6 +52,8 @@ class Publisher:
 
     store: Store
     execution: Execution
+    keeper: Keeper
+    """Writes the adapter beside its load and its proof; the publish is durable once the keeper was waited for."""
     engine: Engine
     trainer: Trainer
     canary_T: tuple[int, ...]
@@ -76,7 +79,8 @@ class Publisher:
         facts = {"version": version, "digest": adapter.digest, "base": of_base, "canary": canary}
         assert adapter.pieces is not None
         parts = {name: _content(data, adapter.pieces[name]) for name, data in adapter.files.items()}
-        write_bundle(self.store, self.execution, f"adapters/{adapter_name(version)}", parts, facts, plain_names=True)
+        prefix = f"adapters/{adapter_name(version)}"
+        self.keeper.submit(partial(write_bundle, self.store, self.execution, prefix, parts, facts, plain_names=True))
         # The same for every copy, and nothing that a server should wait for.
         expected = expected_applied_digest(adapter.files, adapter.pieces)
         try:

@@ -78,6 +78,6 @@ def restore(parts: Parts, state: RunState, bundle: Bundle) -> None:
     check_digest_scheme(parts.store.uri, str(facts["adapter_digest"]))
     parts.trainer.load_state(bundle.parts)
     parts.prompts.restore(facts["cursor"])
-    state.step = state.checkpoint_step = int(facts["step"])
+    state.step = state.checkpoint_step = state.checkpoint_begun = int(facts["step"])
     state.policy_version, state.expected_digest = int(facts["policy_version"]), str(facts["adapter_digest"])
     state.restore(facts["summary"])

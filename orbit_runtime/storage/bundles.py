@@ -63,7 +63,7 @@ class Bundle:
 
     prefix: str
     manifest: Manifest
-    parts: Mapping[str, bytes]
+    parts: Mapping[str, Buffer]
 
     @property
     def facts(self) -> Mapping[str, Any]:
@@ -206,16 +206,17 @@ def read_bundle(store: Store, prefix: str) -> Bundle:
     """
     folder = _folder(prefix)
     manifest = read_manifest(store, folder)
-    contents: dict[str, bytes] = {}
+    contents: dict[str, Buffer] = {}
     foreign = [part.key for part in manifest.parts.values() if not _is_key_in(part.key, folder)]
     if foreign:
         raise CorruptBundle(f"{folder}{MANIFEST} names {foreign[0]!r}, outside of its folder", where=store.uri)
-    found = store.get_many([part.key for part in manifest.parts.values()])
+    found = store.view_many([part.key for part in manifest.parts.values()])
     for (name, part), data in zip(manifest.parts.items(), found, strict=True):
         if isinstance(data, NotFound):
             raise CorruptBundle(f"{part.key} is missing", where=store.uri)
-        if len(data) != part.bytes:
-            raise CorruptBundle(f"{part.key} has {len(data)} bytes instead of {part.bytes}", where=store.uri)
+        size = memoryview(data).nbytes
+        if size != part.bytes:
+            raise CorruptBundle(f"{part.key} has {size} bytes instead of {part.bytes}", where=store.uri)
         wrong = first_difference(data, part.pieces)
         if wrong is not None:
             start = sum(piece.bytes for piece in part.pieces[:wrong])

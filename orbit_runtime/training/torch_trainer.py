@@ -8,7 +8,7 @@ Legend: `D` samples, `R` trained tokens of a micro-batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Buffer, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,8 +25,8 @@ from orbit_runtime.policy.packed import Branch, PackedBatch
 from orbit_runtime.seeds import stream_key
 from orbit_runtime.training.parity import ParitySums
 from orbit_runtime.training.schedule import Schedule, learning_rate
-from orbit_runtime.training.state import PART, pack_state, unpack_state
-from orbit_runtime.types import AdapterManifest, AdapterSink, Sample, Scored, UpdateResult
+from orbit_runtime.training.state import PART, build_state, unpack_state
+from orbit_runtime.types import AdapterManifest, AdapterSink, Sample, Scored, StateWriter, UpdateResult
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,8 @@ class TorchTrainer:
         )
         self._updates = 0
         self._steps = 0
+        self._reader: StateWriter | None = None
+        """Who may still be reading masters and moments."""
 
     @property
     def trainable_parameters(self) -> int:
@@ -189,6 +191,7 @@ class TorchTrainer:
         )
         for group in self._optimizer.param_groups:
             group["lr"] = rate
+        self._let_be_read()
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         self._updates += 1
@@ -270,10 +273,20 @@ class TorchTrainer:
 
     # --- checkpoint ---
 
-    def save_state(self) -> Mapping[str, bytes]:
-        return {PART: pack_state(self._masters, self._optimizer, {"updates": self._updates, "steps": self._steps})}
+    def save_state(self, writer: StateWriter) -> None:
+        self._let_be_read()
+        file = build_state(self._masters, self._optimizer, {"updates": self._updates, "steps": self._steps})
+        writer.write(PART, file.size, file.pieces)
+        self._reader = writer
 
-    def load_state(self, parts: Mapping[str, bytes]) -> None:
+    def _let_be_read(self) -> None:
+        """Before masters or moments change: what is written beside this step must be as it was."""
+        if self._reader is not None:
+            self._reader.wait()
+            self._reader = None
+
+    def load_state(self, parts: Mapping[str, Buffer]) -> None:
+        self._let_be_read()
         counters = unpack_state(parts[PART], self._masters, self._optimizer)
         self._updates, self._steps = counters["updates"], counters["steps"]
 

@@ -17,6 +17,7 @@ from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.algorithms.losses import PolicyLossSettings
 from orbit_runtime.data.chat import ChatTokenizer
 from orbit_runtime.errors import GateError
+from orbit_runtime.loop.keeper import Keeper
 from orbit_runtime.loop.publish import Publication, Publisher
 from orbit_runtime.model_info.builtin_models import builtin_folder
 from orbit_runtime.parity.liveness import CHANGE_LIMITS
@@ -66,7 +67,14 @@ class Rig:
         self.engine = FaultyEngine(TorchEngine(policy, tokenizer, max_running_requests=8), policy.injected.layers)
         canary = (*tokenizer.encode_chat([{"role": "user", "content": "12+34="}]), 5, 6, 7)
         self.publisher = Publisher(
-            self.store, self.execution, self.engine, self.trainer, canary, CHANGE_LIMITS["float32"], "sha256:0"
+            self.store,
+            self.execution,
+            Keeper(),
+            self.engine,
+            self.trainer,
+            canary,
+            CHANGE_LIMITS["float32"],
+            "sha256:0",
         )
         self.publication: Publication | None = None
 
@@ -79,7 +87,10 @@ class Rig:
 
     def publish(self) -> Publication:
         version = 0 if self.publication is None else self.publication.adapter.version + 1
-        self.publication = self.publisher.publish(version, self.publication)
+        try:
+            self.publication = self.publisher.publish(version, self.publication)
+        finally:
+            self.publisher.keeper.wait()
         return self.publication
 
 
