@@ -18,6 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+from torch import Tensor
+
 from orbit_runtime.adapters.state import CONFIG_FILE, pieces_of
 from orbit_runtime.digests import Piece, Pieces, first_difference, tree_digest
 from orbit_runtime.errors import ModelError
@@ -26,6 +29,8 @@ from orbit_runtime.types import AdapterFiles
 TICKET_FILE = "transport.json"
 NOT_ARRIVED = "the adapter did not arrive"
 """Begins the message of what an adapter that comes as files does not suffer from: the client then sends files."""
+
+BLOCK_BYTES = 1 << 26
 
 Kind = Literal["SharedMemory", "Broadcast"]
 
@@ -83,6 +88,18 @@ def read_ticket(folder: Path) -> Ticket | None:
 def carried_bytes(adapter: AdapterFiles) -> Iterator[Buffer]:
     """What goes, one file after the other."""
     yield from (adapter.files[name] for name in sorted(adapter.files.keys() - {CONFIG_FILE}))
+
+
+def blocks(data: Buffer) -> Iterator[memoryview]:
+    """A file in the runs in which it is broadcast: both sides cut alike, and no message is too long."""
+    view = memoryview(data).cast("B")
+    for start in range(0, view.nbytes, BLOCK_BYTES):
+        yield view[start : start + BLOCK_BYTES]
+
+
+def as_tensor(view: memoryview) -> Tensor:
+    """Its bytes, without copying them where they may be written."""
+    return torch.frombuffer(bytearray(view) if view.readonly else view, dtype=torch.uint8)
 
 
 def split_carried(ticket: Ticket, data: Buffer) -> dict[str, Buffer]:

@@ -18,7 +18,15 @@ import torch
 from orbit_runtime.adapters.buffer import read_place
 from orbit_runtime.adapters.group import Group, join
 from orbit_runtime.adapters.state import CONFIG_FILE, MODEL_FILE, ROTATIONS_FILE, parse_tensors
-from orbit_runtime.adapters.ticket import NotArrivedError, Ticket, check_arrived, read_ticket, split_carried
+from orbit_runtime.adapters.ticket import (
+    NotArrivedError,
+    Ticket,
+    as_tensor,
+    blocks,
+    check_arrived,
+    read_ticket,
+    split_carried,
+)
 from orbit_runtime.errors import ModelError
 
 _joined: dict[str, Group] = {}
@@ -79,13 +87,15 @@ def _from_group(ticket: Ticket) -> dict[str, Buffer]:
     try:
         sent = group.carries(ticket.source["publish"])
         if sent:
-            group.broadcast(data)
+            files = split_carried(ticket, data.numpy())
+            for block in (block for file in files.values() for block in blocks(file)):
+                group.broadcast(as_tensor(block))
     except RuntimeError as error:
         raise NotArrivedError(error) from None
     _joined[name] = group
     if not sent:
         raise NotArrivedError("its broadcast is over")
-    return split_carried(ticket, data.numpy())
+    return files
 
 
 RECEIVERS: Mapping[str, Callable[[Ticket], dict[str, Buffer]]] = {

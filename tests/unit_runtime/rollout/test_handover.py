@@ -25,7 +25,15 @@ import torch
 
 from orbit_runtime.adapters.group import Group, join
 from orbit_runtime.adapters.state import files_digest, pieces_of
-from orbit_runtime.adapters.ticket import NotArrivedError, Ticket, check_arrived, read_ticket, split_carried
+from orbit_runtime.adapters.ticket import (
+    NotArrivedError,
+    Ticket,
+    as_tensor,
+    blocks,
+    check_arrived,
+    read_ticket,
+    split_carried,
+)
 from orbit_runtime.errors import ModelError
 from orbit_runtime.rollout.handover import Broadcast, SharedMemory, Transport
 from orbit_runtime.sglang_plugin.arrival import files_of, receive
@@ -67,8 +75,10 @@ def fetch(folder: Path, group: Group | None = None) -> tuple[dict[str, bytes], G
     ticket = ticket_of(folder)
     group = group or join(ticket.source)
     data = torch.empty(ticket.num_bytes, dtype=torch.uint8)
-    group.broadcast(data)
-    return check_arrived(ticket, folder, split_carried(ticket, data.numpy())), group
+    files = split_carried(ticket, data.numpy())
+    for block in (block for file in files.values() for block in blocks(file)):
+        group.broadcast(as_tensor(block))
+    return check_arrived(ticket, folder, files), group
 
 
 def test_what_arrives_are_the_published_files_publish_after_publish(
@@ -191,6 +201,16 @@ def test_all_processes_of_all_copies_get_it_in_one_group_that_stays(pool: Thread
         assert [files for files, _ in found] == [dict(published.files)] * 3
         groups = [group for _, group in found]
     assert len(generations) == 1
+    transport.close()
+
+
+def test_a_larger_adapter_is_waited_for_longer_in_a_group_of_its_own(tmp_path: Path) -> None:
+    transport, seen = Broadcast(seconds=0.2), []
+    large = AdapterFiles(1, {"adapter_config.json": b"{}", "adapter_model.safetensors": bytes(20 << 20)}, "tree:0")
+    for number, published in enumerate((adapter(1), large)):
+        with transport.carry(published, tmp_path / str(number), ALONE):
+            seen.append(ticket_of(tmp_path / str(number)).source["seconds"])
+    assert seen == pytest.approx([0.2, 0.6])
     transport.close()
 
 
