@@ -74,7 +74,7 @@ class Rig:
             self.trainer,
             canary,
             CHANGE_LIMITS["float32"],
-            "sha256:0",
+            "tree:0",
         )
         self.publication: Publication | None = None
 
