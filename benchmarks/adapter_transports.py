@@ -2,9 +2,9 @@
 
     ORBIT_SGLANG_PYTHON=$(tools/sglang_python.sh) .venv/bin/python benchmarks/adapter_transports.py
 
-Files are the twin. With the shipped model the load call is HTTP and SGLang's own work. Alone, a payload goes from one
-thread to another: what comes as files is not digested on arrival, and the rest is, so its fair twin is `files, read and
-digested`.
+Files are the twin. With the shipped model the load call is HTTP and SGLang's own work. Alone, an adapter that lies in
+the trainer's memory goes to another process, which reads every byte of it: what comes as files is not digested on
+arrival, and the rest is, so its fair twin is `files, read and digested`.
 """
 
 from __future__ import annotations
@@ -12,20 +12,25 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import itertools
+import multiprocessing
 import os
 import shutil
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import harness
+import numpy
+import torch
 
+from orbit_runtime.adapters import tensorfile
+from orbit_runtime.adapters.buffer import AdapterBuffer
 from orbit_runtime.adapters.state import CONFIG_FILE, MODEL_FILE, ROTATIONS_FILE, files_digest
 from orbit_runtime.rollout.handover import Broadcast, SharedMemory, Transport
-from orbit_runtime.rollout.sglang_server import PYTHON_VARIABLE
 from orbit_runtime.sglang_plugin.arrival import files_of
-from orbit_runtime.types import AdapterFiles
+from orbit_runtime.types import AdapterFiles, AdapterManifest
+from orbit_runtime.workers.sglang_launch import PYTHON_VARIABLE
 
 COPIES = {"the engine": (0, 1)}
 
@@ -34,9 +39,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=harness.RESULTS, help="folder for the JSON file")
     parser.add_argument("--repetitions", type=int, default=10, help="turns that are counted")
-    parser.add_argument("--megabytes", type=int, default=256, help="payload of the medium alone")
+    parser.add_argument("--megabytes", type=int, nargs="+", default=[10, 64, 1024], help="adapters of the medium alone")
     asked = parser.parse_args()
-    comparisons = measure_medium(asked.megabytes, asked.repetitions)
+    comparisons = [each for size in asked.megabytes for each in measure_medium(size, asked.repetitions)]
     if os.environ.get(PYTHON_VARIABLE) or importlib.util.find_spec("sglang"):
         comparisons += measure_load(asked.repetitions)
     else:
@@ -47,39 +52,63 @@ def main() -> int:
 
 
 def measure_medium(megabytes: int, repetitions: int) -> list[harness.Comparison]:
-    files = {MODEL_FILE: os.urandom(megabytes * 2**20), ROTATIONS_FILE: b"", CONFIG_FILE: b"{}"}
-    adapter = AdapterFiles(1, files, files_digest(files))
+    adapter = an_adapter(megabytes)
     numbers = itertools.count()
-    with TemporaryDirectory() as scratch, ThreadPoolExecutor(1) as receiver:
+    spawn = multiprocessing.get_context("spawn")
+    with TemporaryDirectory() as scratch, ProcessPoolExecutor(1, spawn) as receiver:
 
         def by_files(*, digested: bool) -> None:
             folder = Path(scratch) / str(next(numbers))
             folder.mkdir()
-            for name, content in files.items():
+            for name, content in adapter.files.items():
                 (folder / name).write_bytes(content)
-            found = receiver.submit(files_of, folder).result()
-            assert not digested or files_digest(found) == adapter.digest
+            assert receiver.submit(take_files, folder, adapter.digest if digested else None).result() == megabytes
             shutil.rmtree(folder)
 
         def by(transport: Transport) -> Callable[[], None]:
             def send() -> None:
                 folder = Path(scratch) / str(next(numbers))
                 with transport.carry(adapter, folder, COPIES):
-                    receiver.submit(files_of, folder).result()
+                    assert receiver.submit(take_files, folder, None).result() == megabytes
 
             return send
 
         digested = ("files, read and digested", lambda: by_files(digested=True))
         memory, broadcast = SharedMemory(), Broadcast()
-        name = f"{megabytes} MiB to another thread"
+        name = f"{megabytes} MiB to another process"
+        files = ("files", lambda: by_files(digested=False))
         found = [
             harness.compare(name, ("memory", by(memory)), digested, repetitions=repetitions),
             harness.compare(name, ("broadcast", by(broadcast)), digested, repetitions=repetitions),
-            harness.compare(name, ("memory", by(memory)), ("files", lambda: by_files(digested=False)),
-                            repetitions=repetitions),
-        ]  # fmt: skip
+            harness.compare(name, ("memory", by(memory)), files, repetitions=repetitions, target=1.5),
+            harness.compare(name, ("broadcast", by(broadcast)), files, repetitions=repetitions, target=1.0),
+        ]
         broadcast.close()
     return found
+
+
+def an_adapter(megabytes: int) -> AdapterFiles:
+    """As a trainer publishes it: BF16 tensors of 8 MiB, in the memory that it was written to."""
+    values = torch.zeros(4 << 20, dtype=torch.bfloat16)
+    values.view(torch.int16).random_()
+    count = max(1, megabytes // 8)
+    tensors = {f"layer.{number}.weight": values[: megabytes * 2**19 // count] for number in range(count)}
+    buffer, file = AdapterBuffer(), tensorfile.build(tensors, torch.bfloat16)
+    manifest = AdapterManifest({
+        CONFIG_FILE: buffer.write(CONFIG_FILE, 2, [b"{}"]),
+        MODEL_FILE: buffer.write(MODEL_FILE, file.size, file.pieces()),
+        ROTATIONS_FILE: buffer.write(ROTATIONS_FILE, 0, []),
+    })  # fmt: skip
+    return AdapterFiles(1, buffer.files(), manifest.digest, manifest.files, buffer)
+
+
+def take_files(folder: Path, digest: str | None) -> int:
+    """In the receiving process: every byte is touched, as a server does that copies tensors into its slots."""
+    files = files_of(folder)
+    assert digest is None or files_digest(files) == digest
+    # One byte of each page, of memory that nobody has read yet.
+    assert sum(int(numpy.frombuffer(data, dtype=numpy.uint8)[::4096].sum(dtype=numpy.int64)) for data in files.values())
+    return sum(memoryview(data).nbytes for data in files.values()) >> 20
 
 
 def measure_load(repetitions: int) -> list[harness.Comparison]:

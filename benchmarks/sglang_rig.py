@@ -19,6 +19,7 @@ from orbit_runtime.algorithms.losses import PolicyLossSettings
 from orbit_runtime.checkpoints.convert import convert
 from orbit_runtime.checkpoints.target import Target
 from orbit_runtime.data.chat import ChatTokenizer
+from orbit_runtime.loop.keeper import Keeper
 from orbit_runtime.loop.publish import Publication, Publisher
 from orbit_runtime.loop.versions import PolicyVersions
 from orbit_runtime.model_info.builtin_models import builtin_folder
@@ -74,9 +75,12 @@ class Rig:
                 parameter.add_(torch.randn(parameter.shape, generator=generator) * scale)
 
     def publish(self) -> Publication:
-        """Raises GateError where the publish is not proven."""
+        """Proven and durable. Raises GateError where it is not proven."""
         version = 0 if self.publication is None else self.publication.adapter.version + 1
-        self.publication = self.publisher.publish(version, self.publication)
+        try:
+            self.publication = self.publisher.publish(version, self.publication)
+        finally:
+            self.publisher.keeper.wait()
         self.versions.activate(self.publication)
         return self.publication
 
@@ -137,5 +141,6 @@ def _rig(policy: Policy, tokenizer: ChatTokenizer, engine: ServedEngine, run: Pa
     execution = claim_execution(store, run_name="bench")
     canary = (*tokenizer.encode_chat([{"role": "user", "content": "12+34="}]), 5, 6, 7)
     limit = CHANGE_LIMITS["float32"]
-    publisher = Publisher(store, execution, engine, TorchTrainer(policy, SETTINGS), canary, limit, "sha256:0")
+    trainer = TorchTrainer(policy, SETTINGS)
+    publisher = Publisher(store, execution, Keeper(), engine, trainer, canary, limit, "sha256:0")
     return Rig(policy, tokenizer, engine, publisher, PolicyVersions(engine))

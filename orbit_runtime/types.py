@@ -1,16 +1,19 @@
 """The nouns of a run and the small Protocols between its parts.
 
 Belongs here: frozen, torch-free records that travel between packages, in memory, over HTTP and in files.
-Does not belong here: behaviour, configuration (`spec`), or anything that imports outside the standard library.
+Does not belong here: behaviour, configuration (`spec`), or anything that imports outside the standard library and
+`digests`.
 
 Suffixes: `_P` prompts, `_G` the rollouts of one prompt, `_T` tokens, `_D` samples.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Buffer, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
+
+from orbit_runtime.digests import Pieces, tree_digest
 
 FinishReason = Literal["stop", "length", "abort", "deadline"]
 """`abort` and `deadline` end a completion before its time: it can be continued."""
@@ -163,14 +166,66 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterManifest:
+    """What a publish wrote: every file of the adapter by the digests of its pieces."""
+
+    files: Mapping[str, Pieces]
+    """By name: `adapter_config.json`, `adapter_model.safetensors` and, for OFT, `rotations.safetensors`."""
+
+    @property
+    def digest(self) -> str:
+        """Of the adapter: the root over all of them."""
+        return tree_digest(self.files)
+
+
+class AdapterMemory(Protocol):
+    """Memory that other processes of this machine can map, as long as this object lives."""
+
+    @property
+    def descriptor(self) -> int: ...
+
+    @property
+    def places(self) -> Mapping[str, tuple[int, int]]:
+        """First byte and number of bytes of each file."""
+        ...
+
+
+class AdapterSink(Protocol):
+    """Takes the files of one adapter while they are made, so that they are never held twice."""
+
+    def write(self, name: str, size: int, pieces: Iterable[Buffer]) -> Pieces:
+        """One file of `size` bytes, whole; returns the digest of each piece.
+
+        The pieces are those of `digests`, in their order. Each is taken before the next is asked for.
+        """
+        ...
+
+
+class StateWriter(Protocol):
+    """Takes a trainer's state, and reads it beside the next step."""
+
+    def write(self, name: str, size: int, pieces: Callable[[], Iterable[Buffer]]) -> None:
+        """One part of `size` bytes. Its pieces may be asked for more than once, by another thread, until `wait`."""
+        ...
+
+    def wait(self) -> None:
+        """Returns once nothing is read any more, whether it was written or could not be."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
 class AdapterFiles:
     """A published adapter: exact file bytes under their PEFT names, and the digest of them all."""
 
     version: int
-    files: Mapping[str, bytes]
-    """`adapter_model.safetensors`, `adapter_config.json` and, for OFT, `rotations.safetensors`."""
+    files: Mapping[str, Buffer]
+    """`adapter_config.json`, `adapter_model.safetensors` and, for OFT, `rotations.safetensors`."""
     digest: str
-    """`sha256:<hex>` over every file's name, length and bytes, names sorted."""
+    """`AdapterManifest.digest`."""
+    pieces: Mapping[str, Pieces] | None = None
+    """`AdapterManifest.files`; None: not known, and made anew by whoever needs them."""
+    memory: AdapterMemory | None = None
+    """What `files` are views of; None: they are ordinary bytes of this process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,7 +398,9 @@ class Trainer(Protocol):
 
     def update(self, samples_D: Sequence[Sample]) -> UpdateResult: ...
 
-    def publishable(self, version: int) -> AdapterFiles: ...
+    def publish(self, sink: AdapterSink) -> AdapterManifest:
+        """Writes the adapter as it is now into the sink, one file after the other."""
+        ...
 
     def score(self, token_ids_T: Sequence[int]) -> tuple[Scored, Scored]:
         """The same tokens with the adapter and with the bare base."""
@@ -353,8 +410,11 @@ class Trainer(Protocol):
         """Log-probs of each sample's trained tokens under the base with its adapter off."""
         ...
 
-    def save_state(self) -> Mapping[str, bytes]:
-        """Checkpoint parts (safetensors and JSON) from which `load_state` continues bit for bit."""
+    def save_state(self, writer: StateWriter) -> None:
+        """Hands over checkpoint parts (safetensors) from which `load_state` continues bit for bit.
+
+        They are read after this returned: whatever changes the trainer's state waits for `writer` first.
+        """
         ...
 
-    def load_state(self, parts: Mapping[str, bytes]) -> None: ...
+    def load_state(self, parts: Mapping[str, Buffer]) -> None: ...

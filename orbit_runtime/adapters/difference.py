@@ -7,7 +7,7 @@ digests do (`state`).
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Buffer, Mapping
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ NAMED = 2
 """Of several differences, how many are told one by one."""
 
 
-def explain_difference(published: Mapping[str, bytes], found: Mapping[str, bytes]) -> str:
+def explain_difference(published: Mapping[str, Buffer], found: Mapping[str, Buffer]) -> str:
     """Empty where the files are equal.
 
     Example: `model.layers.1.mlp.down_proj.oft_R is the identity (1 of 14 tensors differs)`
@@ -32,7 +32,7 @@ def explain_difference(published: Mapping[str, bytes], found: Mapping[str, bytes
         elif published[name] == found[name]:
             total += 0 if name == CONFIG_FILE else _count(published, name)
         elif name == CONFIG_FILE:
-            differences += _explain_settings(published[name], found[name])
+            differences += _explain_settings(bytes(published[name]), bytes(found[name]))
         else:
             try:
                 before, now = parse_tensors(published, name), parse_tensors(found, name)
@@ -49,7 +49,7 @@ def explain_difference(published: Mapping[str, bytes], found: Mapping[str, bytes
     return f"{told} ({len(differences)} of {total} tensors {'differs' if len(differences) == 1 else 'differ'})"
 
 
-def _count(files: Mapping[str, bytes], name: str) -> int:
+def _count(files: Mapping[str, Buffer], name: str) -> int:
     return len(parse_tensors(files, name))
 
 

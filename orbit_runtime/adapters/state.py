@@ -12,10 +12,11 @@ Belongs here: names, bytes, digests and strict loading. Does not belong here: st
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Buffer, Iterable, Mapping, Sequence
+from contextlib import suppress
+from itertools import islice
 from typing import Any
 
 import torch
@@ -28,7 +29,11 @@ from orbit_runtime.adapters.layer import TRAINER_SLOT, Applied, Slot
 from orbit_runtime.adapters.lora import LoRASlot
 from orbit_runtime.adapters.names import join_tensors, split_tensor
 from orbit_runtime.adapters.oft import OFTSlot, rotations
+from orbit_runtime.adapters.tensorfile import TensorFile
+from orbit_runtime.digests import PIECE_BYTES, Piece, Pieces, cut, hash_pieces, tree_digest
 from orbit_runtime.errors import InternalError, ModelError
+from orbit_runtime.model_info.headers import parse_header
+from orbit_runtime.types import AdapterManifest, AdapterSink
 
 MODEL_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
@@ -72,13 +77,13 @@ def config_file(fields: Mapping[str, Any]) -> bytes:
     return (json.dumps(fields, indent=2, sort_keys=True) + "\n").encode()
 
 
-def export_adapter(injected: Injected, config: AdapterConfig, base_model_name: str) -> dict[str, bytes]:
-    """The files that publish the masters as they are now."""
+def build_files(injected: Injected, config: AdapterConfig, base_model_name: str) -> dict[str, TensorFile | bytes]:
+    """The files that publish the masters as they are now; LoRA's values are computed as they are read."""
     values = injected.masters.parameters
     settings = config_json(config, base_model_name)
     if config.type == "LoRA":
         tensors = {_peft_key(key): part for key, part in _parts(injected.layers, values).items()}
-        return {MODEL_FILE: tensorfile.dump(tensors, torch.bfloat16), CONFIG_FILE: settings}
+        return {CONFIG_FILE: settings, MODEL_FILE: tensorfile.build(tensors, torch.bfloat16)}
     assert config.rotation_dtype == "BF16", "an adapter with fp32 rotations is for comparisons only"
     owner = injected.masters.owner
     with torch.no_grad():
@@ -87,22 +92,49 @@ def export_adapter(injected: Injected, config: AdapterConfig, base_model_name: s
     tensors = {_peft_key(key): part for key, part in parameters.items()}
     turned = _parts(injected.layers, {f"{name}.oft_R": built[owner[name]] for name in owner})
     return {
-        MODEL_FILE: tensorfile.dump(tensors, torch.float32),
-        ROTATIONS_FILE: tensorfile.dump(turned, torch.bfloat16),
         CONFIG_FILE: settings,
+        MODEL_FILE: tensorfile.build(tensors, torch.float32),
+        ROTATIONS_FILE: tensorfile.build(turned, torch.bfloat16),
     }
 
 
-def files_digest(files: Mapping[str, bytes]) -> str:
-    """`sha256:<hex>` over every file's name, length and bytes, names sorted."""
-    digest = hashlib.sha256()
-    for name in sorted(files):
-        digest.update(f"{len(name.encode())}:{name}:{len(files[name])}:".encode())
-        digest.update(files[name])
-    return f"sha256:{digest.hexdigest()}"
+def write_adapter(
+    injected: Injected, config: AdapterConfig, base_model_name: str, sink: AdapterSink
+) -> AdapterManifest:
+    """Streams the files into the sink, and hashes each piece as it goes by: the only pass over an adapter's bytes."""
+    found = {}
+    for name, file in build_files(injected, config, base_model_name).items():
+        if isinstance(file, bytes):
+            found[name] = sink.write(name, len(file), cut(file))
+        else:
+            found[name] = sink.write(name, file.size, file.pieces())
+    return AdapterManifest(found)
 
 
-def load_slot(layers: Mapping[str, AdaptedLayer], slot_name: str, files: Mapping[str, bytes]) -> None:
+def export_adapter(injected: Injected, config: AdapterConfig, base_model_name: str) -> dict[str, bytes]:
+    """The files' bytes, each as one: for adapters that are small."""
+    files = build_files(injected, config, base_model_name)
+    return {name: file if isinstance(file, bytes) else b"".join(file.pieces()) for name, file in files.items()}
+
+
+def pieces_of(files: Mapping[str, Buffer]) -> dict[str, Pieces]:
+    """Of each file, cut as `digests` says; a damaged one as if it held no tensors."""
+    return {name: hash_pieces(_cut_file(name, data)) for name, data in files.items()}
+
+
+def _cut_file(name: str, data: Buffer) -> Iterable[memoryview]:
+    if name != CONFIG_FILE:
+        with suppress(ModelError):
+            return tensorfile.file_pieces(data, where=name)
+    return cut(data)
+
+
+def files_digest(files: Mapping[str, Buffer]) -> str:
+    """`tree:<hex>` over every piece of every file; see `digests`."""
+    return tree_digest(pieces_of(files))
+
+
+def load_slot(layers: Mapping[str, AdaptedLayer], slot_name: str, files: Mapping[str, Buffer]) -> None:
     """Fill the slot of every layer from published bytes, or raise `ModelError` naming the tensor and change nothing."""
     first = next(iter(layers.values()))
     if slot_name == TRAINER_SLOT or slot_name in first.slots:
@@ -124,31 +156,65 @@ def remove_slot(layers: Mapping[str, AdaptedLayer], slot_name: str) -> None:
         layer.slots.pop(slot_name, None)
 
 
-def slot_files(layers: Mapping[str, AdaptedLayer], slot_name: str, config_bytes: bytes) -> dict[str, bytes]:
-    """What stands in the slot now, serialised again: equal to the published files unless something changed it.
+def slot_digest(layers: Mapping[str, AdaptedLayer], slot_name: str, config_bytes: bytes) -> str:
+    """Of what stands in the slot now: the published one unless something changed it.
 
     `config_bytes` is the published `adapter_config.json`, from which nothing is kept in a slot but the scaling.
     """
-    lora: dict[str, Tensor] = {}
-    parameters: dict[str, Tensor] = {}
+    main, turned = _slot_tensors(layers, slot_name)
+    if next(iter(layers.values())).config.type == "LoRA":
+        return held_digest(config_bytes, shapes_of(main), tensorfile.tensor_pieces(main))
+    return held_digest(config_bytes, shapes_of(turned), tensorfile.tensor_pieces(turned), parameters=main)
+
+
+def held_digest(
+    config_bytes: bytes,
+    shapes: Mapping[str, Sequence[int]],
+    pieces: Mapping[str, Pieces],
+    *,
+    parameters: Mapping[str, Tensor] | None = None,
+) -> str:
+    """Of an adapter of which an engine holds this.
+
+    Args:
+        shapes, pieces: of the BF16 tensors that layers multiply by, under their names in their file.
+        parameters: OFT's; None: it is a LoRA.
+    """
+    found = {CONFIG_FILE: hash_pieces(cut(config_bytes))}
+    held = tensorfile.assemble(shapes, pieces)
+    if parameters is None:
+        return tree_digest(found | {MODEL_FILE: held})
+    stored = hash_pieces(tensorfile.build(parameters, torch.float32).pieces())
+    return tree_digest(found | {MODEL_FILE: stored, ROTATIONS_FILE: held})
+
+
+def slot_files(layers: Mapping[str, AdaptedLayer], slot_name: str, config_bytes: bytes) -> dict[str, bytes]:
+    """What stands in the slot now, serialised again: for telling how it differs from what was published."""
+    main, turned = _slot_tensors(layers, slot_name)
+    if next(iter(layers.values())).config.type == "LoRA":
+        return {MODEL_FILE: tensorfile.dump_narrowed(main), CONFIG_FILE: config_bytes}
+    return {
+        MODEL_FILE: tensorfile.dump(main, torch.float32),
+        ROTATIONS_FILE: tensorfile.dump_narrowed(turned),
+        CONFIG_FILE: config_bytes,
+    }
+
+
+def _slot_tensors(layers: Mapping[str, AdaptedLayer], slot_name: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Those of `MODEL_FILE` and, for OFT, of `ROTATIONS_FILE`, under their names there."""
+    main: dict[str, Tensor] = {}
     turned: dict[str, Tensor] = {}
     for layer in layers.values():
         slot = layer.slots.get(slot_name)
         if isinstance(slot, LoRASlot):
             # A scaling that is not the published one must show, and it has no tensor of its own.
             suffix = "" if slot.scaling == layer.config.scaling else f".scaling={slot.scaling!r}"
-            lora |= {_peft_key(key) + suffix: tensor for key, tensor in layer.named(slot).items()}
+            main |= {_peft_key(key) + suffix: tensor for key, tensor in layer.named(slot).items()}
         elif slot is not None and slot.parameters is not None:
             parts = split_tensor(layer.file_names("oft_R"), slot.parameters)
-            parameters |= {_peft_key(key): part for key, part in parts.items()}
+            main |= {_peft_key(key): part for key, part in parts.items()}
             turned |= layer.named(slot)
-    if next(iter(layers.values())).config.type == "LoRA":
-        return {MODEL_FILE: tensorfile.dump_narrowed(lora), CONFIG_FILE: config_bytes}
-    return {
-        MODEL_FILE: tensorfile.dump(parameters, torch.float32),
-        ROTATIONS_FILE: tensorfile.dump_narrowed(turned),
-        CONFIG_FILE: config_bytes,
-    }
+    return main, turned
 
 
 def applied_digest(trace: Iterable[Applied]) -> str:
@@ -165,21 +231,47 @@ def applied_digest(trace: Iterable[Applied]) -> str:
             while key in tensors and tensors[key] is not tensor:
                 key += " and"
             tensors[key] = tensor
-    return _digest_applied(tensors, scalings)
+    return digest_applied(shapes_of(tensors), tensorfile.tensor_pieces(tensors), scalings)
 
 
-def expected_applied_digest(files: Mapping[str, bytes]) -> str:
-    """What `applied_digest` must be when a pass applied exactly these files in every layer."""
-    fields, tensors = json.loads(files[CONFIG_FILE]), published_tensors(files)
-    if fields["peft_type"] == "OFT":
-        return _digest_applied(tensors, {None})
+def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+def expected_applied_digest(files: Mapping[str, Buffer], pieces: Mapping[str, Pieces] | None = None) -> str:
+    """What `applied_digest` must be when a pass applied exactly these files in every layer.
+
+    Args:
+        pieces: of these files, as they were hashed when they were published; None: they are hashed here.
+    """
+    fields = json.loads(bytes(files[CONFIG_FILE]))
+    is_oft = fields["peft_type"] == "OFT"
+    name = ROTATIONS_FILE if is_oft else MODEL_FILE
+    shapes, by_tensor = _by_tensor(name, files[name], (pieces or pieces_of({name: files[name]}))[name])
+    if is_oft:
+        return digest_applied(shapes, by_tensor, {None})
     divisor = math.sqrt(fields["r"]) if fields["use_rslora"] else fields["r"]
-    return _digest_applied(tensors, {float(fields["lora_alpha"]) / divisor})
+    return digest_applied(shapes, by_tensor, {float(fields["lora_alpha"]) / divisor})
 
 
-def published_tensors(files: Mapping[str, bytes]) -> dict[str, Tensor]:
+def _by_tensor(
+    name: str, data: Buffer, pieces: Iterable[Piece]
+) -> tuple[dict[str, tuple[int, ...]], dict[str, Pieces]]:
+    """Shapes and pieces of a file's tensors, as layers name them."""
+    view = memoryview(data).cast("B")
+    header = parse_header(view, size=view.nbytes, where=name)
+    left = iter(pieces)
+    assert next(left).bytes == header.data_start
+    shapes, found = {}, {}
+    for key, info in sorted(header.tensors.items(), key=lambda item: item[1].start):
+        shapes[_plain_key(key)] = info.shape
+        found[_plain_key(key)] = tuple(islice(left, -(-info.num_bytes // PIECE_BYTES)))
+    return shapes, found
+
+
+def published_tensors(files: Mapping[str, Buffer]) -> dict[str, Tensor]:
     """What layers multiply by under this adapter: `<module>.lora_A` and `.lora_B`, or OFT's rotations."""
-    if json.loads(files[CONFIG_FILE])["peft_type"] == "OFT":
+    if json.loads(bytes(files[CONFIG_FILE]))["peft_type"] == "OFT":
         return parse_tensors(files, ROTATIONS_FILE)
     return {_plain_key(key): tensor for key, tensor in parse_tensors(files, MODEL_FILE).items()}
 
@@ -210,7 +302,7 @@ def _shapes(layer: AdaptedLayer, kind: str) -> dict[str, tuple[int, ...]]:
     return dict.fromkeys(names, shape[1:] if len(names) > 1 else shape)
 
 
-def parse_tensors(files: Mapping[str, bytes], name: str) -> dict[str, Tensor]:
+def parse_tensors(files: Mapping[str, Buffer], name: str) -> dict[str, Tensor]:
     """The tensors of one of an adapter's files, or ModelError."""
     try:
         return tensorfile.parse(files[name], where=name)
@@ -218,12 +310,12 @@ def parse_tensors(files: Mapping[str, bytes], name: str) -> dict[str, Tensor]:
         raise ModelError(f"tensors of dtype {error} do not belong in an adapter", where=name) from None
 
 
-def _check_files(files: Mapping[str, bytes], config: AdapterConfig) -> None:
+def _check_files(files: Mapping[str, Buffer], config: AdapterConfig) -> None:
     wanted = {MODEL_FILE, CONFIG_FILE} | ({ROTATIONS_FILE} if config.type == "OFT" else set())
     for name in sorted(wanted ^ set(files)):
         raise ModelError("the file is missing" if name in wanted else "the file does not belong here", where=name)
     try:
-        found = json.loads(files[CONFIG_FILE])
+        found = json.loads(bytes(files[CONFIG_FILE]))
     except ValueError:
         raise ModelError("the file does not parse", where=CONFIG_FILE) from None
     expected = json.loads(config_json(config, ""))
@@ -245,7 +337,7 @@ def check_tensors(
         if tensor.dtype != dtype or tuple(tensor.shape) != shape:
             found = f"{tensor.dtype} {list(tensor.shape)}"
             raise ModelError(f"the tensor {key} is {found}, expected {dtype} {list(shape)}", where=where)
-    if not bool(tensorfile.flat(tensors.values()).isfinite().all()):
+    if not tensorfile.are_finite(tensors.values()):
         key = next(key for key in sorted(tensors) if not bool(tensors[key].isfinite().all()))
         raise ModelError(f"the tensor {key} is not finite", where=where)
 
@@ -310,11 +402,12 @@ def _check_rotations(parameters: Mapping[str, Tensor], turned: Mapping[str, Tens
 def _widened(tensors: Mapping[str, Tensor], layers: Mapping[str, AdaptedLayer]) -> dict[str, Tensor]:
     """In the compute dtype, on the layers' device, in memory of their own."""
     layer = next(iter(layers.values()))
-    values = tensorfile.flat(tensors.values()).to(device=layer.device, dtype=layer.selection.compute_dtype)
-    return tensorfile.split(values, tensors)
+    return tensorfile.widened(tensors, layer.device, layer.selection.compute_dtype)
 
 
-def _digest_applied(tensors: Mapping[str, Tensor], scalings: Iterable[float | None]) -> str:
-    digest = hashlib.sha256(tensorfile.dump_narrowed(tensors))
-    digest.update(" ".join(sorted(str(scaling) for scaling in scalings)).encode())
-    return f"sha256:{digest.hexdigest()}"
+def digest_applied(
+    shapes: Mapping[str, Sequence[int]], pieces: Mapping[str, Pieces], scalings: Iterable[float | None]
+) -> str:
+    """`applied_digest` of tensors that are known by their pieces, under their names in layers."""
+    scaled = " ".join(sorted(str(scaling) for scaling in scalings))
+    return tree_digest({f"{name} {list(shapes[name])} {scaled}": each for name, each in pieces.items()})

@@ -8,16 +8,20 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Buffer, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
 
 import torch
 from torch import Tensor
 
+from orbit_runtime.digests import PIECE_BYTES, Pieces, cut, hash_pieces
 from orbit_runtime.model_info.headers import parse_header
 
 _CODES = {torch.bfloat16: "BF16", torch.float32: "F32"}
 _FORMAT = {"format": "pt"}
 _DTYPES = {code: dtype for dtype, code in _CODES.items()}
+_NARROW = torch.bfloat16.itemsize
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -33,26 +37,124 @@ def split(values: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: part.view(tensor.shape) for (name, tensor), part in zip(like.items(), parts, strict=True)}
 
 
-def dump(tensors: Mapping[str, Tensor], dtype: torch.dtype, metadata: Mapping[str, str] = _FORMAT) -> bytes:
+@dataclass(frozen=True)
+class TensorFile:
+    """A file that is not written yet: nothing of its values is computed before it is asked for.
+
+    The pieces are those of `digests`: the header, then each tensor in the order of its name.
+    """
+
+    header: bytes
+    tensors: Mapping[str, Tensor]
+    """Sorted by name."""
+    dtype: torch.dtype
+
+    @property
+    def size(self) -> int:
+        return len(self.header) + sum(tensor.numel() for tensor in self.tensors.values()) * self.dtype.itemsize
+
+    def pieces(self) -> Iterator[memoryview]:
+        """Good as long as the tensors do not change. At most two of the largest of them are made at a time.
+
+        What has its bytes on this machine already is not copied, and no operation of torch runs: the pieces may be read
+        beside a computation without taking its threads away.
+        """
+        yield memoryview(self.header)
+        if all(_lies_ready(tensor, self.dtype) for tensor in self.tensors.values()):
+            for tensor in self.tensors.values():
+                yield from cut(_bytes(tensor.detach().view(-1)))
+            return
+        yield from runs(self.tensors.values(), lambda values: values.to(self.dtype), self.dtype.itemsize)
+
+
+def build(tensors: Mapping[str, Tensor], dtype: torch.dtype, metadata: Mapping[str, str] = _FORMAT) -> TensorFile:
     """The file of these tensors, rounded to `dtype`. Names sorted; by default what Hugging Face's loaders ask for."""
     ordered = {name: tensors[name] for name in sorted(tensors)}
-    return _file(ordered, flat(ordered.values()).to(dtype) if ordered else torch.empty(0, dtype=dtype), metadata)
+    header = _header({name: tensor.shape for name, tensor in ordered.items()}, dtype, metadata)
+    return TensorFile(header, ordered, dtype)
+
+
+def dump(tensors: Mapping[str, Tensor], dtype: torch.dtype, metadata: Mapping[str, str] = _FORMAT) -> bytes:
+    """The bytes of `build`, at once."""
+    return b"".join(build(tensors, dtype, metadata).pieces())
 
 
 def dump_narrowed(tensors: Mapping[str, Tensor]) -> bytes:
     """The file of tensors widened from BF16: BF16 where narrowing all of them is exact, fp32 where it is not."""
-    ordered = {name: tensors[name] for name in sorted(tensors)}
-    if not ordered:
-        return _file({}, torch.empty(0))
-    values = flat(ordered.values())
+    narrow = narrowed(tensors)
+    is_narrow = all(tensor.dtype == torch.bfloat16 for tensor in narrow.values())
+    return dump(narrow, torch.bfloat16 if is_narrow and tensors else torch.float32)
+
+
+def runs(tensors: Iterable[Tensor], convert: Callable[[Tensor], Tensor], itemsize: int) -> Iterator[memoryview]:
+    """The bytes of each tensor, little-endian, in pieces as `digests` cuts them.
+
+    Small tensors are converted and copied from their device many at a time, large ones a part at a time.
+
+    Args:
+        convert: from flat values to flat values.
+        itemsize: bytes of a value that large tensors are cut by; four at most.
+    """
+    for group in _groups(tensors):
+        if isinstance(group, Tensor):
+            for part in group.detach().reshape(-1).split(PIECE_BYTES // itemsize):
+                yield _bytes(convert(part))
+            continue
+        values = convert(flat(group))
+        data, position = _bytes(values), 0
+        for tensor in group:
+            end = position + tensor.numel() * values.element_size()
+            yield from cut(data[position:end])
+            position = end
+
+
+def narrow_where_exact(values: Tensor) -> Tensor:
+    """As BF16 where that changes none of these values, else as fp32: what was widened, as it was before."""
     narrow = _narrow(values)
-    return _file(ordered, values.float() if narrow is None else narrow)
+    return values.float() if narrow is None else narrow
+
+
+def assemble(shapes: Mapping[str, Sequence[int]], pieces: Mapping[str, Pieces]) -> Pieces:
+    """Of the BF16 file of these tensors, each known by its shape and its pieces. Nothing is read."""
+    ordered = {name: shapes[name] for name in sorted(shapes)}
+    header = hash_pieces([_header(ordered, torch.bfloat16, _FORMAT)])
+    return (*header, *chain.from_iterable(pieces[name] for name in ordered))
+
+
+def tensor_pieces(tensors: Mapping[str, Tensor]) -> dict[str, Pieces]:
+    """Of each tensor, narrowed where that is exact."""
+    pieces = iter(hash_pieces(runs(tensors.values(), narrow_where_exact, _NARROW)))
+    return {
+        name: tuple(islice(pieces, -(-tensor.numel() * _NARROW // PIECE_BYTES))) for name, tensor in tensors.items()
+    }
 
 
 def narrowed(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """These tensors as BF16 where narrowing all of them is exact, else as they are: what is dumped more than once."""
     narrow = _narrow(flat(tensors.values())) if tensors else None
     return tensors if narrow is None else split(narrow, tensors)
+
+
+def are_finite(tensors: Iterable[Tensor]) -> bool:
+    return all(bool(values.isfinite().all()) for values in _flat_groups(tensors))
+
+
+def widened(tensors: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+    """In memory of their own, all in one; small ones are moved many at a time."""
+    values = torch.empty(sum(tensor.numel() for tensor in tensors.values()), device=device, dtype=dtype)
+    position = 0
+    for part in _flat_groups(tensors.values()):
+        values[position : position + len(part)].copy_(part)
+        position += len(part)
+    return split(values, tensors)
+
+
+def _flat_groups(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    for group in _groups(tensors):
+        if isinstance(group, Tensor):
+            yield from group.detach().reshape(-1).split(PIECE_BYTES // 4)
+        else:
+            yield flat(group)
 
 
 def _narrow(values: Tensor) -> Tensor | None:
@@ -76,23 +178,66 @@ def tensor_digest(tensor: Tensor) -> str:
     return digest.hexdigest()
 
 
-def _file(ordered: Mapping[str, Tensor], values: Tensor, metadata: Mapping[str, str] = _FORMAT) -> bytes:
-    """The header (padded to 8 bytes) and the values in little-endian order."""
+def _header(ordered: Mapping[str, Sequence[int]], dtype: torch.dtype, metadata: Mapping[str, str]) -> bytes:
+    """Padded to 8 bytes.
+
+    Args:
+        ordered: name → shape.
+    """
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     position = 0
-    for name, tensor in ordered.items():
-        end = position + tensor.numel() * values.element_size()
-        header[name] = {"dtype": _CODES[values.dtype], "shape": list(tensor.shape), "data_offsets": [position, end]}
+    for name, shape in ordered.items():
+        end = position + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": _CODES[dtype], "shape": list(shape), "data_offsets": [position, end]}
         position = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    return b"".join([len(text).to_bytes(8, "little"), text, values.cpu().view(torch.uint8).numpy().tobytes()])
+    return len(text).to_bytes(8, "little") + text
 
 
-def parse(data: bytes, *, where: str) -> dict[str, Tensor]:
-    """The tensors of a file, on one private copy of its bytes. Dtypes other than BF16 and F32 raise `KeyError`."""
-    header = parse_header(data, size=len(data), where=where)
-    copy = bytearray(data)
+def _groups(tensors: Iterable[Tensor]) -> Iterator[Tensor | list[Tensor]]:
+    """One after the other: a large tensor alone, small ones together as far as they fill a piece."""
+    group: list[Tensor] = []
+    size = 0
+    for tensor in tensors:
+        # Whatever they are converted to, a value has four bytes at most.
+        num_bytes = 4 * tensor.numel()
+        if group and size + num_bytes > PIECE_BYTES:
+            yield group
+            group, size = [], 0
+        if num_bytes > PIECE_BYTES:
+            yield tensor
+        elif num_bytes:
+            group.append(tensor)
+            size += num_bytes
+    if group:
+        yield group
+
+
+def _lies_ready(tensor: Tensor, dtype: torch.dtype) -> bool:
+    return tensor.dtype == dtype and tensor.device.type == "cpu" and tensor.is_contiguous()
+
+
+def _bytes(values: Tensor) -> memoryview:
+    return memoryview(values.detach().cpu().view(torch.uint8).numpy()).cast("B")
+
+
+def file_pieces(data: Buffer, *, where: str) -> Iterator[memoryview]:
+    """The pieces of a file as it lies there. ModelError where it is none."""
+    view = memoryview(data).cast("B")
+    header = parse_header(view, size=view.nbytes, where=where)
+    sizes = [info.num_bytes for info in sorted(header.tensors.values(), key=lambda info: info.start)]
+    return chain([view[: header.data_start]], cut(view[header.data_start :], sizes))
+
+
+def parse(data: Buffer, *, where: str) -> dict[str, Tensor]:
+    """The tensors of a file: views of its bytes where those may be written, else on one private copy of them.
+
+    Dtypes other than BF16 and F32 raise `KeyError`.
+    """
+    view = memoryview(data).cast("B")
+    header = parse_header(view, size=view.nbytes, where=where)
+    copy = bytearray(view) if view.readonly else view
     tensors = {}
     for name, info in header.tensors.items():
         count = math.prod(info.shape)

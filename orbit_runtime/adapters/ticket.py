@@ -1,9 +1,10 @@
 """A ticket: what an engine finds in a folder in place of an adapter's files while their bytes come another way.
 
     adapter_config.json   as published: the engine reads it before anything else
-    transport.json        how the bytes come, and the digest that they and the configuration must have
+    transport.json        how the bytes come, and the digests of their pieces
 
-The bytes are those of the files, one after the other. Whatever carried them, what arrived is known by its digest.
+Whatever carried them, what arrived is known by its digests: those of the pieces must add up to the adapter's, and each
+piece must have its own.
 
 Belongs here: the ticket, and whether what arrived is what was published. Does not belong here: sending
 (`rollout.handover`), receiving (`sglang_plugin.arrival`), the broadcast group (`group`).
@@ -12,18 +13,26 @@ Belongs here: the ticket, and whether what arrived is what was published. Does n
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Buffer, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, Literal
 
-from orbit_runtime.adapters.state import CONFIG_FILE, files_digest
+import torch
+from torch import Tensor
+
+from orbit_runtime.adapters.state import CONFIG_FILE, pieces_of
+from orbit_runtime.digests import Piece, Pieces, first_difference, tree_digest
 from orbit_runtime.errors import ModelError
 from orbit_runtime.types import AdapterFiles
 
 TICKET_FILE = "transport.json"
 NOT_ARRIVED = "the adapter did not arrive"
 """Begins the message of what an adapter that comes as files does not suffer from: the client then sends files."""
+
+BLOCK_BYTES = 1 << 26
+
+Kind = Literal["SharedMemory", "Broadcast"]
 
 
 class NotArrivedError(Exception):
@@ -37,54 +46,82 @@ class NotArrivedError(Exception):
 class Ticket:
     """Of one adapter, for every process that loads it."""
 
-    kind: Literal["SharedMemory", "Broadcast"]
+    kind: Kind
     digest: str
     """Of all files, the configuration included."""
-    sizes: Mapping[str, int]
-    """Bytes of each file but the configuration, in the order in which they come."""
+    files: Mapping[str, Pieces]
+    """The digests of each file's pieces, the configuration's too."""
     source: Mapping[str, Any]
-    """Where they come from; each kind has its own."""
+    """Where the bytes come from; each kind has its own."""
+
+    @property
+    def carried(self) -> Mapping[str, Pieces]:
+        """What does not lie in the ticket's folder, in the order in which it comes."""
+        return {name: self.files[name] for name in sorted(self.files.keys() - {CONFIG_FILE})}
 
     @property
     def num_bytes(self) -> int:
-        return sum(self.sizes.values())
+        return sum(piece.bytes for pieces in self.carried.values() for piece in pieces)
 
 
-def payload(adapter: AdapterFiles) -> list[bytes]:
-    """The bytes that go, one part after the other; what `read_payload` undoes."""
-    return [adapter.files[name] for name in _carried(adapter)]
-
-
-def write_ticket(
-    folder: Path, adapter: AdapterFiles, kind: Literal["SharedMemory", "Broadcast"], source: Mapping[str, Any]
-) -> None:
+def write_ticket(folder: Path, adapter: AdapterFiles, kind: Kind, source: Mapping[str, Any]) -> Ticket:
     """Into a new folder."""
+    ticket = Ticket(kind, adapter.digest, adapter.pieces or pieces_of(adapter.files), source)
+    files = {name: [[piece.bytes, piece.sha256] for piece in pieces] for name, pieces in ticket.files.items()}
     folder.mkdir()
-    sizes = {name: len(adapter.files[name]) for name in _carried(adapter)}
     (folder / CONFIG_FILE).write_bytes(adapter.files[CONFIG_FILE])
-    (folder / TICKET_FILE).write_text(json.dumps(asdict(Ticket(kind, adapter.digest, sizes, source))))
+    content = {"kind": kind, "digest": ticket.digest, "files": files, "source": source}
+    (folder / TICKET_FILE).write_text(json.dumps(content))
+    return ticket
 
 
 def read_ticket(folder: Path) -> Ticket | None:
     """None: this folder holds the files themselves."""
     try:
-        return Ticket(**json.loads((folder / TICKET_FILE).read_bytes()))
+        content = json.loads((folder / TICKET_FILE).read_bytes())
     except FileNotFoundError:
         return None
+    files = {name: tuple(Piece(*each) for each in pieces) for name, pieces in content["files"].items()}
+    return Ticket(content["kind"], content["digest"], files, content["source"])
 
 
-def read_payload(ticket: Ticket, folder: Path, stream: BinaryIO) -> dict[str, bytes]:
-    """The adapter's files. Raises ModelError where they are not those that were published."""
-    files = {name: stream.read(size) for name, size in ticket.sizes.items()}
-    arrived = sum(map(len, files.values())) + len(stream.read())
-    files[CONFIG_FILE] = (folder / CONFIG_FILE).read_bytes()
-    found = files_digest(files)
-    if found != ticket.digest or arrived != ticket.num_bytes:
-        raise ModelError(
-            f"{arrived} bytes arrived by {ticket.kind} as {found}; published were {ticket.num_bytes} as {ticket.digest}"
-        )
+def carried_bytes(adapter: AdapterFiles) -> Iterator[Buffer]:
+    """What goes, one file after the other."""
+    yield from (adapter.files[name] for name in sorted(adapter.files.keys() - {CONFIG_FILE}))
+
+
+def blocks(data: Buffer) -> Iterator[memoryview]:
+    """A file in the runs in which it is broadcast: both sides cut alike, and no message is too long."""
+    view = memoryview(data).cast("B")
+    for start in range(0, view.nbytes, BLOCK_BYTES):
+        yield view[start : start + BLOCK_BYTES]
+
+
+def as_tensor(view: memoryview) -> Tensor:
+    """Its bytes, without copying them where they may be written."""
+    return torch.frombuffer(bytearray(view) if view.readonly else view, dtype=torch.uint8)
+
+
+def split_carried(ticket: Ticket, data: Buffer) -> dict[str, Buffer]:
+    """The files in what `carried_bytes` gave, without copying them."""
+    files: dict[str, Buffer] = {}
+    view, position = memoryview(data).cast("B"), 0
+    for name, pieces in ticket.carried.items():
+        end = position + sum(piece.bytes for piece in pieces)
+        files[name], position = view[position:end], end
     return files
 
 
-def _carried(adapter: AdapterFiles) -> list[str]:
-    return sorted(adapter.files.keys() - {CONFIG_FILE})
+def check_arrived(ticket: Ticket, folder: Path, carried: Mapping[str, Buffer]) -> dict[str, Buffer]:
+    """The adapter's files, the configuration with them. Raises ModelError where they are not those published."""
+    files = {**carried, CONFIG_FILE: (folder / CONFIG_FILE).read_bytes()}
+    if tree_digest(ticket.files) != ticket.digest:
+        raise ModelError(f"the ticket's pieces do not add up to {ticket.digest}", where=TICKET_FILE)
+    for name, pieces in ticket.files.items():
+        wrong = first_difference(files[name], pieces)
+        if wrong is not None:
+            raise ModelError(
+                f"what arrived by {ticket.kind} is not {ticket.digest}: piece {wrong} of {len(pieces)} is another one",
+                where=name,
+            )
+    return files

@@ -6,16 +6,17 @@ Does not belong here: computing with the tensors (`combine`, `merge`), proving a
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from orbit_runtime.digests import first_difference
 from orbit_runtime.errors import ModelError
 from orbit_runtime.model_info.headers import Header, parse_header
 from orbit_runtime.storage import NotFound, Store, open_store
+from orbit_runtime.storage.bundles import MANIFEST, read_pieces
 
 CONFIG_FILE, MODEL_FILE, ROTATIONS_FILE = "adapter_config.json", "adapter_model.safetensors", "rotations.safetensors"
 PREFIX = "base_model.model."
@@ -160,7 +161,11 @@ def _check_digests(store: Store, files: Mapping[str, bytes], manifest: Mapping[s
     for name, part in parts.items() if isinstance(parts, dict) else ():
         if name not in files:
             raise ModelError(f"{name} is missing", where=store.uri, fix="copy the adapter again")
-        if hashlib.sha256(files[name]).hexdigest() != part.get("sha256"):
+        try:
+            pieces = read_pieces(part)
+        except (ValueError, TypeError, KeyError, AttributeError):
+            raise ModelError("not a manifest", where=f"{store.uri}/{MANIFEST}", fix="copy the adapter again") from None
+        if first_difference(files[name], pieces) is not None:
             raise ModelError(
                 "the file was changed: its SHA-256 is not the manifest's",
                 where=f"{store.uri}/{name}",

@@ -10,7 +10,6 @@ Belongs here: what adapters multiply by, and their combination. Does not belong 
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from orbit_runtime.adapters import tensorfile
 from orbit_runtime.adapters.oft import rotations, skew_symmetric
-from orbit_runtime.adapters.state import files_digest
+from orbit_runtime.adapters.state import pieces_of
 from orbit_runtime.checkpoints.adapter_folder import (
     CONFIG_FILE,
     MODEL_FILE,
@@ -30,7 +29,10 @@ from orbit_runtime.checkpoints.adapter_folder import (
     AdapterFolder,
     module_of,
 )
+from orbit_runtime.digests import tree_digest
 from orbit_runtime.errors import ModelError, UnsupportedError, UsageError
+from orbit_runtime.storage import Manifest, Part
+from orbit_runtime.storage.bundles import MANIFEST, manifest_json
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -127,20 +129,17 @@ def write_combined(adapters: Sequence[AdapterFolder], weights: Sequence[float], 
             ROTATIONS_FILE: tensorfile.dump(turned, torch.bfloat16),
         }
     files[CONFIG_FILE] = (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
+    pieces = pieces_of(files)
     facts: dict[str, Any] = {
-        "digest": files_digest(files),
+        "digest": tree_digest(pieces),
         "combined": [
             {"adapter": each.place, "digest": each.facts.get("digest"), "weight": weight}
             for each, weight in zip(adapters, weights, strict=True)
         ],
         "base": {"weights": base} if base else None,
     }
-    parts = {
-        name: {"key": name, "sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
-        for name, data in files.items()
-    }
-    manifest = {"format": 1, "kind": "adapter", "execution": 0, "parts": parts, "facts": facts, "written": 0.0}
-    files["manifest.json"] = json.dumps(manifest, indent=1).encode()
+    parts = {name: Part(name, pieces[name]) for name in files}
+    files[MANIFEST] = manifest_json(Manifest("adapter", 0, parts, facts, 0.0))
     return CombinedFiles(files, deviation, len(combined.modules()), rank)
 
 

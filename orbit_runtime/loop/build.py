@@ -30,10 +30,10 @@ from orbit_runtime.loop.engines import (
     sampling_of,
 )
 from orbit_runtime.loop.inputs import Inputs
-from orbit_runtime.loop.keep import keep_checkpoint
+from orbit_runtime.loop.keep import Checkpoints
+from orbit_runtime.loop.keeper import Keeper
 from orbit_runtime.loop.publish import Publisher
 from orbit_runtime.loop.show import Show
-from orbit_runtime.loop.state import RunState
 from orbit_runtime.loop.versions import PolicyVersions
 from orbit_runtime.model_info.content import kept_weights_digest
 from orbit_runtime.parity.statistics import base_limit
@@ -99,16 +99,10 @@ class Parts:
         """Digest of all that changes the run's numbers: settings, model and prompts."""
         return identity_digest(self.run, self.content)
 
-    def keep_checkpoint(self, state: RunState, cursor: Mapping[str, Any]) -> None:
-        keep_checkpoint(
-            self.store,
-            self.execution,
-            state,
-            self.trainer,
-            cursor=cursor,
-            identity=self.identity,
-            keep=self.spec.checkpoint.keep,
-        )
+    @property
+    def checkpoints(self) -> Checkpoints:
+        keeper, keep = self.publisher.keeper, self.spec.checkpoint.keep
+        return Checkpoints(self.store, self.execution, keeper, self.trainer, self.identity, keep)
 
 
 def build_parts(
@@ -162,9 +156,12 @@ def build_parts(
     engine = build_engine(resolved, policy, tokenizer, folder, sequences, closing)
     closing.callback(engine.close)
     show.metrics.add_engine(engine.read_servers)
+    keeper = Keeper()
+    closing.callback(keeper.close)
     publisher = Publisher(
         store,
         execution,
+        keeper,
         engine,
         trainer,
         build_canary(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from orbit_runtime.data.prompts import PromptTable
+from orbit_runtime.digests import SCHEME, is_older_scheme
 from orbit_runtime.errors import OutputError
 from orbit_runtime.model_info.content import file_digests
 from orbit_runtime.spec import Resolved
@@ -59,6 +60,7 @@ def content_digests(folder: Path, table: PromptTable, base_digest: str, code_dig
 def check_content(uri: str, before: Mapping[str, Any], now: Mapping[str, str]) -> None:
     """Raises OutputError (73) naming everything that differs from what the run in `run.json` read."""
     then = {path: value for path, value in before.get("identity", {}).items() if path.startswith(PREFIX)}
+    check_digest_scheme(uri, str(then.get(WEIGHTS, SCHEME)))
     changed = [path for path in sorted({*then, *now}) if then.get(path) != now.get(path)]
     if changed:
         lines = "".join(f"\n  {path}: {_short(then.get(path))} then, {_short(now.get(path))} now" for path in changed)
@@ -66,6 +68,17 @@ def check_content(uri: str, before: Mapping[str, Any], now: Mapping[str, str]) -
             f"the model, the prompts or the code are not those that the run in this folder started with:{lines}",
             where=uri,
             fix="restore those files to continue it, or choose another --out for a new run",
+        )
+
+
+def check_digest_scheme(uri: str, digest: str) -> None:
+    """Raises OutputError (73) where a digest was made as older versions made them: equal bytes have another one now."""
+    if is_older_scheme(digest):
+        raise OutputError(
+            f"the run in this folder was written by an older Orbit, whose digests ({digest[:13]}…) cannot be compared "
+            "with those of this one",
+            where=uri,
+            fix="continue it with the version that wrote it, or choose another --out for a new run",
         )
 
 

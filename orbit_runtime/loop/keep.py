@@ -6,16 +6,19 @@ Belongs here: what a checkpoint holds and in which order it is written. Does not
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Buffer, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from orbit_runtime.data.records import compress_rollouts
 from orbit_runtime.errors import OrbitError, OutputError, StorageError
+from orbit_runtime.loop.keeper import Keeper
 from orbit_runtime.loop.publish import adapter_name
 from orbit_runtime.loop.state import RunState
 from orbit_runtime.observability.metrics import MetricsRow
-from orbit_runtime.storage import Execution, Store, prune_bundles, write_bundle
+from orbit_runtime.storage import Content, Execution, Store, prune_bundles, restate_bundle, write_bundle
 from orbit_runtime.types import Group, Trainer
 
 MAX_REFERENCE = 2000
@@ -75,22 +78,70 @@ def keep_row(store: Store, execution: Execution, row: MetricsRow) -> None:
     store.put(*_row_file(row))
 
 
-def keep_checkpoint(
-    store: Store,
-    execution: Execution,
-    state: RunState,
-    trainer: Trainer,
-    *,
-    cursor: Mapping[str, Any],
-    identity: str,
-    keep: int,
-) -> None:
-    """Everything an exact resume needs, under one manifest; older checkpoints and adapters beyond `keep` go.
+@dataclass(frozen=True)
+class Checkpoints:
+    """Where a run's checkpoints go, and how."""
 
-    Order: the adapter was stored by its publish, rollouts and row by `keep_step`; only now does the step exist.
-    """
+    store: Store
+    execution: Execution
+    keeper: Keeper
+    trainer: Trainer
+    identity: str
+    """Digest of all that changes the run's numbers."""
+    keep: int
+    """How many stay; 0: all."""
+
+    def begin(self, state: RunState, cursor: Mapping[str, Any]) -> None:
+        """Everything an exact resume needs, under one manifest; older checkpoints and adapters beyond `keep` go.
+
+        It is written beside the next step. Order: the adapter is stored by its publish, rollouts and row by
+        `keep_step`; only then does the step exist.
+        """
+        prefix, newest = checkpoint_prefix(state.step), f"adapters/{adapter_name(state.version)}"
+        facts = _facts(state, cursor, self.identity)
+        parts = CheckpointParts()
+        self.trainer.save_state(parts)
+
+        def write() -> None:
+            try:
+                write_bundle(self.store, self.execution, prefix, parts.contents, facts)
+            finally:
+                parts.is_read.set()
+            prune_bundles(self.store, "checkpoints/", self.keep, newest=prefix)
+            prune_bundles(self.store, "adapters/", self.keep + 1 if self.keep else 0, newest=newest)
+
+        # Where it is not even begun, because the adapter could not be stored, nobody reads either.
+        self.keeper.submit(write).add_done_callback(lambda _: parts.is_read.set())
+        state.checkpoint_begun = state.step
+
+    def settle(self, state: RunState) -> None:
+        """Until the newest publish and checkpoint are durable. Raises what kept them from it."""
+        self.keeper.wait()
+        state.checkpoint_step = state.checkpoint_begun
+
+    def restate(self, state: RunState, cursor: Mapping[str, Any]) -> None:
+        """The newest checkpoint with what is known by now; its parts stay."""
+        assert state.checkpoint_step == state.step
+        restate_bundle(self.store, self.execution, checkpoint_prefix(state.step), _facts(state, cursor, self.identity))
+
+
+class CheckpointParts:
+    """A `StateWriter`: what a checkpoint is to hold, until it was read."""
+
+    def __init__(self) -> None:
+        self.contents: dict[str, Content] = {}
+        self.is_read = threading.Event()
+
+    def write(self, name: str, size: int, pieces: Callable[[], Iterable[Buffer]]) -> None:
+        self.contents[name] = Content(size, pieces)
+
+    def wait(self) -> None:
+        self.is_read.wait()
+
+
+def _facts(state: RunState, cursor: Mapping[str, Any], identity: str) -> dict[str, Any]:
     assert state.publication is not None
-    facts = {
+    return {
         "step": state.step,
         "policy_version": state.version,
         "adapter_digest": state.publication.adapter.digest,
@@ -99,11 +150,6 @@ def keep_checkpoint(
         "proof": state.publication.proof.to_json(),
         "summary": state.facts(),
     }
-    prefix = checkpoint_prefix(state.step)
-    write_bundle(store, execution, prefix, trainer.save_state(), facts)
-    state.checkpoint_step = state.step
-    prune_bundles(store, "checkpoints/", keep, newest=prefix)
-    prune_bundles(store, "adapters/", keep + 1 if keep else 0, newest=f"adapters/{adapter_name(state.version)}")
 
 
 def keep_failure(store: Store, step: int, error: OrbitError, groups_P: Sequence[Group]) -> None:

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Buffer, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from orbit_runtime.adapters.buffer import publishable
 from orbit_runtime.adapters.state import expected_applied_digest
+from orbit_runtime.digests import Pieces, split
 from orbit_runtime.errors import GateError, OrbitError
+from orbit_runtime.loop.keeper import Keeper
 from orbit_runtime.parity.liveness import Limits, Proof, Reading, check_proofs, check_unproven, prove
-from orbit_runtime.storage import Execution, Store, write_bundle
+from orbit_runtime.storage import Content, Execution, Store, write_bundle
 from orbit_runtime.types import AdapterFiles, Copy, Engine, Scored, Trainer
 
 
@@ -56,6 +59,8 @@ class Publisher:
 
     store: Store
     execution: Execution
+    keeper: Keeper
+    """Writes the adapter beside its load and its proof; the publish is durable once the keeper was waited for."""
     engine: Engine
     trainer: Trainer
     canary_T: tuple[int, ...]
@@ -76,17 +81,18 @@ class Publisher:
             GateError: a check failed, or too many publishes in a row were unproven; the evidence is stored and
                 `previous` still stands.
         """
-        adapter = self.trainer.publishable(version)
+        adapter = publishable(self.trainer, version)
         adapted, base = self.trainer.score(self.canary_T)
         # What `serve` needs to repeat the effect check with no trainer.
         canary = {"token_ids": self.canary_T, "logprobs": adapted.logprobs_T, "base_logprobs": base.logprobs_T}
         of_base = {"weights": self.base_weights}
         facts = {"version": version, "digest": adapter.digest, "base": of_base, "canary": canary}
-        write_bundle(
-            self.store, self.execution, f"adapters/{adapter_name(version)}", adapter.files, facts, plain_names=True
-        )
+        assert adapter.pieces is not None
+        parts = {name: _content(data, adapter.pieces[name]) for name, data in adapter.files.items()}
+        prefix = f"adapters/{adapter_name(version)}"
+        self.keeper.submit(partial(write_bundle, self.store, self.execution, prefix, parts, facts, plain_names=True))
         # The same for every copy, and nothing that a server should wait for.
-        expected = expected_applied_digest(adapter.files)
+        expected = expected_applied_digest(adapter.files, adapter.pieces)
         try:
             self.engine.load_adapter(adapter_name(version), adapter)
         except OrbitError as error:
@@ -125,6 +131,11 @@ class Publisher:
     def _keep_evidence(self, version: int, evidence: Mapping[str, Any]) -> None:
         key = f"parity/publish-v{version}-e{self.execution.number:06d}.json"
         self.store.put(key, json.dumps(evidence, indent=1).encode())
+
+
+def _content(data: Buffer, pieces: Pieces) -> Content:
+    """A file that was hashed when it was made, and lies in memory."""
+    return Content(memoryview(data).nbytes, lambda: split(data, pieces), pieces)
 
 
 def _evidence(failed: Sequence[tuple[Proof, Reading]]) -> dict[str, Any]:

@@ -9,11 +9,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from orbit_runtime.adapters.buffer import publishable
 from orbit_runtime.data.records import decompress_rollouts
 from orbit_runtime.data.samples import build_samples
 from orbit_runtime.errors import DataError, ModelError, UsageError
 from orbit_runtime.loop.advantages import compute_advantages
 from orbit_runtime.loop.build import build_policy, build_trainer
+from orbit_runtime.loop.content import check_digest_scheme
 from orbit_runtime.loop.inputs import Inputs
 from orbit_runtime.loop.keep import step_name
 from orbit_runtime.loop.machine import explain_rounding, machine_facts, rounding_facts
@@ -74,6 +76,7 @@ def replay(store: Store, *, steps: int | None, show: Callable[[int, int], None])
     spec = resolved.run.spec
     folder = Inputs(spec, before.get("inputs", {}), Patience(), ()).model()
     policy = build_policy(resolved, folder, lambda _: None)
+    check_digest_scheme(store.uri, str(before["base_digest"]))
     if policy.base_digest() != before["base_digest"]:
         raise ModelError("the base has other bytes than when the run began", where=spec.model.uri)
     trainer, algorithm = build_trainer(resolved, policy, base_model=before["names"]["model"])
@@ -86,7 +89,7 @@ def replay(store: Store, *, steps: int | None, show: Callable[[int, int], None])
         groups = _groups(store, step)
         trainer.update(build_samples(groups, compute_advantages(spec, algorithm, trainer, groups)))
         version = int(row.number("policy_version") or 0)
-        done.append(ReplayedStep(step, str(row["adapter_digest"]), trainer.publishable(version).digest))
+        done.append(ReplayedStep(step, str(row["adapter_digest"]), publishable(trainer, version).digest))
         show(len(done), len(rows[:steps]))
         if not done[-1].is_equal:
             break

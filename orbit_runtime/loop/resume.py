@@ -13,6 +13,7 @@ from typing import Any
 
 from orbit_runtime.errors import OutputError
 from orbit_runtime.loop.build import Parts
+from orbit_runtime.loop.content import check_digest_scheme
 from orbit_runtime.loop.state import RunState
 from orbit_runtime.spec import Resolved, differences
 from orbit_runtime.storage import Bundle, NotFound, Store, newest_readable
@@ -74,8 +75,9 @@ def restore(parts: Parts, state: RunState, bundle: Bundle) -> None:
             where=parts.store.uri,
             fix="choose another --out",
         )
+    check_digest_scheme(parts.store.uri, str(facts["adapter_digest"]))
     parts.trainer.load_state(bundle.parts)
     parts.prompts.restore(facts["cursor"])
-    state.step = state.checkpoint_step = int(facts["step"])
+    state.step = state.checkpoint_step = state.checkpoint_begun = int(facts["step"])
     state.policy_version, state.expected_digest = int(facts["policy_version"]), str(facts["adapter_digest"])
     state.restore(facts["summary"])

@@ -30,6 +30,8 @@ class RunState:
     publication: Publication | None = None
     checkpoint_step: int = 0
     """Newest step that is durable."""
+    checkpoint_begun: int = 0
+    """Newest step whose checkpoint is written, or being written."""
     row: MetricsRow | None = None
     """The newest step's row with what keeping it took; it is stored with the step after it, or at the end."""
     parity_limit: float = 0.0

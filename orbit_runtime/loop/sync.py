@@ -59,6 +59,10 @@ def run_sync(parts: Parts, state: RunState, stop: StopFlag) -> str:
                 result = parts.trainer.update(samples_D)
             check_parity(result, state.parity_limit, enforce=parts.spec.parity.preflight == "Enforce")
 
+            # The step before was written beside this one so far; this one is kept once that one is durable.
+            settling_started = time.monotonic()
+            parts.show.stage("checkpoint", step)
+            _settle(parts, state)
             parts.show.stage("publish", step)
             publish_started = time.monotonic()
             state.publication = parts.publisher.publish(state.version + 1, state.publication)
@@ -73,9 +77,9 @@ def run_sync(parts: Parts, state: RunState, stop: StopFlag) -> str:
                 state,
                 collected,
                 result,
-                seconds_train=publish_started - training_started,
+                seconds_train=settling_started - training_started,
                 seconds_publish=keep_started - publish_started,
-                seconds_total=keep_started - started,
+                seconds_total=keep_started - started - (publish_started - settling_started),
             )
             keep_step(
                 parts.store,
@@ -86,8 +90,7 @@ def run_sync(parts: Parts, state: RunState, stop: StopFlag) -> str:
                 reference_fields=parts.reference_fields,
             )
             if step % checkpoint.every_steps == 0 and step < training.steps:
-                parts.show.stage("checkpoint", step)
-                parts.keep_checkpoint(state, cursor)
+                parts.checkpoints.begin(state, cursor)
             state.row = with_checkpoint(row, time.monotonic() - keep_started)
             if step < training.steps:
                 parts.show.step(state.row, state)
@@ -98,19 +101,29 @@ def run_sync(parts: Parts, state: RunState, stop: StopFlag) -> str:
         except OrbitError as error:
             keep_failure(parts.store, step, error, groups)
             raise
+    _settle(parts, state)
     if state.step > first:
         _keep_newest(parts, state, cursor)
     return ended
 
 
+def _settle(parts: Parts, state: RunState) -> None:
+    """Waits until the newest finished step is durable; its row says what that took of the loop's time."""
+    started = time.monotonic()
+    parts.checkpoints.settle(state)
+    if state.row is not None:
+        state.row = with_checkpoint(state.row, time.monotonic() - started)
+
+
 def _keep_newest(parts: Parts, state: RunState, cursor: Mapping[str, Any]) -> None:
     """However it ended, the newest finished step is durable, and says that the base is still the one it started on."""
     assert state.row is not None
-    started, durable = time.monotonic(), state.checkpoint_step == state.step
     state.base_digest_after = parts.base_digest()
-    parts.keep_checkpoint(state, cursor)
-    if not durable:
-        state.row = with_checkpoint(state.row, time.monotonic() - started)
+    if state.checkpoint_step == state.step:
+        parts.checkpoints.restate(state, cursor)
+    else:
+        parts.checkpoints.begin(state, cursor)
+        _settle(parts, state)
     keep_row(parts.store, parts.execution, state.row)
     if state.step == parts.spec.training.steps:
         parts.show.step(state.row, state)

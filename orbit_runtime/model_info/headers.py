@@ -49,7 +49,7 @@ class Header:
     """Where tensor bytes begin in the file."""
 
 
-def parse_header(data: bytes, *, size: int, where: str) -> Header:
+def parse_header(data: bytes | memoryview, *, size: int, where: str) -> Header:
     """The header at the start of `data`, of a file of `size` bytes; `ModelError` naming `where` unless it is whole."""
     if len(data) < 8 or size < 8:
         raise _broken(where, f"{size} bytes are too few for a safetensors file")
@@ -58,7 +58,7 @@ def parse_header(data: bytes, *, size: int, where: str) -> Header:
     if length > MAX_HEADER_BYTES or data_start > size or len(data) < data_start:
         raise _broken(where, f"the header claims {length} bytes, the file has {size}")
     try:
-        entries = json.loads(data[8:data_start], object_pairs_hook=_without_duplicates)
+        entries = json.loads(bytes(data[8:data_start]), object_pairs_hook=_without_duplicates)
         metadata = entries.pop("__metadata__", {})
         tensors = {name: _tensor_info(entry) for name, entry in entries.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:

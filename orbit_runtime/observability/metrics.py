@@ -102,8 +102,9 @@ METRICS: tuple[Metric, ...] = (
     _stage("score", "Rewards that sampling did not hide."),
     _stage("train", "Forward, backward and optimizer."),
     _stage("publish", "Writing, loading and proving the new adapter."),
-    _stage("checkpoint", "Making the step durable. It is written with the next step's row, or at the end: empty until "
-           "then, and where the process was killed before."),
+    _stage("checkpoint", "What making the step durable took of the loop's time; most of it happens beside the next "
+           "step. It is written with the next step's row, or at the end: empty until then, and where the process was "
+           "killed before."),
     Metric("seconds_total", "s", "The whole step, its checkpoint included where seconds_checkpoint is there.",
            "orbit_run_step_seconds", display=".3f", is_time=True),
 )  # fmt: skip

@@ -150,7 +150,7 @@ def prove(
         expected: digest of what layers must have applied; None: it is worked out here.
     """
     start = max(1, len(canary_T) - CACHED_TAIL)
-    expected = expected or expected_applied_digest(published.files)
+    expected = expected or expected_applied_digest(published.files, published.pieces)
     standing = [previous.name] if previous else []
     adapted, base = engine.score(canary_T, [name, None], behind=start, standing=standing)
     trainer_adapted, trainer_base = trainer_scores
@@ -304,7 +304,7 @@ def _told_apart(previous: Reading | None) -> Reading | None:
     """Without its bytes: an adapter can be gigabytes, and this one may be many versions old."""
     if previous is None or previous.apart is not None:
         return previous and previous.apart
-    return replace(previous, adapter=replace(previous.adapter, files={}))
+    return replace(previous, adapter=replace(previous.adapter, files={}, pieces=None, memory=None))
 
 
 def _weigh_novelty(reading: Reading, previous: Reading | None, noise: float) -> tuple[Effect | None, _Said]:

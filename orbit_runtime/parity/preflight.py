@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from orbit_runtime.adapters.buffer import publishable
 from orbit_runtime.errors import GateError
 from orbit_runtime.parity.statistics import Difference, build_difference, resolve_limit
 from orbit_runtime.types import Copy, Engine, Probe, Sample, Scored, Trainer
@@ -160,7 +161,7 @@ def _probe(
     name = f"{when}-{probe}"
     with probing(probe):
         on, off = map(_joined, _trainer_readings(trainer, sequences))
-        engine.load_adapter(name, trainer.publishable(version=-1))
+        engine.load_adapter(name, publishable(trainer, version=-1))
         try:
             measured = [_joined([copy.score(tokens, [name])[0] for tokens in sequences]) for copy in engine.copies()]
         finally:

@@ -8,16 +8,17 @@ Legend: `T` packed tokens, `R` targets, `N` hidden size.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import nn
 
 from orbit_runtime.adapters.inject import Injected
 from orbit_runtime.adapters.layer import Applied
+from orbit_runtime.digests import PIECE_BYTES, PieceHasher, tree_digest
 from orbit_runtime.policy.attention import Kernel, Plan
 from orbit_runtime.policy.direct import DirectDecoder
 from orbit_runtime.policy.logprobs import UNSHAPED, token_logprobs
@@ -126,18 +127,21 @@ class Policy:
             selection.trace = before
 
     def base_digest(self) -> str:
-        """`sha256:…` over every frozen tensor's name, dtype, shape and bytes, adapters left out.
+        """`tree:…` over every frozen tensor's name, dtype, shape and bytes, adapters left out; see `digests`.
 
         What was only widened to the compute dtype counts as BF16, so that the digest does not depend on the device.
+        Packed bytes leave a GPU once, a piece at a time, and are hashed beside it.
         """
-        digest = hashlib.sha256()
-        for name, widened in sorted(self._base_tensors().items()):
-            tensor = widened
-            if widened.dtype is torch.float32 and torch.equal(widened.bfloat16().float(), widened):
-                tensor = widened.bfloat16()
-            digest.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
-            digest.update(tensor.detach().reshape(-1).cpu().view(torch.uint8).numpy().tobytes())
-        return f"sha256:{digest.hexdigest()}"
+        hasher, counts = PieceHasher(), {}
+        for name, tensor in sorted(self._base_tensors().items()):
+            values = tensor.detach().reshape(-1)
+            dtype = torch.bfloat16 if _was_widened(values) else values.dtype
+            parts = values.split(PIECE_BYTES // dtype.itemsize) if len(values) else ()
+            for part in parts:
+                hasher.add(part.to(dtype).cpu().view(torch.uint8).numpy())
+            counts[f"{name} {dtype} {list(tensor.shape)}"] = len(parts)
+        pieces = iter(hasher.result())
+        return tree_digest({title: tuple(islice(pieces, count)) for title, count in counts.items()})
 
     def _base_tensors(self) -> dict[str, torch.Tensor]:
         tensors = dict(self.model.named_parameters())
@@ -148,3 +152,10 @@ class Policy:
             for name, tensor in tensors.items()
             if not tensor.requires_grad and seen.setdefault(tensor.data_ptr(), name) == name
         }
+
+
+def _was_widened(values: torch.Tensor) -> bool:
+    """Whether these flat values are BF16's, in fp32."""
+    if values.dtype is not torch.float32:
+        return False
+    return all(torch.equal(part.bfloat16().float(), part) for part in values.split(PIECE_BYTES // 4))

@@ -8,7 +8,7 @@ Both sides use the names of the Hugging Face checkpoint. Legend: `T` tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Buffer, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -66,7 +66,7 @@ class Snapshot:
 
 
 def take_snapshot(
-    policy: Policy, token_ids_T: Sequence[int], adapter: str | None, files: Mapping[str, bytes], *, copies: int = 1
+    policy: Policy, token_ids_T: Sequence[int], adapter: str | None, files: Mapping[str, Buffer], *, copies: int = 1
 ) -> Snapshot:
     """The trainer's view of the sequence's first T - 1 tokens: the last one is nobody's input.
 

@@ -12,20 +12,23 @@ from __future__ import annotations
 import os
 import secrets
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Buffer, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Literal, Protocol
 
-import torch
-
+from orbit_runtime.adapters.buffer import shared
 from orbit_runtime.adapters.group import Group, Opening
-from orbit_runtime.adapters.ticket import payload, write_ticket
+from orbit_runtime.adapters.ticket import as_tensor, blocks, carried_bytes, write_ticket
 from orbit_runtime.types import AdapterFiles
 
 BROADCAST_SECONDS = 30.0
-"""Longest that joining and one broadcast may take, each; a server answers nobody meanwhile."""
+"""Longest that joining may take; a server answers nobody meanwhile."""
+SLOWEST_BYTES_PER_SECOND = 50e6
+"""What a broadcast is waited for, beyond that: a tenth of what one core of a busy machine moves."""
+STEP_BYTES = 10_000_000
+"""Sizes are told apart by so much, so that one of nearly the same size goes through the group that is open."""
 LOOPBACK = "127.0.0.1"
 
 
@@ -67,25 +70,20 @@ class Transport(Protocol):
 
 
 class SharedMemory:
-    """A file in memory that has no name: it ends with the publish, or with the run, however that ends.
+    """The memory into which the trainer wrote the adapter: nothing is copied, and servers map it as it lies there.
 
-    No POSIX segment: one would outlive a killed run, and /dev/shm is 64 MB in an ordinary container.
+    It ends with the last who maps it, or with the run, however that ends.
     """
 
     @contextmanager
     def carry(
         self, adapter: AdapterFiles, folder: Path, copies: Mapping[str, tuple[int, int]]
     ) -> Iterator[Handover | None]:
-        title = f"orbit-{adapter.digest.partition(':')[2]}"
-        descriptor = os.memfd_create(title)
-        try:
-            with open(descriptor, "wb", closefd=False) as file:
-                file.writelines(payload(adapter))
-            path = f"/proc/{os.getpid()}/fd/{descriptor}"
-            write_ticket(folder, adapter, "SharedMemory", {"path": path, "title": os.readlink(path)})
-            yield Handover(folder, copies)
-        finally:
-            os.close(descriptor)
+        memory = shared(adapter)
+        path = f"/proc/{os.getpid()}/fd/{memory.descriptor}"
+        places = {name: memory.places[name] for name in adapter.files}
+        write_ticket(folder, adapter, "SharedMemory", {"path": path, "title": os.readlink(path), "places": places})
+        yield Handover(folder, copies)
 
     def close(self) -> None:
         pass
@@ -95,7 +93,11 @@ class Broadcast:
     """A group that stays open from publish to publish, as long as its members are the same and none fails."""
 
     def __init__(self, host: str = LOOPBACK, seconds: float = BROADCAST_SECONDS) -> None:
-        """Args: host: the address of this machine at which servers find it."""
+        """
+        Args:
+            host: the address of this machine at which servers find it.
+            seconds: longest that joining may take, and a broadcast of next to nothing.
+        """
         self._host, self._seconds = host, seconds
         self._generation: _Generation | None = None
 
@@ -106,10 +108,13 @@ class Broadcast:
         if not copies:
             yield None
             return
-        generation = self._open(copies)
+        parts = [*carried_bytes(adapter)]
+        steps = sum(memoryview(part).nbytes for part in parts) // STEP_BYTES
+        seconds = self._seconds + steps * STEP_BYTES / SLOWEST_BYTES_PER_SECOND
+        generation = self._open(copies, seconds)
         publish = secrets.token_hex(8)
         write_ticket(folder, adapter, "Broadcast", generation.source | {"publish": publish})
-        sent = generation.send(publish, bytearray().join(payload(adapter)))
+        sent = generation.send(publish, parts)
         try:
             yield Handover(folder, copies, generation.end)
         except BaseException:
@@ -117,7 +122,7 @@ class Broadcast:
             raise
         if not generation.is_over:
             # Every copy has the bytes. Where this side did not come to its end, only the group is of no more use.
-            wait([sent], self._seconds)
+            wait([sent], seconds)
         if generation.is_over or not sent.done():
             self.close()
         else:
@@ -129,18 +134,18 @@ class Broadcast:
             self._generation.end()
             self._generation = None
 
-    def _open(self, copies: Mapping[str, tuple[int, int]]) -> _Generation:
+    def _open(self, copies: Mapping[str, tuple[int, int]], seconds: float) -> _Generation:
         before = self._generation
-        if before is None or before.is_over or before.copies != copies:
+        if before is None or before.is_over or before.copies != copies or before.seconds < seconds:
             self.close()
-            self._generation = _Generation(self._host, copies, self._seconds)
+            self._generation = _Generation(self._host, copies, seconds)
         assert self._generation is not None
         return self._generation
 
 
 class _Generation:
     def __init__(self, host: str, copies: Mapping[str, tuple[int, int]], seconds: float) -> None:
-        self.copies = dict(copies)
+        self.copies, self.seconds = dict(copies), seconds
         self._opening = Opening(host, sum(ranks for _, ranks in copies.values()), seconds)
         self.source = self._opening.source
         self._group: Group | None = None
@@ -158,7 +163,7 @@ class _Generation:
         """A member that comes now, because its server loads a name again by itself, is not to wait for the next one."""
         self._opening.announce("")
 
-    def send(self, publish: str, data: bytearray) -> Future[None]:
+    def send(self, publish: str, parts: Sequence[Buffer]) -> Future[None]:
         """In a thread: members are waited for, and they come as their servers take the load call."""
         done: Future[None] = Future()
         self._opening.announce(publish)
@@ -167,7 +172,9 @@ class _Generation:
             try:
                 if self._group is None:
                     self._group = self._opening.wait(lambda: self.is_over)
-                self._group.broadcast(torch.frombuffer(data, dtype=torch.uint8))
+                for part in parts:
+                    for block in blocks(part):
+                        self._group.broadcast(as_tensor(block))
                 done.set_result(None)
             except BaseException as error:
                 self.end()

@@ -107,7 +107,7 @@ class SGLangApi:
         tensors = pickle.dumps(dict(tensorfile.parse(files[MODEL_FILE], where=MODEL_FILE)))
         body = {
             "lora_name": name,
-            "config_dict": json.loads(files[CONFIG_FILE]),
+            "config_dict": json.loads(bytes(files[CONFIG_FILE])),
             # Each of the server's processes takes the one of its number, and cuts out its part by itself.
             "serialized_named_tensors": [base64.b64encode(tensors).decode()] * self._ranks,
         }

@@ -16,7 +16,7 @@ import numpy as np
 
 from orbit_runtime.adapters.difference import explain_difference
 from orbit_runtime.adapters.layer import Applied
-from orbit_runtime.adapters.state import applied_digest, files_digest, load_slot, remove_slot, slot_files
+from orbit_runtime.adapters.state import CONFIG_FILE, applied_digest, load_slot, remove_slot, slot_digest, slot_files
 from orbit_runtime.data.routing import pack_experts
 from orbit_runtime.errors import GateError
 from orbit_runtime.policy.model import Policy
@@ -83,7 +83,7 @@ class TorchEngine:
         if name in self._slots or name in self._retired:
             raise GateError(f"adapter name {name!r} was used before", fix="publish every version under a new name")
         load_slot(self._policy.injected.layers, name, adapter.files)
-        self._slots[name] = Slot(adapter.version, adapter.digest, adapter.files["adapter_config.json"])
+        self._slots[name] = Slot(adapter.version, adapter.digest, bytes(adapter.files[CONFIG_FILE]))
 
     def unload_adapter(self, name: str) -> None:
         self._slot(name)
@@ -94,7 +94,7 @@ class TorchEngine:
         remove_slot(self._policy.injected.layers, name)
 
     def adapter_digest(self, name: str) -> str:
-        return files_digest(slot_files(self._policy.injected.layers, name, self._slot(name).config))
+        return slot_digest(self._policy.injected.layers, name, self._slot(name).config)
 
     def explain_slot(self, name: str, published: AdapterFiles) -> str:
         held = slot_files(self._policy.injected.layers, name, self._slot(name).config)

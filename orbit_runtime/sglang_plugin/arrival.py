@@ -9,22 +9,31 @@ Belongs here: receiving. Does not belong here: sending (`rollout.handover`), wha
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from io import BytesIO
+from collections.abc import Buffer, Callable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
+from orbit_runtime.adapters.buffer import read_place
 from orbit_runtime.adapters.group import Group, join
 from orbit_runtime.adapters.state import CONFIG_FILE, MODEL_FILE, ROTATIONS_FILE, parse_tensors
-from orbit_runtime.adapters.ticket import NotArrivedError, Ticket, read_payload, read_ticket
+from orbit_runtime.adapters.ticket import (
+    NotArrivedError,
+    Ticket,
+    as_tensor,
+    blocks,
+    check_arrived,
+    read_ticket,
+    split_carried,
+)
+from orbit_runtime.errors import ModelError
 
 _joined: dict[str, Group] = {}
 """The newest generation by its name; there is one at most."""
 
 
-def files_of(folder: Path) -> dict[str, bytes]:
+def files_of(folder: Path) -> dict[str, Buffer]:
     """An OFT adapter's files, from the folder or by its ticket. Raises ModelError or NotArrivedError."""
     ticket = read_ticket(folder)
     if ticket is not None:
@@ -36,37 +45,40 @@ def load_lora(original: Callable[..., None], adapter: Any) -> None:
     """Around SGLang's loading from files. What is raised here SGLang answers to the load call."""
     folder = Path(adapter.config.path)
     ticket = read_ticket(folder)
-    if ticket is None or ROTATIONS_FILE in ticket.sizes:
+    if ticket is None or ROTATIONS_FILE in ticket.files:
         original(adapter)
         return
     adapter.initialize_weights_from_tensors(parse_tensors(receive(ticket, folder), MODEL_FILE))
 
 
-def receive(ticket: Ticket, folder: Path) -> dict[str, bytes]:
+def receive(ticket: Ticket, folder: Path) -> dict[str, Buffer]:
     """
     Raises:
         NotArrivedError: they did not come.
         ModelError: they are not what was published.
     """
-    with RECEIVERS[ticket.kind](ticket) as stream:
-        return read_payload(ticket, folder, stream)
+    return check_arrived(ticket, folder, RECEIVERS[ticket.kind](ticket))
 
 
-def _from_memory(ticket: Ticket) -> BinaryIO:
-    """A file without a name, through the trainer's open descriptor of it."""
-    path, title = ticket.source["path"], ticket.source["title"]
+def _from_memory(ticket: Ticket) -> dict[str, Buffer]:
+    """A file without a name, through the trainer's open descriptor of it; mapped, so that all processes share it."""
+    path, title, places = (ticket.source[name] for name in ("path", "title", "places"))
     try:
         # The number may stand for another file by now, even for one on which reading waits.
-        stream = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except OSError as error:
         raise NotArrivedError(f"the memory that held it was given back: {error}") from None
-    if os.readlink(f"/proc/self/fd/{stream.fileno()}") != title:
-        stream.close()
-        raise NotArrivedError("the memory that held it was given back")
-    return stream
+    try:
+        if os.readlink(f"/proc/self/fd/{descriptor}") != title:
+            raise NotArrivedError("the memory that held it was given back")
+        return {name: read_place(descriptor, *places[name]) for name in ticket.carried}
+    except ValueError as error:
+        raise ModelError(f"the memory is not as large as the ticket says: {error}") from None
+    finally:
+        os.close(descriptor)
 
 
-def _from_group(ticket: Ticket) -> BinaryIO:
+def _from_group(ticket: Ticket) -> dict[str, Buffer]:
     name = ticket.source["generation"]
     group = _joined.get(name) or join(ticket.source)
     # One that fails is over, so it is kept only after it served.
@@ -75,13 +87,18 @@ def _from_group(ticket: Ticket) -> BinaryIO:
     try:
         sent = group.carries(ticket.source["publish"])
         if sent:
-            group.broadcast(data)
+            files = split_carried(ticket, data.numpy())
+            for block in (block for file in files.values() for block in blocks(file)):
+                group.broadcast(as_tensor(block))
     except RuntimeError as error:
         raise NotArrivedError(error) from None
     _joined[name] = group
     if not sent:
         raise NotArrivedError("its broadcast is over")
-    return BytesIO(data.numpy())
+    return files
 
 
-RECEIVERS: Mapping[str, Callable[[Ticket], BinaryIO]] = {"SharedMemory": _from_memory, "Broadcast": _from_group}
+RECEIVERS: Mapping[str, Callable[[Ticket], dict[str, Buffer]]] = {
+    "SharedMemory": _from_memory,
+    "Broadcast": _from_group,
+}

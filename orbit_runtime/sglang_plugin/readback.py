@@ -22,18 +22,19 @@ from torch import Tensor
 
 from orbit_runtime.adapters import tensorfile
 from orbit_runtime.adapters.difference import explain_difference
-from orbit_runtime.adapters.layer import Applied
 from orbit_runtime.adapters.names import STACKED_NAMES
 from orbit_runtime.adapters.state import (
     CONFIG_FILE,
     MODEL_FILE,
     PEFT_PREFIX,
     ROTATIONS_FILE,
-    applied_digest,
     config_file,
-    files_digest,
+    digest_applied,
+    held_digest,
     published_tensors,
+    shapes_of,
 )
+from orbit_runtime.digests import Pieces
 from orbit_runtime.sglang_plugin.experts import expert_buffers
 from orbit_runtime.sglang_plugin.ranks import count, own_rank
 from orbit_runtime.sglang_plugin.rotation import Published, Rotations, parts
@@ -173,14 +174,16 @@ def describe(taken: Iterable[Taken], ranks: Sequence[Mapping[str, Told]]) -> dic
         # As a rule the newest batch used the slot where it stands.
         is_same = all(rank is None or rank.passed == rank.slot for rank in told)
         applied = standing if is_same else _joined(told, [rank and rank.passed for rank in told])
-        held = None if each.slot is None else _slot_files(each, told, standing)
-        explained = held is not None and (each.folder / EXPLAIN_FILE).exists()
+        # One pass over what is held serves both digests, as a rule.
+        pieces = tensorfile.tensor_pieces(standing)
+        used = pieces if applied is standing else tensorfile.tensor_pieces(applied)
+        explained = each.slot is not None and (each.folder / EXPLAIN_FILE).exists()
         described[each.name] = {
             "path": str(each.folder),
             "slot": each.slot,
-            "slot_digest": None if held is None else files_digest(held),
-            "applied_digest": None if each.passed is None else _applied_digest(told, applied),
-            "difference": _difference(each.folder, held, told) if held and explained else None,
+            "slot_digest": None if each.slot is None else _slot_digest(each, told, standing, pieces),
+            "applied_digest": None if each.passed is None else _applied_digest(told, applied, used),
+            "difference": _difference(each.folder, _slot_files(each, told, standing), told) if explained else None,
         }
     return described
 
@@ -224,18 +227,38 @@ def _joined(told: Sequence[Told | None], slots: Sequence[int | None]) -> Mapping
         () if each is None or slot is None else each.pieces.get(slot, ())
         for each, slot in zip(told, slots, strict=True)
     ]
-    # On the host: joined and narrowed on a GPU, an adapter would need its memory three times more.
-    return tensorfile.narrowed({name: tensor.cpu() for name, tensor in join(pieces).items()})
+    return join(pieces)
 
 
-def _slot_files(taken: Taken, told: Sequence[Told | None], held: Mapping[str, Tensor]) -> dict[str, bytes]:
-    """The published files, rebuilt: equal where the slots of all ranks hold what they held.
+def _slot_digest(
+    taken: Taken, told: Sequence[Told | None], held: Mapping[str, Tensor], pieces: Mapping[str, Pieces]
+) -> str:
+    """Of what the slots of all ranks hold: the published one where that is what was published.
 
     What has no tensor of its own and must show, is said in the tensors' names.
     """
-    config, published = taken.adapter.config, _published(taken.adapter)
-    settings = config_file(config.hf_config) if config.path is None else (taken.folder / CONFIG_FILE).read_bytes()
-    suffix = "".join(sorted({each.mark for each in told if each}))
+    suffix, published = _suffix(told), _published(taken.adapter)
+    frame = "{}" + suffix if published is not None else f"{PEFT_PREFIX}{{}}.weight{suffix}"
+    return held_digest(
+        _settings(taken),
+        {frame.format(name): tuple(tensor.shape) for name, tensor in held.items()},
+        {frame.format(name): each for name, each in pieces.items()},
+        parameters=None if published is None else published.parameters,
+    )
+
+
+def _suffix(told: Sequence[Told | None]) -> str:
+    return "".join(sorted({each.mark for each in told if each}))
+
+
+def _settings(taken: Taken) -> bytes:
+    config = taken.adapter.config
+    return config_file(config.hf_config) if config.path is None else (taken.folder / CONFIG_FILE).read_bytes()
+
+
+def _slot_files(taken: Taken, told: Sequence[Told | None], held: Mapping[str, Tensor]) -> dict[str, bytes]:
+    """The published files, rebuilt, for telling how they differ."""
+    published, settings, suffix = _published(taken.adapter), _settings(taken), _suffix(told)
     if published is not None:
         return {
             MODEL_FILE: tensorfile.dump(published.parameters, torch.float32),
@@ -246,8 +269,8 @@ def _slot_files(taken: Taken, told: Sequence[Told | None], held: Mapping[str, Te
     return {MODEL_FILE: tensorfile.dump_narrowed(tensors), CONFIG_FILE: settings}
 
 
-def _applied_digest(told: Sequence[Told | None], tensors: Mapping[str, Tensor]) -> str:
-    return applied_digest(Applied("", "", tensors, scaling) for scaling in {each.scaling for each in told if each})
+def _applied_digest(told: Sequence[Told | None], tensors: Mapping[str, Tensor], pieces: Mapping[str, Pieces]) -> str:
+    return digest_applied(shapes_of(tensors), pieces, {each.scaling for each in told if each})
 
 
 def _mark(manager: Any, adapter: Any, slot: int) -> str:

@@ -11,7 +11,7 @@ Shapes: R `[n, b, b]` with n blocks of b features, a layer's buffer `[slots, n, 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Buffer, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -205,9 +205,9 @@ class Rotations:
         """Before a pass: the slot and the rows of each of its sequences, OFT or not."""
         self.rows.prepare([slot if self.holds[slot] else UNTURNED for slot in slots], lengths)
 
-    def load(self, files: Mapping[str, bytes]) -> Published:
+    def load(self, files: Mapping[str, Buffer]) -> Published:
         """Raises ModelError naming what does not fit this model. Whether R is the right one, the read-back shows."""
-        settings = json.loads(files[CONFIG_FILE])
+        settings = json.loads(bytes(files[CONFIG_FILE]))
         if settings.get("oft_block_size") != self.block_size:
             raise ModelError(
                 f"oft_block_size is {settings.get('oft_block_size')}, this server was started for {self.block_size}",

@@ -5,7 +5,8 @@ The protocol, on which every reader and writer of a run folder relies:
 1. **Put is atomic, nothing else is assumed.** An object is whole or absent. No append, no rename, no conditional
    update; create-only puts are honoured.
 2. **Parts first, manifest last.** A bundle (checkpoint, adapter) is the parts named by its `manifest.json`, with
-   sizes and SHA-256. Without a manifest there is no bundle; a reader trusts manifests only and verifies each part.
+   the size and SHA-256 of every piece of them. Without a manifest there is no bundle; a reader trusts manifests only
+   and verifies each piece.
 3. **One writer.** An execution takes the next number by a create-only put under `executions/`, keeps a heartbeat
    and, on a local folder, an flock. It asks before each manifest whether a higher number exists and stops if so.
    Part names carry the number, so two executions never mix their parts.
@@ -19,12 +20,14 @@ from __future__ import annotations
 
 from orbit_runtime.storage.bundles import (
     Bundle,
+    Content,
     Manifest,
     Part,
     list_bundles,
     newest_readable,
     read_bundle,
     read_manifest,
+    restate_bundle,
     write_bundle,
 )
 from orbit_runtime.storage.execution import Execution, claim_execution, newest_execution
@@ -36,6 +39,7 @@ from orbit_runtime.storage.store import AlreadyExists, CorruptBundle, NotFound, 
 __all__ = [
     "AlreadyExists",
     "Bundle",
+    "Content",
     "CorruptBundle",
     "Execution",
     "Manifest",
@@ -51,5 +55,6 @@ __all__ = [
     "prune_bundles",
     "read_bundle",
     "read_manifest",
+    "restate_bundle",
     "write_bundle",
 ]

@@ -5,28 +5,43 @@ Belongs here: parts, digests, the manifest. Does not belong here: what the parts
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Buffer, Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
+from orbit_runtime.digests import Piece, PieceHasher, Pieces, cut, first_difference, hash_pieces
 from orbit_runtime.errors import OutputError
 from orbit_runtime.storage.execution import Execution
-from orbit_runtime.storage.store import AlreadyExists, CorruptBundle, NotFound, Store
+from orbit_runtime.storage.store import STREAM_BYTES, AlreadyExists, CorruptBundle, NotFound, Store
 
 MANIFEST = "manifest.json"
-_FORMAT = 1
+_FORMAT = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One file of a bundle. Example: `Part("checkpoints/step-000012/master-e000003.safetensors", "ab12…", 20480)`"""
+    """One file of a bundle. Example: `Part("checkpoints/step-000012/master-e000003.safetensors", (Piece(…), …))`"""
 
     key: str
-    sha256: str
+    pieces: Pieces
+    """Its bytes in order, as `digests` cuts them; a file of one piece has that piece's SHA-256."""
+
+    @property
+    def bytes(self) -> int:
+        return sum(piece.bytes for piece in self.pieces)
+
+
+@dataclass(frozen=True)
+class Content:
+    """What a part is to hold, in pieces that are made when they are needed."""
+
     bytes: int
+    pieces: Callable[[], Iterable[Buffer]]
+    """May be called more than once, and must give the same: a try that failed is begun anew."""
+    known: Pieces | None = None
+    """Their digests, where somebody hashed them already; they are not hashed again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +63,7 @@ class Bundle:
 
     prefix: str
     manifest: Manifest
-    parts: Mapping[str, bytes]
+    parts: Mapping[str, Buffer]
 
     @property
     def facts(self) -> Mapping[str, Any]:
@@ -59,13 +74,15 @@ def write_bundle(
     store: Store,
     execution: Execution,
     prefix: str,
-    parts: Mapping[str, bytes],
+    parts: Mapping[str, Buffer | Content],
     facts: Mapping[str, Any],
     *,
     kind: str = "",
     plain_names: bool = False,
 ) -> Manifest:
     """Write parts, then the manifest. Killed anywhere, the folder holds the old bundle, the new one or none.
+
+    Of a part that is given as `Content` a few pieces are in memory at a time, and one pass hashes and writes it.
 
     Safe to call twice. A bundle that a lower execution left here is replaced; that of a higher one stands.
 
@@ -80,28 +97,79 @@ def write_bundle(
         OutputError: another execution took over.
     """
     folder = _folder(prefix)
-    listed = {
-        name: Part(
-            f"{folder}{name if plain_names else _numbered(name, execution.number)}",
-            hashlib.sha256(data).hexdigest(),
-            len(data),
-        )
-        for name, data in parts.items()
-    }
+    keys = {name: f"{folder}{name if plain_names else _numbered(name, execution.number)}" for name in parts}
+    contents = {keys[name]: _content(part) for name, part in parts.items()}
     kind = kind or folder.split("/")[0].removesuffix("s")
-    manifest = Manifest(kind, execution.number, listed, dict(facts), store.clock())
     standing = _standing(store, folder)
     if standing is not None:
         _refuse_higher(store, standing, execution)
-        if _overwrites(standing, manifest):
+        if _overwrites(standing, contents):
             # A kill among the parts must not leave the old manifest above new parts.
             execution.check()
             store.delete([folder + MANIFEST])
             standing = None
-    store.put_many([(listed[name].key, data) for name, data in parts.items()])
+    written = _write_parts(store, contents)
+    listed = {name: written[key] for name, key in keys.items()}
+    manifest = Manifest(kind, execution.number, listed, dict(facts), store.clock())
     execution.check()
     _put_manifest(store, folder, manifest, execution, replace=standing is not None)
     return manifest
+
+
+def restate_bundle(store: Store, execution: Execution, prefix: str, facts: Mapping[str, Any]) -> None:
+    """Gives a complete bundle of this execution other facts; its parts stay as they are.
+
+    Raises:
+        OutputError: another execution took over.
+    """
+    folder = _folder(prefix)
+    standing = read_manifest(store, folder)
+    _refuse_higher(store, standing, execution)
+    execution.check()
+    manifest = replace(standing, facts=dict(facts), written=store.clock())
+    _put_manifest(store, folder, manifest, execution, replace=True)
+
+
+def _content(part: Buffer | Content) -> Content:
+    if isinstance(part, Content):
+        return part
+    view = memoryview(part).cast("B")
+    return Content(view.nbytes, lambda: cut(view), hash_pieces(cut(view)))
+
+
+def _overwrites(standing: Manifest, contents: Mapping[str, Content]) -> bool:
+    """Whether a part that stands is to get other bytes, or may."""
+    return any(part.key in contents and contents[part.key].known != part.pieces for part in standing.parts.values())
+
+
+def _write_parts(store: Store, contents: Mapping[str, Content]) -> dict[str, Part]:
+    """By key: what was written. Small ones go together, large ones one after the other."""
+    written, small = {}, []
+    for key, content in contents.items():
+        if content.bytes < STREAM_BYTES:
+            pieces = [*content.pieces()]
+            small.append((key, b"".join(pieces)))
+            written[key] = Part(key, content.known or hash_pieces(pieces))
+        else:
+            written[key] = Part(key, _stream(store, key, content))
+    store.put_many(small)
+    return written
+
+
+def _stream(store: Store, key: str, content: Content) -> Pieces:
+    if content.known is not None:
+        store.put_stream(key, content.pieces)
+        return content.known
+    hashers: list[PieceHasher] = []
+
+    def hashed() -> Iterator[Buffer]:
+        hashers.append(PieceHasher())
+        for piece in content.pieces():
+            hashers[-1].add(piece)
+            yield piece
+
+    store.put_stream(key, hashed)
+    return hashers[-1].result()
 
 
 def read_manifest(store: Store, prefix: str) -> Manifest:
@@ -114,12 +182,19 @@ def read_manifest(store: Store, prefix: str) -> Manifest:
     key = _folder(prefix) + MANIFEST
     try:
         raw = json.loads(store.get(key))
-        if raw["format"] != _FORMAT:
+        if raw["format"] not in (1, _FORMAT):
             raise CorruptBundle(f"{key} has format {raw['format']}, this version reads {_FORMAT}", where=store.uri)
-        parts = {str(name): Part(str(p["key"]), str(p["sha256"]), int(p["bytes"])) for name, p in raw["parts"].items()}
+        parts = {str(name): Part(str(part["key"]), read_pieces(part)) for name, part in raw["parts"].items()}
         return Manifest(str(raw["kind"]), int(raw["execution"]), parts, dict(raw["facts"]), float(raw["written"]))
     except (ValueError, TypeError, KeyError, AttributeError):
         raise CorruptBundle(f"{key} is not a manifest", where=store.uri) from None
+
+
+def read_pieces(part: Mapping[str, Any]) -> Pieces:
+    if "sha256" in part:
+        # Format 1: one SHA-256 of the whole file.
+        return (Piece(int(part["bytes"]), str(part["sha256"])),)
+    return tuple(Piece(int(size), str(sha256)) for size, sha256 in part["pieces"])
 
 
 def read_bundle(store: Store, prefix: str) -> Bundle:
@@ -131,18 +206,25 @@ def read_bundle(store: Store, prefix: str) -> Bundle:
     """
     folder = _folder(prefix)
     manifest = read_manifest(store, folder)
-    contents: dict[str, bytes] = {}
+    contents: dict[str, Buffer] = {}
     foreign = [part.key for part in manifest.parts.values() if not _is_key_in(part.key, folder)]
     if foreign:
         raise CorruptBundle(f"{folder}{MANIFEST} names {foreign[0]!r}, outside of its folder", where=store.uri)
-    found = store.get_many([part.key for part in manifest.parts.values()])
+    found = store.view_many([part.key for part in manifest.parts.values()])
     for (name, part), data in zip(manifest.parts.items(), found, strict=True):
         if isinstance(data, NotFound):
             raise CorruptBundle(f"{part.key} is missing", where=store.uri)
-        if len(data) != part.bytes:
-            raise CorruptBundle(f"{part.key} has {len(data)} bytes instead of {part.bytes}", where=store.uri)
-        if hashlib.sha256(data).hexdigest() != part.sha256:
-            raise CorruptBundle(f"{part.key} was changed: its SHA-256 is not the manifest's", where=store.uri)
+        size = memoryview(data).nbytes
+        if size != part.bytes:
+            raise CorruptBundle(f"{part.key} has {size} bytes instead of {part.bytes}", where=store.uri)
+        wrong = first_difference(data, part.pieces)
+        if wrong is not None:
+            start = sum(piece.bytes for piece in part.pieces[:wrong])
+            end = start + part.pieces[wrong].bytes
+            raise CorruptBundle(
+                f"{part.key} was changed: the SHA-256 of its bytes {start} to {end} is not the manifest's",
+                where=store.uri,
+            )
         contents[name] = data
     return Bundle(folder, manifest, contents)
 
@@ -171,8 +253,21 @@ def bundle_order(folder: str) -> list[tuple[int, str]]:
     return [(int(piece), "") if piece.isdigit() else (0, piece) for piece in re.split(r"(\d+)", folder)]
 
 
+def manifest_json(manifest: Manifest) -> bytes:
+    """The file. `pieces` of a part are pairs of bytes and SHA-256, in the order of the file."""
+    parts = {
+        name: {"key": part.key, "bytes": part.bytes, "pieces": [[piece.bytes, piece.sha256] for piece in part.pieces]}
+        for name, part in manifest.parts.items()
+    }
+    content = {
+        "format": _FORMAT, "kind": manifest.kind, "execution": manifest.execution, "parts": parts,
+        "facts": dict(manifest.facts), "written": manifest.written,
+    }  # fmt: skip
+    return json.dumps(content, indent=1, allow_nan=False).encode()
+
+
 def _put_manifest(store: Store, folder: str, manifest: Manifest, execution: Execution, *, replace: bool) -> None:
-    data = json.dumps({"format": _FORMAT, **asdict(manifest)}, indent=1, allow_nan=False).encode()
+    data = manifest_json(manifest)
     try:
         store.put(folder + MANIFEST, data, create_only=not replace)
     except AlreadyExists:
@@ -199,11 +294,6 @@ def _refuse_higher(store: Store, standing: Manifest, execution: Execution) -> No
             where=store.uri,
             fix="nothing here: the newer execution continues the run",
         )
-
-
-def _overwrites(standing: Manifest, manifest: Manifest) -> bool:
-    before = {part.key: part.sha256 for part in standing.parts.values()}
-    return any(before.get(part.key, part.sha256) != part.sha256 for part in manifest.parts.values())
 
 
 def _numbered(name: str, execution: int) -> str:

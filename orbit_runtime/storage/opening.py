@@ -114,8 +114,8 @@ class LocalFolder:
         self._root = root
         self._opened: Backend | None = None
 
-    def put(self, path: str, file: bytes, /, *, mode: Any = None) -> Any:
-        return self._open(create=True).put(path, file, mode=mode)
+    def put(self, path: str, file: Any, /, *, mode: Any = None, **streaming: Any) -> Any:
+        return self._open(create=True).put(path, file, mode=mode, **streaming)
 
     def get(self, path: str, /) -> Any:
         return self._open().get(path)

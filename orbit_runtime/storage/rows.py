@@ -19,11 +19,11 @@ def compact_rows(store: Store, prefix: str, target: str) -> int:
     """
     keys = sorted((key for key in store.list(prefix) if key.endswith(".json")), key=bundle_order)
     lines: list[str] = []
-    for key, data in zip(keys, store.get_many(keys), strict=True):
+    for key, data in zip(keys, store.view_many(keys), strict=True):
         if isinstance(data, NotFound):
             raise data
         try:
-            lines.append(json.dumps(json.loads(data), separators=(",", ":")))
+            lines.append(json.dumps(json.loads(bytes(data)), separators=(",", ":")))
         except ValueError:
             raise StorageError(
                 f"{key} is not JSON", where=store.uri, fix="remove that file; the other rows are unharmed"

@@ -6,9 +6,10 @@ Belongs here: put, get, list and delete. Does not belong here: URIs (`opening`),
 from __future__ import annotations
 
 import logging
+import mmap
 import re
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Buffer, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,6 +23,10 @@ from orbit_runtime.storage.faults import read_fault
 _log = logging.getLogger("orbit.storage")
 _KEY = re.compile(r"[A-Za-z0-9._=+-]+(/[A-Za-z0-9._=+-]+)*")
 _PARALLEL_REQUESTS = 8
+STREAM_BYTES = 1 << 24
+"""Of one request of a streamed object, and the least that is worth streaming."""
+_STREAM_REQUESTS = 2
+_MAPPED_BYTES = 1 << 20
 
 STORE_ERRORS = (BaseError, OSError)
 """What the store and the disk raise; anything else is a mistake of ours."""
@@ -49,7 +54,7 @@ class CorruptBundle(StorageError):
 class Backend(Protocol):
     """The seven calls that we make of an obstore store (`LocalStore`, `S3Store`, `MemoryStore` …)."""
 
-    def put(self, path: str, file: bytes, /, *, mode: Any = None) -> Any: ...
+    def put(self, path: str, file: Any, /, *, mode: Any = None, **streaming: Any) -> Any: ...
     def get(self, path: str, /) -> Any: ...
     def get_range(self, path: str, /, *, start: int, end: int) -> Any: ...
     def head(self, path: str, /) -> Any: ...
@@ -126,9 +131,25 @@ class Store:
                 raise
         except NotFound:
             # Writing creates what is missing, so what is not there is a place where nothing can be created.
-            raise OutputError(
-                f"{key} cannot be created here", where=self.uri, fix="choose a folder that can be written"
-            ) from None
+            raise self._uncreatable(key) from None
+
+    def put_stream(self, key: str, pieces: Callable[[], Iterable[Buffer]]) -> None:
+        """Write one object from its pieces, whole or not at all, with a few of them in memory at a time.
+
+        Args:
+            pieces: each try asks for them anew, so they must be the same every time.
+        """
+        check_key(key)
+
+        def attempt() -> None:
+            self._backend.put(
+                key, iter(pieces()), use_multipart=True, chunk_size=STREAM_BYTES, max_concurrency=_STREAM_REQUESTS
+            )
+
+        try:
+            self._call(f"writing {key}", key, attempt)
+        except NotFound:
+            raise self._uncreatable(key) from None
 
     def get(self, key: str) -> bytes:
         """Read one object. Raises `NotFound`."""
@@ -136,6 +157,21 @@ class Store:
         data = self._call(f"reading {key}", key, lambda: bytes(self._backend.get(key).bytes()))
         assert isinstance(data, bytes)
         return data
+
+    def view(self, key: str) -> Buffer:
+        """Read one object for looking at: in a local folder it is mapped, so that it takes no memory of its own.
+
+        Writing to it changes nothing but this view. Raises `NotFound`.
+        """
+        check_key(key)
+        try:
+            if self.root is not None and (self.root / key).stat().st_size >= _MAPPED_BYTES:
+                with (self.root / key).open("rb") as file:
+                    return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+        except OSError:
+            # Whatever it is, the ordinary way says it in our words.
+            pass
+        return self.get(key)
 
     def get_range(self, key: str, start: int, end: int) -> bytes:
         """Read bytes `[start, end)` of one object, fewer where it ends before. Raises `NotFound`."""
@@ -197,6 +233,9 @@ class Store:
         elif names:
             self._call(f"deleting {len(names)} objects", names[0], lambda: self._backend.delete(names))
 
+    def _uncreatable(self, key: str) -> OutputError:
+        return OutputError(f"{key} cannot be created here", where=self.uri, fix="choose a folder that can be written")
+
     def _delete_one(self, key: str) -> None:
         try:
             self._call(f"deleting {key}", key, lambda: self._backend.delete([key]))
@@ -207,12 +246,12 @@ class Store:
         """Write several objects, in parallel where each costs a round trip. All are written when it returns."""
         self._each(lambda pair: self.put(pair[0], pair[1]), objects)
 
-    def get_many(self, keys: Sequence[str]) -> Sequence[bytes | NotFound]:
-        """Read several objects, in the order asked; a missing one comes back as its `NotFound`."""
+    def view_many(self, keys: Sequence[str]) -> Sequence[Buffer | NotFound]:
+        """`view` of several objects, in the order asked; a missing one comes back as its `NotFound`."""
 
-        def read(key: str) -> bytes | NotFound:
+        def read(key: str) -> Buffer | NotFound:
             try:
-                return self.get(key)
+                return self.view(key)
             except NotFound as missing:
                 return missing
 

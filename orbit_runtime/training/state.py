@@ -7,26 +7,25 @@ Does not belong here: where the bytes go (`storage`), the rest of a checkpoint (
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Buffer, Mapping
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load
 
 from orbit_runtime.adapters.state import check_tensors
-from orbit_runtime.adapters.tensorfile import dump
+from orbit_runtime.adapters.tensorfile import TensorFile, build, parse
 from orbit_runtime.errors import ModelError
+from orbit_runtime.model_info.headers import parse_header
 
 PART = "trainer.safetensors"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def pack_state(
+def build_state(
     masters: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer, counters: Mapping[str, int]
-) -> bytes:
+) -> TensorFile:
     """Tensors `master/<name>`, `exp_avg/<name>`, `exp_avg_sq/<name>` (fp32) and the counters as metadata.
 
-    Moments are absent before the first update.
+    Moments are absent before the first update. The tensors are the trainer's own, and none is copied before it is read.
     """
     tensors: dict[str, torch.Tensor] = {}
     for name, master in masters.items():
@@ -35,22 +34,22 @@ def pack_state(
         for moment in _MOMENTS:
             if moment in moments:
                 tensors[f"{moment}/{name}"] = moments[moment]
-    return dump(tensors, torch.float32, {"counters": json.dumps(dict(counters), sort_keys=True)})
+    return build(tensors, torch.float32, {"counters": json.dumps(dict(counters), sort_keys=True)})
 
 
-def unpack_state(data: bytes, masters: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer) -> dict[str, int]:
+def unpack_state(data: Buffer, masters: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer) -> dict[str, int]:
     """Writes tensors back in place; returns the counters.
 
     Raises:
         ModelError: a tensor is missing, too many, not finite, or of another shape or dtype than this adapter's; then
         nothing was changed.
     """
+    view = memoryview(data).cast("B")
     try:
-        tensors = load(data)
-    except SafetensorError as error:
-        raise ModelError(f"unreadable: {error}", where=PART) from error
-    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    counters: dict[str, int] = json.loads(header["__metadata__"]["counters"])
+        tensors = parse(view, where=PART)
+    except KeyError as error:
+        raise ModelError(f"unreadable: a tensor has dtype {error}", where=PART) from None
+    counters: dict[str, int] = json.loads(parse_header(view, size=view.nbytes, where=PART).metadata["counters"])
     kinds = ("master", *(_MOMENTS if counters["updates"] else ()))
     shapes = {f"{kind}/{name}": tuple(master.shape) for kind in kinds for name, master in masters.items()}
     check_tensors(PART, tensors, shapes, torch.float32)

@@ -8,14 +8,14 @@ Legend: `D` samples, `R` trained tokens of a micro-batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Buffer, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
 from orbit_runtime.adapters.layer import TRAINER_SLOT
-from orbit_runtime.adapters.state import applied_digest, export_adapter, files_digest
+from orbit_runtime.adapters.state import applied_digest, write_adapter
 from orbit_runtime.algorithms.losses import PolicyLossSettings, policy_loss, truncated_importance
 from orbit_runtime.algorithms.reduction import Reduction, token_weights
 from orbit_runtime.data.packing import pack_micro_batches, split_mini_batches
@@ -28,8 +28,8 @@ from orbit_runtime.policy.seen import Seen, build_seen
 from orbit_runtime.seeds import stream_key
 from orbit_runtime.training.parity import ParitySums
 from orbit_runtime.training.schedule import Schedule, learning_rate
-from orbit_runtime.training.state import PART, pack_state, unpack_state
-from orbit_runtime.types import AdapterFiles, Sample, Sampling, Scored, UpdateResult
+from orbit_runtime.training.state import PART, build_state, unpack_state
+from orbit_runtime.types import AdapterManifest, AdapterSink, Sample, Sampling, Scored, StateWriter, UpdateResult
 
 RouterReplay = Literal["None", "Record", "Replay"]
 
@@ -97,6 +97,8 @@ class TorchTrainer:
         )
         self._updates = 0
         self._steps = 0
+        self._reader: StateWriter | None = None
+        """Who may still be reading masters and moments."""
 
     @property
     def trainable_parameters(self) -> int:
@@ -202,6 +204,7 @@ class TorchTrainer:
         )
         for group in self._optimizer.param_groups:
             group["lr"] = rate
+        self._let_be_read()
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         self._updates += 1
@@ -290,9 +293,9 @@ class TorchTrainer:
 
     # --- publishing and proof ---
 
-    def publishable(self, version: int) -> AdapterFiles:
-        files = export_adapter(self._policy.injected, self._policy.injected.config, self._settings.base_model)
-        return AdapterFiles(version, files, files_digest(files))
+    def publish(self, sink: AdapterSink) -> AdapterManifest:
+        injected = self._policy.injected
+        return write_adapter(injected, injected.config, self._settings.base_model, sink)
 
     def score(self, token_ids_T: Sequence[int]) -> tuple[Scored, Scored]:
         """One packed pass over the sequence twice: with the masters' published rounding, and with the bare base."""
@@ -316,10 +319,20 @@ class TorchTrainer:
 
     # --- checkpoint ---
 
-    def save_state(self) -> Mapping[str, bytes]:
-        return {PART: pack_state(self._masters, self._optimizer, {"updates": self._updates, "steps": self._steps})}
+    def save_state(self, writer: StateWriter) -> None:
+        self._let_be_read()
+        file = build_state(self._masters, self._optimizer, {"updates": self._updates, "steps": self._steps})
+        writer.write(PART, file.size, file.pieces)
+        self._reader = writer
 
-    def load_state(self, parts: Mapping[str, bytes]) -> None:
+    def _let_be_read(self) -> None:
+        """Before masters or moments change: what is written beside this step must be as it was."""
+        if self._reader is not None:
+            self._reader.wait()
+            self._reader = None
+
+    def load_state(self, parts: Mapping[str, Buffer]) -> None:
+        self._let_be_read()
         counters = unpack_state(parts[PART], self._masters, self._optimizer)
         self._updates, self._steps = counters["updates"], counters["steps"]
 

@@ -14,7 +14,7 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).parents[2]
 RUNTIME = ROOT / "orbit_runtime"
 
-WITHOUT_TORCH = {"errors", "types", "seeds", "spec", "workers", "storage", "model_info", "planner"}
+WITHOUT_TORCH = {"errors", "digests", "types", "seeds", "spec", "workers", "storage", "model_info", "planner"}
 """These run in the light install: in the operator, in `orbit validate`, in the pod before anything heavy is loaded."""
 HEAVY = {
     "torch",
@@ -99,7 +99,7 @@ def test_nothing_from_the_planner_down_imports_torch_or_what_comes_with_it() -> 
 
 def test_types_and_seeds_and_errors_need_the_standard_library_only() -> None:
     for package, tree in modules():
-        if package in ("types", "seeds", "errors"):
+        if package in ("types", "seeds", "digests", "errors"):
             assert not outside_imports(tree), package
 
 

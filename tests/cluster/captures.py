@@ -28,7 +28,7 @@ BLOCKS = {"Message": "Type", "Budget": "Who Acts"}
 """First and last line of what belongs together, where `kubectl describe` sorts fields by name."""
 _VARIABLE = (
     (r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", "TIME"),
-    (r"sha256:[0-9a-f]+", "DIGEST"),
+    (r"(sha256|tree):[0-9a-f]+", "DIGEST"),
     (r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}", "UID"),
     (r"(-a\d+)-[a-z0-9]{5}\b", r"\1-POD"),
     (r"\bb200-\d\b", "NODE"),

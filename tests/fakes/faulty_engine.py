@@ -59,11 +59,11 @@ class FaultyEngine:
     def load_adapter(self, name: str, adapter: AdapterFiles) -> None:
         given = adapter
         if self.spoil is not None:
-            spoiled = self.spoil(load(adapter.files[MODEL]))
+            spoiled = self.spoil(load(bytes(adapter.files[MODEL])))
             if not self.strict:
-                whole = load(adapter.files[MODEL])
+                whole = load(bytes(adapter.files[MODEL]))
                 spoiled = {key: spoiled.get(key, torch.zeros_like(tensor)) for key, tensor in whole.items()}
-            given = replace(adapter, files={**adapter.files, MODEL: save(spoiled)})
+            given = AdapterFiles(adapter.version, {**adapter.files, MODEL: save(spoiled)}, adapter.digest)
         if self.stale and self._last is not None:
             given = replace(self._last, version=adapter.version)
         self.engine.load_adapter(name, given)

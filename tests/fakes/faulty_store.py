@@ -48,8 +48,8 @@ class FaultyBackend:
         """The next `times` calls fail; with `lost_reply` after they were carried out."""
         (self.after if lost_reply else self.before).setdefault(call, []).extend([GenericError(text)] * times)
 
-    def put(self, path: str, file: bytes, /, *, mode: Any = None) -> Any:
-        return self._do("put", path, lambda: self.inner.put(path, file, mode=mode))
+    def put(self, path: str, file: Any, /, *, mode: Any = None, **streaming: Any) -> Any:
+        return self._do("put", path, lambda: self.inner.put(path, file, mode=mode, **streaming))
 
     def get(self, path: str, /) -> Any:
         return self._do("get", path, lambda: self.inner.get(path))

@@ -13,7 +13,7 @@ import zstandard
 
 from orbit_runtime.observability.metrics import MetricsRow, build_row
 
-BASE = "sha256:" + "b" * 64
+BASE = "tree:" + "b" * 64
 
 
 def synthetic_row(step: int, *, start: float = 0.28, gain: float = 0.5, total: int = 60, seed: int = 1) -> MetricsRow:
@@ -24,7 +24,7 @@ def synthetic_row(step: int, *, start: float = 0.28, gain: float = 0.5, total: i
     return build_row(
         step=step,
         policy_version=step,
-        adapter_digest=f"sha256:{step:064x}",
+        adapter_digest=f"tree:{step:064x}",
         reward_mean=reward,
         reward_std=math.sqrt(max(0.0, reward * (1 - reward))),
         reward_value=500,
@@ -141,7 +141,7 @@ def write_run_folder(folder: Path, pretend: SyntheticRun = SyntheticRun()) -> Pa
 
 
 def _write_step(folder: Path, step: int, steps: int, warnings: tuple[str, ...]) -> None:
-    digest = f"sha256:{step:064x}"
+    digest = f"tree:{step:064x}"
     summary = {
         "publishes": step + 1,
         "publishes_proven": step + 1,

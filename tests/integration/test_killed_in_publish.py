@@ -1,4 +1,4 @@
-"""A run that dies between the load of an adapter and its proof: nothing of it counts, and what resumes is the same run."""
+"""A run that dies between an adapter's load and its proof: nothing of it counts, and what resumes is the same run."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ from orbit_runtime.errors import GateError
 from orbit_runtime.parity.preflight import GATED, Preflight, check_preflight, measure_preflight
 from orbit_runtime.parity.statistics import ABSOLUTE_LIMITS
 from orbit_runtime.types import Engine
+from tests.fakes.held_state import hold_state
 from tests.integration.test_publish_proof import Rig
 
 SEQUENCES = [list(range(3, 3 + length)) for length in (9, 14, 6)]
@@ -39,13 +40,13 @@ def test_every_state_is_measured_and_nothing_of_it_stays(tmp_path: Path, adapter
     rig = Rig(tmp_path, adapter)
     rig.train(1, 0.01)
     rig.publish()
-    before = (rig.trainer.save_state(), rig.engine.engine.adapters(), rig.store.list())
+    before = (hold_state(rig.trainer), rig.engine.engine.adapters(), rig.store.list())
     slots = {name: set(layer.slots) for name, layer in rig.engine.layers.items()}
     result = measure(rig)
     check_preflight(result)
     assert result.random_effect > 10 * result.limit, "a random adapter is plainly visible"
     assert result.random != result.identity != result.policy
-    assert (rig.trainer.save_state(), rig.engine.engine.adapters(), rig.store.list()) == before
+    assert (hold_state(rig.trainer), rig.engine.engine.adapters(), rig.store.list()) == before
     assert {name: set(layer.slots) for name, layer in rig.engine.layers.items()} == slots
     assert set(result.to_json()) >= {*GATED, "engine_floor", "trainer_floor", "limit", "passed"}
 
@@ -53,16 +54,16 @@ def test_every_state_is_measured_and_nothing_of_it_stays(tmp_path: Path, adapter
 def test_masters_come_back_after_an_error_as_well(tmp_path: Path) -> None:
     rig = Rig(tmp_path, "LoRA")
     rig.train(1, 0.01)
-    before = rig.trainer.save_state()
+    before = hold_state(rig.trainer)
 
     def fail_within() -> None:
         with rig.masters_owner.probing("random", 0):
-            assert rig.trainer.save_state() != before
+            assert hold_state(rig.trainer) != before
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         fail_within()
-    assert rig.trainer.save_state() == before
+    assert hold_state(rig.trainer) == before
 
 
 def test_an_engine_that_loses_a_tensor_shows_only_with_a_random_adapter(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.algorithms.losses import PolicyLossSettings
 from orbit_runtime.data.chat import ChatTokenizer
 from orbit_runtime.errors import GateError
+from orbit_runtime.loop.keeper import Keeper
 from orbit_runtime.loop.publish import Publication, Publisher
 from orbit_runtime.loop.versions import PolicyVersions
 from orbit_runtime.model_info.builtin_models import builtin_folder
@@ -25,7 +26,7 @@ from orbit_runtime.policy import load_policy
 from orbit_runtime.rollout import TorchEngine
 from orbit_runtime.storage import claim_execution, open_store
 from orbit_runtime.training import TorchTrainer, TrainerSettings
-from orbit_runtime.types import Sampling, Scored
+from orbit_runtime.types import AdapterManifest, AdapterSink, Sampling, Scored
 from tests.integration.tiny_models import TARGETS
 
 SETTINGS = TrainerSettings(
@@ -66,7 +67,14 @@ class Rig:
         self.engine = FaultyEngine(TorchEngine(policy, tokenizer, max_running_requests=8), policy.injected.layers)
         canary = (*tokenizer.encode_chat([{"role": "user", "content": "12+34="}]), 5, 6, 7)
         self.publisher = Publisher(
-            self.store, self.execution, self.engine, self.trainer, canary, CHANGE_LIMITS["float32"], "sha256:0"
+            self.store,
+            self.execution,
+            Keeper(),
+            self.engine,
+            self.trainer,
+            canary,
+            CHANGE_LIMITS["float32"],
+            "tree:0",
         )
         self.versions = PolicyVersions(self.engine)
         self.publication: Publication | None = None
@@ -80,7 +88,10 @@ class Rig:
 
     def publish(self) -> Publication:
         version = 0 if self.publication is None else self.publication.adapter.version + 1
-        self.publication = self.publisher.publish(version, self.publication)
+        try:
+            self.publication = self.publisher.publish(version, self.publication)
+        finally:
+            self.publisher.keeper.wait()
         self.versions.activate(self.publication)
         return self.publication
 
@@ -210,10 +221,10 @@ def test_masters_that_change_behind_the_publish_are_noticed(rig: Rig) -> None:
         def __getattr__(self, name: str) -> object:
             return getattr(trainer, name)
 
-        def publishable(self, version: int) -> object:
-            files = trainer.publishable(version)
+        def publish(self, sink: AdapterSink) -> AdapterManifest:
+            manifest = trainer.publish(sink)
             rig.train(9, 0.01)
-            return files
+            return manifest
 
     rig.publisher = replace(rig.publisher, trainer=Moving())  # type: ignore[arg-type]
     with pytest.raises(GateError, match="trainer's layers applied"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Buffer, Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 import safetensors.torch
 import torch
 
+from orbit_runtime.adapters.buffer import AdapterBuffer, publishable
 from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.algorithms.losses import PolicyLossSettings
 from orbit_runtime.errors import DivergedError, ModelError
@@ -17,6 +19,7 @@ from orbit_runtime.training import TorchTrainer, TrainerSettings
 from orbit_runtime.training.schedule import learning_rate
 from orbit_runtime.training.state import PART
 from orbit_runtime.types import Sample, Sampling
+from tests.fakes.held_state import HeldState, hold_state
 from tests.integration.tiny_models import TARGETS, make_checkpoint
 
 SETTINGS = TrainerSettings(
@@ -111,10 +114,10 @@ def test_state_restored_into_a_new_trainer_continues_bit_for_bit(folder: Path, a
     first.update(samples_of(0))
     first.update(samples_of(1))
     second = build(folder, adapter, **changes)
-    second.load_state(first.save_state())
+    second.load_state(hold_state(first))
     results = [second.update(samples_of(seed)) for seed in (2, 3)]
-    assert second.save_state() == straight.save_state()
-    assert second.publishable(4).digest == straight.publishable(4).digest
+    assert hold_state(second) == hold_state(straight)
+    assert publishable(second, 4).digest == publishable(straight, 4).digest
     assert results[0].optimizer_updates == 6
     error = results[0].metrics.get("oft_series_error")
     if "OFT" in adapter:
@@ -127,21 +130,49 @@ def test_state_restored_into_a_new_trainer_continues_bit_for_bit(folder: Path, a
 
 def test_a_fresh_trainer_saves_and_restores_before_its_first_update(folder: Path) -> None:
     first, second = build(folder), build(folder)
-    second.load_state(first.save_state())
+    second.load_state(hold_state(first))
     assert first.update(samples_of(0)) == second.update(samples_of(0))
-    assert first.save_state() == second.save_state()
+    assert hold_state(first) == hold_state(second)
 
 
 def test_state_of_another_adapter_is_refused(folder: Path) -> None:
     with pytest.raises(ModelError, match="master/"):
-        build(folder, "LoRA").load_state(build(folder, "OFT").save_state())
+        build(folder, "LoRA").load_state(hold_state(build(folder, "OFT")))
+
+
+@pytest.mark.parametrize("adapter", ["LoRA", "OFT"])
+def test_state_is_read_beside_the_next_step_as_it_was_when_it_was_handed_over(folder: Path, adapter: str) -> None:
+    """The latest moment at which it may be read is the first at which the trainer would change it."""
+    trainer = build(folder, adapter)
+    trainer.update(samples_of(0))
+
+    class Late(HeldState):
+        def write(self, name: str, size: int, pieces: Callable[[], Iterable[Buffer]]) -> None:
+            self.name, self.pieces, self.waits = name, pieces, 0
+
+        def wait(self) -> None:
+            self.waits += 1
+            self.parts[self.name] = b"".join(self.pieces())
+
+    before, late = hold_state(trainer), Late()
+    trainer.save_state(late)
+    trainer.publish(AdapterBuffer())
+    assert late.waits == 0, "nothing of the step is kept waiting but what changes the state"
+    trainer.update(samples_of(1))
+    assert late.waits == 1
+    assert late.parts == before
+    assert hold_state(trainer) != before
+    other = Late()
+    trainer.save_state(other)
+    trainer.load_state(before)
+    assert other.waits == 1
 
 
 @pytest.mark.parametrize("fault", ["lost", "extra", "rounded", "reshaped", "not finite"])
 def test_damaged_state_is_refused_by_tensor_and_changes_nothing(folder: Path, fault: str) -> None:
     trained, fresh = build(folder), build(folder)
     trained.update(samples_of(0))
-    data = trained.save_state()[PART]
+    data = hold_state(trained)[PART]
     tensors = safetensors.torch.load(data)
     name = next(name for name in sorted(tensors) if name.startswith("exp_avg_sq/"))
     damaged = {
@@ -153,36 +184,36 @@ def test_damaged_state_is_refused_by_tensor_and_changes_nothing(folder: Path, fa
     }[fault]
     rest = {key: tensor for key, tensor in tensors.items() if key != name}
     counters = {"counters": '{"steps": 1, "updates": 1}'}
-    before = fresh.save_state()
+    before = hold_state(fresh)
     with pytest.raises(ModelError, match=next(reversed(damaged), name).replace(".", r"\.")):
         fresh.load_state({PART: safetensors.torch.save(rest | damaged, metadata=counters)})
-    assert fresh.save_state() == before
+    assert hold_state(fresh) == before
 
 
 def test_a_loss_that_is_not_finite_stops_before_the_masters_move(folder: Path) -> None:
     trainer = build(folder)
-    before = trainer.save_state()
+    before = hold_state(trainer)
     broken = [replace(sample, advantage=float("nan")) for sample in samples_of(0)]
     with pytest.raises(DivergedError) as caught:
         trainer.update(broken)
     assert caught.value.exit_code == 85
     assert "learningRate" in str(caught.value)
-    assert trainer.save_state() == before
+    assert hold_state(trainer) == before
 
 
 def test_zero_advantages_leave_the_adapter_where_it_is(folder: Path) -> None:
     trainer = build(folder, weight_decay=0.0)
-    before = trainer.publishable(0).digest
+    before = publishable(trainer, 0).digest
     result = trainer.update([replace(sample, advantage=0.0) for sample in samples_of(0)])
     assert result.metrics["grad_norm"] == 0.0
-    assert trainer.publishable(1).digest == before
+    assert publishable(trainer, 1).digest == before
 
 
 def test_a_step_without_samples_trains_nothing_and_counts(folder: Path) -> None:
     trainer = build(folder)
-    before = trainer.publishable(0).digest
+    before = publishable(trainer, 0).digest
     assert trainer.update([]).optimizer_updates == 0
-    assert trainer.publishable(0).digest == before
+    assert publishable(trainer, 0).digest == before
 
 
 def test_parity_statistics_are_those_of_the_given_logprobs(folder: Path) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
+from orbit_runtime.adapters.buffer import publishable
 from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.adapters.layer import TRAINER_SLOT
 from orbit_runtime.data.chat import ChatTokenizer
@@ -147,7 +148,7 @@ def test_the_adapter_as_a_pass_applies_it(case: Case) -> None:
 def test_the_engines_slots(case: Case) -> None:
     engine = TorchEngine(case.policy, case.tokenizer, max_running_requests=RUNNING)
     for version in range(known.ADAPTER_SLOTS):
-        engine.load_adapter(f"policy-v{version}", case.trainer.publishable(version))
+        engine.load_adapter(f"policy-v{version}", publishable(case.trainer, version))
     slots = [slot for layer in case.policy.injected.layers.values() for slot in layer.slots.values()]
     tensors = [tensor for slot in slots for tensor in slot.tensors().values()]
     tensors += [slot.parameters for slot in slots if getattr(slot, "parameters", None) is not None]

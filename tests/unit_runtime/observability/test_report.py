@@ -31,7 +31,7 @@ def test_a_finished_run_is_counted_from_its_folder_alone(tmp_path: Path) -> None
     assert facts["reward_last"] - facts["reward_first"] > 0.25
     assert facts["publishes"] == facts["publishes_proven"] == 61
     assert facts["base_digest_before"] == facts["base_digest_after"] == BASE
-    assert facts["adapter_digest"] == f"sha256:{60:064x}"
+    assert facts["adapter_digest"] == f"tree:{60:064x}"
     assert facts["outcomes"] == {"value": 30000, "wrong": 600, "timeout": 120, "crash": 0}
     assert facts["tokens"] == 60 * 1843
     json.dumps(facts, allow_nan=False)

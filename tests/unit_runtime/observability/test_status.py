@@ -32,7 +32,7 @@ def test_a_step_becomes_the_facts_of_the_run() -> None:
     status.observe(synthetic_row(10))
     facts = status.snapshot()
     assert (facts["step"], facts["total"], facts["policy_version"]) == (10, 60, 10)
-    assert facts["adapter_digest"] == f"sha256:{10:064x}"
+    assert facts["adapter_digest"] == f"tree:{10:064x}"
     assert facts["parity_limit"] == 1e-5
     assert facts["eta_seconds"] == pytest.approx(50 * 0.22, rel=0.1)
 

@@ -5,6 +5,7 @@ Members of a broadcast are threads here; with SGLang's own processes, killed one
 
 from __future__ import annotations
 
+import mmap
 import os
 import random
 import signal
@@ -16,7 +17,6 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
-from io import BytesIO
 from pathlib import Path
 
 import psutil
@@ -24,8 +24,16 @@ import pytest
 import torch
 
 from orbit_runtime.adapters.group import Group, join
-from orbit_runtime.adapters.state import files_digest
-from orbit_runtime.adapters.ticket import NotArrivedError, Ticket, read_payload, read_ticket
+from orbit_runtime.adapters.state import files_digest, pieces_of
+from orbit_runtime.adapters.ticket import (
+    NotArrivedError,
+    Ticket,
+    as_tensor,
+    blocks,
+    check_arrived,
+    read_ticket,
+    split_carried,
+)
 from orbit_runtime.errors import ModelError
 from orbit_runtime.rollout.handover import Broadcast, SharedMemory, Transport
 from orbit_runtime.sglang_plugin.arrival import files_of, receive
@@ -67,8 +75,10 @@ def fetch(folder: Path, group: Group | None = None) -> tuple[dict[str, bytes], G
     ticket = ticket_of(folder)
     group = group or join(ticket.source)
     data = torch.empty(ticket.num_bytes, dtype=torch.uint8)
-    group.broadcast(data)
-    return read_payload(ticket, folder, BytesIO(data.numpy())), group
+    files = split_carried(ticket, data.numpy())
+    for block in (block for file in files.values() for block in blocks(file)):
+        group.broadcast(as_tensor(block))
+    return check_arrived(ticket, folder, files), group
 
 
 def test_what_arrives_are_the_published_files_publish_after_publish(
@@ -88,26 +98,41 @@ def test_a_folder_without_a_ticket_holds_the_files_themselves(tmp_path: Path) ->
     assert files_of(tmp_path) == dict(published.files)
 
 
-def test_other_bytes_are_refused_with_both_digests(
-    transport: Transport, pool: ThreadPoolExecutor, tmp_path: Path
+@pytest.mark.parametrize("file", ["adapter_config.json", "adapter_model.safetensors", "rotations.safetensors"])
+def test_other_bytes_are_refused_with_the_file_that_has_them(
+    transport: Transport, pool: ThreadPoolExecutor, tmp_path: Path, file: str
 ) -> None:
     published, folder = adapter(1), tmp_path / "v1"
-    with transport.carry(published, folder, ALONE):
-        if isinstance(transport, SharedMemory):
-            with open(ticket_of(folder).source["path"], "r+b") as file:
-                file.seek(1500)
-                file.write(bytes([published.files["rotations.safetensors"][499] ^ 1]))
-            changed = dict(published.files)
-        else:
-            changed = dict(published.files) | {"adapter_config.json": b"{}"}
-            (folder / "adapter_config.json").write_bytes(b"{}")
-        receiving = pool.submit(files_of, folder)
-        with pytest.raises(
-            ModelError, match=rf"arrived by \w+ as sha256:.*published were .*{published.digest}"
-        ) as told:
-            receiving.result(20)
-    if isinstance(transport, Broadcast):
-        assert files_digest(changed) in told.value.message
+    changed = {**published.files, file: bytes([published.files[file][0] ^ 1]) + published.files[file][1:]}
+    # What is sent differs from what its digests say.
+    sent = replace(published, files=changed, pieces=pieces_of(published.files))
+    refused = pytest.raises(ModelError, match=rf"arrived by \w+ is not {published.digest}: piece 0 of 1")
+    with transport.carry(sent, folder, ALONE), refused as told:
+        pool.submit(files_of, folder).result(20)
+    assert told.value.where == file
+
+
+def test_a_ticket_whose_pieces_are_not_the_adapters_is_refused(tmp_path: Path) -> None:
+    """Who could write to the folder could otherwise put in an adapter of his own."""
+    other = adapter(2)
+    carried = SharedMemory().carry(replace(other, digest=adapter(1).digest), tmp_path / "v1", ALONE)
+    with carried, pytest.raises(ModelError, match="do not add up"):
+        files_of(tmp_path / "v1")
+
+
+def test_nobody_can_write_to_memory_that_was_published(tmp_path: Path) -> None:
+    published = adapter(1)
+    with SharedMemory().carry(published, tmp_path / "v1", ALONE):
+        path = ticket_of(tmp_path / "v1").source["path"]
+        with open(path, "r+b", buffering=0) as file, pytest.raises(PermissionError):
+            file.write(b"x")
+        with open(path, "r+b") as file, pytest.raises(PermissionError):
+            mmap.mmap(file.fileno(), 0)
+        with open(path, "r+b") as file, pytest.raises(PermissionError):
+            file.truncate(5)
+        # A receiver may change its own view, which is nobody else's.
+        mine = files_of(tmp_path / "v1")["rotations.safetensors"]
+        assert files_of(tmp_path / "v1") == dict(published.files), mine
 
 
 def test_an_adapter_is_nowhere_once_its_publish_has_ended(
@@ -179,6 +204,16 @@ def test_all_processes_of_all_copies_get_it_in_one_group_that_stays(pool: Thread
     transport.close()
 
 
+def test_a_larger_adapter_is_waited_for_longer_in_a_group_of_its_own(tmp_path: Path) -> None:
+    transport, seen = Broadcast(seconds=0.2), []
+    large = AdapterFiles(1, {"adapter_config.json": b"{}", "adapter_model.safetensors": bytes(20 << 20)}, "tree:0")
+    for number, published in enumerate((adapter(1), large)):
+        with transport.carry(published, tmp_path / str(number), ALONE):
+            seen.append(ticket_of(tmp_path / str(number)).source["seconds"])
+    assert seen == pytest.approx([0.2, 0.6])
+    transport.close()
+
+
 def test_a_copy_that_was_restarted_and_a_failure_begin_another_generation(tmp_path: Path) -> None:
     transport, seen = Broadcast(seconds=0.2), []
     for number, copies in enumerate((PAIR, PAIR, PAIR | {"replica 1": (1, 1)}, ALONE)):
@@ -244,6 +279,7 @@ def test_a_size_that_lies_is_refused(tmp_path: Path) -> None:
     published, folder = adapter(1), tmp_path / "v1"
     with SharedMemory().carry(published, folder, ALONE):
         ticket = ticket_of(folder)
-        longer = replace(ticket, sizes={**ticket.sizes, "rotations.safetensors": 5000})
-        with pytest.raises(ModelError, match="2002 bytes arrived by SharedMemory"):
+        places = {**ticket.source["places"], "rotations.safetensors": [4096, 5000]}
+        longer = replace(ticket, source={**ticket.source, "places": places})
+        with pytest.raises(ModelError, match="arrived by SharedMemory is not"):
             receive(longer, folder)

@@ -58,14 +58,14 @@ def test_the_manifest_is_what_the_documentation_says() -> None:
     store, _, execution = a_store()
     write_bundle(store, execution, PREFIX, {"a.tar.gz": b"1"}, {"step": 2})
     assert json.loads(store.get(f"{PREFIX}/manifest.json")) == {
-        "format": 1,
+        "format": 2,
         "kind": "checkpoint",
         "execution": 1,
         "parts": {
             "a.tar.gz": {
                 "key": f"{PREFIX}/a-e000001.tar.gz",
-                "sha256": "6b86b273ff34fce19d6b804eff5a3f5747ada4eaa22f1d49c01e52ddb7875b4b",
                 "bytes": 1,
+                "pieces": [[1, "6b86b273ff34fce19d6b804eff5a3f5747ada4eaa22f1d49c01e52ddb7875b4b"]],
             }
         },
         "facts": {"step": 2},
@@ -90,7 +90,7 @@ def test_plain_names_are_kept_for_readers_that_expect_them() -> None:
         (lambda s: s.put(f"{PREFIX}/manifest.json", b"[]"), "is not a manifest"),
         (lambda s: s.put(f"{PREFIX}/manifest.json", b'{"format": 1, "parts": []}'), "is not a manifest"),
         (lambda s: s.put(f"{PREFIX}/manifest.json", b"\xff\xfe"), "is not a manifest"),
-        (lambda s: s.put(f"{PREFIX}/manifest.json", b'{"format": 2}'), "has format 2, this version reads 1"),
+        (lambda s: s.put(f"{PREFIX}/manifest.json", b'{"format": 3}'), "has format 3, this version reads 2"),
     ],
 )
 def test_damage_is_named_and_the_bundle_before_is_used(damage: Callable[[Store], None], words: str) -> None:

@@ -1,0 +1,129 @@
+"""A published adapter in memory: written once, piece by piece, and read by everybody who needs it from where it lies.
+
+The memory is a file without a name (`memfd_create`): this process maps it, servers of this machine map it through
+`/proc/<pid>/fd/<n>`, and the kernel frees it when the last of them lets go, however the run ends. It is not part of
+/dev/shm, whose size in a container has nothing to do with the machine's memory. Once written it is sealed: neither this
+process nor another one can change it any more.
+
+Belongs here: that memory. Does not belong here: telling servers of it (`rollout.handover`), what is written (`state`).
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import secrets
+import tempfile
+import weakref
+from collections.abc import Buffer, Iterable
+
+from orbit_runtime.digests import PieceHasher, Pieces, cut
+from orbit_runtime.errors import OutOfMemoryError
+from orbit_runtime.types import AdapterFiles, AdapterMemory, Trainer
+
+SMALL_BYTES = 1 << 16
+"""A file no larger is held as `bytes`: settings are parsed and compared."""
+
+
+class AdapterBuffer:
+    """An `AdapterSink`, and then an `AdapterMemory`, for one adapter and one writing thread."""
+
+    def __init__(self) -> None:
+        self._descriptor = _open_memory()
+        self._closing = weakref.finalize(self, os.close, self._descriptor)
+        self._end = 0
+        self._is_sealed = False
+        self.places: dict[str, tuple[int, int]] = {}
+
+    @property
+    def descriptor(self) -> int:
+        """Open as long as this object lives."""
+        return self._descriptor
+
+    def write(self, name: str, size: int, pieces: Iterable[Buffer]) -> Pieces:
+        """
+        Raises:
+            OutOfMemoryError: the adapter does not fit; what was written of it is given back with this object.
+        """
+        hasher, start = PieceHasher(), self._end
+        position = start
+        for piece in pieces:
+            hasher.add(piece)
+            position = self._append(memoryview(piece).cast("B"), position, start + size)
+        assert position == start + size, f"{name} has {position - start} bytes, not {size}"
+        self.places[name] = (start, size)
+        # Files are mapped one by one, and a mapping begins with a page.
+        self._end = -(-position // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+        return hasher.result()
+
+    def files(self) -> dict[str, Buffer]:
+        """Every file by name. No more can be written."""
+        self.seal()
+        return {name: read_place(self._descriptor, *place) for name, place in self.places.items()}
+
+    def seal(self) -> None:
+        """From now on nobody can write to it, or change its size. Safe to call twice."""
+        if not self._is_sealed:
+            _seal(self._descriptor)
+            self._is_sealed = True
+
+    def _append(self, view: memoryview, position: int, end: int) -> int:
+        while view:
+            try:
+                written = os.pwrite(self._descriptor, view, position)
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
+                    raise
+                raise OutOfMemoryError(
+                    f"the adapter needs {end / 2**20:.0f} MiB of this machine's memory, and {position / 2**20:.0f} MiB "
+                    f"could be had: {os.strerror(error.errno).lower()}",
+                    where="publish",
+                    fix="give the run more memory, or lower spec.adapter's rank or block size",
+                ) from None
+            position += written
+            view = view[written:]
+        return position
+
+
+def read_place(descriptor: int, start: int, size: int) -> Buffer:
+    """A file's bytes, without copying them. Writing to them changes nothing but this one view."""
+    if size <= SMALL_BYTES:
+        return os.pread(descriptor, size, start)
+    return memoryview(mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY, offset=start))
+
+
+def publishable(trainer: Trainer, version: int) -> AdapterFiles:
+    """The trainer's adapter as it is now, in memory that its processes and servers of this machine can share."""
+    buffer = AdapterBuffer()
+    manifest = trainer.publish(buffer)
+    return AdapterFiles(version, buffer.files(), manifest.digest, manifest.files, buffer)
+
+
+def shared(adapter: AdapterFiles) -> AdapterMemory:
+    """Its memory; one that is made now where it lies in ordinary bytes."""
+    if adapter.memory is not None:
+        return adapter.memory
+    buffer = AdapterBuffer()
+    for name, data in adapter.files.items():
+        view = memoryview(data)
+        buffer.write(name, view.nbytes, cut(view))
+    buffer.seal()
+    return buffer
+
+
+def _open_memory() -> int:
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(f"orbit-adapter-{secrets.token_hex(8)}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+def _seal(descriptor: int) -> None:
+    """Where the system can: nobody writes to it, or changes its size."""
+    if hasattr(fcntl, "F_ADD_SEALS"):
+        fcntl.fcntl(
+            descriptor, fcntl.F_ADD_SEALS,
+            fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE,
+        )  # fmt: skip

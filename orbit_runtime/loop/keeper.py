@@ -1,0 +1,57 @@
+"""What a run makes durable beside its next step.
+
+Belongs here: the thread, and the order of its work. Does not belong here: what is written (`keep`, `publish`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+_log = logging.getLogger("orbit.loop")
+
+
+class Keeper:
+    """One thread that carries out what it is given, one after the other, while the loop goes on.
+
+    Consumes: the adapter of a publish, then the checkpoint of its step. Waits for: nothing but the store. Unblocks: the
+    loop, which waits for it before it publishes again, and the trainer, which does not change what is being read.
+    Produces: bundles. So a step is durable before the one after the next begins, and the store sees the same objects in
+    the same order as if the loop had written them itself.
+    """
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="orbit-keeper")
+        self._pending: list[Future[None]] = []
+        self._has_failed = False
+
+    def submit(self, work: Callable[[], object]) -> Future[None]:
+        """Of one step at a time: an adapter and a checkpoint. After work that failed nothing more is done."""
+        assert len(self._pending) < 2, "the step before is not durable yet"
+        self._pending.append(self._pool.submit(self._carry_out, work))
+        return self._pending[-1]
+
+    def wait(self) -> None:
+        """Until everything is durable. Raises what went wrong, once."""
+        pending, self._pending = self._pending, []
+        errors = [error for each in pending if (error := each.exception())]
+        if errors:
+            raise errors[0]
+
+    def close(self) -> None:
+        """Ends what was begun. Safe to call twice."""
+        self._pool.shutdown()
+        for each in self._pending:
+            if error := each.exception():
+                _log.warning("what the run would have kept of its last step was lost: %s", error)
+        self._pending = []
+
+    def _carry_out(self, work: Callable[[], object]) -> None:
+        if self._has_failed:
+            return
+        try:
+            work()
+        except BaseException:
+            self._has_failed = True
+            raise

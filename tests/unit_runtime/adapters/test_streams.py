@@ -1,0 +1,114 @@
+"""Adapter files as streams: the same bytes and digests as at once, and never more than a few pieces in memory."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load, save
+
+from orbit_runtime.adapters import tensorfile
+from orbit_runtime.adapters.buffer import AdapterBuffer, shared
+from orbit_runtime.adapters.state import MODEL_FILE, files_digest, pieces_of
+from orbit_runtime.digests import PIECE_BYTES, cut, hash_pieces, tree_digest
+from orbit_runtime.types import AdapterFiles
+
+LARGE = PIECE_BYTES // 2 + 12_345
+"""Values of which BF16 needs two pieces."""
+
+
+def some_tensors() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    sizes = {"b": (7, 11), "a": (LARGE,), "empty": (0, 4), "one": (), "c.large": (5, LARGE // 5), "d": (3, 1_000_000)}
+    return {name: torch.randn(shape, generator=generator) for name, shape in sizes.items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_streamed_file_is_read_by_safetensors_and_has_a_piece_for_each_part_of_a_tensor(dtype: torch.dtype) -> None:
+    tensors = some_tensors()
+    file = tensorfile.build(tensors, dtype)
+    pieces = [bytes(each) for each in file.pieces()]
+    data = b"".join(pieces)
+    assert len(data) == file.size
+    found = load(data)
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[name], tensor.to(dtype)) for name, tensor in tensors.items())
+    # What is cut as it is made, is cut alike when the file lies there.
+    assert [bytes(each) for each in tensorfile.file_pieces(data, where="x")] == pieces
+    assert max(map(len, pieces)) <= PIECE_BYTES
+    header = int.from_bytes(data[:8], "little") + 8
+    expected = [data[:header]]
+    for name in sorted(tensors):
+        start, end = json.loads(data[8:header])[name]["data_offsets"]
+        expected += [data[header + at : header + min(at + PIECE_BYTES, end)] for at in range(start, end, PIECE_BYTES)]
+    assert pieces == expected
+
+
+def test_tensors_widened_from_a_file_have_the_digests_of_that_file() -> None:
+    published = {name: tensor.bfloat16() for name, tensor in some_tensors().items()}
+    data = tensorfile.dump(published, torch.bfloat16)
+    widened = {name: tensor.float() for name, tensor in published.items()}
+    shapes = {name: tensor.shape for name, tensor in widened.items()}
+    assert tensorfile.assemble(shapes, tensorfile.tensor_pieces(widened)) == pieces_of({MODEL_FILE: data})[MODEL_FILE]
+    widened["a"][LARGE - 1] = torch.nextafter(widened["a"][LARGE - 1], torch.tensor(9.0))
+    found = tensorfile.assemble(shapes, tensorfile.tensor_pieces(widened))
+    assert found != pieces_of({MODEL_FILE: data})[MODEL_FILE], "what BF16 would hide shows"
+
+
+def test_a_file_that_another_program_wrote_has_a_digest_too() -> None:
+    """`safetensors` orders tensors by size of dtype and name, not as we do."""
+    data = save({"z": torch.zeros(3, dtype=torch.bfloat16), "a": torch.ones(2)})
+    (pieces,) = pieces_of({MODEL_FILE: data}).values()
+    assert [piece.bytes for piece in pieces[1:]] == [8, 6]
+    assert files_digest({MODEL_FILE: data[:-1]}) != files_digest({MODEL_FILE: data})
+
+
+def test_the_memory_holds_files_as_they_were_written_and_gives_them_without_copying(tmp_path: Path) -> None:
+    content = {"adapter_config.json": b"{}", "a": os.urandom(PIECE_BYTES + 5), "b": b"", "c": os.urandom(100_000)}
+    buffer = AdapterBuffer()
+    found = {name: buffer.write(name, len(data), cut(data)) for name, data in content.items()}
+    assert tree_digest(found) == tree_digest({name: hash_pieces(cut(data)) for name, data in content.items()})
+    files = buffer.files()
+    assert files == content
+    with open(f"/proc/self/fd/{buffer.descriptor}", "rb") as file:
+        start, size = buffer.places["a"]
+        file.seek(start)
+        assert hashlib.sha256(file.read(size)).digest() == hashlib.sha256(content["a"]).digest()
+    descriptor = buffer.descriptor
+    adapter = AdapterFiles(1, files, tree_digest(found), found, buffer)
+    assert shared(adapter) is buffer
+    del buffer, adapter
+    with pytest.raises(OSError, match="Bad file"):
+        os.fstat(descriptor)
+    assert files == content, "a view holds the memory"
+
+
+def test_memory_that_cannot_be_had_is_told_and_nothing_of_it_is_left() -> None:
+    """In a process of its own: the limit cannot be taken back."""
+    code = """
+import os, resource, signal
+from orbit_runtime.adapters.buffer import AdapterBuffer
+from orbit_runtime.digests import PIECE_BYTES
+from orbit_runtime.errors import OutOfMemoryError
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (3 * PIECE_BYTES // 2, 3 * PIECE_BYTES // 2))
+before = len(os.listdir('/proc/self/fd'))
+buffer = AdapterBuffer()
+try:
+    buffer.write('a', 2 * PIECE_BYTES, [bytes(PIECE_BYTES)] * 2)
+except OutOfMemoryError as error:
+    print(error.exit_code, error.message)
+del buffer
+print(len(os.listdir('/proc/self/fd')) - before)
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ended.stdout.splitlines() == [
+        "79 the adapter needs 32 MiB of this machine's memory, and 24 MiB could be had: file too large",
+        "0",
+    ], ended.stderr

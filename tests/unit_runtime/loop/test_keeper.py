@@ -1,0 +1,73 @@
+"""What is kept beside the next step: in order, one thing at a time, and nothing after a failure."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from orbit_runtime.errors import StorageError
+from orbit_runtime.loop.keep import CheckpointParts
+from orbit_runtime.loop.keeper import Keeper
+
+
+def test_work_is_done_in_its_order_beside_the_caller() -> None:
+    keeper, go, done = Keeper(), threading.Event(), []
+    keeper.submit(lambda: (go.wait(), done.append("adapter")))
+    keeper.submit(lambda: done.append("checkpoint"))
+    assert done == [], "the caller did not wait"
+    go.set()
+    keeper.wait()
+    assert done == ["adapter", "checkpoint"]
+    keeper.close()
+
+
+def test_after_a_failure_nothing_more_is_written_and_it_is_raised_once() -> None:
+    keeper, done = Keeper(), []
+
+    def full() -> None:
+        raise StorageError("the disk is full")
+
+    keeper.submit(full)
+    keeper.submit(lambda: done.append("checkpoint"))
+    with pytest.raises(StorageError, match="full"):
+        keeper.wait()
+    keeper.wait()
+    keeper.submit(lambda: done.append("the next adapter"))
+    keeper.wait()
+    keeper.close()
+    assert done == [], "a checkpoint whose adapter is not stored must not exist"
+
+
+def test_a_trainer_is_not_kept_waiting_by_a_checkpoint_that_is_never_begun() -> None:
+    keeper, parts, go = Keeper(), CheckpointParts(), threading.Event()
+
+    def full() -> None:
+        go.wait()
+        raise StorageError("the disk is full")
+
+    keeper.submit(full)
+    keeper.submit(lambda: None).add_done_callback(lambda _: parts.is_read.set())
+    assert not parts.is_read.is_set()
+    go.set()
+    parts.wait()
+    keeper.close()
+
+
+def test_closing_finishes_what_was_begun() -> None:
+    keeper, go, done = Keeper(), threading.Event(), []
+    keeper.submit(lambda: (go.wait(), done.append("adapter")))
+    threading.Timer(0.05, go.set).start()
+    keeper.close()
+    assert done == ["adapter"]
+    keeper.close()
+
+
+def test_a_third_piece_of_work_would_pile_up() -> None:
+    keeper, go = Keeper(), threading.Event()
+    keeper.submit(go.wait)
+    keeper.submit(go.wait)
+    with pytest.raises(AssertionError, match="not durable yet"):
+        keeper.submit(go.wait)
+    go.set()
+    keeper.close()
