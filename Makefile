@@ -88,8 +88,8 @@ vendor-table: dev ## other libraries on our formats' bytes: measures them (in .v
 constraints: dev ## recompile images/constraints/ from pyproject.toml (needs the package index)
 	tools/compile_constraints.sh
 
-bench: dev ## measure; prints tables and writes runs/benchmarks/*.json
-	tools/bench.sh
+bench: dev ## every benchmark: prints tables, writes benchmarks/results/*.json, and says at the end which were not measured, and why (BENCH="--repetitions 5": their options)
+	$(BIN)/python -m benchmarks $(BENCH)
 
 release-check: dev ## build sdist and wheel, install them in clean environments, run the quickstart from the wheel
 	tools/release_check.sh

@@ -4,46 +4,52 @@
 
 Files are the twin. With the shipped model the load call is HTTP and SGLang's own work. Alone, a payload goes from one
 thread to another: what comes as files is not digested on arrival, and the rest is, so its fair twin is `files, read and
-digested`.
+digested`. `--only medium` needs no server.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import itertools
 import os
 import shutil
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import harness
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks import harness
 from orbit_runtime.adapters.state import CONFIG_FILE, MODEL_FILE, ROTATIONS_FILE, files_digest
 from orbit_runtime.rollout.handover import Broadcast, SharedMemory, Transport
-from orbit_runtime.rollout.sglang_server import PYTHON_VARIABLE
 from orbit_runtime.sglang_plugin.arrival import files_of
 from orbit_runtime.types import AdapterFiles
 
+MEASURES = (
+    "orbit_runtime/rollout/handover.py", "orbit_runtime/sglang_plugin/arrival.py", "orbit_runtime/adapters/state.py",
+    "orbit_runtime/adapters/ticket.py",
+)  # fmt: skip
 COPIES = {"the engine": (0, 1)}
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=harness.RESULTS, help="folder for the JSON file")
-    parser.add_argument("--repetitions", type=int, default=10, help="turns that are counted")
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--megabytes", type=int, default=256, help="payload of the medium alone")
-    asked = parser.parse_args()
-    comparisons = measure_medium(asked.megabytes, asked.repetitions)
-    if os.environ.get(PYTHON_VARIABLE) or importlib.util.find_spec("sglang"):
-        comparisons += measure_load(asked.repetitions)
-    else:
-        print(f"the load call is not measured: {PYTHON_VARIABLE} is not set, and SGLang is not installed here")
+    parser.add_argument("--only", choices=("medium", "load"), help="one half of it, as a result of its own")
+
+
+def measure(options: argparse.Namespace) -> harness.Measured:
+    if options.only != "medium":
+        harness.need_sglang()
+    megabytes = 1 if options.smallest else options.megabytes
+    comparisons = []
+    if options.only != "load":
+        comparisons += measure_medium(megabytes, options.repetitions)
+    if options.only != "medium":
+        comparisons += measure_load(options.repetitions)
     print(harness.table(comparisons))
-    harness.save("adapter_transports", comparisons, {"megabytes": asked.megabytes}, asked.out)
-    return 0
+    return harness.Measured(comparisons, facts={"megabytes": megabytes}, variant=options.only or "")
 
 
 def measure_medium(megabytes: int, repetitions: int) -> list[harness.Comparison]:
@@ -83,7 +89,7 @@ def measure_medium(megabytes: int, repetitions: int) -> list[harness.Comparison]
 
 
 def measure_load(repetitions: int) -> list[harness.Comparison]:
-    from sglang_rig import Chosen, started
+    from benchmarks.sglang_rig import Chosen, started
 
     chosen, numbers = Chosen(), itertools.count()
     with started("LoRA", transport=chosen) as rig:
@@ -111,4 +117,4 @@ def measure_load(repetitions: int) -> list[harness.Comparison]:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(harness.run(__file__, __doc__, measure, add_options, repetitions=10))
