@@ -74,6 +74,8 @@ check: dev ## lint, types, import layers, budgets, stale generated files
 	$(BIN)/lint-imports
 	$(call generate,--check)
 	$(BIN)/python -m pytest tests/architecture
+	@# Tells; a result that is old fails nothing.
+	$(BIN)/python -m benchmarks.programs
 
 # A package that describes itself to people or to a cluster has a generate.py; with --check it fails where a file is stale.
 GENERATORS = $(subst /,.,$(basename $(wildcard orbit_runtime/*/generate.py tools/*/generate.py)))

@@ -217,8 +217,9 @@ def measure(options: argparse.Namespace) -> Measured:
     comparisons, figures = [], {}
     shapes, turns = (SHORT, LONG), max(3, options.repetitions // 3)
     if options.smallest:
-        short, long = replace(SHORT, prompts=2, steps_per_turn=1), replace(LONG, prompts=2, steps_per_turn=1)
-        shapes, turns = (short, replace(long, max_new_tokens=8)), 1
+        short = replace(SHORT, name="RL step, 2 x 16 x 4 tokens", prompts=2, steps_per_turn=1)
+        long = replace(LONG, name="RL step, 2 x 16, up to 8", prompts=2, max_new_tokens=8, steps_per_turn=1)
+        shapes, turns = (short, long), 1
     with tempfile.TemporaryDirectory() as temporary:
         scratch = Path(temporary)
         long_tail = build_model_folder(scratch / "long-tail")
