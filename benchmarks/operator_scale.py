@@ -18,6 +18,7 @@ import asyncio
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -400,13 +401,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def check_programs() -> None:
     """Raises NotMeasured where the folder of programs is not named, or lacks one."""
-    folder = os.environ.get("ORBIT_TEST_PROGRAMS")
+    folders = os.environ.get("ORBIT_TEST_PROGRAMS")
     how = "`tools/cluster_programs.sh kubernetes kwok` builds them and prints their folder"
-    if not folder:
+    if not folders:
         raise NotMeasured(f"ORBIT_TEST_PROGRAMS is not set; {how}")
-    missing = [name for name in PROGRAMS if not (Path(folder) / name).exists()]
+    missing = [name for name in PROGRAMS if shutil.which(name, path=folders) is None]
     if missing:
-        raise NotMeasured(f"no {', '.join(missing)} in ORBIT_TEST_PROGRAMS={folder}; {how}")
+        raise NotMeasured(f"no {', '.join(missing)} in ORBIT_TEST_PROGRAMS={folders}; {how}")
 
 
 def measure(options: argparse.Namespace) -> Measured:
