@@ -77,6 +77,8 @@ check: dev ## lint, types, import layers, budgets, stale generated files
 	$(BIN)/lint-imports
 	$(call generate,--check)
 	$(BIN)/python -m pytest tests/architecture
+	@# Tells; a result that is old fails nothing.
+	$(BIN)/python -m benchmarks.programs
 
 # A package that describes itself to people or to a cluster has a generate.py; with --check it fails where a file is stale.
 GENERATORS = $(subst /,.,$(basename $(wildcard orbit_runtime/*/generate.py tools/*/generate.py)))
@@ -95,8 +97,8 @@ same-bits: dev ## 100 runs of one manifest, and three manifests killed ten times
 	$(BIN)/python -m tools.same_bits runs
 	$(BIN)/python -m tools.same_bits kills
 
-bench: dev ## measure; prints tables and writes runs/benchmarks/*.json
-	tools/bench.sh
+bench: dev ## every benchmark: prints tables, writes benchmarks/results/*.json, and says at the end which were not measured, and why (BENCH="--repetitions 5": their options)
+	$(BIN)/python -m benchmarks $(BENCH)
 
 release-check: dev ## build sdist and wheel, install them in clean environments, run the quickstart from the wheel
 	tools/release_check.sh

@@ -4,51 +4,58 @@
 
 Files are the twin. With the shipped model the load call is HTTP and SGLang's own work. Alone, an adapter that lies in
 the trainer's memory goes to another process, which reads every byte of it: what comes as files is not digested on
-arrival, and the rest is, so its fair twin is `files, read and digested`.
+arrival, and the rest is, so its fair twin is `files, read and digested`. `--only medium` needs no
+server.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import itertools
 import multiprocessing
-import os
 import shutil
+import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import harness
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import numpy
 import torch
 
+from benchmarks import harness
 from orbit_runtime.adapters import tensorfile
 from orbit_runtime.adapters.buffer import AdapterBuffer
 from orbit_runtime.adapters.state import CONFIG_FILE, MODEL_FILE, ROTATIONS_FILE, files_digest
 from orbit_runtime.rollout.handover import Broadcast, SharedMemory, Transport
 from orbit_runtime.sglang_plugin.arrival import files_of
 from orbit_runtime.types import AdapterFiles, AdapterManifest
-from orbit_runtime.workers.sglang_launch import PYTHON_VARIABLE
 
+MEASURES = (
+    "orbit_runtime/rollout/handover.py", "orbit_runtime/sglang_plugin/arrival.py", "orbit_runtime/adapters/state.py",
+    "orbit_runtime/adapters/ticket.py",
+)  # fmt: skip
 COPIES = {"the engine": (0, 1)}
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=harness.RESULTS, help="folder for the JSON file")
-    parser.add_argument("--repetitions", type=int, default=10, help="turns that are counted")
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--megabytes", type=int, nargs="+", default=[10, 64, 1024], help="adapters of the medium alone")
-    asked = parser.parse_args()
-    comparisons = [each for size in asked.megabytes for each in measure_medium(size, asked.repetitions)]
-    if os.environ.get(PYTHON_VARIABLE) or importlib.util.find_spec("sglang"):
-        comparisons += measure_load(asked.repetitions)
-    else:
-        print(f"the load call is not measured: {PYTHON_VARIABLE} is not set, and SGLang is not installed here")
+    parser.add_argument("--only", choices=("medium", "load"), help="one half of it, as a result of its own")
+
+
+def measure(options: argparse.Namespace) -> harness.Measured:
+    if options.only != "medium":
+        harness.need_sglang()
+    sizes = [1] if options.smallest else options.megabytes
+    comparisons = []
+    if options.only != "load":
+        comparisons += [each for size in sizes for each in measure_medium(size, options.repetitions)]
+    if options.only != "medium":
+        comparisons += measure_load(options.repetitions)
     print(harness.table(comparisons))
-    harness.save("adapter_transports", comparisons, {"megabytes": asked.megabytes}, asked.out)
-    return 0
+    return harness.Measured(comparisons, facts={"megabytes": sizes}, variant=options.only or "")
 
 
 def measure_medium(megabytes: int, repetitions: int) -> list[harness.Comparison]:
@@ -112,7 +119,7 @@ def take_files(folder: Path, digest: str | None) -> int:
 
 
 def measure_load(repetitions: int) -> list[harness.Comparison]:
-    from sglang_rig import Chosen, started
+    from benchmarks.sglang_rig import Chosen, started
 
     chosen, numbers = Chosen(), itertools.count()
     with started("LoRA", transport=chosen) as rig:
@@ -140,4 +147,4 @@ def measure_load(repetitions: int) -> list[harness.Comparison]:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(harness.run(__file__, __doc__, measure, add_options, repetitions=10))

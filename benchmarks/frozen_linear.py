@@ -6,6 +6,7 @@ twin does so with our own codec, so that only the layer is compared. Saved bytes
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -14,9 +15,11 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.harness import Comparison, arguments, compare, save, table
+from benchmarks.harness import Comparison, Measured, compare, run, table
 from orbit_runtime.quant import bf16, int4
 from orbit_runtime.quant.linear import FrozenLinear
+
+MEASURES = ("orbit_runtime/quant",)
 
 
 def plain_dequantize(weight: int4.INT4Weight) -> Tensor:
@@ -52,19 +55,19 @@ def forward_backward(function: object, x: Tensor, dy: Tensor) -> None:
     function(x).backward(dy)  # type: ignore[operator]
 
 
-def main() -> None:
-    options = arguments(__doc__ or "")
+def measure(options: argparse.Namespace) -> Measured:
     torch.manual_seed(0)
-    weight = int4.quantize(torch.randn(4096, 4096) * 0.02, 32)
+    size = 128 if options.smallest else 4096
+    weight = int4.quantize(torch.randn(size, size) * 0.02, 32)
     layer = FrozenLinear(weight)
-    x, dy = torch.randn(256, 4096, requires_grad=True), torch.randn(256, 4096)
+    x, dy = torch.randn(256, size, requires_grad=True), torch.randn(256, size)
     twins = {"plain torch": lambda v: plain_twin(weight, v), "our codec, whole": lambda v: strict_twin(weight, v)}
     torch.testing.assert_close(layer(x), twins["plain torch"](x), rtol=1e-4, atol=1e-4)
     assert torch.equal(plain_dequantize(weight).view(torch.int16), int4.dequantize(weight).view(torch.int16))
 
     rows: list[Comparison] = [
         compare(
-            "INT4 4096x4096, 256 rows, forward + backward",
+            f"INT4 {size}x{size}, 256 rows, forward + backward",
             ("frozen", lambda: forward_backward(layer, x, dy)),
             (label, lambda twin=twin: forward_backward(twin, x, dy)),
             repetitions=options.repetitions,
@@ -74,23 +77,23 @@ def main() -> None:
     ]
     rows.append(
         compare(
-            "INT4 4096x4096 to BF16",
+            f"INT4 {size}x{size} to BF16",
             ("codec", lambda: int4.dequantize(weight)),
             ("plain torch", lambda: plain_dequantize(weight)),
             repetitions=options.repetitions,
         )
     )
-    rows += small(options.repetitions)
+    rows += small(options.repetitions, calls=5 if options.smallest else 500)
     ours, theirs = saved_bytes(layer, x), {name: saved_bytes(twin, x) for name, twin in twins.items()}
     print(table(rows))
     print(
         f"saved for backward: {ours:,} bytes; twins {theirs}; share of the smallest {ours / min(theirs.values()):.3f}"
     )
-    facts = {"saved_bytes": ours, "saved_bytes_of_twins": theirs, "threads": torch.get_num_threads()}
-    print(save("frozen_linear", rows, facts | {"torch": torch.__version__}, options.out))
+    figures = {"saved_bytes": ours, "saved_bytes_of_twins": theirs}
+    return Measured(rows, figures, {"threads": torch.get_num_threads(), "torch": torch.__version__})
 
 
-def small(repetitions: int) -> list[Comparison]:
+def small(repetitions: int, calls: int) -> list[Comparison]:
     """A layer of the shipped model while decoding: 64 rows, 128 features."""
     weight = int4.quantize(torch.randn(128, 128) * 0.1, 32)
     dense, v = int4.dequantize(weight, torch.float32), torch.randn(64, 128)
@@ -104,11 +107,11 @@ def small(repetitions: int) -> list[Comparison]:
                     ("frozen", lambda layer=layer: layer(v)),
                     ("dense fp32 matmul alone", lambda: nn.functional.linear(v, dense)),
                     repetitions=repetitions,
-                    calls=500,
+                    calls=calls,
                 )
             )
     return rows
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(run(__file__, __doc__, measure))

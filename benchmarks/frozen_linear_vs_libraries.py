@@ -9,6 +9,7 @@ product with what torchao dequantises: the least that a training step with it wo
 
 from __future__ import annotations
 
+import argparse
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -20,11 +21,12 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.frozen_linear import forward_backward
-from benchmarks.harness import arguments, compare, save, table
+from benchmarks.harness import Measured, compare, need_packages, run, table
 from orbit_runtime.quant import int4
 from orbit_runtime.quant.linear import FrozenLinear
 
 SIZE, ROWS, GROUP = 4096, 256, 32
+MEASURES = ("orbit_runtime/quant",)
 
 
 class TorchaoLinear(nn.Module):
@@ -76,17 +78,18 @@ class _TorchaoProduct(torch.autograd.Function):
 def nf4_linear(w: Tensor) -> nn.Module:
     import bitsandbytes
 
-    layer = bitsandbytes.nn.Linear4bit(SIZE, SIZE, bias=False, compute_dtype=torch.float32, quant_type="nf4")
+    layer = bitsandbytes.nn.Linear4bit(*w.shape, bias=False, compute_dtype=torch.float32, quant_type="nf4")
     layer.weight = bitsandbytes.nn.Params4bit(w, requires_grad=False, quant_type="nf4")
     return layer.to("cpu")
 
 
-def main() -> None:
-    options = arguments(__doc__ or "")
+def measure(options: argparse.Namespace) -> Measured:
+    need_packages("torchao", "bitsandbytes", install="`make vendor-table` does so in .venv-vendors")
     torch.manual_seed(0)
-    w = torch.randn(SIZE, SIZE) * 0.02
+    size = 256 if options.smallest else SIZE
+    w = torch.randn(size, size) * 0.02
     layer = FrozenLinear(int4.quantize(w, GROUP))
-    x, dy = torch.randn(ROWS, SIZE, requires_grad=True), torch.randn(ROWS, SIZE)
+    x, dy = torch.randn(ROWS, size, requires_grad=True), torch.randn(ROWS, size)
     others = {
         "torchao int4, its kernel": (TorchaoLinear(w, kernel=True), 1.5),
         "torchao int4, dequantised": (TorchaoLinear(w, kernel=False), 1.5),
@@ -98,7 +101,7 @@ def main() -> None:
         assert error < 0.15, f"{name} is not the same layer: {error}"
     rows = [
         compare(
-            f"4096x4096, {ROWS} rows, forward + backward",
+            f"{size}x{size}, {ROWS} rows, forward + backward",
             ("frozen INT4", lambda: forward_backward(layer, x, dy)),
             (name, lambda other=other: forward_backward(other, x, dy)),
             repetitions=options.repetitions,
@@ -123,8 +126,8 @@ def main() -> None:
         "dtype": "float32; torchao's kernel BF16",
         "versions": versions,
     }
-    print(save("frozen_linear_vs_libraries", rows, facts, options.out))
+    return Measured(rows, facts=facts)
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(run(__file__, __doc__, measure))

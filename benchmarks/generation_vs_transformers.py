@@ -8,6 +8,7 @@ so nothing is padded), no top-k. Only Orbit's side also returns the log-prob of 
 
 from __future__ import annotations
 
+import argparse
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.harness import arguments, compare, save, table
+from benchmarks.harness import Measured, compare, run, table
 from benchmarks.long_tail import MAX_NEW_TOKENS, build_model_folder
 from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.data.chat import ChatTokenizer
@@ -29,6 +30,7 @@ from orbit_runtime.rollout.torch_engine import TorchEngine
 from orbit_runtime.seeds import stream_key
 from orbit_runtime.types import Request, Sampling
 
+MEASURES = ("orbit_runtime/rollout", "orbit_runtime/policy", "orbit_runtime/adapters", "orbit_runtime/quant")
 EQUAL_REQUESTS, EQUAL_TOKENS = 64, 64
 LONG_TAILED_REQUESTS = 256
 
@@ -47,8 +49,7 @@ class Endless:
         return self._tokenizer.encode_chat(messages)
 
 
-def main() -> None:
-    options = arguments(__doc__.splitlines()[0] if __doc__ else "")
+def measure(options: argparse.Namespace) -> Measured:
     comparisons = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = build_model_folder(Path(temporary) / "long-tail")
@@ -92,9 +93,12 @@ def main() -> None:
             tokenizer.decode(row[:length])
         tokens.setdefault(f"{name}, transformers", []).append(sum(lengths))
 
-    for name, count, new_tokens, target, ends in (
-        ("generation, 64 requests, 64 tokens", EQUAL_REQUESTS, EQUAL_TOKENS, 1.5, None),
-        ("generation, 256 requests, up to 128", LONG_TAILED_REQUESTS, MAX_NEW_TOKENS, 2.5, list(tokenizer.eos_ids)),
+    equal, long_tailed = (EQUAL_REQUESTS, EQUAL_TOKENS), (LONG_TAILED_REQUESTS, MAX_NEW_TOKENS)
+    if options.smallest:
+        equal, long_tailed = (4, 4), (8, 8)
+    for name, (count, new_tokens), target, ends in (
+        (f"generation, {equal[0]} requests, {equal[1]} tokens", equal, 1.5, None),
+        (f"generation, {long_tailed[0]} requests, up to {long_tailed[1]}", long_tailed, 2.5, list(tokenizer.eos_ids)),
     ):
         used = tokenizer if ends else Endless(tokenizer)
         engine = TorchEngine(policy, used, max_running_requests=count)
@@ -106,12 +110,12 @@ def main() -> None:
             target=target,
         )
         comparisons.append(row)
-    facts = {name: sum(counts) / len(counts) for name, counts in tokens.items()}
+    tokens_a_call = {name: sum(counts) / len(counts) for name, counts in tokens.items()}
     print(table(comparisons))
-    for name, count in facts.items():
+    for name, count in tokens_a_call.items():
         print(f"{name}: {count:.0f} tokens a call")
-    save("generation_vs_transformers", comparisons, {"tokens_a_call": facts}, options.out)
+    return Measured(comparisons, {"tokens_a_call": tokens_a_call})
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(run(__file__, __doc__, measure))

@@ -1,21 +1,34 @@
 """Measure A against B fairly in one process: alternate them, compare medians, print a table, write JSON.
 
+A program is a module with `MEASURES`, the paths whose code it measures, that ends in `raise SystemExit(run(...))`.
+
 Belongs here: timing and writing results. Does not belong here: what is measured (one program each).
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import platform
 import statistics
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from math import inf, isnan
 from pathlib import Path
 
-RESULTS = Path(__file__).parent / "results"
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+NOT_MEASURED, REFUSED = 3, 4
+"""Exit statuses of a program, see `run`."""
+
+
+class NotMeasured(Exception):
+    """The measurement did not happen; the message says why, and what would let it."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +44,21 @@ class Comparison:
     """Median over repetitions of B's time / A's time in the same turn: what both suffer from cancels out."""
     target: float | None
     repetitions: int
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one program found. Comparisons or figures: without either there is no result."""
+
+    comparisons: Sequence[Comparison] = ()
+    figures: Mapping[str, object] = field(default_factory=dict)
+    """What was measured beside them, by name: a number, or a mapping or list of numbers that is not empty."""
+    facts: Mapping[str, object] = field(default_factory=dict)
+    """What it was measured with: sizes, versions, targets."""
+    refused: str = ""
+    """What is wrong with what was found, where a bound is a promise and no target of speed."""
+    variant: str = ""
+    """Part of the result's name, where a program has several: the card."""
 
 
 def compare(
@@ -68,14 +96,60 @@ def table(comparisons: list[Comparison]) -> str:
     return "\n".join(lines)
 
 
-def save(name: str, comparisons: list[Comparison], facts: Mapping[str, object], folder: Path = RESULTS) -> Path:
-    """`<folder>/<name>.json`: the comparisons, other facts, and the machine."""
-    machine = {"cpus": os.cpu_count(), "machine": platform.machine(), "python": platform.python_version()}
-    content = {"name": name, "comparisons": [asdict(row) for row in comparisons], "facts": dict(facts)}
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{name}.json"
-    path.write_text(json.dumps(content | {"machine": machine}, indent=2, sort_keys=True) + "\n")
+def save(program: Path, measured: Measured, options: argparse.Namespace, origin: Mapping[str, object]) -> Path:
+    """Writes `<options.out>/<program>.json`, whole or not at all; raises NotMeasured where there is nothing to tell."""
+    check_measured(measured)
+    name = "_".join(filter(None, (program.stem, measured.variant)))
+    content = {
+        "name": name,
+        "comparisons": [asdict(row) for row in measured.comparisons],
+        "figures": dict(measured.figures),
+        "facts": dict(measured.facts),
+        "machine": {"cpus": os.cpu_count(), "machine": platform.machine(), "python": platform.python_version()},
+        "smallest": options.smallest,
+        **origin,
+    }
+    text = json.dumps(content, indent=2, sort_keys=True) + "\n"
+    options.out.mkdir(parents=True, exist_ok=True)
+    path: Path = options.out / f"{name}.json"
+    # Renamed at the end: whoever ends us meanwhile leaves the result that was there.
+    partial = path.with_suffix(".partial")
+    partial.write_text(text)
+    partial.replace(path)
     return path
+
+
+def check_measured(measured: Measured) -> None:
+    """Raises NotMeasured where there is no comparison and no figure, or a number that is none."""
+    if not measured.comparisons and not measured.figures:
+        raise NotMeasured("the program ended without a comparison and without a figure")
+    wrong = [row.name for row in measured.comparisons if not (0 < row.median_a < inf and 0 < row.median_b < inf)]
+    wrong += [name for name, value in measured.figures.items() if not _is_measured(value)]
+    if wrong:
+        raise NotMeasured(f"nothing, or no number, was measured for: {', '.join(wrong)}")
+
+
+def _is_measured(value: object) -> bool:
+    """A mapping or a list must hold something; NaN is what a mean of nothing gives."""
+    if isinstance(value, float):
+        return not isnan(value)
+    if isinstance(value, Mapping):
+        return bool(value) and not any(isinstance(each, float) and isnan(each) for each in value.values())
+    return bool(value) if isinstance(value, Sequence) else True
+
+
+def measured_on(root: Path = ROOT) -> dict[str, object]:
+    """The commit that is checked out, and whether tracked files differ from it; both None without a git checkout."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=root, check=True, capture_output=True, text=True).stdout.strip()
+
+    try:
+        # Results are what a benchmark writes: that the one before wrote its own changes nothing that is measured.
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":(exclude)benchmarks/results")
+        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(changed)}
+    except (OSError, subprocess.CalledProcessError):
+        return {"commit": None, "dirty": None}
 
 
 def stolen_seconds() -> float:
@@ -87,9 +161,62 @@ def stolen_seconds() -> float:
     return int(first[8]) / os.sysconf("SC_CLK_TCK")
 
 
-def arguments(description: str) -> argparse.Namespace:
-    """What every benchmark takes: `--out FOLDER`, `--repetitions N`."""
-    parser = argparse.ArgumentParser(description=description)
+def need_packages(*names: str, install: str) -> None:
+    """Raises NotMeasured, with how to install them, where one of these packages is not there."""
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    if missing:
+        raise NotMeasured(f"{', '.join(missing)} not installed here; {install}")
+
+
+def need_sglang() -> None:
+    from orbit_runtime.workers.sglang_launch import PYTHON_VARIABLE
+
+    if not os.environ.get(PYTHON_VARIABLE) and importlib.util.find_spec("sglang") is None:
+        raise NotMeasured(
+            f"{PYTHON_VARIABLE} is not set, and SGLang is not installed here; `tools/sglang_python.sh` prints its value"
+        )
+
+
+def run(
+    program: str,
+    about: str | None,
+    measure: Callable[[argparse.Namespace], Measured],
+    add_options: Callable[[argparse.ArgumentParser], None] = lambda _: None,
+    *,
+    repetitions: int = 15,
+) -> int:
+    """The whole of a benchmark's `main`: options, measuring, the result's file. Returns the exit status.
+
+    0: measured and written. `REFUSED`: measured and written, and what was found is wrong. `NOT_MEASURED`: nothing was
+    written, and standard error tells why. Any other error ends the program as Python does, with nothing written.
+
+    Args:
+        program: `__file__` of the benchmark; its name is the result's.
+        about: the benchmark's docstring.
+        measure: takes the options `out`, `repetitions`, `smallest` and what `add_options` adds.
+        repetitions: turns that are counted, by default; with `--smallest` it is one.
+    """
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON file")
-    parser.add_argument("--repetitions", type=int, default=15, help="turns that are counted")
-    return parser.parse_args()
+    parser.add_argument("--repetitions", type=int, default=repetitions, help="turns that are counted")
+    parser.add_argument(
+        "--smallest", action="store_true", help="everything as small as it gets: shows that it runs, measures nothing"
+    )
+    add_options(parser)
+    options = parser.parse_args()
+    if options.smallest:
+        options.repetitions = 1
+        if options.out.resolve() == RESULTS:
+            parser.error("--smallest tells nothing of speed: give --out another folder than that of the results")
+    # Before measuring: what is committed meanwhile is not what was measured.
+    origin = measured_on()
+    try:
+        measured = measure(options)
+        print(save(Path(program), measured, options, origin))
+    except NotMeasured as error:
+        print(f"{Path(program).stem}: not measured: {error}", file=sys.stderr)
+        return NOT_MEASURED
+    if measured.refused:
+        print(f"{Path(program).stem}: {measured.refused}", file=sys.stderr)
+        return REFUSED
+    return 0

@@ -1,11 +1,12 @@
 """The kernels on a CUDA device: dequantising against the memory's bandwidth, products against the BF16 GEMM.
 
-Without a device it says so and measures nothing. Times are of one named card. "BF16 GEMM" is torch's, over a dense
+Without a device nothing is measured. Times are of one named card. "BF16 GEMM" is torch's, over a dense
 weight of the same shape, so it is the price of not being quantised; ratios are its time over ours.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,8 +17,9 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.harness import Comparison, arguments, compare, save, table
+from benchmarks.harness import Comparison, Measured, NotMeasured, compare, run, table
 
+MEASURES = ("orbit_runtime/quant", "tests/fakes/kernel_weights.py")
 LAYOUTS = ("INT4", "FP8", "FP8Block", "NVFP4", "MXFP4")
 SHAPES = ((4096, 4096), (7168, 2048), (2048, 7168))
 """N, K: a square one, and the experts of a very large model."""
@@ -116,29 +118,27 @@ def experts(layout: str, repetitions: int) -> Comparison:
     )
 
 
-def main() -> None:
-    options = arguments(__doc__ or "")
+def measure(options: argparse.Namespace) -> Measured:
     if not torch.cuda.is_available():
-        print("kernels: torch finds no CUDA device here; nothing was measured and no file was written")
-        return
+        raise NotMeasured("torch finds no CUDA device here")
     card = torch.cuda.get_device_name()
     nominal = next((rate for name, rate in BANDWIDTH.items() if name in card), None)
     rows, rates = [], {}
-    for layout in LAYOUTS:
+    for layout in LAYOUTS[:1] if options.smallest else LAYOUTS:
         row, rate = dequantising(layout, options.repetitions)
         rows.append(row)
         rates[layout] = {"bytes_per_second": rate, "share_of_data_sheet": rate / nominal if nominal else None}
-        for shape in SHAPES:
-            for tokens in TOKENS:
+        for shape in SHAPES[:1] if options.smallest else SHAPES:
+            for tokens in TOKENS[:1] if options.smallest else TOKENS:
                 rows += products(layout, shape, tokens, options.repetitions)
         rows.append(experts(layout, options.repetitions))
     print(f"{card}; times are of {CALLS} calls")
     print(table(rows))
     for layout, each in rates.items():
         print(f"dequantising {layout}: {each}")
-    facts = {"card": card, "calls": CALLS, "dequantising": rates, "torch": torch.__version__}
-    print(save(f"kernels_{card.replace(' ', '_').lower()}", rows, facts, options.out))
+    facts = {"card": card, "calls": CALLS, "torch": torch.__version__}
+    return Measured(rows, {"dequantising": rates}, facts, variant=card.replace(" ", "_").lower())
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(run(__file__, __doc__, measure))

@@ -7,6 +7,7 @@ BF16 and 5 % of it and of the packed bytes: nothing is ever dequantised as a who
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import gc
 import json
@@ -23,21 +24,23 @@ from safetensors.torch import save_file
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.frozen_linear import saved_bytes
-from benchmarks.harness import arguments, save
+from benchmarks.harness import Measured, run
 from orbit_runtime.quant.formats import FORMATS, Codec
 from orbit_runtime.quant.linear import FrozenLinear
 from tools.make_tiny_adder import model_config, quantization_config, repacked_config
 
+MEASURES = ("orbit_runtime/policy", "orbit_runtime/quant", "orbit_runtime/model_info", "orbit_runtime/adapters")
 SIZES = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 8, "head_dim": 128}
+SMALLEST = SIZES | {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1, "head_dim": 32}
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 8}
 LAYOUTS = {"BF16": "BF16", "INT4": "INT4", "FP8": "FP8Block", "NVFP4": "NVFP4", "MXFP4": "MXFP4"}
 
 
-def make_checkpoint(folder: Path, precision: str) -> None:
+def make_checkpoint(folder: Path, precision: str, sizes: dict[str, int]) -> None:
     """A Qwen3 of 109 M random parameters; what they are is of no matter here."""
     codec = FORMATS[LAYOUTS[precision]]
     assert codec.to_checkpoint is not None
-    config = model_config() | SIZES | HEADS
+    config = model_config() | sizes | HEADS
     blocks = {"BF16": None, "INT4": quantization_config()}
     block = blocks[precision] if precision in blocks else repacked_config(precision.lower())
     (folder / "config.json").write_text(json.dumps(config | ({"quantization_config": block} if block else {})))
@@ -105,29 +108,30 @@ def load_and_measure(folder: Path) -> dict[str, int]:
     return {"packed": packed, "mapped": mapped, "above": max(seen[0], anonymous()) - before - (packed - mapped)}
 
 
-def main() -> None:
-    if sys.argv[1:2] == ["--load"]:
-        print(json.dumps(load_and_measure(Path(sys.argv[2]))))
-        return
-    options = arguments(__doc__ or "")
-    one_layer = 2 * (4 * SIZES["hidden_size"] ** 2 + 3 * SIZES["hidden_size"] * SIZES["intermediate_size"])
-    facts: dict[str, Any] = {"one_layer_in_bf16": one_layer, "parameters": one_layer // 2 * SIZES["num_hidden_layers"]}
+def measure(options: argparse.Namespace) -> Measured:
+    sizes = SMALLEST if options.smallest else SIZES
+    one_layer = 2 * (4 * sizes["hidden_size"] ** 2 + 3 * sizes["hidden_size"] * sizes["intermediate_size"])
+    facts = {"one_layer_in_bf16": one_layer, "parameters": one_layer // 2 * sizes["num_hidden_layers"]}
+    figures: dict[str, object] = {}
     print(f"{'format':8} {'packed MiB':>11} {'peak above MiB':>15} {'allowed MiB':>12} {'saved / packed':>15}")
-    for precision, layout in LAYOUTS.items():
+    for precision, layout in list(LAYOUTS.items())[: 2 if options.smallest else None]:
         with tempfile.TemporaryDirectory() as name:
-            make_checkpoint(Path(name), precision)
+            make_checkpoint(Path(name), precision, sizes)
             program = [sys.executable, __file__, "--load", name]
             found = json.loads(subprocess.run(program, check=True, capture_output=True, text=True).stdout)
         above, allowed = found["above"], one_layer + 0.05 * (one_layer + found["packed"])
         codec = FORMATS[layout]
         weight = pack(codec, torch.randn(1024, 1024))
         saved = saved_bytes(FrozenLinear(weight), torch.randn(64, 1024, requires_grad=True)) / codec.num_bytes(weight)
-        facts[precision] = {**found, "allowed": int(allowed), "saved_share": saved}
+        figures[precision] = {**found, "allowed": int(allowed), "saved_share": saved}
         print(
             f"{precision:8} {found['packed'] / 2**20:11.1f} {above / 2**20:15.1f} {allowed / 2**20:12.1f} {saved:15.4f}"
         )
-    print(save("loading_memory", [], facts, options.out))
+    return Measured(figures=figures, facts=facts)
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["--load"]:
+        print(json.dumps(load_and_measure(Path(sys.argv[2]))))
+    else:
+        raise SystemExit(run(__file__, __doc__, measure))

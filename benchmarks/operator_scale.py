@@ -17,8 +17,8 @@ import argparse
 import asyncio
 import json
 import os
-import platform
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -36,7 +36,7 @@ import orjson
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.bare_writes import Writes
-from benchmarks.harness import RESULTS
+from benchmarks.harness import Measured, NotMeasured, run
 from benchmarks.operator_table import (
     NUM_BARE,
     Episode,
@@ -71,6 +71,8 @@ from benchmarks.simulated_cluster import (
 from orbit_runtime.spec import load_manifest
 from orbit_runtime.spec.crd import build_crd
 
+MEASURES = ("operator", "benchmarks/bare_writes.py", "benchmarks/operator_table.py", "benchmarks/simulated_cluster.py")
+PROGRAMS = ("kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubectl", "etcd", "kwok")
 CRDS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
 _SAMPLE = re.compile(r"^(\w+)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
@@ -272,7 +274,18 @@ class Bench:
         return any(each["metadata"]["name"].startswith(prefix) for each in found)
 
 
-async def measure(bench: Bench, num_runs: int, idle_seconds: float, folder: Path, *, whole: bool) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Lengths:
+    """Seconds of the episodes that only wait."""
+
+    idle: float
+    train: float
+    """At least: every pod must be asked."""
+
+
+async def measure_episodes(
+    bench: Bench, num_runs: int, lengths: Lengths, folder: Path, *, whole: bool
+) -> dict[str, Any]:
     """All episodes, or those that sizes are compared by; what they were, by name."""
     history, kubectl = bench.history, find_program("kubectl")
     facts: dict[str, Any] = {"runs": num_runs}
@@ -299,22 +312,22 @@ async def measure(bench: Bench, num_runs: int, idle_seconds: float, folder: Path
     await bench.wait(lambda: history.num("Running") >= num_runs + 30, "these train as well")
     await bench.settle()
     async with bench.episode(facts, "idle"):
-        await asyncio.sleep(idle_seconds)
+        await asyncio.sleep(lengths.idle)
     most = memory_bytes(bench.operator.pid, "VmHWM")
     facts["bare, many runs"] = await bench.write_bare()
     await bench.settle()
     if whole:
-        await _live(bench, names, facts, idle_seconds)
+        await _live(bench, names, facts, lengths)
     facts["resident highest"] = max(most, memory_bytes(bench.operator.pid, "VmHWM"))
     return facts
 
 
-async def _live(bench: Bench, names: list[str], facts: dict[str, Any], idle_seconds: float) -> None:
+async def _live(bench: Bench, names: list[str], facts: dict[str, Any], lengths: Lengths) -> None:
     """Training, crashes, pauses, ends."""
     history, client = bench.history, bench.client
     async with bench.episode(facts, "train"):
         # Long enough for each pod to be asked: all together ten times a second.
-        until = _now() + max(60, len(names) / 10 + 5)
+        until = _now() + max(lengths.train, len(names) / 10 + 5)
         while _now() < until:
             bench.pods.step += 1
             await asyncio.sleep(1)
@@ -343,10 +356,10 @@ async def _live(bench: Bench, names: list[str], facts: dict[str, Any], idle_seco
         await bench.wait(lambda: history.num("Succeeded") >= len(rest), "they have succeeded")
         await bench.settle()
     async with bench.episode(facts, "idle, most finished"):
-        await asyncio.sleep(idle_seconds)
+        await asyncio.sleep(lengths.idle)
 
 
-async def run_size(num_runs: int, idle_seconds: float, folder: Path, *, whole: bool) -> dict[str, Any]:
+async def run_size(num_runs: int, lengths: Lengths, folder: Path, *, whole: bool) -> dict[str, Any]:
     with run_control_plane(folder) as plane:
         async with open_client(plane) as client:
             crd = build_crd()
@@ -364,7 +377,7 @@ async def run_size(num_runs: int, idle_seconds: float, folder: Path, *, whole: b
                         await client.watch(JOBS, bench.history.told_job, METADATA),
                         await client.watch(PODS, pods.told),
                     ]
-                    facts = await measure(bench, num_runs, idle_seconds, folder, whole=whole)
+                    facts = await measure_episodes(bench, num_runs, lengths, folder, whole=whole)
                     for task in watches:
                         assert not task.done(), task.exception()
                         task.cancel()
@@ -377,39 +390,47 @@ def _now() -> float:
     return asyncio.get_running_loop().time()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON file")
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sizes", default="1000,5000", help="numbers of runs: the first lives through it all, the others only start"
     )
     parser.add_argument(
         "--idle", type=float, default=300, help="seconds of each idle episode of the first size; of others at most 60"
     )
-    given = parser.parse_args()
-    if "ORBIT_TEST_PROGRAMS" not in os.environ:
-        print("skipped: ORBIT_TEST_PROGRAMS is not set; `tools/cluster_programs.sh kubernetes kwok` prints it")
-        return
+
+
+def check_programs() -> None:
+    """Raises NotMeasured where the folder of programs is not named, or lacks one."""
+    folders = os.environ.get("ORBIT_TEST_PROGRAMS")
+    how = "`tools/cluster_programs.sh kubernetes kwok` builds them and prints their folder"
+    if not folders:
+        raise NotMeasured(f"ORBIT_TEST_PROGRAMS is not set; {how}")
+    missing = [name for name in PROGRAMS if shutil.which(name, path=folders) is None]
+    if missing:
+        raise NotMeasured(f"no {', '.join(missing)} in ORBIT_TEST_PROGRAMS={folders}; {how}")
+
+
+def measure(options: argparse.Namespace) -> Measured:
+    check_programs()
     os.environ.setdefault("GOGC", "400")
     # Whoever ends us early shall leave no cluster behind.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    machine = {"cpus": os.cpu_count(), "machine": platform.machine(), "python": platform.python_version(),
-               "GOGC": os.environ["GOGC"]}  # fmt: skip
-    measured, rows = [], []
-    given.out.mkdir(parents=True, exist_ok=True)
-    for size in map(int, given.sizes.split(",")):
-        idle = given.idle if not measured else min(60.0, given.idle)
+    sizes = [10, 12] if options.smallest else [int(each) for each in options.sizes.split(",")]
+    idle, train = (2.0, 5.0) if options.smallest else (options.idle, 60.0)
+    found, rows = [], []
+    for size in sizes:
+        whole = not found
         with tempfile.TemporaryDirectory(prefix="orbit-scale-") as name:
             began = time.monotonic()
-            measured.append(asyncio.run(run_size(size, idle, Path(name), whole=not measured)))
-        found = rows_of(measured[-1]) + (compare_sizes(measured[0], measured[-1]) if measured[1:] else [])
-        print(f"{size} runs, {time.monotonic() - began:.0f} s\n{table(found)}\n", flush=True)
-        rows += found
-        # After each: more runs may take long, or fail.
-        content = {"name": "operator_scale", "machine": machine, "rows": rows, "facts": measured}
-        text = orjson.dumps(content, option=orjson.OPT_INDENT_2 | orjson.OPT_SORT_KEYS | orjson.OPT_APPEND_NEWLINE)
-        (given.out / "operator_scale.json").write_bytes(text)
+            lengths = Lengths(idle if whole else min(60.0, idle), train)
+            found.append(asyncio.run(run_size(size, lengths, Path(name), whole=whole)))
+        new = rows_of(found[-1]) + ([] if whole else compare_sizes(found[0], found[-1]))
+        print(f"{size} runs, {time.monotonic() - began:.0f} s\n{table(new)}\n", flush=True)
+        rows += new
+    # Plain values; infinity, which JSON does not have, becomes null.
+    figures = orjson.loads(orjson.dumps({"rows": rows, "sizes": found}))
+    return Measured(figures=figures, facts={"GOGC": os.environ["GOGC"]})
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(run(__file__, __doc__, measure, add_options))

@@ -1,45 +1,53 @@
 """How far trainer and engine are apart, per format and engine, beside what each side differs from itself.
 
 Runs what `orbit parity` runs on the shipped model. With SGLang on a CPU the engine's base is the checkpoint unpacked to
-BF16 by our codec; `ORBIT_SGLANG_PYTHON` names its interpreter, and without it only the torch engine is measured.
+BF16 by our codec, and `ORBIT_SGLANG_PYTHON` names its interpreter; `--engines Torch` does without it.
 """
 
 from __future__ import annotations
 
-import os
+import argparse
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.harness import arguments, save
+from benchmarks.harness import Measured, need_sglang, run
 from orbit_runtime.cli.output import format_table
 from orbit_runtime.loop.parity import Comparison, compare_sides
 from orbit_runtime.observability.progress import SilentProgress
-from orbit_runtime.rollout.sglang_server import PYTHON_VARIABLE
 from orbit_runtime.spec import load_manifest
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "quickstart.yaml"
 PRECISIONS = ("BF16", "INT4", "FP8", "NVFP4", "MXFP4")
+MEASURES = (
+    "orbit_runtime/parity", "orbit_runtime/loop/parity.py", "orbit_runtime/policy", "orbit_runtime/quant",
+    "orbit_runtime/rollout", "orbit_runtime/sglang_plugin",
+)  # fmt: skip
 TARGET_SECONDS = 5.0
 """Of one measurement, models and servers up."""
 
 
-def main() -> int:
-    options = arguments(__doc__ or "")
-    engines = ["Torch"]
-    if os.environ.get(PYTHON_VARIABLE):
-        engines.append("SGLang")
-    else:
-        print(f"SGLang is not measured: {PYTHON_VARIABLE} is not set (see docs/guides/sglang.md)")
-    found = [measure(engine, precision) for engine in engines for precision in PRECISIONS]
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--engines", default="Torch,SGLang")
+
+
+def measure(options: argparse.Namespace) -> Measured:
+    engines = options.engines.split(",")
+    if "SGLang" in engines:
+        need_sglang()
+    precisions = ("INT4",) if options.smallest else PRECISIONS
+    found = [measure_one(engine, precision) for engine in engines for precision in precisions]
     print(table(found))
-    facts = {"target_seconds": TARGET_SECONDS, "found": [each.to_json() for each in found]}
-    print(save("parity_by_format", [], facts, options.out))
-    return int(any(each.preflight.failures for each in found))
+    failures = [f"{each.engine}, {each.precision}: {why}" for each in found for why in each.preflight.failures]
+    return Measured(
+        figures={"found": [each.to_json() for each in found]},
+        facts={"target_seconds": TARGET_SECONDS},
+        refused="; ".join(failures),
+    )
 
 
-def measure(engine: str, precision: str) -> Comparison:
+def measure_one(engine: str, precision: str) -> Comparison:
     changes = [f"spec.rollout.engine={engine}", f"spec.model.precision={precision}"]
     return compare_sides(load_manifest(EXAMPLE, changes), progress=SilentProgress(), manifest_folder=EXAMPLE.parent)
 
@@ -63,4 +71,4 @@ def table(found: list[Comparison]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(run(__file__, __doc__, measure, add_options))

@@ -5,6 +5,7 @@ Runs `tests/models/test_planned_memory.py`, which measures and holds every part 
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -12,10 +13,16 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.harness import arguments, save
+from benchmarks.harness import Measured, NotMeasured, run
 
 ROOT = Path(__file__).parents[1]
-TESTS = ROOT / "tests" / "integration" / "test_planned_memory.py"
+TESTS = ROOT / "tests" / "models" / "test_planned_memory.py"
+MEASURES = (
+    "orbit_runtime/planner", "orbit_runtime/policy", "orbit_runtime/adapters", "orbit_runtime/training",
+    "orbit_runtime/rollout", "orbit_runtime/quant", "tests/models/test_planned_memory.py",
+)  # fmt: skip
+SMALLEST = "int4-LoRA"
+"""The case that `--smallest` measures."""
 TARGET = 0.05
 
 
@@ -30,22 +37,29 @@ class Collector:
             self.figures |= item.module.FIGURES  # type: ignore[attr-defined]
 
 
-def main() -> int:
-    options = arguments(__doc__ or "")
+def measure(options: argparse.Namespace) -> Measured:
     collector = Collector()
-    code = pytest.main([str(TESTS), "-q", "--no-header", "-p", "no:cacheprovider"], plugins=[collector])
+    asked = [str(TESTS), *(("-k", SMALLEST) if options.smallest else ())]
+    code = pytest.main([*asked, "-q", "--no-header", "-p", "no:cacheprovider"], plugins=[collector])
+    if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) or not collector.figures:
+        raise NotMeasured(f"pytest ended with {code} and {len(collector.figures)} cases of {TESTS.relative_to(ROOT)}")
+    parts_of = {case: sorted(parts) for case, parts in collector.figures.items()}
+    if len({*map(tuple, parts_of.values())}) > 1:
+        raise NotMeasured(f"the cases are not measured alike: {parts_of}")
     rows, worst = {}, 0.0
     print(f"{'model, adapter':16} {'part':18} {'measured':>12} {'planned':>12} {'error':>8}")
     for case, parts in collector.figures.items():
         for part, (measured, planned) in parts.items():
-            error = planned / measured - 1 if measured else 0.0
+            if not measured:
+                raise NotMeasured(f"{case}: nothing was allocated for {part}")
+            error = planned / measured - 1
             worst = max(worst, abs(error))
             rows[f"{case}: {part}"] = {"measured": measured, "planned": planned, "error": error}
             print(f"{case:16} {part:18} {measured:12,} {planned:12,} {error:8.2%}")
     print(f"largest error {worst:.2%}, allowed {TARGET:.0%}")
-    print(save("planned_memory", [], {"parts": rows, "largest_error": worst, "target": TARGET}, options.out))
-    return int(code)
+    refused = "" if code == pytest.ExitCode.OK else f"tests failed; the largest error is {worst:.2%}"
+    return Measured(figures={"parts": rows, "largest_error": worst}, facts={"target": TARGET}, refused=refused)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(run(__file__, __doc__, measure))

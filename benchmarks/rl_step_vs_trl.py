@@ -10,22 +10,27 @@ Orbit keeps a checkpoint at every step and proves every publish; its clock of a 
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.harness import Comparison, arguments, save, table
+from benchmarks.harness import Comparison, Measured, need_packages, run, table
 from benchmarks.long_tail import LEARNING_RATE, MAX_NEW_TOKENS, build_model_folder, even_length
 from orbit_runtime.model_info.builtin_models import builtin_folder
 
+MEASURES = (
+    "orbit_runtime/loop", "orbit_runtime/training", "orbit_runtime/rollout", "orbit_runtime/policy",
+    "orbit_runtime/adapters", "orbit_runtime/quant", "orbit_runtime/algorithms", "orbit_runtime/parity",
+)  # fmt: skip
 GROUP = 16
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 WARMUP_STEPS = 2
@@ -43,12 +48,14 @@ class Shape:
     precision: str
     steps_per_turn: int
     target: float
+    reward: str
+    """`exact`: the sum is right; `even`: the answer's length is even."""
     trl_micro_batches: int
     """Cuts of TRL's batch in training: the fastest of 1, 2 and 4. Shorter activations stay in the CPU's caches."""
 
 
-SHORT = Shape("RL step, 32 x 16 x 4 tokens", 32, 4, 2e-3, "INT4", 8, 1.5, 1)
-LONG = Shape("RL step, 16 x 16, long-tailed up to 128", 16, MAX_NEW_TOKENS, LEARNING_RATE, "BF16", 2, 3.0, 2)
+SHORT = Shape("RL step, 32 x 16 x 4 tokens", 32, 4, 2e-3, "INT4", 8, 1.5, "exact", 1)
+LONG = Shape("RL step, 16 x 16, long-tailed up to 128", 16, MAX_NEW_TOKENS, LEARNING_RATE, "BF16", 2, 3.0, "even", 2)
 
 
 @dataclass
@@ -63,7 +70,7 @@ class Turns:
 
 def orbit_turn(shape: Shape, folder: Path, out: Path) -> Callable[[Turns], None]:
     """Returns a function that continues one run by a turn's steps, each timed by the run itself."""
-    from orbit_runtime.loop import run
+    from orbit_runtime.loop import run as train
     from orbit_runtime.observability.progress import SilentProgress
     from orbit_runtime.spec import OrbitRun
 
@@ -80,7 +87,7 @@ def orbit_turn(shape: Shape, folder: Path, out: Path) -> Callable[[Turns], None]
             "adapter": {"type": "LoRA", "lora": {"rank": 16, "alpha": 32.0}, "targets": TARGETS},
             "algorithm": {"type": "GRPO", "groupSize": GROUP},
             "data": {"prompts": [{"uri": "builtin://two-digit-addition"}]},
-            "environment": {"type": "SingleTurn", "rewards": [exact if shape is SHORT else even]},
+            "environment": {"type": "SingleTurn", "rewards": [exact if shape.reward == "exact" else even]},
             "rollout": {"sampling": {"maxNewTokens": shape.max_new_tokens}},
             "training": {
                 "steps": steps,
@@ -96,7 +103,7 @@ def orbit_turn(shape: Shape, folder: Path, out: Path) -> Callable[[Turns], None]
             "spec": spec,
         }
         root = Path(__file__).resolve().parent.parent
-        run(OrbitRun.model_validate(manifest), out=str(out), progress=SilentProgress(), manifest_folder=root)
+        train(OrbitRun.model_validate(manifest), out=str(out), progress=SilentProgress(), manifest_folder=root)
         rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
         counted = [row for row in rows if row["step"] > first]
         assert len(counted) == shape.steps_per_turn
@@ -119,7 +126,7 @@ def trl_turn(shape: Shape, folder: Path, out: Path) -> Callable[[Turns], None]:
     def reward(completions: list[Any], completion_ids: list[list[int]], answer: list[str], **_: Any) -> list[float]:
         lengths.append(statistics.mean(len(ids) for ids in completion_ids))
         texts = [completion[0]["content"] for completion in completions]
-        if shape is SHORT:
+        if shape.reward == "exact":
             return [float(text.strip() == right) for text, right in zip(texts, answer, strict=True)]
         return [even_length(text, None, None) for text in texts]
 
@@ -205,22 +212,26 @@ def compare_shape(shape: Shape, folders: tuple[Path, Path], scratch: Path, turns
     return row, facts
 
 
-def main() -> None:
-    options = arguments(__doc__.splitlines()[0] if __doc__ else "")
-    comparisons, facts = [], {}
+def measure(options: argparse.Namespace) -> Measured:
+    need_packages("trl", "peft", "datasets", install="`make dev` does so")
+    comparisons, figures = [], {}
+    shapes, turns = (SHORT, LONG), max(3, options.repetitions // 3)
+    if options.smallest:
+        short = replace(SHORT, name="RL step, 2 x 16 x 4 tokens", prompts=2, steps_per_turn=1)
+        long = replace(LONG, name="RL step, 2 x 16, up to 8", prompts=2, max_new_tokens=8, steps_per_turn=1)
+        shapes, turns = (short, long), 1
     with tempfile.TemporaryDirectory() as temporary:
         scratch = Path(temporary)
         long_tail = build_model_folder(scratch / "long-tail")
         adder = (builtin_folder("tiny-adder", "INT4"), builtin_folder("tiny-adder", "BF16"))
-        for index, (shape, folders) in enumerate([(SHORT, adder), (LONG, (long_tail, long_tail))]):
-            turns = max(3, options.repetitions // 3)
-            row, facts[shape.name] = compare_shape(shape, folders, scratch / str(index), turns)
+        for index, (shape, folders) in enumerate(zip(shapes, (adder, (long_tail, long_tail)), strict=True)):
+            row, figures[shape.name] = compare_shape(shape, folders, scratch / str(index), turns)
             comparisons.append(row)
     print(table(comparisons))
-    for name, values in facts.items():
+    for name, values in figures.items():
         print(f"{name}: mean completion {values['mean_tokens_orbit']:.1f} / {values['mean_tokens_trl']:.1f} tokens")
-    save("rl_step_vs_trl", comparisons, facts, options.out)
+    return Measured(comparisons, figures)
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(run(__file__, __doc__, measure))

@@ -9,48 +9,49 @@ is asked where it could raise a false alarm.
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import os
 import statistics
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-import harness
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.harness import Measured, need_sglang, run
 from orbit_runtime.errors import GateError
-from orbit_runtime.rollout.sglang_server import PYTHON_VARIABLE
 
+MEASURES = (
+    "orbit_runtime/parity", "orbit_runtime/loop/publish.py", "orbit_runtime/rollout", "orbit_runtime/sglang_plugin",
+    "orbit_runtime/adapters",
+)  # fmt: skip
 SCALES = (1e-6, 1e-5, 1e-4, 1e-3, 3e-3)
 RESET_AFTER = 25
 """Publishes after which the masters start from their beginning: the sum of many updates is no adapter anybody has."""
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=harness.RESULTS, help="folder for the JSON file")
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--publishes", type=int, default=500, help="of each adapter type")
     parser.add_argument("--adapters", default="LoRA,OFT")
-    asked = parser.parse_args()
-    if not os.environ.get(PYTHON_VARIABLE) and importlib.util.find_spec("sglang") is None:
-        print(f"not measured: {PYTHON_VARIABLE} is not set, and SGLang is not installed here")
-        return 0
-    facts = {adapter: measure(adapter, asked.publishes) for adapter in asked.adapters.split(",")}
+
+
+def measure(options: argparse.Namespace) -> Measured:
+    need_sglang()
+    publishes = 2 if options.smallest else options.publishes
+    found = {adapter: measure_one(adapter, publishes) for adapter in options.adapters.split(",")}
     print(
         f"{'adapter':<8} {'publishes':>9} {'false alarms':>12} {'load ms':>8} {'publish ms':>10} {'largest error':>14}"
     )
-    for adapter, found in facts.items():
+    for adapter, each in found.items():
         print(
-            f"{adapter:<8} {found['publishes']:>9} {len(found['failures']):>12} {found['load_ms']:>8.1f} "
-            f"{found['publish_ms']:>10.1f} {found['largest_change_error']:>14.2e}"
+            f"{adapter:<8} {each['publishes']:>9} {len(each['failures']):>12} {each['load_ms']:>8.1f} "
+            f"{each['publish_ms']:>10.1f} {each['largest_change_error']:>14.2e}"
         )
-    harness.save("sglang_false_alarms", [], facts, asked.out)
-    return 1 if any(found["failures"] for found in facts.values()) else 0
+    alarms = [f"{adapter}: {why}" for adapter, each in found.items() for why in each["failures"]]
+    return Measured(figures=found, refused="; ".join(alarms))
 
 
-def measure(adapter: str, count: int) -> dict[str, Any]:
-    from sglang_rig import started
+def measure_one(adapter: str, count: int) -> dict[str, Any]:
+    from benchmarks.sglang_rig import started
 
     failures: list[str] = []
     errors, publishes, loads = [0.0], [], []
@@ -88,4 +89,4 @@ def measure(adapter: str, count: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(run(__file__, __doc__, measure, add_options))

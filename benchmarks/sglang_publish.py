@@ -14,107 +14,117 @@ the engine's own is a LoRA of rank 1.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import harness
 import httpx
-from running_answers import Gaps, watch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import harness
+from benchmarks.running_answers import Gaps, watch
 from orbit_runtime.rollout.requests import sample
 from orbit_runtime.types import Request, Sampling
 from orbit_runtime.workers.waiting import wait_asleep
 
-REQUESTS, GROUP = 64, 8
-TOKENS = 32
-WARM, PUBLISHES = 5, 50
-"""Of those that are timed alone: the first are not counted."""
-WATCHES = 60
-"""Of answers that run side by side from their beginning to their end."""
+MEASURES = (
+    "orbit_runtime/loop/publish.py", "orbit_runtime/parity", "orbit_runtime/rollout", "orbit_runtime/sglang_plugin",
+    "orbit_runtime/adapters", "orbit_runtime/storage", "benchmarks/running_answers.py", "benchmarks/sglang_rig.py",
+)  # fmt: skip
+GROUP = 8
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=harness.RESULTS, help="folder for the JSON file")
-    parser.add_argument("--repetitions", type=int, default=10, help="turns that are counted")
+@dataclass(frozen=True)
+class Size:
+    requests: int = 64
+    tokens: int = 32
+    warm: int = 5
+    publishes: int = 50
+    """Of those that are timed alone; `warm` more before them are not counted."""
+    watches: int = 60
+    """Of answers that run side by side from their beginning to their end."""
+
+
+SMALLEST = Size(requests=8, tokens=4, warm=1, publishes=2, watches=1)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--adapters", default="LoRA,OFT")
-    asked = parser.parse_args()
+
+
+def measure(options: argparse.Namespace) -> harness.Measured:
     # As `orbit run` does, before torch is imported.
     wait_asleep(os.environ)
-    from orbit_runtime.rollout.sglang_server import PYTHON_VARIABLE
-
-    if not os.environ.get(PYTHON_VARIABLE) and importlib.util.find_spec("sglang") is None:
-        print(f"not measured: {PYTHON_VARIABLE} is not set, and SGLang is not installed here")
-        return 0
-    comparisons, facts = [], {}
-    for adapter in asked.adapters.split(","):
-        rows, found = measure(adapter, asked.repetitions)
+    harness.need_sglang()
+    comparisons, figures = [], {}
+    for adapter in options.adapters.split(","):
+        rows, figures[adapter] = measure_one(adapter, options.repetitions, SMALLEST if options.smallest else Size())
         comparisons += rows
-        facts[adapter] = found
     print(harness.table(comparisons))
-    for adapter, found in facts.items():
+    for adapter, found in figures.items():
         print(f"{adapter}: " + ", ".join(f"{name} {value:.1f}" for name, value in found.items()))
-    harness.save("sglang_publish", comparisons, facts, asked.out)
-    return 0
+    return harness.Measured(comparisons, figures)
 
 
-def measure(adapter: str, repetitions: int) -> tuple[list[harness.Comparison], dict[str, float]]:
-    from sglang_rig import started
+def measure_one(adapter: str, repetitions: int, size: Size) -> tuple[list[harness.Comparison], dict[str, float]]:
+    from benchmarks.sglang_rig import started
 
     with started(adapter) as rig:
         begun, stolen = time.monotonic(), harness.stolen_seconds()
         rig.move(0, 0.02)
         rig.publish()
-        publishing = _publishing(rig)
+        publishing = _publishing(rig, size)
         url = rig.engine.replicas[0].server.url
         # Answers run on an adapter that stays: a publish waits for its predecessor's answers before it unloads it.
         rig.engine.load_adapter("stays", rig.publication.adapter)
-        gaps = _gaps(rig, url, adapter)
+        gaps = _gaps(rig, url, adapter, size.watches)
         name = rig.publication.name
-        sampling = Sampling(max_new_tokens=TOKENS)
+        sampling = Sampling(max_new_tokens=size.tokens)
         prompts = [
             tuple(rig.tokenizer.encode_chat([{"role": "user", "content": f"{10 + index}+{99 - index}="}]))
-            for index in range(REQUESTS)
+            for index in range(size.requests)
         ]
 
         def through_client(adapter_name: str | None, samples: int = 1) -> None:
             made = [
-                Request(index, index, prompts[index // samples], sampling, adapter_name) for index in range(REQUESTS)
+                Request(index, index, prompts[index // samples], sampling, adapter_name)
+                for index in range(size.requests)
             ]
-            assert len(list(sample(rig.engine, made))) == REQUESTS
+            assert len(list(sample(rig.engine, made))) == size.requests
 
         def as_one_batch(samples: int = 1) -> None:
-            asked = prompts[: REQUESTS // samples]
+            asked = prompts[: size.requests // samples]
             body = {
                 "input_ids": [list(prompt) for prompt in asked], "return_logprob": True,
                 "lora_path": [name] * len(asked),
-                "sampling_params": {"n": samples, "temperature": 1.0, "max_new_tokens": TOKENS,
+                "sampling_params": {"n": samples, "temperature": 1.0, "max_new_tokens": size.tokens,
                                     "stop_token_ids": list(rig.tokenizer.eos_ids)},
             }  # fmt: skip
             answer = httpx.post(f"{url}/generate", json=body, timeout=None, trust_env=False)
             assert answer.status_code == 200, answer.text
-            assert len(answer.json()) == REQUESTS
+            assert len(answer.json()) == size.requests
 
         comparisons = [
             harness.compare(
-                f"{REQUESTS} answers, {adapter}", ("our client", lambda: through_client(name)),
+                f"{size.requests} answers, {adapter}", ("our client", lambda: through_client(name)),
                 ("one batch of SGLang's", as_one_batch), repetitions=repetitions, target=0.9,
             ),
             harness.compare(
-                f"{REQUESTS // GROUP} prompts, {GROUP} answers each, {adapter}",
+                f"{size.requests // GROUP} prompts, {GROUP} answers each, {adapter}",
                 ("our client", lambda: through_client(name, GROUP)),
                 ("one batch of SGLang's", lambda: as_one_batch(GROUP)), repetitions=repetitions, target=0.9,
             ),
             harness.compare(
-                f"{REQUESTS} answers", (adapter, lambda: through_client(name)),
+                f"{size.requests} answers", (adapter, lambda: through_client(name)),
                 ("no adapter", lambda: through_client(None)), repetitions=repetitions,
             ),
         ]  # fmt: skip
@@ -127,7 +137,7 @@ def _publish(rig: Any) -> None:
     rig.publish()
 
 
-def _publishing(rig: Any) -> dict[str, float]:
+def _publishing(rig: Any, size: Size) -> dict[str, float]:
     """Medians: from the published bytes to the end of their proof, the engine's own load call in it, and the whole act.
 
     The whole act also exports the adapter, writes it to the store, reads the trainer, and unloads the version before.
@@ -150,24 +160,24 @@ def _publishing(rig: Any) -> dict[str, float]:
 
     rig.engine.load_adapter, rig.engine.unload_adapter = timed_load, timed_unload
     whole = []
-    for _ in range(WARM + PUBLISHES):
+    for _ in range(size.warm + size.publishes):
         rig.move(1, 1e-4)
         start = time.perf_counter()
         rig.publish()
         whole.append(time.perf_counter() - start)
     rig.engine.load_adapter, rig.engine.unload_adapter = load, unload
-    loads, proven, whole = loads[WARM:], proven[WARM:], whole[WARM:]
+    loads, proven, whole = loads[size.warm :], proven[size.warm :], whole[size.warm :]
     over = statistics.median(a - b for a, b in zip(proven, loads, strict=True))
     return {"proven after ms": statistics.median(proven) * 1e3, "load ms": statistics.median(loads) * 1e3,
             "over the load ms": over * 1e3, "whole publish ms": statistics.median(whole) * 1e3}  # fmt: skip
 
 
-def _gaps(rig: Any, url: str, adapter: str) -> dict[str, float]:
+def _gaps(rig: Any, url: str, adapter: str, watches: int) -> dict[str, float]:
     """Of all turns together."""
     gaps = {name: Gaps() for name in ("nothing", "own", "ours")}
     with _engines_own(rig, url, adapter) as load_and_prefill:
         acts = {"nothing": lambda: time.sleep(0.1), "own": load_and_prefill, "ours": lambda: _publish(rig)}
-        for _ in range(WATCHES):
+        for _ in range(watches):
             watch(url, "stays", acts, gaps)
     nothing, own, ours = gaps["nothing"], gaps["own"], gaps["ours"]
     return {
@@ -181,7 +191,7 @@ def _gaps(rig: Any, url: str, adapter: str) -> dict[str, float]:
 @contextmanager
 def _engines_own(rig: Any, url: str, adapter: str) -> Iterator[Callable[[], None]]:
     """What any client would do with a new adapter: load it, ask it as much as the proof does, unload it."""
-    from sglang_rig import small_lora
+    from benchmarks.sglang_rig import small_lora
 
     files = rig.publication.adapter.files if adapter == "LoRA" else small_lora()
     prompts = [list(rig.publisher.canary_T)] * 4
@@ -206,4 +216,4 @@ def _engines_own(rig: Any, url: str, adapter: str) -> Iterator[Callable[[], None
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(harness.run(__file__, __doc__, measure, add_options, repetitions=10))
