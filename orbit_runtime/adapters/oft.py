@@ -56,21 +56,18 @@ def num_parameters(in_features: int, block_size: int) -> int:
 
 
 @functools.cache
-def _triangle(block_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """For each cell of a `[b, b]` block: which parameter fills it (0 on the diagonal), and with which sign."""
+def _upper_triangle(block_size: int, device: torch.device) -> Tensor:
+    """Which cell of a flattened `[b, b]` block each parameter fills."""
     rows, columns = torch.triu_indices(block_size, block_size, 1)
-    source = torch.zeros(block_size, block_size, dtype=torch.int64)
-    sign = torch.zeros(block_size, block_size)
-    order = torch.arange(rows.numel())
-    source[rows, columns], source[columns, rows] = order, order
-    sign[rows, columns], sign[columns, rows] = 1.0, -1.0
-    return source.view(-1).to(device), sign.to(device)
+    return (rows * block_size + columns).to(device)
 
 
 def skew_symmetric(parameters: Tensor, block_size: int) -> Tensor:
-    """`[n, b(b-1)/2]` → Q `[n, b, b]`."""
-    source, sign = _triangle(block_size, parameters.device)
-    return parameters.index_select(1, source).view(-1, block_size, block_size) * sign
+    """`[n, b(b-1)/2]` → Q `[n, b, b]`. No cell is written twice and none is read twice: neither pass has sums to order."""
+    cells = _upper_triangle(block_size, parameters.device)
+    upper = parameters.new_zeros(len(parameters), block_size**2).index_copy(1, cells, parameters)
+    upper = upper.view(-1, block_size, block_size)
+    return upper - upper.transpose(1, 2)
 
 
 def rotations(parameters: Tensor, block_size: int, parametrization: str, neumann_terms: int) -> Tensor:

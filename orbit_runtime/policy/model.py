@@ -21,7 +21,7 @@ from orbit_runtime.adapters.layer import Applied
 from orbit_runtime.policy.attention import Kernel, Plan
 from orbit_runtime.policy.direct import DirectDecoder
 from orbit_runtime.policy.logprobs import token_logprobs
-from orbit_runtime.policy.packed import Branch, PackedBatch, PackedPlan, build_packed
+from orbit_runtime.policy.packed import Branch, PackedBatch, PackedPlan, build_packed, gather_rows
 from orbit_runtime.policy.whole_rows import WholeRows, newest_hidden, packed_hidden
 
 
@@ -91,7 +91,7 @@ class Policy:
         else:
             hidden = self._packed_hidden(plan)
         return token_logprobs(
-            hidden[batch.target_source_R],
+            gather_rows(hidden, batch.target_source_R),
             batch.target_ids_R,
             self.head,
             vocabulary=self.vocabulary,

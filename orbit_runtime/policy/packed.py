@@ -159,9 +159,14 @@ def _build_bucket(rows: list[_Row], device: torch.device) -> Bucket:
     return Bucket(query_BQ, key_BS, visible[:, None], prefix_length + queries.minimum(length - 1))
 
 
-def _gather(source_TN: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Rows of `source` by index. An embedding look-up, because its backward sums repeated rows in parallel."""
-    return F.embedding(index, source_TN)
+def gather_rows(source_TN: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """`source[index]`, whose backward adds the cells that read one row in the order in which they stand.
+
+    No one operation does so on both kinds of device (docs/decisions/0087): the backward of indexing adds atomically on a
+    CPU, and after a sort on a GPU; an embedding's gives each thread rows of its own on a CPU, where it is the fastest as
+    well, and has a race on a GPU (pytorch/pytorch#187687).
+    """
+    return source_TN[index] if source_TN.is_cuda else F.embedding(index, source_TN)
 
 
 def _is_near(position_BQ: torch.Tensor, num_keys: int, window: int) -> torch.Tensor:
@@ -203,7 +208,7 @@ class PackedPlan:
         pieces = []
         for bucket, visible in zip(self.batch.buckets, self._visible(look.window), strict=True):
             q, k, v = (
-                _gather(source, index).unflatten(-1, (count, -1)).transpose(1, 2)
+                gather_rows(source, index).unflatten(-1, (count, -1)).transpose(1, 2)
                 for source, index, count in (
                     (q_TN, bucket.query_BQ, heads),
                     (k_TN, bucket.key_BS, kv_heads),
@@ -212,7 +217,7 @@ class PackedPlan:
             )
             out = attend_rows(q, k, v, visible_B1QS=visible, look=look, kernel=self.kernel)
             pieces.append(out.transpose(1, 2).flatten(2).flatten(0, 1))
-        return _gather(torch.cat(pieces), self.batch.unsort_T)
+        return gather_rows(torch.cat(pieces), self.batch.unsort_T)
 
     def _visible(self, window: int | None) -> list[torch.Tensor]:
         """`[B, 1, Q, S]` of every bucket; made once for all layers with the same window."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from orbit_runtime.adapters.layer import Selection
-from orbit_runtime.policy.packed import PackedBatch
+from orbit_runtime.policy.packed import PackedBatch, gather_rows
 
 Decoder = Callable[[Tensor], Tensor]
 """Token ids `[B, S]` → hidden states `[B, S, N]`; padding stands at the end, where no real position sees it."""
@@ -36,9 +36,10 @@ def packed_hidden(decoder: Decoder, batch: PackedBatch, selection: Selection) ->
     pieces = []
     for bucket in batch.buckets:
         hidden_BSN = _by_slot(decoder, batch.token_ids_T[bucket.key_BS], bucket.query_BQ[:, 0], selection)
-        index_BQN = bucket.position_BQ.unsqueeze(-1).expand(-1, -1, hidden_BSN.shape[-1])
-        pieces.append(hidden_BSN.gather(1, index_BQN).flatten(0, 1))
-    return torch.cat(pieces).index_select(0, batch.unsort_T)
+        rows, positions = hidden_BSN.shape[:2]
+        first_B1 = torch.arange(rows, device=hidden_BSN.device)[:, None] * positions
+        pieces.append(gather_rows(hidden_BSN.flatten(0, 1), (first_B1 + bucket.position_BQ).flatten()))
+    return gather_rows(torch.cat(pieces), batch.unsort_T)
 
 
 def newest_hidden(decoder: Decoder, rows: WholeRows, selection: Selection) -> Tensor:
