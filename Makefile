@@ -18,7 +18,7 @@ SGLANG_SAMPLE := tests/engines/test_contract.py tests/engines/test_plain_sglang.
 PURE := errors types seeds spec storage workers model_info planner algorithms data environments observability
 PURE_PATHS = $(wildcard $(PURE:%=orbit_runtime/%.py) $(PURE:%=orbit_runtime/%))
 
-.PHONY: help install dev quickstart test test-models test-store test-sglang test-engines test-cluster cluster-programs check-chart images images-push check crds docs vendor-table constraints bench release-check clean
+.PHONY: help install dev quickstart test test-models test-store test-sglang test-engines test-cluster cluster-programs check-chart images images-push check crds docs vendor-table constraints same-bits bench release-check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z -]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -87,6 +87,10 @@ vendor-table: dev ## other libraries on our formats' bytes: measures them (in .v
 
 constraints: dev ## recompile images/constraints/ from pyproject.toml (needs the package index)
 	tools/compile_constraints.sh
+
+same-bits: dev ## 100 runs of one manifest, and three manifests killed ten times each, on a busy machine: the same bits? (hours)
+	$(BIN)/python -m tools.same_bits runs
+	$(BIN)/python -m tools.same_bits kills
 
 bench: dev ## measure; prints tables and writes runs/benchmarks/*.json
 	tools/bench.sh

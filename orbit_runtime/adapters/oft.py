@@ -63,7 +63,7 @@ def _upper_triangle(block_size: int, device: torch.device) -> Tensor:
 
 
 def skew_symmetric(parameters: Tensor, block_size: int) -> Tensor:
-    """`[n, b(b-1)/2]` → Q `[n, b, b]`. No cell is written twice and none is read twice: neither pass has sums to order."""
+    """`[n, b(b-1)/2]` → Q `[n, b, b]`. No parameter is gathered twice, so backward has no sum without an order."""
     cells = _upper_triangle(block_size, parameters.device)
     upper = parameters.new_zeros(len(parameters), block_size**2).index_copy(1, cells, parameters)
     upper = upper.view(-1, block_size, block_size)

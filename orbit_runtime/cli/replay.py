@@ -5,9 +5,15 @@ Belongs here: what is printed. Does not belong here: training them (`loop.replay
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 from orbit_runtime.cli.output import format_table, print_json
 from orbit_runtime.errors import EXIT_DONE, GateError
 from orbit_runtime.storage import open_store
+
+if TYPE_CHECKING:
+    from orbit_runtime.loop.replay import ReplayedStep
 
 SHOWN = 19
 """Characters of a digest: its kind and twelve digits."""
@@ -26,19 +32,33 @@ def run_replay(uri: str, *, steps: int | None, as_json: bool) -> int:
     store = open_store(uri, writable=False)
     check_can_train()
     with steps_bar("replaying") as show:
-        done = replay(store, steps=steps, show=show)
-    differs = not done[-1].is_equal
+        found = replay(store, steps=steps, show=show)
     if as_json:
-        found = [{"step": each.step, "recorded": each.recorded, "replayed": each.replayed} for each in done]
-        print_json({"uri": store.uri, "equal": not differs, "steps": found})
-    elif differs:
-        last = done[-1]
-        rows = [("recorded", last.recorded[:SHOWN]), ("replayed", last.replayed[:SHOWN])]
-        print(format_table(("", f"adapter after step {last.step}"), rows))
-        print("FAILED: the recorded rollouts give another adapter. On another kind of processor or with another torch")
-        print("that may be rounding; on the machine of the run, what was trained on is not what was recorded.")
-    else:
-        steps_done = "1 step" if len(done) == 1 else f"{len(done)} steps"
+        done = [{"step": each.step, "recorded": each.recorded, "replayed": each.replayed} for each in found.steps]
+        print_json(
+            {"uri": store.uri, "equal": found.is_equal, "computed_elsewhere": list(found.elsewhere), "steps": done}
+        )
+    elif found.is_equal:
+        steps_done = "1 step" if len(found.steps) == 1 else f"{len(found.steps)} steps"
         print(f"{steps_done} trained again from their recorded rollouts: every adapter is the same, bit for bit")
-        print(f"adapter after step {done[-1].step}  {done[-1].replayed}")
-    return GateError.exit_code if differs else EXIT_DONE
+        print(f"adapter after step {found.steps[-1].step}  {found.steps[-1].replayed}")
+    else:
+        _explain(found.steps[-1], found.elsewhere)
+    return EXIT_DONE if found.is_equal else GateError.exit_code
+
+
+def _explain(last: ReplayedStep, elsewhere: Sequence[str]) -> None:
+    rows = [("recorded", last.recorded[:SHOWN]), ("replayed", last.replayed[:SHOWN])]
+    print(format_table(("", f"adapter after step {last.step}"), rows))
+    if not elsewhere:
+        print(
+            "FAILED: the recorded rollouts give another adapter, with the run's versions and number of threads on the"
+        )
+        print("run's kind of processor: what was trained on is not what was recorded.")
+        return
+    print("NOT COMPARABLE: the recorded rollouts give another adapter, but this is not where the run was computed, and")
+    print("sums may be rounded otherwise here:")
+    for line in elsewhere:
+        print(f"  {line}")
+    if threads := next((line for line in elsewhere if line.startswith("threads: ")), None):
+        print(f"Set OMP_NUM_THREADS and MKL_NUM_THREADS to {threads.split()[1]} and replay again.")

@@ -1,12 +1,16 @@
-"""What this machine has: the facts that `Auto` is resolved from.
+"""What this machine has: the facts that `Auto` is resolved from, and those that a run's last bits depend on.
 
 Belongs here: asking torch, if it is there. Does not belong here: deciding (`spec.resolve`).
 """
 
 from __future__ import annotations
 
+import platform
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
+from pathlib import Path
 
+from orbit_runtime.observability.versions import installed_versions
 from orbit_runtime.spec import MachineFacts
 
 
@@ -18,3 +22,49 @@ def machine_facts() -> MachineFacts:
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return MachineFacts(has_cuda=count > 0, num_gpus=count)
+
+
+def rounding_facts() -> dict[str, str]:
+    """What decides the order of sums in this process, hence a run's last bits: on a CPU equal facts give equal bits.
+
+    Needs torch.
+    """
+    import torch
+
+    facts = {
+        "threads": str(torch.get_num_threads()),
+        "processor": _processor(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        **{name: version for name, version in installed_versions().items() if name in ("torch", "transformers")},
+    }
+    if torch.cuda.is_available():
+        facts["gpu"] = torch.cuda.get_device_name()
+    return facts
+
+
+def add_rounding_facts(before: Sequence[Mapping[str, str]], now: Mapping[str, str]) -> list[Mapping[str, str]]:
+    """`run.json`'s list of every kind of place where the run was computed, the newest last."""
+    return [*before] if before and before[-1] == now else [*before, now]
+
+
+def explain_rounding(before: Sequence[Mapping[str, str]], now: Mapping[str, str]) -> list[str]:
+    """One line for each fact in which a place where a run was computed differs from this one; none where all agree."""
+    if not before:
+        return ["threads and processor of the run were not recorded"]
+    lines = [
+        f"{name}: {then[name]} then, {now.get(name, 'none')} now"
+        for then in before
+        for name in then
+        if then[name] != now.get(name)
+    ]
+    return list(dict.fromkeys(lines))
+
+
+def _processor() -> str:
+    """The model's name where the system tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())

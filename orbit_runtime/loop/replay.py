@@ -16,7 +16,7 @@ from orbit_runtime.loop.advantages import compute_advantages
 from orbit_runtime.loop.build import build_policy, build_trainer
 from orbit_runtime.loop.inputs import Inputs
 from orbit_runtime.loop.keep import step_name
-from orbit_runtime.loop.machine import machine_facts
+from orbit_runtime.loop.machine import explain_rounding, machine_facts, rounding_facts
 from orbit_runtime.loop.origin import find_origin
 from orbit_runtime.loop.resume import read_run_file
 from orbit_runtime.observability.metrics import MetricsRow, parse_row
@@ -24,6 +24,19 @@ from orbit_runtime.spec import OrbitRun, resolve
 from orbit_runtime.storage import NotFound, Store
 from orbit_runtime.storage.download import Patience
 from orbit_runtime.types import Group, Prompt, Rollout
+
+
+@dataclass(frozen=True)
+class Replay:
+    """The steps that were trained again, and whether they could have the run's bits."""
+
+    steps: tuple[ReplayedStep, ...]
+    elsewhere: tuple[str, ...]
+    """In what this process differs from those that trained the run, of what decides how sums are rounded."""
+
+    @property
+    def is_equal(self) -> bool:
+        return all(step.is_equal for step in self.steps)
 
 
 @dataclass(frozen=True)
@@ -40,7 +53,7 @@ class ReplayedStep:
         return self.recorded == self.replayed
 
 
-def replay(store: Store, *, steps: int | None, show: Callable[[int, int], None]) -> list[ReplayedStep]:
+def replay(store: Store, *, steps: int | None, show: Callable[[int, int], None]) -> Replay:
     """Ends at the first step that differs: every later one would.
 
     Args:
@@ -77,7 +90,7 @@ def replay(store: Store, *, steps: int | None, show: Callable[[int, int], None])
         show(len(done), len(rows[:steps]))
         if not done[-1].is_equal:
             break
-    return done
+    return Replay(tuple(done), tuple(explain_rounding(before.get("rounding", []), rounding_facts())))
 
 
 def _rows(store: Store) -> list[MetricsRow]:

@@ -20,7 +20,7 @@ from orbit_runtime.errors import EXIT_STOPPED, GateError, OrbitError, StoppedOnR
 from orbit_runtime.loop.build import Parts, build_parts
 from orbit_runtime.loop.content import WEIGHTS, check_content, resolve_names
 from orbit_runtime.loop.inputs import Inputs, build_patience
-from orbit_runtime.loop.machine import machine_facts
+from orbit_runtime.loop.machine import add_rounding_facts, explain_rounding, machine_facts, rounding_facts
 from orbit_runtime.loop.memory import told_where_memory_ran_out
 from orbit_runtime.loop.origin import Origin, begin_from, find_origin
 from orbit_runtime.loop.parity import check_sides
@@ -122,6 +122,7 @@ def _run(
     parts = build_parts(resolved, store, execution, show, rewards=rewards, inputs=inputs, names=names, closing=closing)
     if before:
         check_content(store.uri, before, parts.content)
+        changes += explain_rounding(before["rounding"][-1:], rounding_facts()) if "rounding" in before else []
     state = RunState(trainable_parameters=parts.trainable_parameters, base_digest=parts.content[WEIGHTS])
     if bundle is not None:
         restore(parts, state, bundle)
@@ -223,7 +224,7 @@ def _write_run_file(
     rewards: Mapping[str, Any] | None,
     origin: Origin | None,
 ) -> None:
-    """`run.json`: what was asked, what it was resolved to, digests, versions and the seed."""
+    """`run.json`: what was asked, what it was resolved to, digests, versions, the seed, and where it was computed."""
     content = {
         "name": parts.run.name,
         **parts.resolved.to_json(),
@@ -240,6 +241,7 @@ def _write_run_file(
             "python": platform.python_version(),
             **installed_versions(),
         },
+        "rounding": add_rounding_facts((before or {}).get("rounding", []), rounding_facts()),
         "started": (before or {}).get("started", time.time()),
         "execution": parts.execution.number,
     }

@@ -162,9 +162,9 @@ def _build_bucket(rows: list[_Row], device: torch.device) -> Bucket:
 def gather_rows(source_TN: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """`source[index]`, whose backward adds the cells that read one row in the order in which they stand.
 
-    No one operation does so on both kinds of device (docs/decisions/0087): the backward of indexing adds atomically on a
-    CPU, and after a sort on a GPU; an embedding's gives each thread rows of its own on a CPU, where it is the fastest as
-    well, and has a race on a GPU (pytorch/pytorch#187687).
+    No one operation does so on both kinds of device (docs/decisions/0087). The backward of indexing adds atomically on
+    a CPU, and after a sort on a GPU. That of an embedding gives each thread rows of its own on a CPU, where it is the
+    fastest as well, and has a race on a GPU (pytorch/pytorch#187687).
     """
     return source_TN[index] if source_TN.is_cuda else F.embedding(index, source_TN)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import random
@@ -34,6 +35,36 @@ def small_manifest(*, steps: int, adapter: str = "LoRA", every_steps: int = 1, s
     }
 
 
+def _demanding(adapter: dict[str, Any], precision: str, **algorithm: Any) -> dict[str, Any]:
+    manifest = small_manifest(steps=1)
+    spec = manifest["spec"]
+    spec["model"]["precision"], spec["adapter"] = precision, adapter
+    # 96 samples a micro-batch: below 256 targets torch adds them in one thread, and no order can be lost.
+    spec["algorithm"] |= {"groupSize": 32, **algorithm}
+    spec["training"] |= {"promptsPerStep": 3, "miniBatchPrompts": 3, "updateEpochs": 2}
+    return manifest
+
+
+DEMANDING = {
+    "LoRA with dropout": _demanding({"type": "LoRA", "lora": {"dropout": 0.1}}, "INT4"),
+    "OFT on NVFP4": _demanding({"type": "OFT"}, "NVFP4"),
+    "MXFP4, KL in the reward": _demanding({"type": "LoRA"}, "MXFP4", kl={"coefficient": 0.1, "placement": "Reward"}),
+}
+"""Runs with more that could go another way the second time: two updates a step, each with work for two threads."""
+
+
+def demanding_manifest(name: str, *, steps: int, every_steps: int = 1) -> dict[str, Any]:
+    manifest = copy.deepcopy(DEMANDING[name])
+    manifest["spec"]["training"]["steps"] = steps
+    manifest["spec"]["checkpoint"]["everySteps"] = every_steps
+    return manifest
+
+
+def adapter_digests(store: Store) -> list[str]:
+    """Of the adapter after each step."""
+    return [str(row["adapter_digest"]) for row in timeless_rows(store)]
+
+
 def timeless_rows(store: Store) -> list[dict[str, Any]]:
     """`metrics.jsonl` without the fields that no two runs share."""
     rows = [json.loads(line) for line in store.get("metrics.jsonl").decode().splitlines()]
@@ -64,6 +95,20 @@ def kill_until_done(
         code = nursery.wait()
         assert code == -signal.SIGKILL, f"the run ended with {code} before it could be killed: give it more steps"
     assert nursery.run(manifest, out) == 0
+
+
+def check_same_run(killed: Store, alone: Store, *, kills: int, steps: int) -> None:
+    """The run that was killed has the rows, rollouts and adapter of the one that was left alone, bit for bit."""
+    assert timeless_rows(killed) == timeless_rows(alone)
+    report, expected = (json.loads(store.get("report.json")) for store in (killed, alone))
+    assert report["adapter_digest"] == expected["adapter_digest"]
+    assert report["base_digest_before"] == report["base_digest_after"] == expected["base_digest_before"]
+    assert report["publishes"] == report["publishes_proven"] > steps
+    assert report["executions"] == kills + 1
+    assert kills // 2 <= report["resumed"] <= kills, "an execution that saved after another had saved resumed from it"
+    for step in (1, steps // 2, steps):
+        name = f"rollouts/step-{step:06d}.jsonl.zst"
+        assert killed.get(name) == alone.get(name), "a recorded batch is the same batch"
 
 
 def _checkpoints(store: Store) -> set[str]:

@@ -44,6 +44,26 @@ def test_recorded_rollouts_give_the_same_adapter_after_every_step(
     assert "1 step trained again" in capsys.readouterr().out
 
 
+def check_other_threads_are_told(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The adapter differs, and the run was computed by other threads than are here: that is told, not a verdict."""
+    path = out / "run.json"
+    kept = path.read_text()
+    run = json.loads(kept)
+    here = run["rounding"][0]["threads"]
+    run["rounding"][0]["threads"] = "7"
+    try:
+        path.write_text(json.dumps(run))
+        code, found = replay(out, capsys)
+        assert (code, found["computed_elsewhere"]) == (84, [f"threads: 7 then, {here} now"])
+        assert run_command(["replay", str(out)]) == 84
+        shown = capsys.readouterr().out
+        assert "NOT COMPARABLE" in shown
+        assert "FAILED" not in shown
+        assert "Set OMP_NUM_THREADS and MKL_NUM_THREADS to 7" in shown
+    finally:
+        path.write_text(kept)
+
+
 def test_a_rollout_that_was_changed_shows_at_its_step_and_a_missing_one_is_named(
     out: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -63,6 +83,10 @@ def test_a_rollout_that_was_changed_shows_at_its_step_and_a_missing_one_is_named
         first, second = found["steps"]
         assert first["recorded"] == first["replayed"]
         assert second["recorded"] != second["replayed"]
+        assert found["computed_elsewhere"] == []
+        assert run_command(["replay", str(out)]) == 84
+        assert "FAILED" in capsys.readouterr().out
+        check_other_threads_are_told(out, capsys)
         file.unlink()
         assert run_command(["replay", str(out)]) == 65
         assert "step 2 has no recorded rollouts" in capsys.readouterr().err
