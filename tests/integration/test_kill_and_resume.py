@@ -8,9 +8,13 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from orbit_runtime.loop import run
+from orbit_runtime.observability.progress import SilentProgress
+from orbit_runtime.spec import OrbitRun
 from orbit_runtime.storage import open_store
 from tests.integration.killing import (
     check_same_run,
@@ -83,3 +87,25 @@ def test_another_seed_is_another_run(tmp_path: Path, nursery: Nursery) -> None:
     out = str(tmp_path / "run")
     assert nursery.run(small_manifest(steps=2), out) == 0
     assert nursery.run(small_manifest(steps=2, seed=1), out) == 73
+
+
+class Notes(SilentProgress):
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def note(self, message: str, **facts: Any) -> None:
+        self.notes.append(message)
+
+
+def test_a_resume_under_another_number_of_threads_is_noted_and_kept(tmp_path: Path, nursery: Nursery) -> None:
+    out = str(tmp_path / "run")
+    assert nursery.run(small_manifest(steps=1), out) == 0
+    store = open_store(out)
+    before = json.loads(store.get("run.json"))
+    (here,) = before["rounding"]
+    elsewhere = here | {"threads": "7"}
+    store.put("run.json", json.dumps(before | {"rounding": [elsewhere]}).encode())
+    progress = Notes()
+    run(OrbitRun.model_validate(small_manifest(steps=2)), out=out, progress=progress)
+    assert f"changed since the last start: threads: 7 then, {here['threads']} now" in progress.notes
+    assert json.loads(store.get("run.json"))["rounding"] == [elsewhere, here]
