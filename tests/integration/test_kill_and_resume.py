@@ -97,6 +97,7 @@ class Notes(SilentProgress):
         self.notes.append(message)
 
 
+@pytest.mark.timeout(300)
 def test_a_resume_under_another_number_of_threads_is_noted_and_kept(tmp_path: Path, nursery: Nursery) -> None:
     out = str(tmp_path / "run")
     assert nursery.run(small_manifest(steps=1), out) == 0
