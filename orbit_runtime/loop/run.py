@@ -136,7 +136,7 @@ def _run(
     _write_run_file(parts, state, before, rewards, origin)
     total = parts.spec.training.steps
     if state.step >= total:
-        show.note(f"nothing left to train: {state.step} steps are done; to go on, raise spec.training.steps ({total})")
+        show.note(_nothing_left(state.step, total))
     show.status.update(phase="Preflight", total=total, step=state.step, resumed_from_step=state.step)
     _start_policy(parts, state)
     show.status.update(phase="Running")
@@ -146,6 +146,16 @@ def _run(
     report = _finish(store, ended)
     show.progress.finish(report)
     return ended, report
+
+
+def _nothing_left(done: int, total: int) -> str:
+    """For a run that already has the steps its manifest asks for, or more: nothing of it is undone."""
+    if done > total:
+        return (
+            f"nothing left to train: spec.training.steps is {total}, and {done} steps are done already; all of them "
+            f"stay as they are. To go on, set spec.training.steps above {done}"
+        )
+    return f"nothing left to train: {done} steps are done; to go on, raise spec.training.steps ({total})"
 
 
 def _start_policy(parts: Parts, state: RunState) -> None:
