@@ -52,9 +52,7 @@ def check_local_inputs(spec: RunSpec, folders: Sequence[str]) -> list[str]:
         ManifestError, UsageError: a reward function, or the folder of its code, is not there or cannot be called.
     """
     unopened = [each.uri for each in spec.data.prompts if not _is_here(each.uri)]
-    local = [
-        PromptSource(each.uri, each.format, each.prompt_field) for each in spec.data.prompts if _is_here(each.uri)
-    ]
+    local = [PromptSource(each.uri, each.format, each.prompt_field) for each in spec.data.prompts if _is_here(each.uri)]
     if local:
         check_fields(load_prompts(local, limit=spec.data.limit), fields_read(spec, {}))
     written = [target for target in reward_targets(spec, {}) if _is_entrypoint(spec, target)]

@@ -16,7 +16,17 @@ from pathlib import Path
 from typing import Any
 
 import orbit_runtime
-from orbit_runtime.errors import EXIT_STOPPED, GateError, OrbitError, StoppedOnRequest
+from orbit_runtime.errors import (
+    EXIT_STOPPED,
+    DataError,
+    GateError,
+    ManifestError,
+    ModelError,
+    OrbitError,
+    StoppedOnRequest,
+    UnsupportedError,
+    UsageError,
+)
 from orbit_runtime.loop.build import Parts, build_parts
 from orbit_runtime.loop.content import WEIGHTS, check_content, resolve_names
 from orbit_runtime.loop.inputs import Inputs, build_patience
@@ -41,6 +51,10 @@ from orbit_runtime.storage import Execution, Store, claim_execution, compact_row
 
 ATTEMPT_VARIABLE = "ORBIT_ATTEMPT"
 """Set by the operator: the attempt's name. Such a start takes over from an execution that still looks alive."""
+
+
+_MISTAKES = (DataError, ManifestError, ModelError, UnsupportedError, UsageError)
+"""What the user mends in the manifest and starts again; `withdraw` keeps a folder that holds more than the claim."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +110,9 @@ def run(
         except OrbitError as error:
             ended = type(error).__name__
             show.status.update(phase="Failed", message=str(error), exit_code=error.exit_code)
+            if attempt is None and isinstance(error, _MISTAKES):
+                # A manifest that never ran must leave nothing behind that looks like a run.
+                execution.withdraw(ended)
             raise
     return RunResult(ended, store.uri, report)
 
