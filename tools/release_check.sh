@@ -39,6 +39,12 @@ cp examples/quickstart.yaml "$work/quickstart.yaml"
 cd "$work"
 light/bin/orbit --help >help.txt
 light/bin/orbit validate quickstart.yaml
+light/bin/orbit run quickstart.yaml --dry-run
+if light/bin/orbit replay . 2>replay.txt; then
+    echo "error: the base install replays a run without torch." >&2
+    exit 1
+fi
+grep -q "pip install 'orbit-rl\[train\]'" replay.txt || { cat replay.txt >&2; exit 1; }
 full/bin/orbit run quickstart.yaml --out "$work/quickstart"
 full/bin/orbit report "$work/quickstart" --json
 echo "release-check: the sdist gives a working base install, the wheel a working quickstart."

@@ -79,7 +79,7 @@ def run(
 
 @app.command()
 def validate(file: Manifest, overrides: Overrides = None, as_json: AsJson = False) -> None:
-    """Check a manifest and say everything that is wrong with it."""
+    """Check a manifest and say everything that is wrong with it. Opens the prompts and rewards that are here."""
     from orbit_runtime.cli.validate import run_validate
 
     run_validate(file, overrides or [], as_json)

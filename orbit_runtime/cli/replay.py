@@ -27,10 +27,11 @@ def run_replay(uri: str, *, steps: int | None, as_json: bool) -> int:
     """
     from orbit_runtime.cli.bars import steps_bar
     from orbit_runtime.cli.run import check_can_train
-    from orbit_runtime.loop.replay import replay
 
     store = open_store(uri, writable=False)
     check_can_train()
+    from orbit_runtime.loop.replay import replay
+
     with steps_bar("replaying") as show:
         found = replay(store, steps=steps, show=show)
     if as_json:

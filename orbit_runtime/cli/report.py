@@ -11,7 +11,7 @@ from pathlib import Path
 
 from orbit_runtime.cli.output import format_number, format_table, print_json
 from orbit_runtime.errors import OutputError, UsageError
-from orbit_runtime.observability.compare import FORMULA, Comparison, compare
+from orbit_runtime.observability.compare import FORMULA, Comparison, Entry, compare
 from orbit_runtime.observability.report import Report, build_report
 from orbit_runtime.observability.report_html import render_comparison, render_html
 from orbit_runtime.storage import Store, open_store
@@ -52,7 +52,7 @@ def format_report(report: Report) -> str:
     first, last = facts["reward_first"], facts["reward_last"]
     gain = "" if first is None or last is None else f" ({last - first:+.4f})"
     status = facts["status"] if not facts["reason"] else f"{facts['status']}: {facts['reason']}"
-    of = f" of {facts['steps_total']}" if facts["steps_total"] else ""
+    of = _asked(facts["steps"], facts["steps_total"])
     same = "-" if not facts["base_digest_after"] else _same(facts["base_digest_before"], facts["base_digest_after"])
     parity = facts["parity"]
     lines = [
@@ -60,6 +60,8 @@ def format_report(report: Report) -> str:
         ("state", status),
         ("steps", f"{facts['steps']}{of}, {facts['seconds']:.1f} s, {facts['tokens']} tokens"),
         ("reward", f"{format_number(first)} before, {format_number(last)} after{gain}"),
+        *((f"reward {name}", f"{format_number(part['first'])} before, {format_number(part['last'])} after")
+          for name, part in facts["reward_parts"].items()),
         ("publishes proven", f"{facts['publishes_proven']} of {facts['publishes']}"),
         ("parity", f"worst mean {format_number(parity['mean_max'], '.2g')}, "
                    f"limit {format_number(parity['limit'], '.2g')}"),
@@ -70,6 +72,12 @@ def format_report(report: Report) -> str:
     ]  # fmt: skip
     lines += [("warning", warning) for warning in facts["warnings"]]
     return "\n".join(f"{name:<18}  {value}" for name, value in lines)
+
+
+def _asked(done: int, total: int | None) -> str:
+    if not total:
+        return ""
+    return f" of {total}" if done <= total else f" (the manifest asks for {total} now)"
 
 
 def _same(before: str | None, after: str) -> str:
@@ -110,8 +118,20 @@ def format_comparison(comparison: Comparison) -> str:
         if entry.other_task:
             differ = ", ".join(entry.other_task)
             lines.append(f"{entry.name} is another task: {differ} differ; its rewards are on another scale")
+        if entry.same_length is not None:
+            lines.append(_length_note(entry, comparison.entries[0]))
         lines += [f"{entry.name}: {path} is {new!r}, not {old!r}" for path, old, new in entry.changed]
     return "\n".join(lines)
+
+
+def _length_note(entry: Entry, first: Entry) -> str:
+    same = entry.same_length
+    assert same is not None
+    return (
+        f"{entry.name} has {entry.steps} steps, {first.name} {first.steps}: the verdict holds the end of one against "
+        f"the end of the other. After {same.steps} steps of each: {same.verdict} "
+        f"(difference {format_number(same.difference, '+.4f')}, margin {format_number(same.margin)})"
+    )
 
 
 def _write(path: Path, text: str) -> None:

@@ -96,7 +96,7 @@ def format_result(ended: str, uri: str, report: Mapping[str, Any]) -> str:
 
 def _print_processes(manifest: OrbitRun, folder: Path, as_json: bool) -> None:
     from orbit_runtime.cli.plan import find_server_gpus
-    from orbit_runtime.loop.describe import describe
+    from orbit_runtime.cli.processes import describe
 
     processes = describe(manifest, find_server_gpus(manifest, folder))
     if as_json:

@@ -1,6 +1,6 @@
-"""`orbit validate`: is this manifest right, and what does it say.
+"""`orbit validate`: is this manifest right, do the prompts and rewards that it names exist, and what does it say.
 
-Belongs here: the summary of a manifest. Does not belong here: finding its problems (`spec`).
+Belongs here: the summary of a manifest. Does not belong here: finding its problems (`spec`, `environments.asked`).
 """
 
 from __future__ import annotations
@@ -18,17 +18,23 @@ def run_validate(file: Path, overrides: list[str], as_json: bool) -> None:
     """Prints what the manifest says.
 
     Raises:
-        ManifestError: with every problem of the file.
+        ManifestError: with every problem of the file; or a reward function cannot be imported or called.
+        DataError, UsageError: prompts or code on this machine are not there, or not what the manifest says.
     """
+    from orbit_runtime.environments.asked import check_local_inputs
     from orbit_runtime.spec import MachineFacts, load_manifest, resolve
 
     run = load_manifest(file, overrides)
     # The identity is the same on every machine; only relative paths need a folder to start from.
     resolved = resolve(run, MachineFacts(has_cuda=False, num_gpus=0), folder=file.resolve().parent)
+    folders = [str(file.resolve().parent), str(Path.cwd())]
+    unopened = check_local_inputs(resolved.run.spec, folders)
     if as_json:
-        print_json({"valid": True, "name": run.name, "identity": resolved.identity})
+        print_json({"valid": True, "name": run.name, "identity": resolved.identity, "not_opened": unopened})
         return
     print(format_table(("field", "value"), [*_summary(run), ("identity", resolved.identity)]))
+    if unopened:
+        print(f"\nnot opened, as it is not on this machine: {', '.join(unopened)}")
     print(f"\n{file} is valid")
 
 

@@ -4,7 +4,6 @@ Belongs here: the order of stages, composition, resuming, recording. Only this p
 Does not belong here: any stage's arithmetic.
 """
 
-from orbit_runtime.loop.describe import describe
 from orbit_runtime.loop.run import RunResult, run
 
-__all__ = ["RunResult", "describe", "run"]
+__all__ = ["RunResult", "run"]

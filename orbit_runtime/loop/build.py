@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from orbit_runtime.data.prompts import PromptStream, PromptTable, check_fields, check_lengths, load_prompts
 from orbit_runtime.data.rows import PromptSource
-from orbit_runtime.environments.rewards import REWARDS
+from orbit_runtime.environments.asked import fields_read, reward_targets
 from orbit_runtime.environments.single_turn import SingleTurn
 from orbit_runtime.errors import UnsupportedError
 from orbit_runtime.loop.content import Names, content_digests
@@ -43,7 +43,7 @@ from orbit_runtime.storage import Execution, Store
 from orbit_runtime.storage.cache import Cache, default_cache
 from orbit_runtime.types import Engine, Probe, Tokenizer, Trainer
 from orbit_runtime.workers.collector import collector_at_rest, look_at_all_again
-from orbit_runtime.workers.reward_protocol import RewardScorer, RewardTarget
+from orbit_runtime.workers.reward_protocol import RewardScorer
 
 if TYPE_CHECKING:
     from orbit_runtime.algorithms.table import Algorithm
@@ -133,7 +133,7 @@ def build_parts(
         for index, (each, name) in enumerate(zip(spec.data.prompts, names.prompts, strict=True))
     ]
     table = load_prompts(sources, limit=spec.data.limit)
-    read = _fields_read(spec, rewards or {})
+    read = fields_read(spec, rewards or {})
     check_fields(table, read)
     scorer = closing.enter_context(_build_scorer(spec, rewards or {}, inputs.search_path()))
     show.stage("model")
@@ -217,15 +217,7 @@ def build_parts(
 def _build_scorer(
     spec: RunSpec, functions: Mapping[str, Callable[..., Any]], search_path: Sequence[str]
 ) -> RewardScorer:
-    targets = [
-        RewardTarget(
-            reward.name,
-            functions.get(reward.name) or reward.entrypoint or REWARDS[str(reward.type)],
-            reward.arguments,
-            reward.timeout_seconds,
-        )
-        for reward in spec.environment.rewards
-    ]
+    targets = reward_targets(spec, functions)
     if functions:
         from orbit_runtime.workers.reward_threads import RewardThreads
 
@@ -233,12 +225,6 @@ def _build_scorer(
     from orbit_runtime.workers.reward_pool import RewardPool
 
     return RewardPool(targets, search_path=search_path)
-
-
-def _fields_read(spec: RunSpec, functions: Mapping[str, Callable[..., Any]]) -> dict[str, str]:
-    """Column → the reward that reads it. Known of the shipped rewards only; what a user's function reads is its own."""
-    shipped = [each for each in spec.environment.rewards if each.type and each.name not in functions]
-    return {str(each.arguments.get("field", "answer")): each.name for each in shipped}
 
 
 def build_policy(resolved: Resolved, folder: Path, note: Callable[[str], None]) -> Policy:

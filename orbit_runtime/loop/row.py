@@ -8,12 +8,13 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
+from collections.abc import Sequence
 
 from orbit_runtime.errors import GateError
 from orbit_runtime.loop.collect import Collected
 from orbit_runtime.loop.state import RunState
-from orbit_runtime.observability.metrics import FIELDS, MetricsRow, build_row
-from orbit_runtime.types import UpdateResult
+from orbit_runtime.observability.metrics import FIELDS, MetricsRow, build_row, part_field
+from orbit_runtime.types import Rollout, UpdateResult
 
 
 def step_row(
@@ -60,7 +61,21 @@ def step_row(
         seconds_train=seconds_train,
         seconds_publish=seconds_publish,
         seconds_total=seconds_total,
+        **reward_parts(rollouts),
     )
+
+
+def reward_parts(rollouts: Sequence[Rollout]) -> dict[str, float | None]:
+    """Field → mean of each of several rewards over the scored rollouts: times their weights they add up to
+    `reward_mean`. Empty for one reward, which is the mean itself but for its weight."""
+    names = list(rollouts[0].reward_parts) if rollouts else []
+    if len(names) < 2:
+        return {}
+    scored = [rollout.reward_parts for rollout in rollouts if rollout.reward is not None]
+    # A part without a value in a scored rollout was no answer, which counts 0 in the sum as well.
+    return {
+        part_field(name): statistics.fmean(parts[name] or 0.0 for parts in scored) if scored else None for name in names
+    }
 
 
 def with_checkpoint(row: MetricsRow, seconds: float) -> MetricsRow:

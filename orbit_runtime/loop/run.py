@@ -16,7 +16,17 @@ from pathlib import Path
 from typing import Any
 
 import orbit_runtime
-from orbit_runtime.errors import EXIT_STOPPED, GateError, OrbitError, StoppedOnRequest
+from orbit_runtime.errors import (
+    EXIT_STOPPED,
+    DataError,
+    GateError,
+    ManifestError,
+    ModelError,
+    OrbitError,
+    StoppedOnRequest,
+    UnsupportedError,
+    UsageError,
+)
 from orbit_runtime.loop.build import Parts, build_parts
 from orbit_runtime.loop.content import WEIGHTS, check_content, resolve_names
 from orbit_runtime.loop.inputs import Inputs, build_patience
@@ -41,6 +51,10 @@ from orbit_runtime.storage import Execution, Store, claim_execution, compact_row
 
 ATTEMPT_VARIABLE = "ORBIT_ATTEMPT"
 """Set by the operator: the attempt's name. Such a start takes over from an execution that still looks alive."""
+
+
+_MISTAKES = (DataError, ManifestError, ModelError, UnsupportedError, UsageError)
+"""What the user mends in the manifest and starts again; `withdraw` keeps a folder that holds more than the claim."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +110,9 @@ def run(
         except OrbitError as error:
             ended = type(error).__name__
             show.status.update(phase="Failed", message=str(error), exit_code=error.exit_code)
+            if attempt is None and isinstance(error, _MISTAKES):
+                # A manifest that never ran must leave nothing behind that looks like a run.
+                execution.withdraw(ended)
             raise
     return RunResult(ended, store.uri, report)
 
@@ -137,7 +154,7 @@ def _run(
     _write_run_file(parts, state, before, rewards, origin)
     total = parts.spec.training.steps
     if state.step >= total:
-        show.note(f"nothing left to train: {state.step} steps are done; to go on, raise spec.training.steps ({total})")
+        show.note(_nothing_left(state.step, total))
     show.status.update(phase="Preflight", total=total, step=state.step, resumed_from_step=state.step)
     _start_policy(parts, state)
     show.status.update(phase="Running")
@@ -147,6 +164,16 @@ def _run(
     report = _finish(store, ended)
     show.progress.finish(report)
     return ended, report
+
+
+def _nothing_left(done: int, total: int) -> str:
+    """For a run that already has the steps its manifest asks for, or more: nothing of it is undone."""
+    if done > total:
+        return (
+            f"nothing left to train: spec.training.steps is {total}, and {done} steps are done already; all of them "
+            f"stay as they are. To go on, set spec.training.steps above {done}"
+        )
+    return f"nothing left to train: {done} steps are done; to go on, raise spec.training.steps ({total})"
 
 
 def _start_policy(parts: Parts, state: RunState) -> None:

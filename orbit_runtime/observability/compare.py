@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from orbit_runtime.errors import UsageError
@@ -48,6 +48,16 @@ class Final:
 
 
 @dataclass(frozen=True, slots=True)
+class SameLength:
+    """A run and the first one after equally many steps: what the longer one trained beyond them does not count."""
+
+    steps: int
+    difference: float | None
+    margin: float | None
+    verdict: str
+
+
+@dataclass(frozen=True, slots=True)
 class Entry:
     """One run, compared with the first."""
 
@@ -61,6 +71,8 @@ class Entry:
     """`baseline`, `better`, `worse`, `no difference beyond the margin`, `too little data` or `not comparable`."""
     other_task: tuple[str, ...]
     """Identity fields that make it another task than the first run's."""
+    same_length: SameLength | None
+    """Where this run has more or fewer steps than the first: the two again, as far as both go."""
     changed: tuple[tuple[str, Any, Any], ...]
     """Identity fields that differ: path, the first run's value, this run's."""
 
@@ -90,6 +102,7 @@ class Comparison:
                     "difference": entry.difference,
                     "margin": entry.margin,
                     "verdict": entry.verdict,
+                    "same_length": asdict(entry.same_length) if entry.same_length else None,
                     "other_task": list(entry.other_task),
                     "changed": [{"field": path, "baseline": old, "here": new} for path, old, new in entry.changed],
                 }
@@ -114,7 +127,7 @@ def compare(reports: Sequence[Report], margin: float = 0.0, *, last: int | None 
     finals = [final_reward(report.rows, k) for report in reports]
     names = _names(reports)
     entries = [
-        _entry(names[i], reports[i], finals[i], None if i == 0 else (reports[0], finals[0]), margin)
+        _entry(names[i], reports[i], finals[i], None if i == 0 else (reports[0], finals[0]), margin, k)
         for i in range(len(reports))
     ]
     return Comparison(tuple(entries), tuple(reports), margin)
@@ -156,21 +169,35 @@ def _t975(df: float) -> float:
     return _T975[max(known for known in _T975 if known <= max(1.0, df + 1e-9))]
 
 
-def _entry(name: str, report: Report, final: Final, base: tuple[Report, Final] | None, asked: float) -> Entry:
+def _entry(name: str, report: Report, final: Final, base: tuple[Report, Final] | None, asked: float, k: int) -> Entry:
     steps = len(report.rows)
     if base is None:
-        return Entry(name, report.folder.uri, steps, final, None, None, "baseline", (), ())
+        return Entry(name, report.folder.uri, steps, final, None, None, "baseline", (), None, ())
     changed = differing(base[0], report)
     other_task = tuple(path for path, _, _ in changed if _is_task(path))
-    noise = noise_margin(base[1], final)
-    difference = None
-    if final.reward is not None and base[1].reward is not None:
-        difference = final.reward - base[1].reward
-    margin = None if noise is None else max(noise, asked)
+    difference, margin = _difference(base[1], final, asked)
     return Entry(
         name, report.folder.uri, steps, final, difference, margin, _verdict(difference, margin, other_task),
-        other_task, changed,
+        other_task, _at_same_length(base[0], report, asked, other_task, k), changed,
     )  # fmt: skip
+
+
+def _at_same_length(
+    base: Report, report: Report, asked: float, other_task: tuple[str, ...], k: int
+) -> SameLength | None:
+    steps = min(len(base.rows), len(report.rows))
+    if len(base.rows) == len(report.rows):
+        return None
+    before, after = (final_reward(each.rows[:steps], k) for each in (base, report))
+    difference, margin = _difference(before, after, asked)
+    return SameLength(steps, difference, margin, _verdict(difference, margin, other_task))
+
+
+def _difference(base: Final, final: Final, asked: float) -> tuple[float | None, float | None]:
+    """What `final` is above `base`, and the margin that it is held against."""
+    noise = noise_margin(base, final)
+    difference = None if final.reward is None or base.reward is None else final.reward - base.reward
+    return difference, None if noise is None else max(noise, asked)
 
 
 def _verdict(difference: float | None, margin: float | None, other_task: tuple[str, ...]) -> str:

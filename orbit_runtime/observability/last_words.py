@@ -24,13 +24,14 @@ LONGEST_TEXT = 800
 """Characters of one text; three long ones and all numbers stay within the limit, whatever the alphabet."""
 
 
-def add_last_words(facts: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> None:
+def add_last_words(facts: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> None:
     """Adds facts to those that are there already. Does nothing where no file was named, or it cannot be written.
 
     Args:
         facts: texts and numbers by name; None takes a fact away.
+        environ: what names the file; the process's own environment unless given.
     """
-    name = environ.get(FILE_VARIABLE)
+    name = (os.environ if environ is None else environ).get(FILE_VARIABLE)
     if not name:
         return
     path = Path(name)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -117,8 +118,26 @@ STAGES: tuple[str, ...] = tuple(
 )
 
 
+REWARD_PART = Metric(
+    "reward_part_<name>_mean",
+    "reward",
+    "With several rewards: this one's mean over the step's scored samples, before its weight.",
+    "orbit_run_reward_part_mean",
+    display=".4f",
+)
+"""A family of fields that stand behind the table's own, one for each reward of the manifest; their series has the
+label `reward`, of at most as many values as a manifest may name rewards (32)."""
+_PART_FIELD = re.compile(r"reward_part_([A-Za-z][A-Za-z0-9_-]*)_mean")
+
+
+def part_field(reward: str) -> str:
+    """The row's field for one reward of several. Example: `part_field("correct") == "reward_part_correct_mean"`"""
+    return f"reward_part_{reward}_mean"
+
+
 class MetricsRow(Mapping[str, Value]):
-    """One step's numbers: every field of the table in its order, `None` where a number does not apply.
+    """One step's numbers: every field of the table in its order, `None` where a number does not apply; behind them the
+    parts of the reward (`REWARD_PART`), in the manifest's order.
 
     Example: `build_row(step=1, reward_mean=0.28)["reward_mean"] == 0.28`
     """
@@ -126,22 +145,28 @@ class MetricsRow(Mapping[str, Value]):
     __slots__ = ("_values",)
 
     def __init__(self, values: Mapping[str, Value]) -> None:
-        unknown = sorted(set(values) - set(FIELDS))
+        parts = [name for name in values if _PART_FIELD.fullmatch(name)]
+        unknown = sorted(set(values) - set(FIELDS) - set(parts))
         if unknown:
             raise InternalError(f"unknown metrics: {', '.join(unknown)}", where="observability.metrics")
-        self._values: dict[str, Value] = {name: values.get(name) for name in FIELDS}
+        self._values: dict[str, Value] = {name: values.get(name) for name in (*FIELDS, *parts)}
 
     def __getitem__(self, name: str) -> Value:
         return self._values[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(FIELDS)
+        return iter(self._values)
 
     def __len__(self) -> int:
-        return len(FIELDS)
+        return len(self._values)
 
     def __repr__(self) -> str:
         return f"MetricsRow({self._values!r})"
+
+    @property
+    def reward_parts(self) -> dict[str, float | None]:
+        """Reward → its mean in this step; empty where the manifest has one reward only."""
+        return {part[1]: self.number(name) for name in self if (part := _PART_FIELD.fullmatch(name))}
 
     def number(self, name: str) -> float | None:
         """The field as a float; `None` where it is absent or text."""
@@ -161,7 +186,8 @@ def build_row(**values: Value) -> MetricsRow:
 def parse_row(line: str | bytes) -> MetricsRow:
     """The inverse of `MetricsRow.to_json`; fields that a newer version wrote are dropped."""
     raw: dict[str, Any] = json.loads(line)
-    return MetricsRow({name: _decode(raw.get(name)) for name in FIELDS})
+    parts = [name for name in raw if _PART_FIELD.fullmatch(name)]
+    return MetricsRow({name: _decode(raw.get(name)) for name in (*FIELDS, *parts)})
 
 
 _WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -190,7 +216,7 @@ def format_value(name: str, value: Value) -> str:
         return value
     if not math.isfinite(value):
         return str(value)
-    spec = BY_NAME[name].display
+    spec = BY_NAME.get(name, REWARD_PART).display
     if spec == "d":
         return f"{round(value):d}"
     return f"{value:{spec}}" if spec != "s" else str(value)
@@ -210,13 +236,15 @@ class RunMetrics:
         self._series: dict[str, Gauge | Counter] = {}
         for metric in METRICS:
             self._declare(metric)
+        assert REWARD_PART.prometheus is not None
+        self._parts = self._gauge(REWARD_PART.prometheus, REWARD_PART.help, "reward")
         self._target = self._gauge("orbit_run_step_target", "Steps that the manifest asks for.")
         self._progress = self._gauge("orbit_run_last_progress_timestamp_seconds", "When the run last made progress.")
 
-    def _gauge(self, name: str, text: str) -> Gauge:
+    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
         from prometheus_client import Gauge
 
-        return Gauge(name, text, RUN_LABELS, registry=self.registry)
+        return Gauge(name, text, (*RUN_LABELS, *labels), registry=self.registry)
 
     def _declare(self, metric: Metric) -> None:
         from prometheus_client import Counter, Gauge
@@ -243,6 +271,9 @@ class RunMetrics:
                 series.inc(value)
             else:
                 series.set(value)
+        for reward, mean in row.reward_parts.items():
+            if mean is not None:
+                self._parts.labels(**self._labels, reward=reward).set(mean)
 
     def set_target(self, total: int) -> None:
         self._target.labels(**self._labels).set(total)

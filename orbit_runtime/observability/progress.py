@@ -26,7 +26,12 @@ if TYPE_CHECKING:
 class Progress(Protocol):
     """One interface for every audience."""
 
-    def start(self, total: int, resumed_at: int = 0) -> None: ...
+    def start(self, total: int, resumed_at: int = 0) -> None:
+        """
+        Args:
+            resumed_at: steps done by earlier starts; not below `total` where nothing is left to train.
+        """
+        ...
 
     def stage(self, name: str) -> None:
         """What the step does from now on, such as `collect`."""
@@ -106,7 +111,7 @@ class PlainProgress:
 
     def start(self, total: int, resumed_at: int = 0) -> None:
         self._pace.start(total, resumed_at)
-        if resumed_at:
+        if 0 < resumed_at < total:
             self._print(f"resumed after step {resumed_at} of {total}")
 
     def stage(self, name: str) -> None:
@@ -146,7 +151,7 @@ class LiveProgress:
         from rich.live import Live
 
         self._pace.start(total, resumed_at)
-        if resumed_at:
+        if 0 < resumed_at < total:
             self.note(f"resumed after step {resumed_at} of {total}")
         self._live = Live(console=self._console, get_renderable=self._render, refresh_per_second=4, transient=False)
         self._live.start()
@@ -231,7 +236,8 @@ class _Pace:
         self._last = clock()
 
     def start(self, total: int, resumed_at: int) -> None:
-        self.total, self.done, self._last = total, resumed_at, self._clock()
+        # With more steps done than asked for, it is those that are done: never `step 63/60`.
+        self.total, self.done, self._last = max(total, resumed_at), resumed_at, self._clock()
 
     def step(self, row: MetricsRow) -> None:
         now = self._clock()

@@ -53,6 +53,11 @@ class Report:
         spec = manifest_of(self.folder.run).get("spec", {})
         return spec if isinstance(spec, Mapping) else {}
 
+    @property
+    def reward_names(self) -> tuple[str, ...]:
+        """Of a run with several rewards, in the manifest's order."""
+        return tuple(dict.fromkeys(name for row in self.rows for name in row.reward_parts))
+
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values; a number that the run has not produced yet is `None`."""
         rows, summary, facts = self.rows, self.folder.summary, self.folder.facts
@@ -69,6 +74,10 @@ class Report:
             "reward_first": rows[0].number("reward_mean") if rows else None,
             "reward_last": last.number("reward_mean") if last else None,
             "reward_best": _largest(row.number("reward_mean") for row in rows),
+            "reward_parts": {
+                name: {"first": rows[0].reward_parts.get(name), "last": rows[-1].reward_parts.get(name)}
+                for name in self.reward_names
+            },
             "publishes": summary.get("publishes", 0),
             "publishes_proven": summary.get("publishes_proven", 0),
             "base_digest_before": summary.get("base_digest_before") or self.folder.run.get("base_digest"),

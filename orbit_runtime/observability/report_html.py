@@ -15,7 +15,7 @@ from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from orbit_runtime.observability import plots
-from orbit_runtime.observability.metrics import FIELDS, STAGES, MetricsRow, format_value
+from orbit_runtime.observability.metrics import FIELDS, STAGES, MetricsRow, format_value, part_field
 from orbit_runtime.observability.report import Report, manifest_of
 from orbit_runtime.observability.run_folder import Shown
 
@@ -43,7 +43,7 @@ def render_html(report: Report) -> str:
         proofs=_proofs(report),
         manifest=json.dumps(manifest_of(report.folder.run), indent=2, ensure_ascii=False),
         resolved=report.folder.run.get("resolved"),
-        fields=FIELDS,
+        fields=(*FIELDS, *(part_field(name) for name in report.reward_names)),
         rows=report.rows[-MAX_TABLE_ROWS:],
         hidden_rows=max(0, len(report.rows) - MAX_TABLE_ROWS),
     )
@@ -68,6 +68,9 @@ def build_charts(rows: tuple[MetricsRow, ...]) -> list[dict[str, Any]]:
     def line(name: str, label: str, style: int = 0) -> plots.Series:
         return plots.Series(label, [row.number(name) for row in rows], style)
 
+    def part(name: str) -> plots.Series:
+        return plots.Series("mean", [row.reward_parts.get(name) for row in rows], 0)
+
     def chart(title: str, *series: plots.Series, log: bool = False) -> dict[str, Any]:
         return {"title": title, "svg": plots.draw_lines(title, steps, series, log=log), "legend": series}
 
@@ -82,8 +85,10 @@ def build_charts(rows: tuple[MetricsRow, ...]) -> list[dict[str, Any]]:
         else []
     )
     stages = [line(f"seconds_{stage}", stage, style) for style, stage in enumerate(STAGES)]
+    rewards = dict.fromkeys(name for row in rows for name in row.reward_parts)
     return [
         chart("Reward", line("reward_mean", "mean"), line("reward_std", "standard deviation", 1)),
+        *(chart(f"Reward {name}, before its weight", part(name)) for name in rewards),
         chart("Train-rollout parity |Δ log-prob|", line("parity_mean", "mean"), line("parity_max", "max", 1),
               line("parity_limit", "limit of the mean", 9), log=True),
         *replay,

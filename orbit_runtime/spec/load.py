@@ -31,13 +31,13 @@ _ECHOES = ("default_factory_not_called", "contradiction")
 
 
 def load_manifest(
-    path: str | Path, overrides: Sequence[str] = (), *, environ: Mapping[str, str] = os.environ
+    path: str | Path, overrides: Sequence[str] = (), *, environ: Mapping[str, str] | None = None
 ) -> OrbitRun:
     """The run that a file describes.
 
     Args:
         overrides: `path=value`, as given to `--set`.
-        environ: what `${VAR}` in a URI is looked up in.
+        environ: what `${VAR}` in a URI is looked up in; the process's own environment unless given.
 
     Raises:
         ManifestError: with every problem of the file and of the overrides in `problems`.
@@ -46,7 +46,7 @@ def load_manifest(
 
 
 def parse_manifest(
-    text: str, *, name: str, overrides: Sequence[str] = (), environ: Mapping[str, str] = os.environ
+    text: str, *, name: str, overrides: Sequence[str] = (), environ: Mapping[str, str] | None = None
 ) -> OrbitRun:
     """As `load_manifest`, from text; `name` stands for the file in messages."""
     document = parse_document(text, name)
@@ -54,7 +54,8 @@ def parse_manifest(
     # What --set replaces is no longer a problem of the file.
     broken = {path for path in document.broken if not _inside(path, given)}
     problems += [each for each in document.problems if not _replaced(each, given)]
-    findings = [*_expand_uris(document.value, environ), *_validate(document.value, broken)]
+    variables = os.environ if environ is None else environ
+    findings = [*_expand_uris(document.value, variables), *_validate(document.value, broken)]
     if not findings and not problems:
         return OrbitRun.model_validate(document.value, by_name=False)
     for path, message, fix in findings:

@@ -6,7 +6,6 @@ retries of one call (`store`), or the cache.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -24,7 +23,7 @@ class Bucket:
     """One folder of an object store. Example: `Bucket("s3://bucket/models/tiny", missing, patience)`"""
 
     def __init__(
-        self, uri: str, missing: MissingError, patience: Patience, environ: Mapping[str, str] = os.environ
+        self, uri: str, missing: MissingError, patience: Patience, environ: Mapping[str, str] | None = None
     ) -> None:
         self.uri = self.identity = uri.rstrip("/")
         self._missing = missing

@@ -16,6 +16,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -27,6 +28,7 @@ from orbit_runtime.storage.store import AlreadyExists, NotFound, Store
 HEARTBEAT_SECONDS = 10.0
 STALE_SECONDS = 45.0
 _FOLDER = "executions/"
+_LOCK = f"{_FOLDER}.lock"
 _log = logging.getLogger("orbit.storage")
 
 
@@ -97,15 +99,55 @@ class Execution:
 
         Safe to call twice. A store that is down does not make a finished run fail: its heartbeat goes stale instead.
         """
-        if self._ended.is_set():
+        if not self._stop_heartbeat():
             return
+        self._record_end(ended)
+        self._unlock()
+
+    def withdraw(self, ended: str) -> None:
+        """In place of `release`, for a first execution that wrote nothing but its claim: leaves no trace of it.
+
+        Takes its records away, and a local folder that holds nothing else then. Where another execution followed,
+        or the folder holds more, it is released as any other. `release` does nothing afterwards.
+        """
+        if not self._stop_heartbeat():
+            return
+        records = {f"{_FOLDER}{self.number:06d}.json", f"{_FOLDER}{self.number:06d}.heartbeat.json"}
+        try:
+            if self.number == 1 and records >= {key for key in self._store.list() if key != _LOCK}:
+                self._store.delete(sorted(records))
+                self._remove_folder()
+            else:
+                self._record_end(ended)
+        except OrbitError as error:
+            _log.warning("execution %d could not be withdrawn: %s", self.number, error)
+        self._unlock()
+
+    def _stop_heartbeat(self) -> bool:
+        """False where it was stopped before."""
+        if self._ended.is_set():
+            return False
         self._ended.set()
         if self._thread is not None:
             self._thread.join(HEARTBEAT_SECONDS)
+        return True
+
+    def _record_end(self, ended: str) -> None:
         try:
             self._write(Heartbeat(self._store.clock(), "ended", ended), HEARTBEAT_SECONDS)
         except OrbitError as error:
             _log.warning("the end of execution %d could not be recorded: %s", self.number, error)
+
+    def _remove_folder(self) -> None:
+        if self._store.root is None:
+            return
+        with suppress(OSError):
+            # Still locked: whoever opens the file meanwhile is refused, and finds a new one later.
+            (self._store.root / _LOCK).unlink(missing_ok=True)
+            (self._store.root / _FOLDER).rmdir()
+            self._store.root.rmdir()
+
+    def _unlock(self) -> None:
         if self._lock is not None:
             release_lock(self._lock)
             self._lock = None
@@ -147,7 +189,7 @@ def claim_execution(
     lock = None
     if store.root is not None:
         try:
-            lock = take_lock(store.root / _FOLDER / ".lock")
+            lock = take_lock(store.root / _LOCK)
         except LockBusyError:
             if not takeover:
                 raise _in_use(store, _newest_record(store), clock(), proven=True) from None

@@ -55,13 +55,14 @@ def fetch_input(
     where: str,
     *,
     patience: Patience | None = None,
-    environ: Mapping[str, str] = os.environ,
+    environ: Mapping[str, str] | None = None,
     revision: str | None = None,
 ) -> Fetched:
     """The local folder or file of a URI, downloaded where it has to be.
 
     Args:
         where: the manifest's field, for messages.
+        environ: where settings and credentials are; the process's own environment unless given.
         revision: the hub's commit that an earlier start of the same run used.
 
     Raises:
@@ -80,6 +81,7 @@ def fetch_input(
             where=where,
             fix="write the path at which it is mounted here",
         )
+    environ = os.environ if environ is None else environ
     wanted = _Wanted(uri, kind, where, Cache(default_cache(environ)), patience or Patience(read_deadline(environ)))
     try:
         if scheme == "s3":

@@ -32,7 +32,7 @@ def open_store(
     clock: Callable[[], float] = time.time,
     sleep: Callable[[float], None] = time.sleep,
     monotonic: Callable[[], float] = time.monotonic,
-    environ: Mapping[str, str] = os.environ,
+    environ: Mapping[str, str] | None = None,
     writable: bool = True,
 ) -> Store:
     """Open `runs/x`, `file:///srv/runs/x` or `s3://bucket/prefix`; creates nothing.
@@ -41,6 +41,7 @@ def open_store(
     `ORBIT_STORE_DEADLINE_SECONDS` sets how long each later call may be retried.
 
     Args:
+        environ: where settings and credentials are; the process's own environment unless given.
         writable: refuse a local folder that cannot be written. Readers of a finished run pass `False`.
 
     Raises:
@@ -48,6 +49,7 @@ def open_store(
         CredentialsError: the store refused the credentials, or there are none.
         StorageError: the store did not answer, or has no such bucket.
     """
+    environ = os.environ if environ is None else environ
     deadline = read_deadline(environ)
     scheme = urlsplit(uri).scheme if "://" in uri else ""
     if scheme in ("", "file"):

@@ -5,6 +5,7 @@ How long it takes is measured in `benchmarks/`, not here.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -66,3 +67,66 @@ def test_a_package_of_the_light_install_loads_nothing_heavy(module: str) -> None
     ended = subprocess.run([sys.executable, "-c", source], cwd=ROOT, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
     assert not set(ended.stdout.split()) & HEAVY
+
+
+LIGHT_INSTALL = """
+import sys
+from importlib.machinery import PathFinder
+
+class Light(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        if name.split(".")[0] in {"torch", "triton", "transformers", "tokenizers", "safetensors", "numpy", "pyarrow",
+                                  "accelerate"}:
+            return None
+        return super().find_spec(name, path, target)
+
+sys.meta_path[sys.meta_path.index(PathFinder)] = Light
+from orbit_runtime.cli.main import main
+main()
+"""
+"""The command line where nothing of the extra `train` is installed: those modules cannot be found."""
+
+
+def light(folder: Path, *arguments: str) -> tuple[int, str]:
+    ended = subprocess.run(
+        [sys.executable, "-c", LIGHT_INSTALL, *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    return ended.returncode, ended.stdout + ended.stderr
+
+
+QUICKSTART = str(ROOT / "examples" / "quickstart.yaml")
+WITHOUT_TORCH = [
+    ["run", QUICKSTART, "--dry-run"],
+    ["validate", QUICKSTART],
+    ["plan", QUICKSTART],
+    ["inspect", "builtin://tiny-adder"],
+    ["init"],
+    ["ls", "."],
+]
+NEEDS_TORCH = [
+    ["run", QUICKSTART],
+    ["replay", "nowhere"],
+    ["parity", QUICKSTART],
+    ["convert", "builtin://tiny-adder", "new", "--precision", "FP8"],
+    ["merge", "nowhere", "--out", "new"],
+]
+
+
+@pytest.mark.parametrize("arguments", WITHOUT_TORCH, ids=lambda each: each[0])
+def test_the_light_install_does_what_needs_no_torch(tmp_path: Path, arguments: list[str]) -> None:
+    code, said = light(tmp_path, *arguments)
+    assert (code, "a bug in Orbit" in said) == (0, False), said
+
+
+@pytest.mark.parametrize("arguments", NEEDS_TORCH, ids=lambda each: each[0])
+def test_the_light_install_says_how_to_install_what_a_command_needs(tmp_path: Path, arguments: list[str]) -> None:
+    code, said = light(tmp_path, *arguments)
+    assert code == 78, said
+    assert "torch" in said
+    assert "pip install 'orbit-rl[train]'" in said
+    assert list(tmp_path.iterdir()) == []

@@ -6,6 +6,7 @@ import ast
 import re
 import sys
 import tomllib
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -166,3 +167,60 @@ def test_every_environment_variable_that_is_read_is_documented() -> None:
 def test_the_search_for_environment_variables_finds_each_form() -> None:
     source = "import os\nos.environ['A']\nos.environ.get('B', '')\nos.getenv('C')\nenviron.pop('D')\nos.environ[name]"
     assert environment_reads(ast.parse(source)) == {"A", "B", "C", "D", "?"}
+
+
+def defaults_from_the_environment(tree: ast.Module) -> list[str]:
+    """Functions with a parameter whose default is made from the environment: `help()` would print every secret."""
+    return [
+        node.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        for default in (*node.args.defaults, *node.args.kw_defaults)
+        if default is not None and re.search(r"\b(environ|getenv)\b", ast.unparse(default))
+    ]
+
+
+def test_no_parameters_default_is_the_environment() -> None:
+    assert [name for _, tree in modules() for name in defaults_from_the_environment(tree)] == []
+
+
+def test_the_search_for_such_defaults_finds_each_form() -> None:
+    source = (
+        "def a(x=os.environ): ...\ndef b(*, x=dict(environ)): ...\nasync def c(x=os.getenv('K')): ...\ndef d(x=1): ..."
+    )
+    assert defaults_from_the_environment(ast.parse(source)) == ["a", "b", "c"]
+
+
+def unknown_extras(requirement: Requirement, provided: list[str]) -> set[str]:
+    """Extras that the distribution does not list in this very spelling: some installers compare no other way."""
+    return requirement.extras - set(provided)
+
+
+def test_every_extra_that_a_requirement_names_exists() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    unknown = []
+    for line in [
+        *project["dependencies"],
+        *(each for group in project["optional-dependencies"].values() for each in group),
+    ]:
+        requirement = Requirement(line)
+        if canonicalize_name(requirement.name) == "orbit-rl":
+            provided = list(project["optional-dependencies"])
+        else:
+            try:
+                provided = distribution(requirement.name).metadata.get_all("Provides-Extra") or []
+            except PackageNotFoundError:
+                continue
+        unknown += [f"{line}: {extra}" for extra in unknown_extras(requirement, provided)]
+    assert unknown == []
+
+
+def test_an_extra_in_another_spelling_counts_as_unknown() -> None:
+    assert unknown_extras(Requirement("math-verify[antlr4_13_2]"), ["antlr4-13-2"]) == {"antlr4_13_2"}
+
+
+def test_every_package_that_is_shipped_says_that_it_is_typed() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert "Typing :: Typed" in project["project"]["classifiers"]
+    for package in project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]:
+        assert (ROOT / package / "py.typed").is_file(), package

@@ -11,7 +11,7 @@ from typing import Any
 
 import zstandard
 
-from orbit_runtime.observability.metrics import MetricsRow, build_row
+from orbit_runtime.observability.metrics import MetricsRow, build_row, part_field
 
 BASE = "tree:" + "b" * 64
 
@@ -96,6 +96,8 @@ class SyntheticRun:
     """What every prompt expects, instead of its sum."""
     spec: Mapping[str, Any] = field(default_factory=dict)
     compacted: bool = True
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """Several rewards: name → share of the reward's mean that this one's is."""
     warnings: tuple[str, ...] = ()
     failure: Mapping[str, Any] | None = None
 
@@ -118,7 +120,10 @@ def write_run_folder(folder: Path, pretend: SyntheticRun = SyntheticRun()) -> Pa
         "versions": {"orbit-rl": "0.1.0", "python": "3.12.11"},
     }
     _write(folder / "run.json", json.dumps(run))
-    rows = [synthetic_row(step, start=pretend.start, gain=pretend.gain, seed=seed) for step in range(1, steps + 1)]
+    rows = [
+        _with_parts(synthetic_row(step, start=pretend.start, gain=pretend.gain, seed=seed), pretend.parts)
+        for step in range(1, steps + 1)
+    ]
     for row in rows:
         _write(folder / f"metrics/step-{row['step']:06d}.json", row.to_json())
     if pretend.compacted and rows:
@@ -138,6 +143,11 @@ def write_run_folder(folder: Path, pretend: SyntheticRun = SyntheticRun()) -> Pa
     if pretend.failure is not None:
         _write(folder / f"failures/step-{steps + 1:06d}.json", json.dumps(pretend.failure))
     return folder
+
+
+def _with_parts(row: MetricsRow, parts: Mapping[str, float]) -> MetricsRow:
+    mean = row.number("reward_mean") or 0.0
+    return build_row(**row, **{part_field(name): share * mean for name, share in parts.items()})
 
 
 def _write_step(folder: Path, step: int, steps: int, warnings: tuple[str, ...]) -> None:

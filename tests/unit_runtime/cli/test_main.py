@@ -176,3 +176,12 @@ def test_every_command_s_line_in_the_help_is_whole(capsys: Captured, monkeypatch
     listed = capsys.readouterr().out.partition("Commands:")[2]
     assert "..." not in listed
     assert all(line.rstrip().endswith(".") for line in listed.splitlines() if line.strip())
+
+
+@pytest.mark.parametrize("module", ["orbit_runtime", "orbit_runtime.cli"])
+def test_the_package_runs_as_a_module_too(module: str) -> None:
+    ended = subprocess.run([sys.executable, "-m", module, "--version"], capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout.startswith("orbit ")
+    ended = subprocess.run([sys.executable, "-m", module, "validate", "no/such.yaml"], capture_output=True, text=True)
+    assert ended.returncode == 64

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
 from orbit_runtime.cli.validate import run_validate
-from orbit_runtime.errors import ManifestError
+from orbit_runtime.errors import DataError, ManifestError
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "quickstart.yaml"
 
@@ -38,3 +39,53 @@ def test_problems_are_raised_and_nothing_is_printed(capsys: pytest.CaptureFixtur
     with pytest.raises(ManifestError, match=r"spec\.training\.steps"):
         run_validate(EXAMPLE, ["training.steps=0"], as_json=True)
     assert capsys.readouterr().out == ""
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    """A manifest with prompts and a reward of its own beside it."""
+    text = EXAMPLE.read_text()
+    text = text.replace("uri: builtin://two-digit-addition", "uri: mine.jsonl")
+    text = text.replace("type: ExactMatch", "entrypoint: mine:score").replace("field: answer", "limit: 3")
+    (tmp_path / "run.yaml").write_text(text)
+    (tmp_path / "mine.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    (tmp_path / "mine.py").write_text("def score(completion, prompt, fields, limit):\n    return 1.0\n")
+    return tmp_path
+
+
+def test_prompts_and_rewards_of_ones_own_are_opened(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_validate(own / "run.yaml", [], as_json=False)
+    assert capsys.readouterr().out.endswith("is valid\n")
+
+
+def test_prompts_without_their_column_are_no_valid_manifest(own: Path) -> None:
+    (own / "mine.jsonl").write_text('{"question": "1+1="}\n')
+    with pytest.raises(DataError, match="prompt"):
+        run_validate(own / "run.yaml", [], as_json=True)
+
+
+def test_prompts_that_are_not_there_are_no_valid_manifest(own: Path) -> None:
+    (own / "mine.jsonl").unlink()
+    with pytest.raises(DataError, match=r"mine\.jsonl"):
+        run_validate(own / "run.yaml", [], as_json=True)
+
+
+REWARDS = [
+    ("import nothing_of_this_name\n", "nothing_of_this_name"),
+    ("def other(): ...\n", "score"),
+    ("def score(completion, prompt, fields):\n    return 1.0\n", "limit"),
+    ("raise SystemExit(0)\n", "SystemExit"),
+]
+
+
+@pytest.mark.parametrize(("code", "said"), REWARDS, ids=["import", "function", "argument", "exit"])
+def test_a_reward_that_cannot_be_called_is_no_valid_manifest(own: Path, code: str, said: str) -> None:
+    (own / "mine.py").write_text(code)
+    with pytest.raises(ManifestError, match=said):
+        run_validate(own / "run.yaml", [], as_json=True)
+    assert "mine" not in sys.modules, "code of the user's runs in a worker only"
+
+
+def test_what_lies_elsewhere_is_named_as_not_opened(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_validate(own / "run.yaml", ["spec.data.prompts.0.uri=s3://bucket/mine.jsonl"], as_json=False)
+    assert "not opened, as it is not on this machine: s3://bucket/mine.jsonl" in capsys.readouterr().out

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from fakes.run_folder import SyntheticRun, write_run_folder
 
+from orbit_runtime.cli.report import format_comparison
 from orbit_runtime.errors import UsageError
 from orbit_runtime.observability.compare import Final, compare, final_reward, noise_margin
 from orbit_runtime.observability.metrics import build_row
@@ -122,3 +123,28 @@ def test_other_prompts_make_another_task_wherever_they_lie(tmp_path: Path) -> No
         reports.append(build_report(open_store(str(folder))))
     entry = compare(reports).entries[1]
     assert (entry.verdict, entry.other_task) == ("not comparable", ("content.data.prompts[0]",))
+
+
+def test_runs_of_different_length_say_so_and_are_held_against_each_other_at_the_same_length_too(tmp_path: Path) -> None:
+    reports = [
+        report_of(tmp_path / "long", SyntheticRun(name="long")),
+        report_of(tmp_path / "short", SyntheticRun(name="short", steps=20)),
+    ]
+    comparison = compare(reports)
+    entry = comparison.entries[1]
+    # Both learn alike: the short one only had less time.
+    assert entry.verdict == "worse"
+    assert entry.same_length is not None
+    assert (entry.same_length.steps, entry.same_length.verdict) == (20, "no difference beyond the margin")
+    assert entry.same_length.difference == 0.0
+    assert comparison.to_json()["runs"][1]["same_length"]["steps"] == 20
+    said = "short has 20 steps, long 60: the verdict holds the end of one against the end of the other."
+    assert said in format_comparison(comparison)
+    assert "After 20 steps of each: no difference beyond the margin" in format_comparison(comparison)
+    assert "After 20 steps of each: no difference beyond the margin" in render_comparison(comparison)
+
+
+def test_runs_of_equal_length_need_no_word_about_it(tmp_path: Path) -> None:
+    comparison = compare([report_of(tmp_path / name, SyntheticRun(name=name)) for name in "ab"])
+    assert comparison.entries[1].same_length is None
+    assert "steps of each" not in format_comparison(comparison) + render_comparison(comparison)

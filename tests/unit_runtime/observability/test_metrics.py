@@ -107,3 +107,26 @@ def test_two_runs_in_one_process_do_not_share_a_registry() -> None:
     one, other = RunMetrics(run="a"), RunMetrics(run="b")
     one.observe(synthetic_row(1))
     assert b'run="a"' not in other.render()
+
+
+def test_the_parts_of_a_reward_stand_behind_the_tables_fields_and_survive_json() -> None:
+    row = build_row(step=1, reward_part_correct_mean=0.25, **{"reward_part_not-long_mean": None})
+    assert list(row)[len(FIELDS) :] == ["reward_part_correct_mean", "reward_part_not-long_mean"]
+    assert row.reward_parts == {"correct": 0.25, "not-long": None}
+    assert dict(parse_row(row.to_json())) == dict(row)
+    assert dict(build_row(**{**row, "loss": 1.0}))["reward_part_correct_mean"] == 0.25
+    assert build_row(step=1).reward_parts == {}
+    assert format_value("reward_part_correct_mean", 0.25) == "0.2500"
+
+
+def test_a_rewards_name_is_a_label_in_prometheus() -> None:
+    metrics = RunMetrics(run="r", namespace="n", attempt=2)
+    metrics.observe(build_row(reward_part_correct_mean=0.25, reward_part_short_mean=None))
+    (family,) = [
+        each
+        for each in text_string_to_metric_families(metrics.render().decode())
+        if each.name == "orbit_run_reward_part_mean"
+    ]
+    (sample,) = family.samples
+    assert sample.value == 0.25
+    assert sample.labels == {"namespace": "n", "run": "r", "attempt": "2", "reward": "correct"}

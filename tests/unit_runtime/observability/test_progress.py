@@ -119,3 +119,15 @@ def test_a_sparkline_spans_its_lowest_and_highest_value() -> None:
     assert sparkline([0.3, 0.3], 10) == "▁▁"
     assert sparkline([], 10) == ""
     assert sparkline([0.0, 0.2, 0.8, 1.0], 2) == "▁█"
+
+
+@pytest.mark.parametrize("done", [60, 63])
+def test_a_run_with_nothing_left_is_not_resumed_after_a_step_it_does_not_have(done: int) -> None:
+    stream = Terminal()
+    PlainProgress(stream).start(total=60, resumed_at=done)
+    assert stream.getvalue() == ""
+    live = LiveProgress(Console(file=stream, force_terminal=True, width=80))
+    live.start(total=60, resumed_at=done)
+    live.close()
+    assert f"step {done}/{done} " in live.lines()[0].plain
+    assert "resumed" not in stream.getvalue()

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from fakes.run_folder import BASE, SyntheticRun, write_run_folder
 
+from orbit_runtime.cli.report import format_report
 from orbit_runtime.observability.report import Report, build_report
 from orbit_runtime.observability.report_html import render_html
 from orbit_runtime.observability.run_folder import read_rows
@@ -209,3 +210,27 @@ def test_a_folder_without_expected_answers_still_makes_a_page(tmp_path: Path) ->
     text = render_html(build_report(open_store(str(folder), writable=False), now=5000.0))
     assert 'class="said"' in text
     assert 'class="expected"' not in text
+
+
+def test_several_rewards_have_a_chart_a_column_and_a_first_and_last_value_each(tmp_path: Path) -> None:
+    report = report_of(tmp_path, SyntheticRun(parts={"correct": 0.8, "brevity": 0.2}))
+    facts = report.to_json()
+    assert list(facts["reward_parts"]) == ["correct", "brevity"]
+    assert facts["reward_parts"]["correct"]["last"] == pytest.approx(0.8 * facts["reward_last"])
+    page = render_html(report)
+    for name in ("correct", "brevity"):
+        assert f"Reward {name}, before its weight" in page
+        assert f"reward_part_{name}_mean" in page
+    assert "reward brevity" in format_report(report)
+
+
+def test_one_reward_has_no_parts(tmp_path: Path) -> None:
+    report = report_of(tmp_path, SyntheticRun())
+    assert report.to_json()["reward_parts"] == {}
+    assert "before its weight" not in render_html(report)
+
+
+def test_a_run_with_more_steps_than_its_manifest_asks_for_is_not_63_of_60(tmp_path: Path) -> None:
+    report = report_of(tmp_path, SyntheticRun(steps=63))
+    assert "63 (the manifest asks for 60 now)" in format_report(report)
+    assert "63 / 60" not in render_html(report)

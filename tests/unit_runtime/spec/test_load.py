@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -403,6 +406,16 @@ def test_a_file_that_is_no_text_is_one_message(tmp_path: Path, content: bytes, s
     with pytest.raises(ManifestError) as caught:
         load_manifest(path)
     assert str(caught.value) == said.format(path=path)
+
+
+def test_help_prints_nothing_of_the_environment() -> None:
+    source = "import orbit_runtime.spec as spec; help(spec.load_manifest); help(spec.parse_manifest)"
+    secret = {**os.environ, "SOME_API_KEY": "sk-not-to-be-seen"}
+    shown = subprocess.run(
+        [sys.executable, "-c", source], env=secret, capture_output=True, text=True, check=True
+    ).stdout
+    assert "load_manifest" in shown
+    assert "sk-not-to-be-seen" not in shown
 
 
 def test_a_missing_file_and_a_folder_are_named(tmp_path: Path) -> None:

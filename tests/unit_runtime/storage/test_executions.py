@@ -305,3 +305,35 @@ def test_a_live_run_on_a_host_whose_clock_is_behind_may_be_taken_over_and_then_w
         with pytest.raises(OutputError, match="taken over by execution 2"):
             other.check()
     newer.check()
+
+
+def test_a_first_execution_that_is_withdrawn_leaves_no_folder_behind(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "mistake"
+    execution = claim_execution(open_store(str(folder)), run_name="r")
+    execution.start_heartbeat()
+    execution.withdraw("DataError")
+    execution.release("DataError")
+    assert not folder.exists()
+    assert claim_execution(open_store(str(folder)), run_name="r").number == 1
+
+
+def test_what_else_a_folder_holds_stays_and_so_does_the_record_of_who_wrote(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path / "run"))
+    execution = claim_execution(store, run_name="r")
+    store.put("run.json", b"{}")
+    execution.withdraw("DataError")
+    assert store.exists("run.json")
+    found = newest_execution(store)
+    assert found is not None
+    assert (found[0].execution, found[1] and found[1].reason) == (1, "DataError")
+    second = claim_execution(store, run_name="r")
+    second.withdraw("DataError")
+    assert store.exists("executions/000002.heartbeat.json")
+
+
+def test_a_users_own_file_in_the_folder_survives_a_withdrawn_execution(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "notes.txt").write_text("mine")
+    claim_execution(open_store(str(folder)), run_name="r").withdraw("DataError")
+    assert (folder / "notes.txt").read_text() == "mine"

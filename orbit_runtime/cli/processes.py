@@ -1,6 +1,7 @@
 """What a run would start, without starting it: for `--dry-run`.
 
-Belongs here: the list of processes with argv and environment. Does not belong here: starting them.
+Belongs here: the list of processes with argv and environment. Does not belong here: starting them (`loop`), or torch: a
+light install can say it.
 """
 
 from __future__ import annotations

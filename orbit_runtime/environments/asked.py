@@ -1,0 +1,81 @@
+"""What a manifest asks of prompts and rewards: which functions, which columns, and whether those of this machine exist.
+
+Belongs here: reading `spec.data` and `spec.environment`, without torch. Does not belong here: fetching inputs, or
+scoring (`workers`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from orbit_runtime.data.prompts import check_fields, load_prompts
+from orbit_runtime.data.rows import PromptSource
+from orbit_runtime.environments.rewards import REWARDS
+from orbit_runtime.spec.run import RunSpec
+from orbit_runtime.storage.inputs import code_digest
+from orbit_runtime.workers.reward_pool import RewardPool
+from orbit_runtime.workers.reward_protocol import RewardTarget
+
+
+def reward_targets(spec: RunSpec, functions: Mapping[str, Callable[..., Any]]) -> list[RewardTarget]:
+    """One per reward of the manifest; `functions` replace those of their name."""
+    return [
+        RewardTarget(
+            reward.name,
+            functions.get(reward.name) or reward.entrypoint or REWARDS[str(reward.type)],
+            reward.arguments,
+            reward.timeout_seconds,
+        )
+        for reward in spec.environment.rewards
+    ]
+
+
+def fields_read(spec: RunSpec, functions: Mapping[str, Callable[..., Any]]) -> dict[str, str]:
+    """Column → the reward that reads it. Known of the shipped rewards only; what a user's function reads is its own."""
+    shipped = [each for each in spec.environment.rewards if each.type and each.name not in functions]
+    return {str(each.arguments.get("field", "answer")): each.name for each in shipped}
+
+
+def check_local_inputs(spec: RunSpec, folders: Sequence[str]) -> list[str]:
+    """Opens the prompts and imports the reward functions that this machine holds; returns what it left unopened.
+
+    Nothing is downloaded, and no code of the user's runs in this process: a reward worker imports it.
+
+    Args:
+        spec: with absolute paths.
+        folders: where entry points are looked for, after `environment.code`.
+
+    Raises:
+        DataError: prompts are missing, unreadable, or lack a column.
+        ManifestError, UsageError: a reward function, or the folder of its code, is not there or cannot be called.
+    """
+    unopened = [each.uri for each in spec.data.prompts if not _is_here(each.uri)]
+    local = [PromptSource(each.uri, each.format, each.prompt_field) for each in spec.data.prompts if _is_here(each.uri)]
+    if local:
+        check_fields(load_prompts(local, limit=spec.data.limit), fields_read(spec, {}))
+    written = [target for target in reward_targets(spec, {}) if _is_entrypoint(spec, target)]
+    code = spec.environment.code
+    if code is not None and not _is_here(code.uri):
+        return [*unopened, code.uri]
+    if written:
+        RewardPool(written, num_workers=1, search_path=[*_code_path(spec), *folders]).close()
+    return unopened
+
+
+def _code_path(spec: RunSpec) -> list[str]:
+    code = spec.environment.code
+    if code is None:
+        return []
+    path = Path(code.uri.removeprefix("file://"))
+    code_digest(path, "spec.environment.code.uri")
+    return [str(path)]
+
+
+def _is_entrypoint(spec: RunSpec, target: RewardTarget) -> bool:
+    return any(reward.name == target.name and reward.entrypoint for reward in spec.environment.rewards)
+
+
+def _is_here(uri: str) -> bool:
+    return "://" not in uri or uri.startswith(("file://", "builtin://"))

@@ -1,0 +1,29 @@
+"""The documentation's index: it names every page that a reader may look for, and no page that is not there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def linked(text: str) -> set[Path]:
+    """Files that the relative links of an index in `docs` lead to."""
+    targets = re.findall(r"\]\(([^)#\s]+)", text)
+    return {(DOCS / target).resolve() for target in targets if "://" not in target}
+
+
+def test_the_index_names_every_guide_and_every_reference_page() -> None:
+    pages = {path for folder in ("guides", "reference") for path in (DOCS / folder).rglob("*.md")}
+    named = linked((DOCS / "README.md").read_text(encoding="utf-8"))
+    assert sorted(str(path.relative_to(DOCS)) for path in pages - named) == []
+
+
+def test_every_page_that_the_index_names_is_there() -> None:
+    assert [str(path) for path in linked((DOCS / "README.md").read_text(encoding="utf-8")) if not path.exists()] == []
+
+
+def test_the_search_finds_a_link_with_and_without_an_anchor() -> None:
+    found = linked("[a](guides/models.md), [b](guides/sglang.md#experts), [c](https://example.com/x.md)")
+    assert {path.name for path in found} == {"models.md", "sglang.md"}
