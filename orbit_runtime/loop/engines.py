@@ -111,6 +111,7 @@ def _start(resolved: Resolved, policy: Policy, tokenizer: Tokenizer, folder: Pat
         expert_formats=formats,
         sleep=spec.rollout.sleep,
         deterministic=spec.rollout.deterministic,
+        engine_version=spec.rollout.engine_version,
         attention=attention,
         tensor_parallel=_server_gpus(resolved, folder),
     )
@@ -211,6 +212,7 @@ def _attach(
         architectures=tuple(json.loads((folder / "config.json").read_text()).get("architectures") or ()),
         probes=tuple(tuple(ids) for ids in sequences[:PROBES]),
         tolerance=change_limit(policy),
+        engine_version=spec.rollout.engine_version,
     )
     return attach_engine(
         endpoints,

@@ -24,6 +24,7 @@ from orbit_runtime.rollout.sglang_api import SGLangApi
 from orbit_runtime.rollout.vllm_api import VllmApi
 from orbit_runtime.rollout.wire import Wire, build_client, is_serving
 from orbit_runtime.types import Tokenizer
+from orbit_runtime.workers.sglang_launch import check_version
 
 ATTACH_SECONDS = 60.0
 RETURN_SECONDS = 600.0
@@ -60,6 +61,8 @@ class Wanted:
     probes: tuple[tuple[int, ...], ...]
     """Token ids whose text both sides' tokenizers must agree on."""
     tolerance: float
+    engine_version: Literal["Pinned", "Any"] = "Pinned"
+    """`Any`: Orbit's plug-in may run in another version of SGLang than the pinned one."""
 
 
 class AttachedServer:
@@ -140,6 +143,8 @@ def attach_engine(
 def check_about(name: str, about: About, wanted: Wanted) -> None:
     """Raises UnsupportedError (78) or ModelError (66) for a server that cannot serve this run."""
     adapter = wanted.adapter
+    if about.plugin is not None and wanted.engine_version == "Pinned":
+        check_version(about.version, name=name)
     if about.serves_lora is False:
         raise UnsupportedError(f"{name} serves no adapters", fix="start the server with --enable-lora")
     if about.deterministic:

@@ -23,7 +23,7 @@ from orbit_runtime.rollout.wire import is_serving
 from orbit_runtime.workers.remote_process import RemoteProcess
 from orbit_runtime.workers.run_token import new_token
 from orbit_runtime.workers.server_process import ServerProcess, WatchedServer, free_port
-from orbit_runtime.workers.sglang_launch import AGENT_VARIABLE, launch_command, launch_environment
+from orbit_runtime.workers.sglang_launch import AGENT_VARIABLE, VERSION_VARIABLE, launch_command, launch_environment
 from orbit_runtime.workers.waiting import VARIABLE, wait_asleep
 
 START_SECONDS = 900.0
@@ -59,6 +59,8 @@ class ServerSettings:
     """What it must be able to give back for a while. Not run on hardware."""
     deterministic: bool = False
     """Each request brings the seed of its draws. Not run on hardware."""
+    engine_version: Literal["Pinned", "Any"] = "Pinned"
+    """`Any`: it starts with another version of SGLang than Orbit's pinned one too."""
     attention: str | None = None
     """SGLang's attention back end on a GPU; None: its own choice."""
 
@@ -232,6 +234,7 @@ def _environment(settings: ServerSettings, taps: Path) -> dict[str, str]:
         "ORBIT_SGLANG_OFT_BLOCK_SIZE": str(settings.oft_block_size),
         "ORBIT_SGLANG_EXPERTS": settings.experts,
         "ORBIT_SGLANG_TAPS": str(taps),
+        VERSION_VARIABLE: settings.engine_version,
         "SGLANG_PLUGINS": "orbit",
     }
     if settings.device == "cpu" and settings.tensor_parallel > 1:

@@ -7,6 +7,8 @@ SGLang's children are spawned and import this file again, so what stands at its 
 
 from __future__ import annotations
 
+import importlib.metadata
+import json
 import logging
 import os
 import signal
@@ -14,10 +16,38 @@ import sys
 import threading
 import time
 
+from orbit_runtime.errors import UnsupportedError
 from orbit_runtime.sglang_plugin import VARIABLE, activate, cpu
 from orbit_runtime.workers.run_token import token_from_pipe
-from orbit_runtime.workers.sglang_launch import PARENT_VARIABLE
+from orbit_runtime.workers.sglang_launch import (
+    PARENT_VARIABLE,
+    PINNED_SGLANG,
+    PYTHON_VARIABLE,
+    VERSION_VARIABLE,
+    check_version,
+)
 
+
+def _check_version() -> None:
+    """Before the base is loaded, which can take long. Raises UnsupportedError (78): no SGLang, or another version."""
+    try:
+        found = importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError as missing:
+        raise UnsupportedError(
+            f"SGLang is not installed for {sys.executable}",
+            where="spec.rollout.engine",
+            fix=f"install sglang=={PINNED_SGLANG} there, or name an interpreter that has it in {PYTHON_VARIABLE}",
+        ) from missing
+    if os.environ.get(VERSION_VARIABLE) != "Any":
+        check_version(found, name=sys.executable)
+
+
+try:
+    _check_version()
+except UnsupportedError as refused:
+    # The last line of the log: `workers.server_process` raises it anew.
+    print(json.dumps(refused.to_json()), file=sys.stderr)
+    sys.exit(refused.exit_code)
 os.environ.update({VARIABLE: "1"})
 if "cpu" in sys.argv:
     # What SGLang compiles for a CPU would take a minute at the first request, and a compiler of C++.

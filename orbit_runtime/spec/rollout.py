@@ -113,6 +113,9 @@ class Rollout(Block):
     """The same `data.seed`, policy and prompt give the same completions, whatever else is in the batch, in any order,
     on any server and after a restart. `SGLang` does it by slower kernels, on GPUs, for BF16 bases; not run on hardware.
     `Torch` draws by that seed in any case: nothing changes, and another batch may still round otherwise."""
+    engine_version: Annotated[Literal["Pinned", "Any"], LAYOUT] = "Pinned"
+    """Servers with Orbit's plug-in must run the version of SGLang that it is made for (78, with both versions); `Any`
+    goes on with another, in which nothing was tested."""
     sampling: Sampling = Sampling()
     """The distribution that tokens are drawn from."""
     max_running_requests: Annotated[int, LAYOUT, Field(ge=1, le=1_000_000)] = 512
@@ -133,6 +136,9 @@ class Rollout(Block):
         if self.sleep != "None" and self.engine != "SGLang":
             message = f"with `engine: {self.engine}` there is no server of ours that could sleep"
             yield Contradiction(("sleep",), (("engine",),), message, "remove `sleep`, or write `engine: SGLang`")
+        if self.engine_version != "Pinned" and self.engine == "Torch":
+            message = "`engine: Torch` asks no SGLang"
+            yield Contradiction(("engineVersion",), (("engine",),), message, "remove `engineVersion`")
         if self.deterministic and self.engine == "OpenAI":
             message = "whether attached servers sample deterministically, their flags decide, which Orbit does not set"
             fix = "remove `deterministic`, or write `engine: SGLang`"
