@@ -15,6 +15,7 @@ from orbit_runtime.loop.advantages import compute_advantages
 from orbit_runtime.loop.build import Parts
 from orbit_runtime.loop.collect import check_failures, collect
 from orbit_runtime.loop.keep import keep_failure, keep_row, keep_step
+from orbit_runtime.loop.parity import check_again, step_limits
 from orbit_runtime.loop.rest import check_first_wake, engine_at_rest
 from orbit_runtime.loop.row import check_parity, step_row, with_checkpoint
 from orbit_runtime.loop.signals import StopFlag
@@ -61,7 +62,7 @@ def run_sync(parts: Parts, state: RunState, stop: StopFlag) -> str:
             training_started = time.monotonic()
             with engine_at_rest(parts, state):
                 result = parts.trainer.update(samples_D)
-            check_parity(result, state.parity_limit, enforce=parts.spec.parity.preflight == "Enforce")
+            check_parity(result, step_limits(parts, state), enforce=parts.spec.parity.preflight == "Enforce")
 
             parts.show.stage("publish", step)
             publish_started = time.monotonic()
@@ -69,6 +70,7 @@ def run_sync(parts: Parts, state: RunState, stop: StopFlag) -> str:
             state.publishes += 1
             state.publishes_proven += 1
             check_first_wake(parts, state)
+            check_again(parts, state, step)
 
             keep_started = time.monotonic()
             state.step, cursor = step, parts.prompts.state()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -33,8 +34,8 @@ def install(site: Path, version: str) -> None:
     (site / "sglang.py").write_text("raise ImportError('the fake SGLang was imported')\n")
 
 
-def start(folder: Path, **settings: object) -> None:
-    server = SGLangServer(replace(SETTINGS, **settings), log=folder / "sglang.log")
+def start(folder: Path, engine_version: Literal["Pinned", "Any"] = "Pinned") -> None:
+    server = SGLangServer(replace(SETTINGS, engine_version=engine_version), log=folder / "sglang.log")
     try:
         server.start()
     finally:
@@ -52,12 +53,12 @@ def test_another_version_is_refused_with_both_versions_and_how_to_go_on(installe
 
 @pytest.mark.parametrize(("version", "asked"), [("0.5.22", "Any"), (PINNED_SGLANG, "Pinned")])
 def test_it_starts_where_the_version_is_the_pinned_one_or_any_is_asked_for(
-    installed: Path, tmp_path: Path, version: str, asked: str
+    installed: Path, tmp_path: Path, version: str, asked: Literal["Pinned", "Any"]
 ) -> None:
     """It comes as far as importing SGLang, which this fake does not let it."""
     install(installed, version)
     with pytest.raises(EngineDiedError, match="the fake SGLang was imported"):
-        start(tmp_path, engine_version=asked)
+        start(tmp_path, asked)
 
 
 def test_no_sglang_is_told_with_the_interpreter_and_what_to_install(installed: Path, tmp_path: Path) -> None:
