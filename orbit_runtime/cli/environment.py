@@ -39,6 +39,8 @@ VARIABLES: tuple[Variable, ...] = (
              "the SGLang plug-in"),
     Variable("ORBIT_SGLANG_EXPERTS", "", "Set by Orbit for the SGLang servers it starts: how the adapters of routed "
              "experts are laid out.", "the SGLang plug-in"),
+    Variable("ORBIT_SGLANG_VERSION", "Pinned", "Set by Orbit for the SGLang servers it starts: `Any` starts whatever "
+             "version of SGLang is installed (`rollout.engineVersion`).", "the SGLang plug-in"),
     Variable("ORBIT_SGLANG_PARENT", "", "Set by Orbit for the SGLang servers it starts: the process they end with.",
              "the SGLang plug-in"),
     Variable("ORBIT_ATTEMPT", "", "Name of the attempt, set by the operator. Such a start takes over the run folder.",

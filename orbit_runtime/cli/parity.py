@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from orbit_runtime.cli.output import format_table, print_json
 from orbit_runtime.errors import EXIT_DONE, GateError
+from orbit_runtime.parity.statistics import TAIL_TOKENS
 
 if TYPE_CHECKING:
     from orbit_runtime.loop.parity import Comparison
@@ -60,15 +61,17 @@ def format_comparison(found: Comparison) -> str:
         of = getattr(found.preflight, name)
         numbers = (f"{value:.2e}" for value in (of.mean, of.p50, of.p99, of.max, of.k3))
         rows.append((words, str(of.tokens), *numbers, f"{of.outside:.2%}"))
+    limits = found.preflight.limits
     lines = [
         f"{found.precision} base, engine {found.engine}: |difference of log-probs| per token, {found.seconds:.1f} s",
         "",
         format_table(header, rows),
         "",
-        f"limit of the mean {found.preflight.limit:.2e}; a random adapter moves the trainer by "
-        f"{found.preflight.random_effect:.2e}",
+        f"limits: mean {limits.mean:.2e}; from {TAIL_TOKENS} tokens on p99 {limits.p99:.2e}, k3 {limits.k3:.2e}, "
+        f"outside {limits.outside:.2%}",
+        f"a random adapter moves the trainer by {found.preflight.random_effect:.2e}",
     ]
-    lines += [f"FAILED: {failure}" for failure in found.preflight.failures] or ["all within the limit"]
+    lines += [f"FAILED: {failure}" for failure in found.preflight.failures] or ["all within the limits"]
     if found.location:
         lines.append(f"layers: {found.location.verdict()}")
     return "\n".join(lines)

@@ -119,6 +119,7 @@ def _start(resolved: Resolved, policy: Policy, tokenizer: Tokenizer, folder: Pat
         sleep=spec.rollout.sleep,
         deterministic=spec.rollout.deterministic,
         extra=tuple(argument_flags(spec.rollout.engine_arguments)),
+        engine_version=spec.rollout.engine_version,
         attention=attention,
         routed=routed_layers(policy) if spec.rollout.router_replay != "None" else None,
         tensor_parallel=serving.server_gpus,
@@ -245,6 +246,7 @@ def _attach(
         architectures=tuple(json.loads((folder / "config.json").read_text()).get("architectures") or ()),
         probes=tuple(tuple(ids) for ids in sequences[:PROBES]),
         tolerance=change_limit(policy),
+        engine_version=spec.rollout.engine_version,
     )
     return attach_engine(
         endpoints,

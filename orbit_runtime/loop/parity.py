@@ -9,7 +9,7 @@ import json
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -25,14 +25,18 @@ from orbit_runtime.loop.state import RunState
 from orbit_runtime.observability.metrics import RunMetrics
 from orbit_runtime.observability.progress import Progress
 from orbit_runtime.observability.status import RunStatus
-from orbit_runtime.parity.preflight import Preflight, check_preflight, measure_preflight
-from orbit_runtime.parity.statistics import absolute_limit
+from orbit_runtime.parity.preflight import Preflight, build_sequences, check_preflight, measure_preflight
+from orbit_runtime.parity.statistics import ParityLimits, build_limits
+from orbit_runtime.seeds import stream_key
 from orbit_runtime.spec import OrbitRun, resolve
 from orbit_runtime.storage import claim_execution, open_store
+from orbit_runtime.types import Request, Sampling
 
 if TYPE_CHECKING:
     from orbit_runtime.parity.locate import Location, Tapped
 
+COMPLETIONS, COMPLETION_TOKENS = 4, 256
+"""Prompts that the engine answers before both sides are measured, and the longest answer."""
 COPIES = 3
 """Rows of the trainer's second snapshot: another batch shape, for its floor."""
 
@@ -64,13 +68,52 @@ def measure_parity(parts: Parts, publication: Publication, when: str = "prefligh
     return measure_preflight(
         parts.engine,
         parts.trainer,
-        parts.sequences,
+        _sequences(parts, publication.name),
         adapter=publication.name,
         probing=parts.probing,
         factor=parts.spec.parity.floor_factor,
-        absolute=absolute_limit(parts.precision, parts.spec.parity.mean_limit),
+        absolute=absolute_limits(parts),
         when=when,
     )
+
+
+def _sequences(parts: Parts, adapter: str) -> tuple[tuple[int, ...], ...]:
+    """What both sides are measured on: prompts as training sees them, completions, and the longest sequence."""
+    asked = parts.spec.rollout.sampling
+    tokens = min(asked.max_new_tokens, COMPLETION_TOKENS)
+    sampling = Sampling(asked.temperature, asked.top_p, tokens, tuple(asked.stop))
+    requests = [
+        Request(index, stream_key(parts.spec.data.seed, "parity", index), prompt, sampling, adapter)
+        for index, prompt in enumerate(parts.sequences[:COMPLETIONS])
+    ]
+    completions = {each.request_id: each.token_ids_T for each in parts.engine.generate(requests)}
+    # A server takes one token less than its context, for the one that it could sample.
+    return build_sequences(parts.sequences, completions, parts.spec.model.max_sequence_length - 1)
+
+
+def absolute_limits(parts: Parts) -> ParityLimits:
+    """The manifest's, or the precision's."""
+    asked = parts.spec.parity
+    return build_limits(
+        parts.precision, mean=asked.mean_limit, p99=asked.p99_limit, k3=asked.k3_limit, outside=asked.outside_limit
+    )
+
+
+def step_limits(parts: Parts, state: RunState) -> ParityLimits:
+    """Of a step's own rollouts: the mean's limit is the one that the run started with."""
+    return replace(absolute_limits(parts), mean=state.parity_limit)
+
+
+def check_again(parts: Parts, state: RunState, step: int) -> None:
+    """Measures both sides anew after every `parity.everySteps`-th step, as before the first.
+
+    Raises:
+        GateError: as `check_sides` does.
+    """
+    every = parts.spec.parity.every_steps
+    if every is not None and step % every == 0:
+        parts.show.stage("parity", step)
+        check_sides(parts, state, f"step-{step:06d}")
 
 
 def worst(preflights: Sequence[Preflight]) -> int:

@@ -5,7 +5,6 @@ Belongs here: gathering numbers under their names. Does not belong here: what th
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections import Counter
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from orbit_runtime.errors import GateError
 from orbit_runtime.loop.collect import Collected
 from orbit_runtime.loop.state import RunState
 from orbit_runtime.observability.metrics import FIELDS, MetricsRow, build_row, part_field
+from orbit_runtime.parity.statistics import ParityLimits
 from orbit_runtime.types import Rollout, UpdateResult
 
 
@@ -87,15 +87,15 @@ def with_checkpoint(row: MetricsRow, seconds: float) -> MetricsRow:
     return build_row(**{**row, "seconds_checkpoint": kept, "seconds_total": total, "tokens_per_second": speed})
 
 
-def check_parity(result: UpdateResult, limit: float, *, enforce: bool) -> None:
-    """Raises GateError (84) where this step's own rollouts differ from the trainer by more than the limit."""
-    mean = result.metrics.get("parity_mean")
-    if mean is None or not enforce:
+def check_parity(result: UpdateResult, limits: ParityLimits, *, enforce: bool) -> None:
+    """Raises GateError (84) where this step's own rollouts differ from the trainer by more than the limits."""
+    if "parity_mean" not in result.metrics or not enforce:
         return
-    if math.isnan(mean) or mean > limit:
+    found = {name: result.metrics[f"parity_{name}"] for name in ("mean", "p99", "k3", "outside", "tokens")}
+    failures = "; ".join(limits.failures(**found))
+    if failures:
         raise GateError(
-            f"trainer and engine differ by {mean:.3g} per token on this step's rollouts (mean |Δ log-prob|), "
-            f"the limit is {limit:.3g}",
+            f"trainer and engine differ on this step's rollouts: {failures}",
             where="parity",
             fix="see parity/ in the run folder; spec.parity.preflight: Report measures without stopping",
         )

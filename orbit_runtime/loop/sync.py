@@ -16,6 +16,7 @@ from orbit_runtime.loop.advantages import compute_advantages
 from orbit_runtime.loop.build import Parts
 from orbit_runtime.loop.collect import check_failures, collect
 from orbit_runtime.loop.keep import keep_failure, keep_row, keep_step
+from orbit_runtime.loop.parity import check_again, step_limits
 from orbit_runtime.loop.rest import check_first_wake, engine_at_rest
 from orbit_runtime.loop.row import check_parity, step_row, with_checkpoint
 from orbit_runtime.loop.signals import StopFlag
@@ -57,7 +58,7 @@ def run_sync(parts: Parts, state: RunState, stop: StopFlag) -> str:
             training_started = time.monotonic()
             with engine_at_rest(parts, state):
                 result = parts.trainer.update(samples_D)
-            check_parity(result, state.parity_limit, enforce=parts.spec.parity.preflight == "Enforce")
+            check_parity(result, step_limits(parts, state), enforce=parts.spec.parity.preflight == "Enforce")
 
             # The step before was written beside this one so far; this one is kept once that one is durable.
             settling_started = time.monotonic()
@@ -70,6 +71,7 @@ def run_sync(parts: Parts, state: RunState, stop: StopFlag) -> str:
             state.publishes += 1
             state.publishes_proven += state.publication.is_proven
             check_first_wake(parts, state)
+            check_again(parts, state, step)
 
             keep_started = time.monotonic()
             state.step, cursor = step, parts.prompts.state()

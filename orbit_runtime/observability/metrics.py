@@ -92,6 +92,8 @@ METRICS: tuple[Metric, ...] = (
     _parity("p99", "nats", "99th percentile of |log-prob difference|."),
     _parity("max", "nats", "Largest |log-prob difference|."),
     _parity("k3", "nats", "k3 estimate of the KL divergence between trainer and engine."),
+    _parity("outside", "share", "Share of tokens whose probability ratio lies outside [0.9, 1.1]."),
+    Metric("parity_tokens", "tokens", "Tokens that these statistics are of.", kind="none", display="d"),
     _parity("limit", "nats", "The limit that parity_mean is gated against."),
     _parity("mean_replayed", "nats", "Mean of the step's first micro-batch, through the experts that rollout chose."),
     _parity("mean_unreplayed", "nats", "The same through the experts that the trainer's routers choose."),

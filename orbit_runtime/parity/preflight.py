@@ -6,14 +6,15 @@ Does not belong here: acting on it beyond naming the failed gate (`loop`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from itertools import chain, cycle, islice
 from typing import TYPE_CHECKING, Any
 
 from orbit_runtime.adapters.buffer import publishable
 from orbit_runtime.errors import GateError
-from orbit_runtime.parity.statistics import Difference, build_difference, resolve_limit
+from orbit_runtime.parity.statistics import Difference, ParityLimits, build_difference, resolve_limit
 from orbit_runtime.types import Copy, Engine, Probe, Sample, Scored, Trainer
 
 if TYPE_CHECKING:
@@ -49,17 +50,28 @@ class Preflight:
     """Trainer against engine, at the current policy."""
     random_effect: float
     """mean |Δ log-prob| by which the random adapter moved the trainer from its base; 0 would measure nothing."""
-    limit: float
+    limits: ParityLimits
+    """That of the mean follows from the floors; the tail's do not, whose own noise is too large to be multiplied."""
+
+    @property
+    def limit(self) -> float:
+        """Of the mean."""
+        return self.limits.mean
 
     @property
     def failures(self) -> tuple[str, ...]:
         """Every gate that does not hold, with its numbers; a NaN fails."""
         differences: dict[str, Difference] = {name: getattr(self, name) for name in GATED}
         found = [
-            f"trainer and engine differ by {difference.mean:.3g} per token (mean |Δ log-prob|, {GATED[name]}), "
-            f"the limit is {self.limit:.3g}"
+            f"trainer and engine differ ({GATED[name]}): {failure}"
             for name, difference in differences.items()
-            if not difference.mean <= self.limit
+            for failure in self.limits.failures(
+                mean=difference.mean,
+                p99=difference.p99,
+                k3=difference.k3,
+                outside=difference.outside,
+                tokens=difference.tokens,
+            )
         ]
         if not self.random_effect > 0:
             found.append(
@@ -70,7 +82,12 @@ class Preflight:
     def to_json(self) -> dict[str, Any]:
         names = ("engine_floor", "trainer_floor", *GATED)
         measured: dict[str, Any] = {name: getattr(self, name).to_json() for name in names}
-        verdict = {"limit": self.limit, "passed": not self.failures, "failures": list(self.failures)}
+        verdict = {
+            "limit": self.limit,
+            "limits": asdict(self.limits),
+            "passed": not self.failures,
+            "failures": list(self.failures),
+        }
         return measured | {"random_effect": self.random_effect} | verdict
 
 
@@ -82,7 +99,7 @@ def measure_preflight(
     adapter: str,
     probing: Callable[[Probe], AbstractContextManager[None]],
     factor: float,
-    absolute: float,
+    absolute: ParityLimits,
     when: str = "preflight",
 ) -> list[Preflight]:
     """Scores whole sequences on both sides, adapter off and on. Engine and trainer are left as they were found.
@@ -93,7 +110,7 @@ def measure_preflight(
         sequences: token ids, at least two each; real prompts with their chat template.
         adapter: the engine's slot that holds the trainer's current values.
         probing: a context within which the trainer holds another adapter.
-        absolute: largest mean, whatever the floor.
+        absolute: whatever the floor; the mean's may follow as lower.
         when: begins the names of the untrained adapters; an engine takes each name once.
     """
     readings = [_read_copy(copy, sequences, adapter) for copy in engine.copies()]
@@ -111,10 +128,26 @@ def measure_preflight(
             random=random[index],
             policy=build_difference(_joined(trainer_on), reading.on),
             random_effect=random_effect,
-            limit=resolve_limit(max(trainer_floor.mean, reading.floor.mean), factor=factor, absolute=absolute),
+            limits=replace(
+                absolute,
+                mean=resolve_limit(max(trainer_floor.mean, reading.floor.mean), factor=factor, absolute=absolute.mean),
+            ),
         )
         for index, reading in enumerate(readings)
     ]
+
+
+def build_sequences(
+    prompts: Sequence[Ids], completions: Mapping[int, Ids], longest: int
+) -> tuple[tuple[int, ...], ...]:
+    """Prompts, each with its completion where it has one, and all of them one after the other, again and again, as one
+    sequence of `longest` tokens: errors of positions, of the cache and of long sums show in no short one.
+
+    Args:
+        completions: by index of the prompt.
+    """
+    whole = [(*prompt, *completions.get(index, ())) for index, prompt in enumerate(prompts)]
+    return (*whole, tuple(islice(cycle(chain.from_iterable(whole)), longest)))
 
 
 def check_preflight(result: Preflight, location: Location | None = None, copy: str = "") -> None:

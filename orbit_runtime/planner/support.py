@@ -12,8 +12,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from orbit_runtime.workers.sglang_launch import PINNED_SGLANG
+
 State = Literal["works", "planned", "missing", "refused"]
-PINNED = {"sglang": "0.5.23", "megatron-core": "0.19.2", "torch": "2.14.1", "transformers": "5.19.0"}
+PINNED = {"sglang": PINNED_SGLANG, "megatron-core": "0.19.2", "torch": "2.14.1", "transformers": "5.19.0"}
 """Versions that the rows speak of; a test compares them with `images/constraints`."""
 
 MOE_FAMILIES = ("qwen3_moe", "glm4_moe", "deepseek_v3", "kimi_k2", "deepseek_v4", "gpt_oss")

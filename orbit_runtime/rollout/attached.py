@@ -25,6 +25,7 @@ from orbit_runtime.rollout.support import Kind, check_sampling, shaping_fields
 from orbit_runtime.rollout.vllm_api import VllmApi
 from orbit_runtime.rollout.wire import Wire, build_client, is_serving
 from orbit_runtime.types import Sampling, Tokenizer
+from orbit_runtime.workers.sglang_launch import check_version
 
 ATTACH_SECONDS = 60.0
 RETURN_SECONDS = 600.0
@@ -61,6 +62,8 @@ class Wanted:
     probes: tuple[tuple[int, ...], ...]
     """Token ids whose text both sides' tokenizers must agree on."""
     tolerance: float
+    engine_version: Literal["Pinned", "Any"] = "Pinned"
+    """`Any`: Orbit's plug-in may run in another version of SGLang than the pinned one."""
 
 
 class AttachedServer:
@@ -141,6 +144,8 @@ def attach_engine(
 def check_about(name: str, about: About, wanted: Wanted) -> None:
     """Raises UnsupportedError (78) or ModelError (66) for a server that cannot serve this run."""
     adapter = wanted.adapter
+    if about.plugin is not None and wanted.engine_version == "Pinned":
+        check_version(about.version, name=name)
     kind: Kind = "vLLM" if about.kind == "vLLM" else "SGLang" if about.plugin is not None else "SGLang without plug-in"
     check_sampling(wanted.sampling, kind, name)
     if about.serves_lora is False:

@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from orbit_runtime.adapters.ticket import NOT_ARRIVED
-from orbit_runtime.errors import EngineDiedError, GateError, OrbitError
+from orbit_runtime.errors import EngineDiedError, GateError, OrbitError, UnsupportedError
 from orbit_runtime.rollout.handover import Handover
 from orbit_runtime.rollout.served import About, Api, Call, Loaded, LostError, Piece, Server, Sleeping
 from orbit_runtime.types import AdapterFiles, Scored, ServerReading
+from orbit_runtime.workers.sglang_launch import PINNED_SGLANG
 
 FACTS_VERSION = 3
 """Of what the plug-in tells in `/server_info`."""
@@ -89,9 +90,10 @@ class Replica:
                 fix="install the same version of Orbit beside the server",
             )
         if found.unhooked:
-            raise EngineDiedError(
-                f"{self.name}: this SGLang has no {', '.join(found.unhooked)} that Orbit's plug-in could hook",
-                fix="use the version of SGLang that Orbit is made for",
+            raise UnsupportedError(
+                f"{self.name}: SGLang {found.version} has no {', '.join(found.unhooked)} "
+                "that Orbit's plug-in could hook",
+                fix=f"install sglang=={PINNED_SGLANG}, which Orbit is made for",
             )
         before = self.about
         if before is not None and (before.version, before.model, before.plugin) != (

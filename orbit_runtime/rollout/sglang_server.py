@@ -24,7 +24,7 @@ from orbit_runtime.rollout.wire import is_serving
 from orbit_runtime.workers.remote_process import RemoteProcess
 from orbit_runtime.workers.run_token import new_token
 from orbit_runtime.workers.server_process import ServerProcess, WatchedServer, free_port
-from orbit_runtime.workers.sglang_launch import AGENT_VARIABLE, launch_command, launch_environment
+from orbit_runtime.workers.sglang_launch import AGENT_VARIABLE, VERSION_VARIABLE, launch_command, launch_environment
 from orbit_runtime.workers.waiting import VARIABLE, wait_asleep
 
 START_SECONDS = 900.0
@@ -66,6 +66,8 @@ class ServerSettings:
     """Of a GPU's memory that is free when it starts: base, adapter slots and KV cache. None: SGLang's own choice."""
     extra: tuple[str, ...] = ()
     """Arguments of the manifest, as `spec.engine_arguments.argument_flags` writes them."""
+    engine_version: Literal["Pinned", "Any"] = "Pinned"
+    """`Any`: it starts with another version of SGLang than Orbit's pinned one too."""
     attention: str | None = None
     """SGLang's attention back end on a GPU; None: its own choice."""
     routed: RoutedLayers | None = None
@@ -255,6 +257,7 @@ def _environment(settings: ServerSettings, taps: Path) -> dict[str, str]:
         "ORBIT_SGLANG_OFT_BLOCK_SIZE": str(settings.oft_block_size),
         "ORBIT_SGLANG_EXPERTS": settings.experts,
         "ORBIT_SGLANG_TAPS": str(taps),
+        VERSION_VARIABLE: settings.engine_version,
         "SGLANG_PLUGINS": "orbit",
     }
     if settings.device == "cpu" and settings.tensor_parallel > 1:

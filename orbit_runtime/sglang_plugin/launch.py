@@ -7,6 +7,8 @@ SGLang's children are spawned and import this file again, so what stands at its 
 
 from __future__ import annotations
 
+import importlib.metadata
+import json
 import logging
 import os
 import signal
@@ -14,15 +16,43 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from importlib.util import find_spec
+from typing import NoReturn
 
+from orbit_runtime.errors import UnsupportedError
 from orbit_runtime.sglang_plugin import VARIABLE, activate, cpu
 from orbit_runtime.workers.run_token import token_from_pipe
-from orbit_runtime.workers.sglang_launch import PARENT_VARIABLE, REFUSED
+from orbit_runtime.workers.sglang_launch import (
+    INSTALL,
+    PARENT_VARIABLE,
+    VERSION_VARIABLE,
+    check_version,
+)
 
-if find_spec("sglang") is None:
-    print(f"SGLang is not installed for {sys.executable}", file=sys.stderr)
-    sys.exit(REFUSED)
+
+def _check_version() -> None:
+    """Before the base is loaded, which can take long. Raises UnsupportedError (78): no SGLang, or another version."""
+    try:
+        found = importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError as missing:
+        raise UnsupportedError(
+            f"SGLang is not installed for {sys.executable}",
+            where="spec.rollout.engine",
+            fix=INSTALL,
+        ) from missing
+    if os.environ.get(VERSION_VARIABLE) != "Any":
+        check_version(found, name=sys.executable)
+
+
+def _refuse(error: UnsupportedError) -> NoReturn:
+    """With the last line of the log, which `workers.server_process` raises anew."""
+    print(json.dumps(error.to_json()), file=sys.stderr)
+    sys.exit(error.exit_code)
+
+
+try:
+    _check_version()
+except UnsupportedError as refused:
+    _refuse(refused)
 os.environ.update({VARIABLE: "1"})
 if "cpu" in sys.argv:
     # What SGLang compiles for a CPU would take a minute at the first request, and a compiler of C++.
@@ -44,8 +74,13 @@ def main() -> None:
     token = token_from_pipe()
     own = sys.argv[1:]
     if unknown := _unknown(own):
-        print(f"the SGLang that is installed does not know {', '.join(unknown)}", file=sys.stderr)
-        sys.exit(REFUSED)
+        _refuse(
+            UnsupportedError(
+                f"the SGLang that is installed does not know {', '.join(unknown)}",
+                where="spec.rollout.engineArguments",
+                fix="remove them, or install the SGLang that this version of Orbit is made for",
+            )
+        )
     if token is not None:
         # In these arguments only, not in those that the system shows of this process.
         own += ["--api-key", token]

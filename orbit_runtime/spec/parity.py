@@ -16,6 +16,14 @@ class Parity(Block):
     """Measured at start and after resume; above the limit, stop (84) or only report."""
     mean_limit: Annotated[float | None, IDENTITY, Field(gt=0, le=100)] = None
     """Absolute limit of the mean |Δ log-prob|; unset, the default of the base's precision."""
+    p99_limit: Annotated[float | None, IDENTITY, Field(gt=0, le=1000)] = None
+    """Limit of the 99th percentile of |Δ log-prob|; unset, 8 times the mean's. As the next two from 1,000 tokens on."""
+    k3_limit: Annotated[float | None, IDENTITY, Field(gt=0, le=1_000_000)] = None
+    """Limit of the k3 estimate of the KL divergence; unset, 16 times the square of the mean's."""
+    outside_limit: Annotated[float | None, IDENTITY, Field(gt=0, le=1)] = None
+    """Limit of the share of tokens whose probability ratio lies outside [0.9, 1.1]; unset, exp(-0.1 / the mean's)."""
+    every_steps: Annotated[int | None, LAYOUT, Field(ge=1, le=1_000_000)] = None
+    """Also measured after every so many steps, on every server; unset, at start, after resume and the first wake."""
     floor_factor: Annotated[float, IDENTITY, Field(ge=1, le=1_000_000)] = 10.0
     """The limit is never below this many times what one side differs from itself, nor above the absolute limit."""
     max_unproven: Annotated[int, LAYOUT, Field(ge=0, le=1_000_000)] = 16

@@ -151,6 +151,9 @@ class Rollout(Block):
     """`Replay`: the trainer sends each token to the experts that sampling chose for it, weighed by its own router, so
     that rounding cannot send it elsewhere. `Record` only keeps the choice with the rollouts. Both measure parity with
     and without. Refused for a model without routed experts, for DeepSeek-V4 and with `endpoints`."""
+    engine_version: Annotated[Literal["Pinned", "Any"], LAYOUT] = "Pinned"
+    """Servers with Orbit's plug-in must run the version of SGLang that it is made for (78, with both versions); `Any`
+    goes on with another, in which nothing was tested."""
     sampling: Sampling = Sampling()
     """The distribution that tokens are drawn from."""
     max_running_requests: Annotated[int, LAYOUT, Field(ge=1, le=1_000_000)] = 512
@@ -176,6 +179,9 @@ class Rollout(Block):
         if self.sleep != "None" and self.engine != "SGLang":
             message = f"with `engine: {self.engine}` there is no server of ours that could sleep"
             yield Contradiction(("sleep",), (("engine",),), message, "remove `sleep`, or write `engine: SGLang`")
+        if self.engine_version != "Pinned" and self.engine == "Torch":
+            message = "`engine: Torch` asks no SGLang"
+            yield Contradiction(("engineVersion",), (("engine",),), message, "remove `engineVersion`")
         if self.deterministic and self.engine == "OpenAI":
             message = "whether attached servers sample deterministically, their flags decide, which Orbit does not set"
             fix = "remove `deterministic`, or write `engine: SGLang`"

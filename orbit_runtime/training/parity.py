@@ -5,9 +5,12 @@ Belongs here: the arithmetic of the comparison. Does not belong here: limits and
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 K3_CLAMP = 10.0
+RATIOS = (0.9, 1.1)
 
 
 class ParitySums:
@@ -20,17 +23,25 @@ class ParitySums:
         self._parts.append(trainer_R - sampler_R)
 
     def metrics(self) -> dict[str, float]:
-        """`parity_mean, parity_p99, parity_max` of |d|, and `parity_k3`: mean of exp(d) - 1 - d, d clamped to ±10."""
+        """Of all tokens; empty without any.
+
+        `parity_mean, parity_p99, parity_max` of |d|; `parity_k3`: mean of exp(d) - 1 - d, d clamped to ±10;
+        `parity_outside`: share of tokens with exp(d) outside [0.9, 1.1], a NaN among them; `parity_tokens`.
+        """
         if not self._parts:
             return {}
         d = torch.cat(self._parts).double()
         if not d.numel():
             return {}
         size = d.abs()
+        low, high = (math.log(ratio) for ratio in RATIOS)
+        inside = (d >= low) & (d <= high)
         clamped = d.clamp(-K3_CLAMP, K3_CLAMP)
         return {
             "parity_mean": float(size.mean()),
             "parity_p99": float(torch.quantile(size, 0.99)) if size.numel() < 1 << 24 else float(size.max()),
             "parity_max": float(size.max()),
             "parity_k3": float((torch.expm1(clamped) - clamped).mean()),
+            "parity_outside": float((~inside).double().mean()),
+            "parity_tokens": d.numel(),
         }

@@ -6,6 +6,7 @@ of the server (`rollout.sglang_api`).
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -17,7 +18,7 @@ from pathlib import Path
 
 from orbit_runtime.errors import EngineDiedError, OrbitError, OutOfMemoryError, UnsupportedError, says_no_memory
 from orbit_runtime.workers.run_token import PIPE_VARIABLE, token_pipe
-from orbit_runtime.workers.sglang_launch import INSTALL, PYTHON_VARIABLE, REFUSED
+from orbit_runtime.workers.sglang_launch import INSTALL, PYTHON_VARIABLE
 
 TAIL_LINES = 20
 LONGEST_LINE = 300
@@ -48,7 +49,7 @@ class WatchedServer(ABC):
         """Waits until it is.
 
         Raises:
-            UnsupportedError: (78) its environment has no SGLang, or one that does not know an argument.
+            UnsupportedError: (78) the process refused to start, in the words of its last line.
             OutOfMemoryError: (79) the process died because its memory, or its device's, ran out.
             EngineDiedError: (82) it died of something else, or was not ready in time; with the log's end.
         """
@@ -65,14 +66,11 @@ class WatchedServer(ABC):
 
     def _death(self, status: int) -> OrbitError:
         lines = self._lines()
+        if status == UnsupportedError.exit_code and (refusal := _refusal(lines)):
+            return refusal
         about_memory = [line for line in lines if says_no_memory(line)]
         last = f": {(about_memory or lines)[-1][:LONGEST_LINE]}" if lines else ""
         said = f"{self.name} {_ended(status)} while it started{last}"
-        if status == REFUSED and lines:
-            is_absent = "is not installed" in lines[-1]
-            where = None if is_absent else "spec.rollout.engineArguments"
-            fix = INSTALL if is_absent else "remove them, or install the SGLang that this version of Orbit is made for"
-            return UnsupportedError(lines[-1][:LONGEST_LINE], where=where, fix=fix)
         if about_memory:
             fix = "a shorter model.maxSequenceLength, fewer rollout.maxRunningRequests, or a GPU with more memory"
             return OutOfMemoryError(said, where=str(self.log), fix=f"{fix}; {self.tail()}")
@@ -169,6 +167,15 @@ class ServerProcess(WatchedServer):
             except ProcessLookupError:
                 break
         self._process.poll()
+
+
+def _refusal(lines: Sequence[str]) -> UnsupportedError | None:
+    """What a server of ours says last (`OrbitError.to_json`) that cannot run here; None where it said nothing so."""
+    try:
+        told = json.loads(lines[-1])
+        return UnsupportedError(told["message"], where=told["where"], fix=told["fix"])
+    except (IndexError, ValueError, TypeError, KeyError):
+        return None
 
 
 def memory_kills(events: Path = Path("/sys/fs/cgroup/memory.events")) -> int:

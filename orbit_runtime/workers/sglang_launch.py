@@ -11,6 +11,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from orbit_runtime.errors import UnsupportedError
+
 PYTHON_VARIABLE = "ORBIT_SGLANG_PYTHON"
 """Interpreter of the environment that SGLang is installed in; this process's own unless set."""
 PARENT_VARIABLE = "ORBIT_SGLANG_PARENT"
@@ -18,13 +20,30 @@ PARENT_VARIABLE = "ORBIT_SGLANG_PARENT"
 AGENT_VARIABLE = "ORBIT_ENGINE_URL"
 """Where the agent of the engine's container listens (`server_agent`). Unset, servers are processes of ours."""
 MODULE = "orbit_runtime.sglang_plugin.launch"
-REFUSED = 78
-"""A server ends with it where its environment cannot do what was asked; its last line says what."""
 INSTALL = (
     "install SGLang beside Orbit (pip install 'orbit-rl[sglang]'), or name the interpreter of an environment that has "
     "it in ORBIT_SGLANG_PYTHON; on a cluster the image is the chart's runs.engineImage or placement.image"
 )
 """What to do where there is no SGLang."""
+PINNED_SGLANG = "0.5.23"
+"""The version whose source Orbit's plug-in was written against. A hook can fit another one and mean something else."""
+VERSION_VARIABLE = "ORBIT_SGLANG_VERSION"
+"""`Any`: servers start whatever their version (`rollout.engineVersion`)."""
+
+
+def check_version(found: str, *, name: str) -> None:
+    """Raises UnsupportedError (78), with both versions, where `found` is not the pinned one.
+
+    Args:
+        name: who runs it.
+    """
+    if found != PINNED_SGLANG:
+        raise UnsupportedError(
+            f"{name} runs SGLang {found} with Orbit's plug-in, which is made for SGLang {PINNED_SGLANG}",
+            where="spec.rollout.engineVersion",
+            fix=f"install sglang=={PINNED_SGLANG}; `engineVersion: Any` goes on with another version, in which nothing "
+            "was tested",
+        )
 
 
 def launch_command(arguments: Sequence[str]) -> list[str]:

@@ -41,6 +41,7 @@ class FakeServer:
 
     kind: str = "SGLang"
     version: str = "0.5.23"
+    unhooked: tuple[str, ...] = ()
     plugin: bool = True
     words: str = "word"
     """What its tokenizer decodes a token to, before the number."""
@@ -165,7 +166,7 @@ def _server_info(fake: FakeServer, _: dict) -> Answer:
     state: dict[str, Any] = {}
     if fake.plugin:
         adapters = {name: _slot(folder) for name, folder in fake.held.items() if folder is not None}
-        state["orbit"] = {"version": 3, "unhooked": [], "adapters": adapters}
+        state["orbit"] = {"version": 3, "unhooked": list(fake.unhooked), "adapters": adapters}
     return 200, {
         "version": fake.version, "enable_lora": fake.lora, "max_lora_rank": fake.rank, "lora_target_modules": ["all"],
         "enable_deterministic_inference": fake.deterministic, "incremental_streaming_output": fake.incremental,

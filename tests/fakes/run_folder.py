@@ -45,6 +45,8 @@ def synthetic_row(step: int, *, start: float = 0.28, gain: float = 0.5, total: i
         parity_p99=9e-7,
         parity_max=2e-6 * (1.5 + wobble),
         parity_k3=1e-13,
+        parity_outside=0.0,
+        parity_tokens=1843,
         parity_limit=1e-5,
         staleness_max=0,
         seconds_collect=0.11 + 0.01 * wobble,

@@ -11,8 +11,8 @@ import pytest
 from fakes.faulty_engine import zero_one
 
 from orbit_runtime.errors import GateError
-from orbit_runtime.parity.preflight import GATED, Preflight, check_preflight, measure_preflight
-from orbit_runtime.parity.statistics import ABSOLUTE_LIMITS
+from orbit_runtime.parity.preflight import GATED, Preflight, build_sequences, check_preflight, measure_preflight
+from orbit_runtime.parity.statistics import TAIL_TOKENS, build_limits
 from orbit_runtime.types import Engine
 from tests.fakes.held_state import hold_state
 from tests.integration.test_publish_proof import Rig
@@ -30,7 +30,7 @@ def measure(rig: Rig, engine: Engine | None = None) -> Preflight:
         adapter=rig.publication.name,
         probing=partial(masters.probing, seed=0),
         factor=4.0,
-        absolute=ABSOLUTE_LIMITS["INT4"],
+        absolute=build_limits("INT4"),
     )
     return result
 
@@ -86,5 +86,18 @@ def test_each_state_is_gated_and_a_nan_fails(tmp_path: Path, name: str) -> None:
     for mean in (1.0, math.nan):
         with pytest.raises(GateError, match=GATED[name]):
             check_preflight(replace(healthy, **{name: replace(healthy.base, mean=mean)}))
+    for statistic, says in (("p99", "p99"), ("k3", "k3"), ("outside", "ratios outside")):
+        few = replace(healthy.base, **{statistic: 0.9}, tokens=TAIL_TOKENS - 1)
+        check_preflight(replace(healthy, **{name: few}))
+        for value in (0.9, math.nan):
+            many = replace(healthy.base, **{statistic: value}, tokens=TAIL_TOKENS)
+            with pytest.raises(GateError, match=says) as caught:
+                check_preflight(replace(healthy, **{name: many}))
+            assert GATED[name] in caught.value.message
     with pytest.raises(GateError, match="not applied"):
         check_preflight(replace(healthy, random_effect=0.0))
+
+
+def test_sequences_are_prompts_with_completions_and_one_of_the_longest_length() -> None:
+    made = build_sequences([(1, 2), (3, 4, 5), (6,)], {0: (7,), 1: (8, 9)}, 11)
+    assert made == ((1, 2, 7), (3, 4, 5, 8, 9), (6,), (1, 2, 7, 3, 4, 5, 8, 9, 6, 1, 2))

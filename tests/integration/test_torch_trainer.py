@@ -226,6 +226,8 @@ def test_parity_statistics_are_those_of_the_given_logprobs(folder: Path) -> None
     # B starts at zero, so the adapted policy is the reference: every token differs by exactly the planted half.
     assert metrics["parity_mean"] == pytest.approx(0.5, abs=1e-5)
     assert metrics["parity_max"] == pytest.approx(0.5, abs=1e-5)
+    assert metrics["parity_outside"] == 1.0
+    assert metrics["parity_tokens"] > 0
     assert metrics["parity_k3"] == pytest.approx(0.10653066, abs=1e-5)
 
 

@@ -76,6 +76,7 @@ def vllm(**settings: Any) -> FakeServer:
     return FakeServer("vLLM", version="0.32.0", **settings)
 
 
+ANY = replace(WANTED, engine_version="Any")
 OFT = replace(WANTED, adapter=AdapterConfig(type="OFT", targets=("q_proj",)))
 
 
@@ -90,7 +91,9 @@ OFT = replace(WANTED, adapter=AdapterConfig(type="OFT", targets=("q_proj",)))
         ([FakeServer(architecture="LlamaForCausalLM")], WANTED, {}, 66, "a LlamaForCausalLM; this run's .* Qwen3For"),
         ([FakeServer(), FakeServer(words="Wort")], WANTED, {}, 66, "endpoint 1 .* another tokenizer.*Wort5"),
         ([vllm(words="Wort")], WANTED, {}, 66, "another tokenizer"),
-        ([FakeServer(), FakeServer(version="0.5.22")], WANTED, {}, 78, "differ in their version: .*0.5.23.*0.5.22"),
+        ([FakeServer(version="0.5.22")], WANTED, {}, 78, "SGLang 0.5.22 with Orbit's plug-in, .* for SGLang 0.5.23"),
+        ([FakeServer(), FakeServer(version="0.5.22")], ANY, {}, 78, "differ in their version: .*0.5.23.*0.5.22"),
+        ([FakeServer(unhooked=("a.hook",))], WANTED, {}, 78, "SGLang 0.5.23 has no a.hook that Orbit's plug-in could"),
         ([FakeServer(), vllm()], WANTED, {}, 78, "differ in their kind: .*SGLang.*vLLM"),
         ([FakeServer(), FakeServer(plugin=False)], WANTED, {}, 78, "differ in their plugin"),
         ([FakeServer("else")], WANTED, {}, 78, "neither SGLang nor vLLM"),
@@ -116,6 +119,13 @@ def test_a_server_that_cannot_serve_the_run_is_refused_with_the_reason(
         attach(servers, tmp_path, *found, wanted=wanted, **endpoint)
     assert caught.value.exit_code == code
     assert caught.value.fix
+
+
+@pytest.mark.parametrize(("plugin", "wanted"), [(True, ANY), (False, WANTED)])
+def test_another_version_of_sglang_serves_where_it_is_asked_for_or_nothing_is_hooked(
+    servers: list[FakeServer], tmp_path: Path, plugin: bool, wanted: Wanted
+) -> None:
+    attach(servers, tmp_path, FakeServer(version="0.5.22", plugin=plugin), wanted=wanted).close()
 
 
 @pytest.mark.parametrize("kind", ["SGLang", "vLLM"])

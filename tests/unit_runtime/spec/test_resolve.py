@@ -152,6 +152,7 @@ def test_the_sets_are_those_of_the_design() -> None:
         "rollout.adapterTransport",
         "rollout.sleep",
         "rollout.deterministic",
+        "rollout.engineVersion",
         "rollout.maxRunningRequests",
         "rollout.engineArguments",
         "training.trainer",
@@ -161,6 +162,7 @@ def test_the_sets_are_those_of_the_design() -> None:
         "training.parallel.pipeline",
         "training.parallel.context",
         "training.attention",
+        "parity.everySteps",
         *(path for path in of("layout") if path.startswith("placement.")),
     ]
     assert of("display") == [
@@ -192,6 +194,8 @@ def test_the_sets_are_those_of_the_design() -> None:
         "observability.logLevel=Debug",
         "rollout.engine=Torch",
         "rollout.deterministic=true",
+        "rollout={engine: SGLang, engineVersion: Any}",
+        "parity.everySteps=5",
         "training.microBatchTokens=64",
         "training.attention=Eager",
         "model.precision=INT4",
@@ -220,6 +224,7 @@ def test_display_layout_and_defaults_written_out_leave_the_identity_alone(overri
         "training.promptsPerStep=16",
         "training.schedule.type=Cosine",
         "parity.floorFactor=5",
+        "parity.k3Limit=0.1",
     ],
 )
 def test_what_changes_the_maths_changes_the_identity(override: str) -> None:

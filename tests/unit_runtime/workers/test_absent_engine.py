@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -57,7 +58,8 @@ def test_an_interpreter_without_sglang_is_told_with_how_to_install_it(
 
 
 def test_arguments_that_the_installed_sglang_does_not_know_are_told_by_their_field(tmp_path: Path) -> None:
-    code = "import sys; print('the SGLang that is installed does not know --ep-size', file=sys.stderr); sys.exit(78)"
+    told = UnsupportedError("it does not know --ep-size", where="spec.rollout.engineArguments", fix="remove it")
+    code = f"import sys; print({json.dumps(told.to_json())!r}, file=sys.stderr); sys.exit(78)"
     process = ServerProcess("SGLang", [sys.executable, "-c", code], environment=os.environ, log=tmp_path / "log")
     with pytest.raises(UnsupportedError, match="does not know --ep-size") as caught:
         process.wait_until(lambda: False, seconds=60)

@@ -1,0 +1,84 @@
+"""Limits of trainer against engine: what works elsewhere passes by default, what was broken elsewhere does not."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from orbit_runtime.errors import GateError
+from orbit_runtime.loop.row import check_parity
+from orbit_runtime.parity.statistics import TAIL_TOKENS, Difference, ParityLimits, build_difference, build_limits
+from orbit_runtime.types import UpdateResult
+
+GOOD = [
+    ("BF16", 0.0104, 1.2e-4), ("BF16", 0.011, 6.4e-4), ("INT4", 0.0126, None), ("INT4", 0.0279, None),
+    ("FP8", 0.0347, 9.8e-4), ("FP8", 0.0196, 2.7e-3), ("FP8", 0.0347, 5.0e-3), ("NVFP4", 0.05, None),
+    ("MXFP4", 0.0666, None),
+]  # fmt: skip
+BROKEN = [("BF16", 0.036, None), ("FP8", 0.271, 0.060), ("NVFP4", 1.4, None)]
+
+
+def laplace(mean: float, tokens: int, seed: int) -> Difference:
+    """Of a noise whose size is exponential, which has heavier tails than a normal one."""
+    draw = random.Random(seed)
+    d = [draw.expovariate(1 / mean) * draw.choice((-1, 1)) for _ in range(tokens)]
+    return build_difference(d, [0.0] * tokens)
+
+
+def failures(limits: ParityLimits, found: Difference) -> list[str]:
+    return list(
+        limits.failures(mean=found.mean, p99=found.p99, k3=found.k3, outside=found.outside, tokens=found.tokens)
+    )
+
+
+@pytest.mark.parametrize(("precision", "mean", "k3"), GOOD)
+def test_published_values_of_working_setups_pass_by_default(precision: str, mean: float, k3: float | None) -> None:
+    """Their p99 and shares were not published: those of a noise of this mean."""
+    limits = build_limits(precision)
+    found = laplace(mean, 4096, 0)
+    assert failures(limits, found) == []
+    assert k3 is None or k3 <= limits.k3
+
+
+@pytest.mark.parametrize(("precision", "mean", "k3"), BROKEN)
+def test_published_values_of_broken_setups_do_not(precision: str, mean: float, k3: float | None) -> None:
+    assert failures(build_limits(precision), laplace(mean, 4096, 0))
+
+
+@pytest.mark.parametrize(("precision", "mean"), [("BF16", 0.0104), ("FP8", 0.0347)])
+def test_no_false_alarm_in_500_steps_of_the_fewest_tokens_that_are_gated(precision: str, mean: float) -> None:
+    limits = build_limits(precision)
+    assert [seed for seed in range(500) if failures(limits, laplace(mean, TAIL_TOKENS, seed))] == []
+
+
+def test_one_token_in_fifty_that_is_far_off_is_seen_in_the_tail_while_the_mean_holds() -> None:
+    """Such as a router that sends some tokens to other experts."""
+    d = [0.001] * 980 + [0.8] * 20
+    found = build_difference(d, [0.0] * len(d))
+    limits = build_limits("BF16")
+    assert found.mean <= limits.mean
+    assert [each.split()[0] for each in failures(limits, found)] == ["p99"]
+    few = build_difference(d[1:], [0.0] * (len(d) - 1))
+    assert failures(limits, few) == [], "one token less than tell a p99"
+
+
+def test_what_is_asked_for_replaces_what_follows() -> None:
+    assert build_limits("FP8", mean=0.5) == ParityLimits(0.5, 4.0, 4.0, math.exp(-0.2))
+    asked = build_limits("FP8", mean=1.0, p99=0.2, k3=0.3, outside=0.4)
+    assert asked == ParityLimits(1.0, 0.2, 0.3, 0.4)
+
+
+@pytest.mark.parametrize("statistic", ["mean", "p99", "k3", "outside"])
+@pytest.mark.parametrize("value", [0.9, math.nan])
+def test_a_step_is_held_against_every_limit_and_a_nan_fails(statistic: str, value: float) -> None:
+    healthy = {"parity_mean": 0.001, "parity_p99": 0.01, "parity_k3": 1e-6, "parity_outside": 0.0, "parity_tokens": 5e3}
+    limits = build_limits("BF16")
+    check_parity(UpdateResult(healthy, 1, 1), limits, enforce=True)
+    spoiled = UpdateResult(healthy | {f"parity_{statistic}": value}, 1, 1)
+    with pytest.raises(GateError) as caught:
+        check_parity(spoiled, limits, enforce=True)
+    assert caught.value.exit_code == 84
+    check_parity(spoiled, limits, enforce=False)
+    check_parity(UpdateResult({}, 0, 0), limits, enforce=True)
