@@ -170,8 +170,7 @@ def test_a_mistake_is_named_and_nothing_is_left_behind(shell: Shell, row: str) -
     prepare(shell)
     assert shell.run() == code
     assert words in shell.shown
-    kept = {path.relative_to(shell.out).parts[0] for path in shell.out.rglob("*") if path.is_file()}
-    assert kept <= {"executions"}, "no run.json, no checkpoint, no metrics"
+    assert not shell.out.exists(), "nothing that looks like a run"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here SGLang can do it")
@@ -350,6 +349,18 @@ def test_a_finished_run_that_is_started_again_says_that_nothing_is_left(shell: S
     assert shell.run() == 0
     assert "nothing left to train: 2 steps are done; to go on, raise spec.training.steps (2)" in shell.shown
     assert shell.report()["adapter_digest"] == before
+
+
+def test_a_run_with_more_steps_done_than_asked_for_says_so_and_keeps_them(shell: Shell) -> None:
+    assert shell.run() == 0
+    before = shell.report()["adapter_digest"]
+    shell.spec["training"]["steps"] = 1
+    assert shell.run() == 0
+    assert "nothing left to train: spec.training.steps is 1, and 2 steps are done already" in shell.shown
+    assert "set spec.training.steps above 2" in shell.shown
+    assert "resumed after" not in shell.shown
+    assert shell.report()["adapter_digest"] == before
+    assert "2 steps in" in shell.shown
 
 
 def test_a_second_run_on_a_live_output_stops(shell: Shell) -> None:
