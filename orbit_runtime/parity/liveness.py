@@ -108,13 +108,10 @@ class Proof:
     """max over the canary's end of |behind a cached beginning - computed anew|; None: nothing came from a cache."""
     noise: float
     """Per token of a change, in nat: what the two sides differ by where they should be equal."""
-    effect_scale: float | None
-    """How much of the adapter's effect the engine shows, 1.0 all of it; None: the adapter has none."""
-    effect_margin: float | None
-    """How far from 1.0 that may be; above 0.5 it says nothing."""
-    novelty_scale: float | None
+    effect: Effect | None
+    """How much of the adapter's effect the engine shows; None: the adapter has none."""
+    novelty: Effect | None
     """The same for the change since the newest version that was told apart; None: there is none, or none is due."""
-    novelty_margin: float | None
     failures: tuple[str, ...]
     unresolved: tuple[str, ...]
     """What the noise hides, where nothing but log-probs could tell it."""
@@ -175,23 +172,9 @@ def prove(
         failures.append(
             f"the trainer's layers applied {str(trainer_adapted.applied_digest)[:19]}…, expected {expected[:19]}…"
         )
-    # `not <=`: a NaN must fail.
-    if not error <= change_limit:
-        failures.append(
-            f"the adapter's effect on the canary differs by {error:.3g} from the trainer's, limit {change_limit:.3g}"
-        )
+    failures += _difference_failures(error, base_error, cached, Limits(change_limit, limits.base))
     if not engine.reads_back:
         failures += [*effect_said.failures, *novelty_said.failures]
-    if not base_error <= limits.base:
-        failures.append(
-            f"the engine serves another base: with no adapter its log-probs of the canary differ by {base_error:.3g} "
-            f"per token from the trainer's, limit {limits.base:.3g}"
-        )
-    if cached is not None and not cached <= change_limit:
-        failures.append(
-            f"versions share cached keys and values: behind its cached beginning the canary's log-probs are "
-            f"{cached:.3g} from those computed anew, limit {change_limit:.3g}"
-        )
     if previous is not None and moved is not None and base_moved is not None:
         failures += _novelty_failures(published, reading, previous, moved, change_limit)
         if not base_moved <= change_limit:
@@ -216,10 +199,8 @@ def prove(
         base_moved=base_moved,
         cached_error=cached,
         noise=noise,
-        effect_scale=effect.scale if effect else None,
-        effect_margin=effect.margin if effect else None,
-        novelty_scale=novelty.scale if novelty else None,
-        novelty_margin=novelty.margin if novelty else None,
+        effect=effect,
+        novelty=novelty,
         failures=tuple(failures),
         unresolved=() if engine.reads_back else (*effect_said.unresolved, *novelty_said.unresolved),
     )
@@ -344,6 +325,26 @@ def _bytes_failures(
         )
     if adapted.applied_digest != expected:
         failures.append(f"the engine's layers applied {str(adapted.applied_digest)[:19]}…, expected {expected[:19]}…")
+    return failures
+
+
+def _difference_failures(error: float, base_error: float, cached: float | None, limits: Limits) -> list[str]:
+    """`not <=` throughout: a NaN must fail."""
+    failures = []
+    if not error <= limits.change:
+        failures.append(
+            f"the adapter's effect on the canary differs by {error:.3g} from the trainer's, limit {limits.change:.3g}"
+        )
+    if not base_error <= limits.base:
+        failures.append(
+            f"the engine serves another base: with no adapter its log-probs of the canary differ by {base_error:.3g} "
+            f"per token from the trainer's, limit {limits.base:.3g}"
+        )
+    if cached is not None and not cached <= limits.change:
+        failures.append(
+            f"versions share cached keys and values: behind its cached beginning the canary's log-probs are "
+            f"{cached:.3g} from those computed anew, limit {limits.change:.3g}"
+        )
     return failures
 
 

@@ -10,7 +10,7 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -31,7 +31,7 @@ class Events:
     """An answer that comes bit by bit. A `str` is sent as it is, a number is a pause in seconds; `whole=False` cuts the
     connection after the last, without an end."""
 
-    events: list[dict | str | float]
+    events: Iterable[dict | str | float]
     whole: bool = True
 
 
@@ -396,6 +396,37 @@ def _plain(answer: Answer) -> Answer:
 # --- HTTP ---
 
 
+def send_events(handler: BaseHTTPRequestHandler, content: Events, fake: FakeServer) -> None:
+    handler.send_response(200)
+    handler.send_header("Content-Type", "text/event-stream")
+    handler.send_header("Transfer-Encoding", "chunked")
+    handler.end_headers()
+    whole = content.whole
+    try:
+        for event in content.events:
+            if isinstance(event, float):
+                handler.wfile.flush()
+                time.sleep(event)
+                if not fake.is_alive():
+                    raise ConnectionError
+            else:
+                _send_chunk(handler, event if isinstance(event, str) else f"data: {json.dumps(event)}\n\n")
+        if whole:
+            _send_chunk(handler, "data: [DONE]\n\n")
+            handler.wfile.write(b"0\r\n\r\n")
+        handler.wfile.flush()
+    except ConnectionError:
+        whole = False
+    if not whole:
+        handler.close_connection = True
+        handler.connection.close()
+
+
+def _send_chunk(handler: BaseHTTPRequestHandler, text: str) -> None:
+    content = text.encode()
+    handler.wfile.write(f"{len(content):x}\r\n".encode() + content + b"\r\n")
+
+
 def _listen(fake: FakeServer) -> ThreadingHTTPServer:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -424,39 +455,11 @@ def _listen(fake: FakeServer) -> ThreadingHTTPServer:
                 self.connection.close()
                 return
             if isinstance(content, Iterator):
-                self._send_events(content, whole=True)
-            elif isinstance(content, Events):
-                self._send_events(iter(content.events), whole=content.whole)
+                content = Events(content)
+            if isinstance(content, Events):
+                send_events(self, content, fake)
             else:
                 self._send(status, content)
-
-        def _send_events(self, events: Iterator[dict | str | float], *, whole: bool) -> None:
-            self.send_response(200)
-            self.send_header("Content-Type", "text/event-stream")
-            self.send_header("Transfer-Encoding", "chunked")
-            self.end_headers()
-            try:
-                for event in events:
-                    if isinstance(event, float):
-                        self.wfile.flush()
-                        time.sleep(event)
-                        if not fake.is_alive():
-                            raise ConnectionError
-                    else:
-                        self._send_chunk(event if isinstance(event, str) else f"data: {json.dumps(event)}\n\n")
-                if whole:
-                    self._send_chunk("data: [DONE]\n\n")
-                    self.wfile.write(b"0\r\n\r\n")
-                self.wfile.flush()
-            except ConnectionError:
-                whole = False
-            if not whole:
-                self.close_connection = True
-                self.connection.close()
-
-        def _send_chunk(self, text: str) -> None:
-            content = text.encode()
-            self.wfile.write(f"{len(content):x}\r\n".encode() + content + b"\r\n")
 
         def _send(self, status: int, content: Any) -> None:
             sent = content if isinstance(content, bytes) else json.dumps(content).encode()

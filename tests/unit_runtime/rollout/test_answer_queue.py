@@ -1,0 +1,222 @@
+"""What comes of answers that servers send bit by bit: checked, kept, ended early, continued; nothing counts twice.
+
+The servers are fakes (`tests/fakes/fake_servers.py`); a real SGLang keeps the same contract in `tests/engines`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import aclosing
+from dataclasses import replace
+
+import pytest
+from fakes.fake_servers import Events, FakeServer, Fault, once
+
+from orbit_runtime.errors import GateError
+from orbit_runtime.rollout.requests import sample
+from orbit_runtime.types import Completion, Request, Sampling
+from tests.unit_runtime.rollout.test_served_engine import Build, adapter, build, check_whole, requests
+
+__all__ = ["build"]
+"""The fixture is the same."""
+
+
+def event(index: int = 0, tokens: int = 3, **change: object) -> dict:
+    entries = [[-1.0, 5, None]] * tokens
+    meta = {"output_token_logprobs": entries, "finish_reason": {"type": "length"}, "completion_tokens": tokens}
+    return {"index": index, "meta_info": {**meta, **change}}
+
+
+def part(tokens: int, total: int) -> dict:
+    return event(tokens=tokens, finish_reason=None, completion_tokens=total)
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "says"),
+    [
+        (200, Events([event(4)]), "asked for 4 completions, the engine answered one more"),
+        (200, Events([event(tokens=0)]), "answered with 0 tokens"),
+        (200, Events([event(tokens=4)]), "answered with 4 tokens, 3 were asked for"),
+        (200, Events([event(output_token_logprobs=[[float("nan"), 5, None]])]), "log-prob nan"),
+        (200, Events([event(output_token_logprobs=[[None, 5, None]])]), "log-prob None"),
+        (200, Events([event(output_token_logprobs=[[0.5, 5, None]])]), "log-prob 0.5"),
+        (200, Events([event(finish_reason={"type": "tired"})]), "finish reason tired"),
+        (200, Events([event(finish_reason={"type": "abort"})]), "before its time, and nobody asked"),
+        (200, Events([part(1, 1), part(1, 1)]), "counts 1 tokens of request 0, but told 2: .* came twice"),
+        (200, Events([part(1, 1), part(1, 3)]), "counts 3 tokens of request 0, but told 2: some are missing"),
+        (200, Events([{}]), "without meta_info"),
+        (200, Events(["data: [1, 2]\n\n"]), "no object"),
+        (200, b'[{"meta_info": {"outp', "no stream of events"),
+        (400, {"error": {"message": "no such thing"}}, "answered with 400.*no such thing"),
+        (200, Events([{"error": {"message": "no such thing", "code": 400}}]), "error.*no such thing"),
+    ],
+)
+def test_an_answer_that_does_not_fit_stops_the_run(build: Build, status: int, body: object, says: str) -> None:
+    server = FakeServer()
+    engine = build(server)
+    server.faults.append(once("/generate", status, body))
+    with pytest.raises(GateError, match=says):
+        list(sample(engine, requests(1, name=None)))
+    check_whole(requests(1, name=None), list(sample(engine, requests(1, name=None))))
+
+
+def recorder(bodies: list[dict]) -> Fault:
+    """Keeps what is asked for, and answers nothing itself."""
+
+    def keep(_: FakeServer, path: str, body: dict) -> None:
+        if path == "/generate" and body.get("stream"):
+            bodies.append(body)
+
+    return keep
+
+
+HALF = 'data: {"index": 0, "meta_info": {"output_token_log'
+LONG = Sampling(max_new_tokens=8)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        Events([part(2, 2), HALF], whole=False),
+        Events([part(2, 2), HALF + "\n\n"]),
+        Events([part(2, 2)], whole=False),
+        Events([part(2, 2)]),
+        Events([part(2, 2), {"error": {"message": "oops", "code": 500}}]),
+        Events([part(8, 8)], whole=False),
+    ],
+)
+@pytest.mark.parametrize("incremental", [True, False])
+def test_tokens_that_came_before_a_stream_broke_off_stay_and_the_rest_is_asked_for(
+    build: Build, body: Events, incremental: bool
+) -> None:
+    server = FakeServer(incremental=incremental)
+    engine = build(server)
+    bodies: list[dict] = []
+    server.faults += [once("/generate", 200, body), recorder(bodies)]
+    (found,) = sample(engine, [Request(0, 0, (100, 7), LONG, None)])
+    kept = len(bodies[-1]["input_ids"][0]) - 2
+    assert kept == (7 if [*body.events][0]["meta_info"]["completion_tokens"] == 8 else 2)  # type: ignore[index]
+    assert found.token_ids_T == (*(5,) * kept, *range(8 - kept))
+    assert found.finish_reason == "length"
+    assert bodies[-1]["sampling_params"][0]["max_new_tokens"] == 8 - kept
+
+
+@pytest.mark.parametrize("kind", ["SGLang", "vLLM"])
+def test_a_server_that_sends_a_token_an_hour_is_waited_for_until_the_deadline(build: Build, kind: str) -> None:
+    """It says that it computes: slow is not dead. SGLang is told to end the completion and does; vLLM's is given up."""
+    server = FakeServer(kind=kind)
+    engine = build(server, patience=0.05)
+    two = Sampling(max_new_tokens=8)
+    first = (
+        part(2, 2)
+        if kind == "SGLang"
+        else {"choices": [{"token_ids": [5, 5], "logprobs": {"token_logprobs": [-1.0, -1.0]}}]}
+    )
+    last = event(tokens=0, finish_reason={"type": "abort"}, completion_tokens=2)
+    path = "/generate" if kind == "SGLang" else "/v1/completions"
+    server.faults.append(once(path, 200, Events([first, 1.0 if kind == "SGLang" else 3600.0, last])))
+    (found,) = sample(engine, [Request(0, 0, (100, 7), two, None, deadline_seconds=0.4)])
+    assert (found.finish_reason, found.token_ids_T) == ("deadline", (5, 5))
+    assert server.starts == 1
+    assert len(server.aborted) == (1 if kind == "SGLang" else 0)
+    check_whole(requests(1, name=None), list(sample(engine, requests(1, name=None))))
+
+
+@pytest.mark.parametrize("kind", ["SGLang", "vLLM"])
+def test_an_aborted_completion_keeps_its_tokens_and_goes_on_under_another_version(build: Build, kind: str) -> None:
+    server = FakeServer(kind=kind, piece_seconds=0.05, piece_tokens=1, deaf=1)
+    engine = build(server)
+    engine.load_adapter("policy-v1", adapter(1))
+    engine.load_adapter("policy-v2", adapter(2))
+    long = Sampling(max_new_tokens=200)
+    asked = [Request(number, 0, (100, 7), long, "policy-v1") for number in range(2)]
+
+    async def two() -> list[Completion]:
+        engine.submit(asked)
+        found = []
+        async with aclosing(engine.completions()) as stream:
+            asyncio.get_running_loop().call_later(0.4, engine.abort, [1])
+            found.append(await anext(stream))
+            engine.abort()
+            found += [each async for each in stream]
+        return found
+
+    second, first = asyncio.run(two())
+    assert (second.request_id, first.request_id) == (1, 0)
+    for each in (first, second):
+        assert each.finish_reason == "abort"
+        assert each.token_ids_T == tuple(range(len(each.token_ids_T)))
+        assert 0 < len(each.token_ids_T) < 200
+        assert set(each.versions_T) == {1}
+    engine.unload_adapter("policy-v1")
+    server.piece_seconds = 0.0
+    count = len(second.token_ids_T)
+    rest = replace(asked[1], adapter="policy-v2", so_far=second)
+    (whole,) = sample(engine, [rest])
+    assert server.served[-1] == [100, 7, *range(count)]
+    assert len(whole.token_ids_T) == 200
+    assert whole.token_ids_T[:count] == second.token_ids_T
+    assert whole.logprobs_T[:count] == second.logprobs_T
+    assert whole.versions_T == (1,) * count + (2,) * (200 - count)
+    with pytest.raises(GateError, match="has ended"):
+        engine.submit([replace(rest, so_far=whole)])
+
+
+def test_what_is_aborted_before_a_server_has_room_comes_back_empty_and_costs_no_call(build: Build) -> None:
+    server = FakeServer(piece_seconds=0.2)
+    engine = build(server, capacity=1)
+    asked = [Request(number, 0, (100 + number, 7), LONG, None) for number in range(3)]
+    engine.submit(asked)
+    engine.abort([1, 2, 77])
+
+    async def all_of_them() -> list[Completion]:
+        return [each async for each in engine.completions()]
+
+    found = {each.request_id: each for each in asyncio.run(all_of_them())}
+    assert [found[number].finish_reason for number in range(3)] == ["length", "abort", "abort"]
+    assert [len(found[number].token_ids_T) for number in range(3)] == [8, 0, 0]
+    assert len(server.served) == 1
+
+
+def test_an_abort_that_races_the_last_token_gives_the_completion_as_it_ended(build: Build) -> None:
+    server = FakeServer()
+    engine = build(server)
+    server.faults.append(once("/generate", 200, Events([part(2, 2), 0.3, event(tokens=1, completion_tokens=3)])))
+    engine.submit(requests(1, samples=1, name=None))
+    time.sleep(0.15)
+    engine.abort([0])
+
+    async def all_of_them() -> list[Completion]:
+        return [each async for each in engine.completions()]
+
+    (found,) = asyncio.run(all_of_them())
+    assert (found.finish_reason, len(found.token_ids_T)) == ("length", 3)
+    engine.abort([0])
+    check_whole(requests(1, name=None), list(sample(engine, requests(1, name=None))))
+
+
+def test_a_version_that_the_plug_in_did_not_apply_stops_the_run(build: Build) -> None:
+    server = FakeServer()
+    engine = build(server)
+    for version in (1, 2):
+        engine.load_adapter(f"policy-v{version}", adapter(version))
+    for applied, said in (("policy-v1", "policy-v1"), ("", "the base")):
+        server.faults.append(once("/generate", 200, Events([event(orbit_adapter=[applied])])))
+        with pytest.raises(GateError, match=f"asked for policy-v2, and the engine applied {said}"):
+            list(sample(engine, requests(1, samples=1, name="policy-v2")))
+
+
+def test_a_request_id_is_under_way_once_and_its_adapter_is_not_taken_away(build: Build) -> None:
+    server = FakeServer(piece_seconds=0.1)
+    engine = build(server)
+    engine.load_adapter("policy-v1", adapter(1))
+    asked = requests(1, samples=1)
+    running = sample(engine, asked)
+    engine.submit([replace(asked[0], request_id=9)])
+    with pytest.raises(GateError, match="request 9 is under way already"):
+        engine.submit([replace(asked[0], request_id=9)])
+    with pytest.raises(GateError, match="still sample from 'policy-v1'"):
+        engine.unload_adapter("policy-v1")
+    check_whole([*asked, replace(asked[0], request_id=9)], list(running))
+    engine.unload_adapter("policy-v1")
