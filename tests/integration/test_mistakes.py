@@ -460,13 +460,10 @@ def test_another_chat_template_is_another_run_and_is_named(shell: Shell) -> None
     model(lambda folder: None)(shell)
     prompts(json.dumps({"prompt": "11+11=", "answer": "22"}))(shell)
     assert shell.run() == 0
-    template = next(
-        path for path in (shell.folder / "model").iterdir() if "template" in path.read_text(errors="ignore")
-    )
-    shell.spec["training"]["steps"] = shell.spec["training"]["steps"] + 1
+    template = shell.folder / "model" / "chat_template.jinja"
     kept = template.read_text()
-    template.write_text(kept.replace("chat_template", "chat_template", 1).replace("message", "turn"))
-    assert template.read_text() != kept
+    template.write_text("Solve this. " + kept)
+    shell.spec["training"]["steps"] += 1
     assert shell.run() == 73
     assert f"content.model.{template.name}: sha256:" in shell.shown
     template.write_text(kept)
