@@ -96,7 +96,7 @@ def test_tokens_that_came_before_a_stream_broke_off_stay_and_the_rest_is_asked_f
     server.faults += [once("/generate", 200, body), recorder(bodies)]
     (found,) = sample(engine, [Request(0, 0, (100, 7), LONG, None)])
     kept = len(bodies[-1]["input_ids"][0]) - 2
-    assert kept == (7 if [*body.events][0]["meta_info"]["completion_tokens"] == 8 else 2)  # type: ignore[index]
+    assert kept == (7 if next(iter(body.events))["meta_info"]["completion_tokens"] == 8 else 2)  # type: ignore[index]
     assert found.token_ids_T == (*(5,) * kept, *range(8 - kept))
     assert found.finish_reason == "length"
     assert bodies[-1]["sampling_params"][0]["max_new_tokens"] == 8 - kept
