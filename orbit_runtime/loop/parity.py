@@ -27,6 +27,7 @@ from orbit_runtime.observability.progress import Progress
 from orbit_runtime.observability.status import RunStatus
 from orbit_runtime.parity.preflight import Preflight, build_sequences, check_preflight, measure_preflight
 from orbit_runtime.parity.statistics import ParityLimits, build_limits
+from orbit_runtime.rollout.requests import sample
 from orbit_runtime.seeds import stream_key
 from orbit_runtime.spec import OrbitRun, resolve
 from orbit_runtime.storage import claim_execution, open_store
@@ -86,7 +87,7 @@ def _sequences(parts: Parts, adapter: str) -> tuple[tuple[int, ...], ...]:
         Request(index, stream_key(parts.spec.data.seed, "parity", index), prompt, sampling, adapter)
         for index, prompt in enumerate(parts.sequences[:COMPLETIONS])
     ]
-    completions = {each.request_id: each.token_ids_T for each in parts.engine.generate(requests)}
+    completions = {each.request_id: each.token_ids_T for each in sample(parts.engine, requests)}
     # A server takes one token less than its context, for the one that it could sample.
     return build_sequences(parts.sequences, completions, parts.spec.model.max_sequence_length - 1)
 

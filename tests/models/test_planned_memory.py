@@ -27,8 +27,8 @@ from orbit_runtime.policy.packed import Branch
 from orbit_runtime.quant.linear import DENSE_BYTES_LIMIT
 from orbit_runtime.rollout import TorchEngine
 from orbit_runtime.rollout.cache import KVCache
+from orbit_runtime.rollout.decoding import PREFILL_TOKENS
 from orbit_runtime.rollout.requests import sample
-from orbit_runtime.rollout.torch_engine import PREFILL_TOKENS
 from orbit_runtime.spec import OrbitRun
 from orbit_runtime.training import TorchTrainer
 from orbit_runtime.types import Request, Sample, Sampling

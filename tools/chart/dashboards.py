@@ -139,7 +139,11 @@ RUN = Dashboard(
             Panel(
                 "Reward",
                 "line",
-                {"mean": "orbit_run_reward_mean{@}", "standard deviation": "orbit_run_reward_std{@}"},
+                {
+                    "mean": "orbit_run_reward_mean{@}",
+                    "standard deviation": "orbit_run_reward_std{@}",
+                    "{{reward}}, before its weight": "orbit_run_reward_part_mean{@}",
+                },
             ),
             Panel("KL from the base", "line", {"kl": "orbit_run_kl{@}"}, text="nats"),
             Panel("Loss", "line", {"loss": "orbit_run_loss{@}"}),
@@ -164,6 +168,7 @@ RUN = Dashboard(
             ),
             Panel("Policy version", "line", {"version": "orbit_run_policy_version{@}"}),
             Panel("Staleness", "line", {"versions behind": "orbit_run_staleness_max{@}"}),
+            Panel("Routers that agree", "line", {"share": "orbit_run_router_agreement{@}"}, unit="percentunit"),
         ),
         "Engine": (
             Panel("Servers up", "stat", {"up": "sum(orbit_engine_up{@})", "of": "count(orbit_engine_up{@})"}),

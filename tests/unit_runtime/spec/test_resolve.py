@@ -163,6 +163,7 @@ def test_the_sets_are_those_of_the_design() -> None:
         "training.parallel.context",
         "training.attention",
         "parity.everySteps",
+        "parity.maxUnproven",
         *(path for path in of("layout") if path.startswith("placement.")),
     ]
     assert of("display") == [
