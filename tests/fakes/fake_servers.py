@@ -119,6 +119,11 @@ class FakeServer:
 
     kill = stop
 
+    def end(self, http: ThreadingHTTPServer | None) -> None:
+        """Ends the process that this was; one that was started since lives."""
+        if self._http is http:
+            self.stop()
+
     # --- what it knows ---
 
     def answer(self, path: str, body: dict) -> Answer:
@@ -152,7 +157,7 @@ def dies_at(path: str, when: Callable[[dict], bool] = lambda _: True) -> Fault:
     def die(server: FakeServer, asked: str, given: dict) -> Answer | None:
         if asked != path or not when(given):
             return None
-        threading.Thread(target=server.kill).start()
+        threading.Thread(target=server.end, args=(server._http,)).start()
         time.sleep(0.05)
         return CUT
 

@@ -147,7 +147,7 @@ def test_the_adapter_as_a_pass_applies_it(case: Case) -> None:
 
 def test_the_engines_slots(case: Case) -> None:
     engine = TorchEngine(case.policy, case.tokenizer, max_running_requests=RUNNING)
-    for version in range(known.ADAPTER_SLOTS):
+    for version in range(known.ADAPTER_VERSIONS):
         engine.load_adapter(f"policy-v{version}", publishable(case.trainer, version))
     slots = [slot for layer in case.policy.injected.layers.values() for slot in layer.slots.values()]
     tensors = [tensor for slot in slots for tensor in slot.tensors().values()]
