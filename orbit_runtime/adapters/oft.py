@@ -65,7 +65,9 @@ def _upper_triangle(block_size: int, device: torch.device) -> Tensor:
 def skew_symmetric(parameters: Tensor, block_size: int) -> Tensor:
     """`[n, b(b-1)/2]` → Q `[n, b, b]`. No parameter is gathered twice, so backward has no sum without an order."""
     cells = _upper_triangle(block_size, parameters.device)
-    upper = parameters.new_zeros(len(parameters), block_size**2).index_copy(1, cells, parameters)
+    # Of the operations that write cells, this one keeps none of the parameters for its backward.
+    blocks = torch.arange(len(parameters), device=parameters.device)[:, None]
+    upper = parameters.new_zeros(len(parameters), block_size**2).index_put((blocks, cells), parameters)
     upper = upper.view(-1, block_size, block_size)
     return upper - upper.transpose(1, 2)
 

@@ -9,6 +9,10 @@ from orbit_runtime.errors import OutOfMemoryError, is_out_of_memory
 from orbit_runtime.loop.show import Show
 
 FIELDS = {
+    "preflight": (
+        "spec.model.maxSequenceLength",
+        "lower it, or sampling.maxNewTokens: both sides first compute the longest sequence that there can be",
+    ),
     "collect": ("spec.rollout.maxRunningRequests", "lower it, or sampling.maxNewTokens"),
     "train": ("spec.training.microBatchTokens", "lower it: gradients are summed over more and smaller micro-batches"),
 }

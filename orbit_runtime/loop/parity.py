@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from orbit_runtime.loop.build import Parts, build_parts
 from orbit_runtime.loop.content import resolve_names
+from orbit_runtime.loop.engines import sampling_of
 from orbit_runtime.loop.inputs import Inputs, build_patience
 from orbit_runtime.loop.machine import machine_facts
 from orbit_runtime.loop.publish import Publication
@@ -31,7 +32,7 @@ from orbit_runtime.rollout.requests import sample
 from orbit_runtime.seeds import stream_key
 from orbit_runtime.spec import OrbitRun, resolve
 from orbit_runtime.storage import claim_execution, open_store
-from orbit_runtime.types import Request, Sampling
+from orbit_runtime.types import Request
 
 if TYPE_CHECKING:
     from orbit_runtime.parity.locate import Location, Tapped
@@ -82,14 +83,15 @@ def _sequences(parts: Parts, adapter: str) -> tuple[tuple[int, ...], ...]:
     """What both sides are measured on: prompts as training sees them, completions, and the longest sequence."""
     asked = parts.spec.rollout.sampling
     tokens = min(asked.max_new_tokens, COMPLETION_TOKENS)
-    sampling = Sampling(asked.temperature, asked.top_p, tokens, tuple(asked.stop))
+    sampling = replace(sampling_of(parts.spec), max_new_tokens=tokens)
     requests = [
         Request(index, stream_key(parts.spec.data.seed, "parity", index), prompt, sampling, adapter)
         for index, prompt in enumerate(parts.sequences[:COMPLETIONS])
     ]
     completions = {each.request_id: each.token_ids_T for each in sample(parts.engine, requests)}
     # A server takes one token less than its context, for the one that it could sample.
-    return build_sequences(parts.sequences, completions, parts.spec.model.max_sequence_length - 1)
+    longest = max(map(len, parts.sequences)) + asked.max_new_tokens
+    return build_sequences(parts.sequences, completions, min(longest, parts.spec.model.max_sequence_length - 1))
 
 
 def absolute_limits(parts: Parts) -> ParityLimits:

@@ -62,7 +62,6 @@ def run_sync(parts: Parts, state: RunState, stop: StopFlag) -> str:
 
             # The step before was written beside this one so far; this one is kept once that one is durable.
             settling_started = time.monotonic()
-            parts.show.stage("checkpoint", step)
             _settle(parts, state)
             parts.show.stage("publish", step)
             publish_started = time.monotonic()
@@ -112,6 +111,7 @@ def run_sync(parts: Parts, state: RunState, stop: StopFlag) -> str:
 def _settle(parts: Parts, state: RunState) -> None:
     """Waits until the newest finished step is durable; its row says what that took of the loop's time."""
     started = time.monotonic()
+    parts.show.stage("checkpoint", state.step)
     parts.checkpoints.settle(state)
     if state.row is not None:
         state.row = with_checkpoint(state.row, time.monotonic() - started)

@@ -83,7 +83,8 @@ def main() -> None:
         )
     if token is not None:
         # In these arguments only, not in those that the system shows of this process.
-        own += ["--api-key", token]
+        # One word: a token may begin with a dash, which would make it a flag.
+        own += [f"--api-key={token}"]
         _keep_from_log(token)
     arguments = prepare_server_args(own)
     try:

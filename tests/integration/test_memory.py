@@ -14,7 +14,7 @@ from orbit_runtime.storage import open_store
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
 
 
-def test_a_cache_that_is_too_large_is_told_with_the_field_to_lower(tmp_path: Path) -> None:
+def test_a_sequence_that_is_too_long_is_told_with_the_field_to_lower(tmp_path: Path) -> None:
     """`orbit run` would have refused it: from Python nothing is planned first."""
     spec = load_manifest(
         QUICKSTART,
@@ -23,9 +23,9 @@ def test_a_cache_that_is_too_large_is_told_with_the_field_to_lower(tmp_path: Pat
             "spec.rollout.sampling.maxNewTokens=1000000", "spec.rollout.maxRunningRequests=1000",
         ],
     )  # fmt: skip
-    with pytest.raises(OutOfMemoryError, match=r"memory ran out in stage collect: .*llocate memory") as caught:
+    with pytest.raises(OutOfMemoryError, match=r"memory ran out in stage preflight: .*llocate memory") as caught:
         run(spec, out=str(tmp_path / "run"))
-    assert (caught.value.exit_code, caught.value.where) == (79, "spec.rollout.maxRunningRequests")
+    assert (caught.value.exit_code, caught.value.where) == (79, "spec.model.maxSequenceLength")
     # The folder is free again, and says how it ended.
     assert b"OutOfMemoryError" in b"".join(
         open_store(str(tmp_path / "run")).get(key) for key in open_store(str(tmp_path / "run")).list("executions/")

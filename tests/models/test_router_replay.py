@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from orbit_runtime.adapters.buffer import publishable
 from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.adapters.layer import TRAINER_SLOT
 from orbit_runtime.data.chat import ChatTokenizer
@@ -248,7 +249,7 @@ def samples(policy: Policy, choose: Callable[[list[int]], np.ndarray] | None) ->
 def published(folder: Path, replay: str, made: list[Sample]) -> tuple[str, dict[str, float]]:
     trainer = TorchTrainer(load_policy(folder, LORA), settings(replay))
     metrics = dict(trainer.update(made).metrics)
-    return trainer.publishable(1).digest, metrics
+    return publishable(trainer, 1).digest, metrics
 
 
 def test_a_step_replays_what_it_is_told_to_and_measures_parity_with_and_without(
