@@ -84,7 +84,8 @@ def build_servers(
         oft_block_size=oft_block_size,
         tensor_parallel=tensor_parallel,
     )
-    token = run_token()
+    # As one in 64 does, it begins with a dash, which no parser of arguments may take for a flag.
+    token = f"-{run_token()}"
     return [
         SGLangServer(replace(settings, seed=index), log=folder / f"replica-{index}" / "sglang.log", token=token)
         for index in range(replicas)
