@@ -54,8 +54,8 @@ LACKS: dict[Kind, tuple[Lack, ...]] = {
     "SGLang, deterministic": (*(Lack((name,), _BEFORE) for name in ("topK", "topP", "minP")), _PENALTY, _ENDS),
     "vLLM": (Lack(("minP", "topP"), "it cuts by minP first, and so leaves more to topP than the trainer counts with"),),
 }
-"""Of SGLang 0.5.23 and vLLM 0.32; read in their sources: SGLang's `layers/sampler.py`, `sampling/penaltylib` and
-`managers/schedule_batch.py`, vLLM's `v1/sample/sampler.py`."""
+"""Of SGLang 0.5.23, read in its `layers/sampler.py`, `sampling/penaltylib` and `managers/schedule_batch.py`, and of
+vLLM 0.32, by its documentation: no vLLM was run with these."""
 
 
 def check_sampling(sampling: Sampling, kind: Kind, name: str) -> None:
