@@ -139,12 +139,9 @@ RUN = Dashboard(
             Panel(
                 "Reward",
                 "line",
-                {
-                    "mean": "orbit_run_reward_mean{@}",
-                    "standard deviation": "orbit_run_reward_std{@}",
-                    "{{reward}}, before its weight": "orbit_run_reward_part_mean{@}",
-                },
+                {"mean": "orbit_run_reward_mean{@}", "standard deviation": "orbit_run_reward_std{@}"},
             ),
+            Panel("Parts of the reward", "line", {"{{reward}}, before its weight": "orbit_run_reward_part_mean{@}"}),
             Panel("KL from the base", "line", {"kl": "orbit_run_kl{@}"}, text="nats"),
             Panel("Loss", "line", {"loss": "orbit_run_loss{@}"}),
             Panel("Entropy", "line", {"entropy": "orbit_run_entropy{@}"}),
