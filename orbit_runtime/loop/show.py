@@ -35,11 +35,15 @@ class Show:
 
     def step(self, row: MetricsRow, state: RunState) -> None:
         self.status.observe(row)
-        kept = state.checkpoint_step
-        self.status.update(last_checkpoint_step=kept, last_checkpoint=checkpoint_prefix(kept) if kept else None)
+        self.checkpoint(state)
         self.metrics.observe(row)
         self.metrics.set_progress(time.time())
         self.progress.step(row)
+
+    def checkpoint(self, state: RunState) -> None:
+        """The newest step that is durable."""
+        kept = state.checkpoint_step
+        self.status.update(last_checkpoint_step=kept, last_checkpoint=checkpoint_prefix(kept) if kept else None)
 
     def target(self, total: int, resumed_at: int) -> None:
         self.metrics.set_target(total)

@@ -113,6 +113,7 @@ def _settle(parts: Parts, state: RunState) -> None:
     started = time.monotonic()
     parts.show.stage("checkpoint", state.step)
     parts.checkpoints.settle(state)
+    parts.show.checkpoint(state)
     if state.row is not None:
         state.row = with_checkpoint(state.row, time.monotonic() - started)
 

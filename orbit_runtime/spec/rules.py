@@ -124,6 +124,16 @@ CHECKS: dict[str, tuple[Rule, ...]] = {
         ),
         Rule("self.sleep == 'None' || self.engine == 'SGLang'", "remove sleep, or write engine: SGLang", ".sleep"),
         Rule(
+            "self.engineVersion == 'Pinned' || self.engine != 'Torch'",
+            "remove engineVersion",
+            ".engineVersion",
+        ),
+        Rule(
+            "self.routerReplay == 'None' || self.engine != 'OpenAI'",
+            "remove routerReplay, or write engine: SGLang",
+            ".routerReplay",
+        ),
+        Rule(
             "!self.deterministic || self.engine != 'OpenAI'",
             "remove deterministic, or write engine: SGLang",
             ".deterministic",
