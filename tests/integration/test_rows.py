@@ -60,7 +60,7 @@ def test_a_row_holds_what_its_own_checkpoint_took(tmp_path: Path) -> None:
         assert early["seconds_checkpoint"] <= kept["seconds_checkpoint"]
     early = progress.provisional
     assert early["seconds_checkpoint"] is None
-    assert early["seconds_total"] < SLOW
+    assert early["seconds_total"] + SLOW <= rows[2]["seconds_total"]
     assert {name: value for name, value in early.items() if rows[2][name] != value}.keys() == {
         "seconds_checkpoint",
         "seconds_total",
