@@ -298,9 +298,7 @@ def _weigh_novelty(reading: Reading, previous: Reading | None, noise: float) -> 
         return None, _Said(unresolved=(f"on the canary it makes no difference whether {before.name} samples",))
     novelty = weigh(expected, _differences(reading.engine_T, before.engine_T), noise)
     if not novelty.is_resolved:
-        told = (
-            f"since {before.name} the adapter's effect moved by less than this engine's noise of {noise:.2g} nat hides"
-        )
+        told = f"since {before.name} the adapter's effect moved too little for this engine's noise of {noise:.2g} nat"
         return novelty, _Said(unresolved=(told,))
     if novelty.agrees:
         return novelty, _Said()

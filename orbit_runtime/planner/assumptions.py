@@ -33,7 +33,7 @@ LOGIT_ELEMENTS = 1 << 24
 LOGIT_COPIES = 3
 """Chunks alive at once: logits, their log-softmax, its gradient. All fp32."""
 PREFILL_TOKENS = {"Torch": 16384, "SGLang": 8192}
-"""Prompt tokens of one prefill pass: `rollout.torch_engine.PREFILL_TOKENS`, SGLang's `chunked_prefill_size`."""
+"""Prompt tokens of one prefill pass: `rollout.decoding.PREFILL_TOKENS`, SGLang's `chunked_prefill_size`."""
 ADAPTER_VERSIONS = 2
 """Policy versions in an engine while a new one is published, `maxStaleness` + 2 of them: the newest, the one that runs
 still use, and those between, of which the synchronous loop has none."""
