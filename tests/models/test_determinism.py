@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from orbit_runtime.adapters.buffer import publishable
 from orbit_runtime.adapters.lora import dropout
 from orbit_runtime.algorithms.losses import PolicyLossSettings
 from orbit_runtime.data.chat import ChatTokenizer
@@ -43,7 +44,8 @@ CASES = [
 ]
 # Everything that adds a pass of its own: reference and old log-probs, several updates, both epochs.
 UPDATES = replace(
-    SETTINGS, mini_batch_prompts=2, update_epochs=2, importance_cap=2.0, temperature=0.8, top_p=0.9,
+    SETTINGS, mini_batch_prompts=2, update_epochs=2, importance_cap=2.0,
+    sampling=replace(SETTINGS.sampling, temperature=0.8, top_p=0.9),
     loss=PolicyLossSettings(kl_coefficient=0.1),
 )  # fmt: skip
 
@@ -67,7 +69,7 @@ def load(packed: Path, case: Case) -> Policy:
 def updated(packed: Path, case: Case) -> str:
     trainer = TorchTrainer(load(packed, case), UPDATES)
     trainer.update(samples_of(1, groups=3, size=4))
-    return trainer.publishable(1).digest
+    return publishable(trainer, 1).digest
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
