@@ -9,6 +9,7 @@ Suffixes: `_P` prompts, `_G` the rollouts of one prompt, `_T` tokens, `_D` sampl
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import AsyncGenerator, Buffer, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -20,6 +21,20 @@ FinishReason = Literal["stop", "length", "abort", "deadline"]
 Outcome = Literal["value", "wrong", "timeout", "crash"]
 Probe = Literal["identity", "random"]
 """An adapter that nobody trained, for measuring the two sides with."""
+ColumnName = Literal["sampled", "advantage", "reference"]
+"""What a sample says of each token. `sampled`: its log-prob on the sampling side; `reference`: under the bare base."""
+
+TOKENS, FLAGS, FLOATS = "i", "b", "f"
+"""Type codes of columns: int32, int8, fp32. Numbers as Python objects take 88 bytes a token, these take 13, and numpy
+and torch read them where they lie."""
+
+
+def _hold_arrays(record: object, **codes: str) -> None:
+    """Fields of a frozen record become arrays of these types; one that is one already is not copied."""
+    for name, code in codes.items():
+        value = getattr(record, name)
+        if not (isinstance(value, array) and value.typecode == code):
+            object.__setattr__(record, name, array(code, value))
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,16 +110,19 @@ class Completion:
     """What the engine answers: sampled tokens only, each with its log-prob and the policy version that sampled it."""
 
     request_id: int
-    token_ids_T: tuple[int, ...]
-    logprobs_T: tuple[float, ...]
+    token_ids_T: array[int]
+    logprobs_T: array[float]
     """Under the distribution they were drawn from (`algorithms.distribution`)."""
-    versions_T: tuple[int, ...]
+    versions_T: array[int]
     """Read from the slot that the forward pass applied, not from the request; -1 is the bare base."""
     finish_reason: FinishReason
     text: str
     """Decoded, without the stop string or the token that ended it."""
     routed_experts: RoutedExperts | None = None
     """Of the prompt's tokens and the sampled ones; None: nobody asked for them."""
+
+    def __post_init__(self) -> None:
+        _hold_arrays(self, token_ids_T=TOKENS, logprobs_T=FLOATS, versions_T=TOKENS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,12 +144,12 @@ class Rollout:
     prompt_id: str
     sample_index: int
     turns: tuple[Turn, ...]
-    token_ids_T: tuple[int, ...]
-    loss_mask_T: tuple[int, ...]
+    token_ids_T: array[int]
+    loss_mask_T: array[int]
     """1 where the policy chose the token, 0 elsewhere."""
-    logprobs_T: tuple[float, ...]
+    logprobs_T: array[float]
     """Sampling side; 0.0 where the mask is 0."""
-    versions_T: tuple[int, ...]
+    versions_T: array[int]
     """Policy version of each sampled token; -1 where the mask is 0."""
     reward: float | None
     """`None` where the outcome is `timeout` or `crash`: a failure is never scored as 0."""
@@ -139,6 +157,14 @@ class Rollout:
     reward_parts: Mapping[str, float | None]
     finish_reason: FinishReason
     routed_experts: RoutedExperts | None = None
+
+    def __post_init__(self) -> None:
+        _hold_arrays(self, token_ids_T=TOKENS, loss_mask_T=FLAGS, logprobs_T=FLOATS, versions_T=TOKENS)
+
+    @property
+    def trains(self) -> bool:
+        """It was scored, and the policy chose a token of it."""
+        return self.reward is not None and 1 in self.loss_mask_T
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,18 +177,25 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What trains: a rollout's tokens with mask, sampling-side log-probs and advantage.
+    """What trains: a rollout's tokens with their mask, and columns that say something of each token.
 
     Samples with equal `prefix_id` start with the same `prefix_length` unmasked tokens: a batch computes them once.
+
+    Example: `Sample([5, 6, 7], [0, 1, 1], {"sampled": [0, -0.5, -0.1], "advantage": [0, 1.0, 1.0]}, 0, 1)`
     """
 
-    token_ids_T: tuple[int, ...]
-    loss_mask_T: tuple[int, ...]
-    logprobs_T: tuple[float, ...]
-    advantage: float
+    token_ids_T: array[int]
+    loss_mask_T: array[int]
+    columns: Mapping[ColumnName, array[float]]
+    """fp32, one number per token, 0.0 where the mask is 0."""
     prefix_id: int
     prefix_length: int
     routed_experts: RoutedExperts | None = None
+
+    def __post_init__(self) -> None:
+        _hold_arrays(self, token_ids_T=TOKENS, loss_mask_T=FLAGS)
+        if not all(isinstance(column, array) and column.typecode == FLOATS for column in self.columns.values()):
+            object.__setattr__(self, "columns", {name: array(FLOATS, each) for name, each in self.columns.items()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -406,8 +439,8 @@ class Trainer(Protocol):
         """The same tokens with the adapter and with the bare base."""
         ...
 
-    def reference_logprobs(self, samples_D: Sequence[Sample]) -> list[tuple[float, ...]]:
-        """Log-probs of each sample's trained tokens under the base with its adapter off."""
+    def reference_logprobs(self, samples_D: Sequence[Sample]) -> list[array[float]]:
+        """The column `reference` of each sample: log-probs under the base with its adapter off."""
         ...
 
     def save_state(self, writer: StateWriter) -> None:

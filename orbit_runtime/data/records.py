@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import math
+from array import array
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -39,10 +40,10 @@ def rollout_from_line(line: bytes | str) -> Rollout:
         prompt_id=row["prompt_id"],
         sample_index=row["sample_index"],
         turns=tuple(_build_turn(turn) for turn in row["turns"]),
-        token_ids_T=tuple(row["token_ids_T"]),
-        loss_mask_T=tuple(row["loss_mask_T"]),
-        logprobs_T=tuple(row["logprobs_T"]),
-        versions_T=tuple(row["versions_T"]),
+        token_ids_T=row["token_ids_T"],
+        loss_mask_T=row["loss_mask_T"],
+        logprobs_T=row["logprobs_T"],
+        versions_T=row["versions_T"],
         reward=row["reward"],
         outcome=row["outcome"],
         reward_parts=row["reward_parts"],
@@ -73,6 +74,8 @@ def decompress_rollouts(data: bytes, *, where: str = "rollouts") -> list[Rollout
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, array):
+        return value.tolist()
     return base64.b64encode(value).decode() if isinstance(value, bytes) else dict(value)
 
 

@@ -1,46 +1,65 @@
 """From scored rollouts to what trains.
 
-Belongs here: which rollouts become samples, and what they share. Does not belong here: advantages, tensors.
+Belongs here: which rollouts become samples, what they share, their columns. Does not belong here: the numbers in the
+columns, tensors.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 
-from orbit_runtime.types import Group, Rollout, Sample
+from orbit_runtime.types import FLOATS, ColumnName, Group, Rollout, Sample
 
 
-def build_samples(groups: Sequence[Group], advantages: Sequence[Sequence[float]]) -> list[Sample]:
-    """One sample per rollout that was scored, in the order given; `advantages[i]` holds the advantages_G of
-    `groups[i]`.
+def build_samples(groups: Sequence[Group]) -> list[Sample]:
+    """One sample per rollout that trains (`Rollout.trains`), in the order given, with the column `sampled`.
 
     Timeouts and crashes (reward `None`) become no sample: they count in no mean and in no length (see
-    `algorithms.reduction`). A rollout in which the policy chose no token cannot train and is left out as well.
-    Rollouts of one group that start with the same unmasked tokens share a `prefix_id`; ids count from 0 over the
-    batch.
+    `algorithms.reduction`). Rollouts of one group that start with the same unmasked tokens share a `prefix_id`; ids
+    count from 0 over the batch.
     """
     samples: list[Sample] = []
     next_id = 0
-    for group, advantages_G in zip(groups, advantages, strict=True):
-        prefixes: dict[tuple[int, ...], int] = {}
-        for rollout, advantage in zip(group.rollouts_G, advantages_G, strict=True):
-            if rollout.reward is None or 1 not in rollout.loss_mask_T:
+    for group in groups:
+        prefixes: dict[bytes, int] = {}
+        for rollout in group.rollouts_G:
+            if not rollout.trains:
                 continue
-            prefix = rollout.token_ids_T[: rollout.loss_mask_T.index(1)]
+            length = rollout.loss_mask_T.index(1)
+            prefix = rollout.token_ids_T[:length].tobytes()
             if prefix not in prefixes:
                 prefixes[prefix] = next_id
                 next_id += 1
-            samples.append(_build_sample(rollout, advantage, prefixes[prefix], len(prefix)))
+            samples.append(_build_sample(rollout, prefixes[prefix], length))
     return samples
 
 
-def _build_sample(rollout: Rollout, advantage: float, prefix_id: int, prefix_length: int) -> Sample:
+def _build_sample(rollout: Rollout, prefix_id: int, prefix_length: int) -> Sample:
     return Sample(
         token_ids_T=rollout.token_ids_T,
         loss_mask_T=rollout.loss_mask_T,
-        logprobs_T=rollout.logprobs_T,
-        advantage=advantage,
+        columns={"sampled": rollout.logprobs_T},
         prefix_id=prefix_id,
         prefix_length=prefix_length,
         routed_experts=rollout.routed_experts,
     )
+
+
+def with_column(samples_D: Sequence[Sample], name: ColumnName, columns_D: Sequence[array[float]]) -> list[Sample]:
+    """The samples with one column more; an array is taken as it is, not copied."""
+    return [
+        replace(sample, columns={**sample.columns, name: column})
+        for sample, column in zip(samples_D, columns_D, strict=True)
+    ]
+
+
+def spread(value: float, mask_T: array[int]) -> array[float]:
+    """A column that says the same of every token that trains."""
+    return array(FLOATS, [value if flag else 0.0 for flag in mask_T])
+
+
+def trained(column_T: array[float], mask_T: array[int]) -> array[float]:
+    """A column's numbers of the tokens that train."""
+    return array(FLOATS, [number for number, flag in zip(column_T, mask_T, strict=True) if flag])

@@ -10,11 +10,25 @@ from __future__ import annotations
 
 import math
 import time
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from orbit_runtime.seeds import stream_key
-from orbit_runtime.types import Completion, Group, Outcome, Prompt, Rollout, Sampling, Tokenizer, TokenSource, Turn
+from orbit_runtime.types import (
+    FLAGS,
+    FLOATS,
+    TOKENS,
+    Completion,
+    Group,
+    Outcome,
+    Prompt,
+    Rollout,
+    Sampling,
+    Tokenizer,
+    TokenSource,
+    Turn,
+)
 from orbit_runtime.workers.reward_protocol import RewardCall, RewardResult, RewardScorer
 
 FAILED: tuple[Outcome, ...] = ("timeout", "crash")
@@ -133,10 +147,10 @@ class SingleTurn:
             prompt_id=episode.prompt.prompt_id,
             sample_index=episode.sample_index,
             turns=(Turn("user", 0, blank, question), Turn("assistant", blank, total, completion.text)),
-            token_ids_T=(*prompt_T, *answer_T),
-            loss_mask_T=(0,) * blank + (1,) * len(answer_T),
-            logprobs_T=(0.0,) * blank + completion.logprobs_T,
-            versions_T=(-1,) * blank + completion.versions_T,
+            token_ids_T=array(TOKENS, prompt_T) + answer_T,
+            loss_mask_T=array(FLAGS, bytes(blank) + b"\1" * len(answer_T)),
+            logprobs_T=array(FLOATS, (0.0,)) * blank + completion.logprobs_T,
+            versions_T=array(TOKENS, (-1,)) * blank + completion.versions_T,
             reward=reward,
             outcome=outcome,
             reward_parts={name: result.value for name, result in zip(self._weights, results, strict=True)},

@@ -1,55 +1,60 @@
-"""A batch's advantages, with the KL penalty in the reward where the manifest places it there.
+"""From a step's groups to the samples it trains on: what the algorithm needs is scored, then advantages are computed.
 
 Belongs here: what an algorithm is given. Does not belong here: its formulas (`algorithms`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from orbit_runtime.algorithms.kl_reward import kl_penalised_rewards
-from orbit_runtime.data.samples import build_samples
+from orbit_runtime.data.samples import build_samples, spread, trained, with_column
 from orbit_runtime.spec.algorithm import KL
 from orbit_runtime.spec.run import RunSpec
-from orbit_runtime.types import Group, Rollout, Trainer
+from orbit_runtime.types import Group, Sample, Trainer
 
 if TYPE_CHECKING:
     from orbit_runtime.algorithms.table import Algorithm
 
 
-def compute_advantages(
-    spec: RunSpec, algorithm: Algorithm, trainer: Trainer, groups_P: Sequence[Group]
-) -> list[list[float]]:
-    """advantages_PG: one list per group, in the order of its rollouts."""
+def build_batch(spec: RunSpec, algorithm: Algorithm, trainer: Trainer, groups_P: Sequence[Group]) -> list[Sample]:
+    """A sample per rollout that trains, with every column that the algorithm reads."""
+    samples_D = build_samples(groups_P)
+    if "reference" in algorithm.needs(spec.algorithm):
+        samples_D = with_column(samples_D, "reference", trainer.reference_logprobs(samples_D))
     kl = spec.algorithm.kl
-    penalised = kl.placement == "Reward" and kl.coefficient > 0
     rewards_PG = (
-        _penalised_rewards(kl, trainer, groups_P)
-        if penalised
+        list(_penalised_rewards(kl, samples_D, groups_P))
+        if kl.placement == "Reward" and kl.coefficient > 0
         else [[rollout.reward for rollout in group.rollouts_G] for group in groups_P]
     )
-    return [algorithm.advantages(rewards, normalize=spec.algorithm.advantage.normalize) for rewards in rewards_PG]
+    advantages_PG = [
+        algorithm.advantages(rewards_G, normalize=spec.algorithm.advantage.normalize) for rewards_G in rewards_PG
+    ]
+    advantages_D = [
+        advantage
+        for group, advantages_G in zip(groups_P, advantages_PG, strict=True)
+        for rollout, advantage in zip(group.rollouts_G, advantages_G, strict=True)
+        if rollout.trains
+    ]
+    columns_D = [spread(value, each.loss_mask_T) for value, each in zip(advantages_D, samples_D, strict=True)]
+    return with_column(samples_D, "advantage", columns_D)
 
 
-def _penalised_rewards(kl: KL, trainer: Trainer, groups_P: Sequence[Group]) -> list[list[float | None]]:
-    samples = build_samples(groups_P, [[0.0] * len(group.rollouts_G) for group in groups_P])
-    reference = iter(trainer.reference_logprobs(samples))
-    penalised = []
+def _penalised_rewards(kl: KL, samples_D: Sequence[Sample], groups_P: Sequence[Group]) -> Iterator[list[float | None]]:
+    """rewards_G of each group."""
+    samples = iter(samples_D)
     for group in groups_P:
-        # `build_samples` leaves out the same rollouts: those without a reward or without a sampled token.
-        pairs = [(_sampled(r), next(reference)) if _trains(r) else ((), ()) for r in group.rollouts_G]
-        rewards = [rollout.reward for rollout in group.rollouts_G]
-        policy, base = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-        penalised.append(
-            kl_penalised_rewards(rewards, policy, base, coefficient=kl.coefficient, estimator=kl.estimator)
+        of_group = [next(samples) if rollout.trains else None for rollout in group.rollouts_G]
+        policy_G, reference_G = (
+            [trained(each.columns[name], each.loss_mask_T) if each else () for each in of_group]
+            for name in ("sampled", "reference")
         )
-    return penalised
-
-
-def _trains(rollout: Rollout) -> bool:
-    return rollout.reward is not None and 1 in rollout.loss_mask_T
-
-
-def _sampled(rollout: Rollout) -> tuple[float, ...]:
-    return tuple(value for value, flag in zip(rollout.logprobs_T, rollout.loss_mask_T, strict=True) if flag)
+        yield kl_penalised_rewards(
+            [rollout.reward for rollout in group.rollouts_G],
+            policy_G,
+            reference_G,
+            coefficient=kl.coefficient,
+            estimator=kl.estimator,
+        )

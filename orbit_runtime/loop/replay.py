@@ -11,9 +11,8 @@ from typing import Any
 
 from orbit_runtime.adapters.buffer import publishable
 from orbit_runtime.data.records import decompress_rollouts
-from orbit_runtime.data.samples import build_samples
 from orbit_runtime.errors import DataError, ModelError, UsageError
-from orbit_runtime.loop.advantages import compute_advantages
+from orbit_runtime.loop.advantages import build_batch
 from orbit_runtime.loop.build import build_policy, build_trainer
 from orbit_runtime.loop.content import check_digest_scheme
 from orbit_runtime.loop.inputs import Inputs
@@ -87,7 +86,7 @@ def replay(store: Store, *, steps: int | None, show: Callable[[int, int], None])
     for row in rows[:steps]:
         step = int(row.number("step") or 0)
         groups = _groups(store, step)
-        trainer.update(build_samples(groups, compute_advantages(spec, algorithm, trainer, groups)))
+        trainer.update(build_batch(spec, algorithm, trainer, groups))
         version = int(row.number("policy_version") or 0)
         done.append(ReplayedStep(step, str(row["adapter_digest"]), publishable(trainer, version).digest))
         show(len(done), len(rows[:steps]))

@@ -36,7 +36,7 @@ def step_row(
     # Rollouts were sampled by the version before the one this step published.
     sampled_by = state.version - 1
     oldest = min(
-        (version for rollout in rollouts for version in rollout.versions_T if version >= 0), default=sampled_by
+        (version for rollout in rollouts for version in set(rollout.versions_T) if version >= 0), default=sampled_by
     )
     trained = {name: value for name, value in result.metrics.items() if name in FIELDS}
     return build_row(

@@ -10,9 +10,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from orbit_runtime.data.samples import build_samples
 from orbit_runtime.errors import OrbitError, StoppedOnRequest
-from orbit_runtime.loop.advantages import compute_advantages
+from orbit_runtime.loop.advantages import build_batch
 from orbit_runtime.loop.build import Parts
 from orbit_runtime.loop.collect import check_failures, collect
 from orbit_runtime.loop.keep import keep_failure, keep_row, keep_step
@@ -52,11 +51,10 @@ def run_sync(parts: Parts, state: RunState, stop: StopFlag) -> str:
             groups = collected.groups_P
             check_failures(collected, parts.spec.environment.failure_limit)
 
-            advantages_PG = compute_advantages(parts.spec, parts.algorithm, parts.trainer, groups)
-            samples_D = build_samples(groups, advantages_PG)
             parts.show.stage("train", step)
             training_started = time.monotonic()
             with engine_at_rest(parts, state):
+                samples_D = build_batch(parts.spec, parts.algorithm, parts.trainer, groups)
                 result = parts.trainer.update(samples_D)
             check_parity(result, step_limits(parts, state), enforce=parts.spec.parity.preflight == "Enforce")
 

@@ -6,6 +6,7 @@ Does not belong here: acting on it beyond naming the failed gate (`loop`).
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from orbit_runtime.adapters.buffer import publishable
 from orbit_runtime.errors import GateError
 from orbit_runtime.parity.statistics import Difference, ParityLimits, build_difference, resolve_limit
-from orbit_runtime.types import Copy, Engine, Probe, Sample, Scored, Trainer
+from orbit_runtime.types import FLAGS, TOKENS, Copy, Engine, Probe, Sample, Scored, Trainer
 
 if TYPE_CHECKING:
     from orbit_runtime.parity.locate import Location
@@ -226,9 +227,12 @@ def _trainer_halves(
     samples = []
     for index, tokens in enumerate(sequences):
         cut = len(tokens) // 2
-        mask = (0,) * cut + (1,) * (len(tokens) - cut)
-        samples.append(Sample(tuple(tokens), mask, (0.0,) * len(tokens), 0.0, index, cut))
-    halves = trainer.reference_logprobs(samples)
+        mask = array(FLAGS, bytes(cut) + b"\1" * (len(tokens) - cut))
+        samples.append(Sample(array(TOKENS, tokens), mask, {}, index, cut))
+    halves = [
+        column[sample.prefix_length :]
+        for column, sample in zip(trainer.reference_logprobs(samples), samples, strict=True)
+    ]
     tails = [scored.logprobs_T[-len(half) :] for scored, half in zip(whole, halves, strict=True)]
     return [value for tail in tails for value in tail], [value for half in halves for value in half]
 

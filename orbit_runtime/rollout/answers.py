@@ -15,7 +15,7 @@ from uuid import uuid4
 from orbit_runtime.errors import GateError
 from orbit_runtime.rollout.served import Ask, Piece
 from orbit_runtime.rollout.text import answer_text
-from orbit_runtime.types import Completion, FinishReason, Request, Tokenizer
+from orbit_runtime.types import FLOATS, TOKENS, Completion, FinishReason, Request, Tokenizer
 
 if TYPE_CHECKING:
     from orbit_runtime.rollout.replica import Replica
@@ -32,9 +32,9 @@ class Answer:
         self.request = request
         self.version = version
         so_far = request.so_far
-        self.tokens = array("q", so_far.token_ids_T if so_far else ())
-        self.logprobs = array("d", so_far.logprobs_T if so_far else ())
-        self.versions = array("q", so_far.versions_T if so_far else ())
+        self.tokens = array(TOKENS, so_far.token_ids_T if so_far else ())
+        self.logprobs = array(FLOATS, so_far.logprobs_T if so_far else ())
+        self.versions = array(TOKENS, so_far.versions_T if so_far else ())
         self.routed_experts = so_far.routed_experts if so_far else None
         self.finish_reason: FinishReason | None = None
         self.wanted: FinishReason | None = None
@@ -77,7 +77,7 @@ class Answer:
             )
         self.tokens.extend(piece.token_ids_T)
         self.logprobs.extend(piece.logprobs_T)
-        self.versions.extend([self.version] * len(piece.token_ids_T))
+        self.versions.extend(array(TOKENS, (self.version,)) * len(piece.token_ids_T))
         if len(self.tokens) > self.request.sampling.max_new_tokens:
             raise GateError(
                 f"request {self.request.request_id} was answered with {len(self.tokens)} tokens, "
@@ -105,13 +105,12 @@ class Answer:
 
     def completion(self, tokenizer: Tokenizer) -> Completion:
         assert self.finish_reason is not None
-        tokens = tuple(self.tokens)
         return Completion(
             request_id=self.request.request_id,
-            token_ids_T=tokens,
-            logprobs_T=tuple(self.logprobs),
-            versions_T=tuple(self.versions),
+            token_ids_T=self.tokens,
+            logprobs_T=self.logprobs,
+            versions_T=self.versions,
             finish_reason=self.finish_reason,
-            text=answer_text(tokenizer, tokens, self.request.sampling),
+            text=answer_text(tokenizer, self.tokens, self.request.sampling),
             routed_experts=self.routed_experts,
         )

@@ -10,6 +10,7 @@ Legend: `B` live rows, `V` vocabulary, `P` prompts of a prefill.
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -26,7 +27,7 @@ from orbit_runtime.rollout.cache import KVCache
 from orbit_runtime.rollout.history import TokenHistory
 from orbit_runtime.rollout.rows import Finished, Rows, Work, merge_segments
 from orbit_runtime.rollout.sampling import draw, uniforms
-from orbit_runtime.types import FinishReason, Tokenizer
+from orbit_runtime.types import FLOATS, TOKENS, FinishReason, Tokenizer
 
 PREFILL_TOKENS = 16384
 """Prompt tokens of one prefill pass at most, so that its activations stay bounded."""
@@ -241,8 +242,8 @@ def _identity(item: Work) -> tuple[str | None, tuple[int, ...]]:
 def _unstarted(item: Work, reason: FinishReason) -> Finished:
     so_far = item.request.so_far
     if so_far is None:
-        return Finished(item.request, reason, [], [], (), [])
-    return Finished(item.request, reason, [*so_far.token_ids_T], [*so_far.logprobs_T], so_far.versions_T, [])
+        return Finished(item.request, reason, array(TOKENS), array(FLOATS), array(TOKENS), [])
+    return Finished(item.request, reason, so_far.token_ids_T, so_far.logprobs_T, so_far.versions_T, [])
 
 
 def _selected(segments: list[tuple[str | None, int, int]]) -> str | list[tuple[str | None, int, int]] | None:

@@ -8,6 +8,7 @@ Legend: `B` live rows, `C` row capacity, `T` new tokens.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,7 +18,7 @@ import torch
 from orbit_runtime.rollout.logits import RowLogits
 from orbit_runtime.rollout.sampling import Truncation
 from orbit_runtime.rollout.text import end_ids
-from orbit_runtime.types import FinishReason, Request
+from orbit_runtime.types import FLOATS, TOKENS, FinishReason, Request
 
 Segment = tuple[str | None, int, int]
 
@@ -56,9 +57,9 @@ class Finished:
 
     request: Request
     reason: FinishReason
-    token_ids_T: list[int]
-    logprobs_T: list[float]
-    versions_T: tuple[int, ...]
+    token_ids_T: array[int]
+    logprobs_T: array[float]
+    versions_T: array[int]
     routed: list[np.ndarray]
     """int16 `[tokens, L, C]` of each pass: the prompt's, then of each sampled token but the last; empty: not noted."""
 
@@ -86,7 +87,7 @@ class Rows:
         self.logits = RowLogits(capacity)
         self.last_C = np.zeros(capacity, np.int64)
         """The last sampled token."""
-        self.tokens_CT = np.zeros((capacity, max_new), np.int64)
+        self.tokens_CT = np.zeros((capacity, max_new), np.int32)
         self.logprobs_CT = np.zeros((capacity, max_new), np.float32)
         self.any_temperature = False
         """Some row's temperature is not 1."""
@@ -173,18 +174,18 @@ class Rows:
             Finished(
                 self.work[row].request,
                 reason,
-                self.tokens_CT[row, : self.generated_C[row]].tolist(),
-                self.logprobs_CT[row, : self.generated_C[row]].tolist(),
+                array(TOKENS, self.tokens_CT[row, : self.generated_C[row]].tobytes()),
+                array(FLOATS, self.logprobs_CT[row, : self.generated_C[row]].tobytes()),
                 self._versions(row),
                 self.routed[row],
             )
             for row, reason in done
         ]
 
-    def _versions(self, row: int) -> tuple[int, ...]:
+    def _versions(self, row: int) -> array[int]:
         so_far = self.work[row].request.so_far
-        before = so_far.versions_T if so_far else ()
-        return (*before, *(self.version[row],) * (int(self.generated_C[row]) - len(before)))
+        before = so_far.versions_T if so_far else array(TOKENS)
+        return before + array(TOKENS, (self.version[row],)) * (int(self.generated_C[row]) - len(before))
 
     def remove(self, rows: list[int]) -> tuple[list[int], list[int]]:
         """Drops rows; returns (source, target) of the live rows that moved into the gaps."""

@@ -206,14 +206,13 @@ class TorchEngine:
     def _completion(self, finished: Finished) -> Completion:
         self._under_way.discard(finished.request.request_id)
         self._due.pop(finished.request.request_id, None)
-        tokens = tuple(finished.token_ids_T)
         return Completion(
             request_id=finished.request.request_id,
-            token_ids_T=tokens,
-            logprobs_T=tuple(finished.logprobs_T),
+            token_ids_T=finished.token_ids_T,
+            logprobs_T=finished.logprobs_T,
             versions_T=finished.versions_T,
             finish_reason=finished.reason,
-            text=answer_text(self._tokenizer, tokens, finished.request.sampling),
+            text=answer_text(self._tokenizer, finished.token_ids_T, finished.request.sampling),
             routed_experts=_experts(finished),
         )
 

@@ -8,10 +8,12 @@ Legend: `D` samples, `R` trained tokens of a micro-batch.
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Buffer, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
 from orbit_runtime.adapters.layer import TRAINER_SLOT
@@ -29,7 +31,17 @@ from orbit_runtime.seeds import stream_key
 from orbit_runtime.training.parity import ParitySums
 from orbit_runtime.training.schedule import Schedule, learning_rate
 from orbit_runtime.training.state import PART, build_state, unpack_state
-from orbit_runtime.types import AdapterManifest, AdapterSink, Sample, Sampling, Scored, StateWriter, UpdateResult
+from orbit_runtime.types import (
+    FLOATS,
+    AdapterManifest,
+    AdapterSink,
+    ColumnName,
+    Sample,
+    Sampling,
+    Scored,
+    StateWriter,
+    UpdateResult,
+)
 
 RouterReplay = Literal["None", "Record", "Replay"]
 
@@ -71,9 +83,8 @@ class MicroBatch:
     samples: Sequence[Sample]
     branches: Sequence[Branch]
     packed: PackedBatch
-    sampled_R: torch.Tensor
-    """Sampling-side log-probs."""
-    advantages_R: torch.Tensor
+    columns_R: Mapping[ColumnName, torch.Tensor]
+    """Of the trained tokens, fp32."""
     weights_R: torch.Tensor
     trained_R: torch.Tensor
     """Targets that the loss mask keeps, as indices into the packed targets."""
@@ -122,9 +133,6 @@ class TorchTrainer:
         # With one update the policy before it is the policy in it, and its log-probs need no pass of their own.
         old_needed = settings.importance_cap is not None and updates > 1
         old = [[self._passed(m, adapter=True) for m in micro] for micro in mini_batches] if old_needed else None
-        reference = None
-        if settings.loss.kl_coefficient:
-            reference = [[self._passed(m, adapter=False) for m in micro] for micro in mini_batches]
         totals: dict[str, float] = {}
         replayed = self._replay_parity(mini_batches[0][0])
         parity = ParitySums()
@@ -134,7 +142,6 @@ class TorchTrainer:
                 self._accumulate(
                     micro,
                     old[number] if old else None,
-                    reference[number] if reference else None,
                     totals,
                     parity if first else None,
                 )
@@ -148,7 +155,6 @@ class TorchTrainer:
         self,
         micro_batches: list[MicroBatch],
         old: list[torch.Tensor] | None,
-        reference: list[torch.Tensor] | None,
         totals: dict[str, float],
         parity: ParitySums | None,
     ) -> None:
@@ -160,21 +166,22 @@ class TorchTrainer:
                     micro.packed, sampling=settings.sampling, seen=micro.seen, routed_TLC=self._replayed(micro)
                 )
             logprobs_R = all_R[micro.trained_R]
-            old_R, importance_R = micro.sampled_R, None
+            sampled_R = micro.columns_R["sampled"]
+            old_R, importance_R = sampled_R, None
             if settings.importance_cap is not None:
                 old_R = old[number] if old else logprobs_R.detach()
-                importance_R = truncated_importance(old_R, micro.sampled_R, settings.importance_cap)
+                importance_R = truncated_importance(old_R, sampled_R, settings.importance_cap)
             loss, sums = self._loss(
                 logprobs_R,
                 old_R,
-                micro.advantages_R,
+                micro.columns_R["advantage"],
                 micro.weights_R,
                 settings.loss,
-                reference_logprobs_T=reference[number] if reference else None,
+                reference_logprobs_T=micro.columns_R.get("reference"),
                 importance_T=importance_R,
             )
             if parity is not None:
-                parity.add(logprobs_R.detach(), micro.sampled_R)
+                parity.add(logprobs_R.detach(), sampled_R)
             values = {name: float(value) for name, value in sums.items()}
             values["entropy"] = float(entropy_R[micro.trained_R].sum())
             for name, value in values.items():
@@ -233,28 +240,28 @@ class TorchTrainer:
 
     def _micro_batch(self, samples: Sequence[Sample], weights: Sequence[float]) -> MicroBatch:
         device = self._policy.device
-        branches, sampled, advantages, per_token, trained = [], [], [], [], []
+        branches, kept_D, trained = [], [], []
         offset = 0
-        for sample, weight in zip(samples, weights, strict=True):
-            cut = sample.prefix_length
-            tokens_T = sample.token_ids_T
+        for sample in samples:
+            cut, tokens_T = sample.prefix_length, sample.token_ids_T
             branches.append(Branch(sample.prefix_id, tokens_T[:cut], tokens_T[cut:]))
-            kept = [at for at, flag in enumerate(sample.loss_mask_T[cut:]) if flag]
-            trained.extend(offset + at for at in kept)
-            sampled.extend(sample.logprobs_T[cut + at] for at in kept)
-            advantages.extend([sample.advantage] * len(kept))
-            per_token.extend([weight] * len(kept))
-            offset += len(sample.token_ids_T) - cut
+            kept = np.flatnonzero(sample.loss_mask_T)
+            kept_D.append(kept)
+            trained.append(offset + kept - cut)
+            offset += len(tokens_T) - cut
 
-        def floats(values: list[float]) -> torch.Tensor:
-            return torch.tensor(values, dtype=torch.float32, device=device)
+        def joined(parts: Sequence[np.ndarray]) -> torch.Tensor:
+            return torch.from_numpy(np.concatenate(parts)).to(device)
 
-        index = torch.tensor(trained, dtype=torch.long, device=device)
-        seen = build_seen(branches, device) if self._settings.sampling.repetition_penalty != 1.0 else None
-        packed = self._policy.pack(branches)
-        return MicroBatch(
-            samples, branches, packed, floats(sampled), floats(advantages), floats(per_token), index, seen
+        columns_R = {
+            name: joined([np.asarray(each.columns[name])[kept] for each, kept in zip(samples, kept_D, strict=True)])
+            for name in samples[0].columns
+        }
+        weights_R = joined(
+            [np.full(len(kept), weight, np.float32) for kept, weight in zip(kept_D, weights, strict=True)]
         )
+        seen = build_seen(branches, device) if self._settings.sampling.repetition_penalty != 1.0 else None
+        return MicroBatch(samples, branches, self._policy.pack(branches), columns_R, weights_R, joined(trained), seen)
 
     def _replayed(self, micro: MicroBatch) -> torch.Tensor | None:
         return _routed_tokens(micro) if self._settings.router_replay == "Replay" else None
@@ -274,8 +281,8 @@ class TorchTrainer:
         known_TLC = routed_TLC != OWN_CHOICE
         agreeing_TLC = (routed_TLC.unsqueeze(-1) == preferred().unsqueeze(-2)).any(-1) & known_TLC
         return {
-            "parity_mean_replayed": float((given_R - micro.sampled_R).abs().double().mean()),
-            "parity_mean_unreplayed": float((own_R - micro.sampled_R).abs().double().mean()),
+            "parity_mean_replayed": float((given_R - micro.columns_R["sampled"]).abs().double().mean()),
+            "parity_mean_unreplayed": float((own_R - micro.columns_R["sampled"]).abs().double().mean()),
             "router_agreement": float(agreeing_TLC.sum() / known_TLC.sum().clamp(min=1)),
         }
 
@@ -308,14 +315,17 @@ class TorchTrainer:
         adapted, base = logprobs.view(2, -1).tolist()
         return Scored((0.0, *adapted), applied_digest(trace)), Scored((0.0, *base), None)
 
-    def reference_logprobs(self, samples_D: Sequence[Sample]) -> list[tuple[float, ...]]:
-        answers: dict[int, tuple[float, ...]] = {}
+    def reference_logprobs(self, samples_D: Sequence[Sample]) -> list[array[float]]:
+        columns: dict[int, array[float]] = {}
         for part in pack_micro_batches(samples_D, self._settings.micro_batch_tokens):
             micro = self._micro_batch([samples_D[index] for index in part], [0.0] * len(part))
             counts = [sum(samples_D[index].loss_mask_T) for index in part]
-            pieces = self._passed(micro, adapter=False).split(counts)
-            answers.update({index: tuple(piece.tolist()) for index, piece in zip(part, pieces, strict=True)})
-        return [answers[index] for index in range(len(samples_D))]
+            pieces = self._passed(micro, adapter=False).cpu().split(counts)
+            for index, piece in zip(part, pieces, strict=True):
+                column_T = np.zeros(len(samples_D[index].token_ids_T), np.float32)
+                column_T[np.flatnonzero(samples_D[index].loss_mask_T)] = piece.numpy()
+                columns[index] = array(FLOATS, column_T.tobytes())
+        return [columns[index] for index in range(len(samples_D))]
 
     # --- checkpoint ---
 

@@ -114,7 +114,7 @@ def test_a_completion_ends_at_the_end_token_a_stop_string_or_its_length(engine: 
 def test_samples_of_a_prompt_differ(engine: Engine, adder: Adder) -> None:
     _, tokenizer = adder
     made = list(sample(engine, requests_for(tokenizer, SUMS[:1], 64, sampling=Sampling(max_new_tokens=4))))
-    assert len({completion.token_ids_T for completion in made}) > 4
+    assert len({tuple(completion.token_ids_T) for completion in made}) > 4
     assert all(math.isfinite(value) and value <= 0 for each in made for value in each.logprobs_T)
 
 
@@ -252,7 +252,7 @@ def test_an_aborted_completion_goes_on_under_the_next_version_with_its_tokens_an
         request, after, count = asked[before.request_id], whole[before.request_id], len(before.token_ids_T)
         assert after.token_ids_T[:count] == before.token_ids_T
         assert after.logprobs_T[:count] == before.logprobs_T
-        assert after.versions_T == (7,) * count + (8,) * (len(after.token_ids_T) - count)
+        assert after.versions_T.tolist() == [7] * count + [8] * (len(after.token_ids_T) - count)
         assert after.finish_reason in ("stop", "length")
         expected = policy_logprobs(policy, adapters[names[1]], request.prompt_ids_T, after.token_ids_T)
         torch.testing.assert_close(torch.tensor(after.logprobs_T[count:]), expected[count:], rtol=0, atol=close)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Buffer, Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from orbit_runtime.adapters.buffer import AdapterBuffer, publishable
 from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.algorithms.losses import PolicyLossSettings
+from orbit_runtime.data.samples import spread, with_column
 from orbit_runtime.errors import DivergedError, ModelError
 from orbit_runtime.policy import load_policy
 from orbit_runtime.training import TorchTrainer, TrainerSettings
@@ -68,18 +70,19 @@ def samples_of(seed: int, groups: int = 3, size: int = 4) -> list[Sample]:
             answer = torch.randint(2, 120, (count,), generator=generator).tolist()
             logprobs = (-4 - torch.rand(count, generator=generator)).tolist()
             advantage = float(torch.randn((), generator=generator))
-            mask = (0,) * len(prompt) + (1,) * count
-            made.append(
-                Sample(
-                    tuple(prompt + answer),
-                    mask,
-                    (0.0,) * len(prompt) + tuple(logprobs),
-                    advantage,
-                    prefix_id,
-                    len(prompt),
-                )
-            )
+            blank = [0.0] * len(prompt)
+            columns = {"sampled": blank + logprobs, "advantage": blank + [advantage] * count}
+            mask = [0] * len(prompt) + [1] * count
+            made.append(Sample(prompt + answer, mask, columns, prefix_id, len(prompt)))
     return made
+
+
+def with_advantage(samples: list[Sample], value: float) -> list[Sample]:
+    return with_column(samples, "advantage", [spread(value, each.loss_mask_T) for each in samples])
+
+
+def with_reference(samples: list[Sample], trainer: TorchTrainer) -> list[Sample]:
+    return with_column(samples, "reference", trainer.reference_logprobs(samples))
 
 
 def gradients(trainer: TorchTrainer, samples: list[Sample]) -> dict[str, torch.Tensor]:
@@ -193,7 +196,7 @@ def test_damaged_state_is_refused_by_tensor_and_changes_nothing(folder: Path, fa
 def test_a_loss_that_is_not_finite_stops_before_the_masters_move(folder: Path) -> None:
     trainer = build(folder)
     before = hold_state(trainer)
-    broken = [replace(sample, advantage=float("nan")) for sample in samples_of(0)]
+    broken = with_advantage(samples_of(0), float("nan"))
     with pytest.raises(DivergedError) as caught:
         trainer.update(broken)
     assert caught.value.exit_code == 85
@@ -204,7 +207,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_masters_move(folder: Path) -
 def test_zero_advantages_leave_the_adapter_where_it_is(folder: Path) -> None:
     trainer = build(folder, weight_decay=0.0)
     before = publishable(trainer, 0).digest
-    result = trainer.update([replace(sample, advantage=0.0) for sample in samples_of(0)])
+    result = trainer.update(with_advantage(samples_of(0), 0.0))
     assert result.metrics["grad_norm"] == 0.0
     assert publishable(trainer, 1).digest == before
 
@@ -218,11 +221,9 @@ def test_a_step_without_samples_trains_nothing_and_counts(folder: Path) -> None:
 
 def test_parity_statistics_are_those_of_the_given_logprobs(folder: Path) -> None:
     trainer = build(folder)
-    exact = []
-    for sample, logprobs in zip(samples_of(2), trainer.reference_logprobs(samples_of(2)), strict=True):
-        moved = tuple(value + 0.5 for value in logprobs)
-        exact.append(replace(sample, logprobs_T=(0.0,) * sample.prefix_length + moved))
-    metrics = trainer.update(exact).metrics
+    samples = samples_of(2)
+    moved = [array("f", (value + 0.5 for value in column)) for column in trainer.reference_logprobs(samples)]
+    metrics = trainer.update(with_column(samples, "sampled", moved)).metrics
     # B starts at zero, so the adapted policy is the reference: every token differs by exactly the planted half.
     assert metrics["parity_mean"] == pytest.approx(0.5, abs=1e-5)
     assert metrics["parity_max"] == pytest.approx(0.5, abs=1e-5)
@@ -234,19 +235,22 @@ def test_parity_statistics_are_those_of_the_given_logprobs(folder: Path) -> None
 def test_kl_to_the_base_is_zero_at_first_and_pulls_back_later(folder: Path) -> None:
     loss = PolicyLossSettings(kl_coefficient=0.5)
     trainer = build(folder, loss=loss)
-    assert trainer.update(samples_of(0)).metrics["kl"] == pytest.approx(0.0, abs=1e-7)
+    assert trainer.update(with_reference(samples_of(0), trainer)).metrics["kl"] == pytest.approx(0.0, abs=1e-7)
     for seed in range(1, 6):
-        trainer.update(samples_of(seed))
-    drifted = trainer.update([replace(s, advantage=0.0) for s in samples_of(6)]).metrics["kl"]
+        trainer.update(with_reference(samples_of(seed), trainer))
+    still = with_reference(with_advantage(samples_of(6), 0.0), trainer)
+    drifted = trainer.update(still).metrics["kl"]
     assert drifted > 1e-3
     for _ in range(15):
-        last = trainer.update([replace(sample, advantage=0.0) for sample in samples_of(6)]).metrics["kl"]
+        last = trainer.update(still).metrics["kl"]
     assert last < drifted / 2
 
 
 def test_truncated_importance_weights_scale_the_gradient_by_the_cap(folder: Path) -> None:
     """Sampler log-probs far below the trainer's put every weight at its cap; the ratio to itself is then 1."""
-    samples = [replace(s, logprobs_T=tuple(min(v, -60.0) if v else 0.0 for v in s.logprobs_T)) for s in samples_of(3)]
+    samples = samples_of(3)
+    lowered = [array("f", (min(v, -60.0) if v else 0.0 for v in each.columns["sampled"])) for each in samples]
+    samples = with_column(samples, "sampled", lowered)
     capped = gradients(build(folder, importance_cap=3.0, max_grad_norm=1e9), samples)
     single = gradients(build(folder, importance_cap=1.0, max_grad_norm=1e9), samples)
     for name, value in single.items():

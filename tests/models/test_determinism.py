@@ -24,7 +24,7 @@ from orbit_runtime.rollout import TorchEngine
 from orbit_runtime.rollout.requests import sample
 from orbit_runtime.training import TorchTrainer
 from orbit_runtime.types import Request, Sampling
-from tests.integration.test_torch_trainer import SETTINGS, samples_of
+from tests.integration.test_torch_trainer import SETTINGS, samples_of, with_reference
 from tests.integration.tiny_families import make_family
 from tests.models.determinism import RepeatedSums
 from tests.models.family_matrix import Case, adapter_of, tokens_of
@@ -68,7 +68,7 @@ def load(packed: Path, case: Case) -> Policy:
 
 def updated(packed: Path, case: Case) -> str:
     trainer = TorchTrainer(load(packed, case), UPDATES)
-    trainer.update(samples_of(1, groups=3, size=4))
+    trainer.update(with_reference(samples_of(1, groups=3, size=4), trainer))
     return publishable(trainer, 1).digest
 
 

@@ -103,7 +103,8 @@ def samples() -> list[Sample]:
     for index in range(RUNNING):
         tokens = tuple(2 + (7 * index + 3 * at) % 100 for at in range(length))
         mask = (0,) * PROMPT + (1,) * NEW
-        made.append(Sample(tokens, mask, (-1.0,) * length, 0.5 - index % 2, index, PROMPT))
+        columns = {"sampled": [-1.0] * length, "advantage": [0.5 - index % 2] * length}
+        made.append(Sample(tokens, mask, columns, index, PROMPT))
     return made
 
 

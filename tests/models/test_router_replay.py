@@ -239,7 +239,11 @@ def samples(policy: Policy, choose: Callable[[list[int]], np.ndarray] | None) ->
         count = len(each.continuation_T)
         made.append(
             Sample(
-                tuple(tokens), (0,) * blank + (1,) * count, (0.0,) * blank + (-4.0,) * count, (-1.0) ** number,
+                tokens, [0] * blank + [1] * count,
+                {
+                    "sampled": [0.0] * blank + [-4.0] * count,
+                    "advantage": [0.0] * blank + [(-1.0) ** number] * count,
+                },
                 each.prefix_id, blank, pack_experts(choose(tokens)) if choose else None,
             )
         )  # fmt: skip

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from orbit_runtime.data.packing import batch_cost, pack_micro_batches, split_mini_batches
 from orbit_runtime.data.records import compress_rollouts, decompress_rollouts
-from orbit_runtime.data.samples import build_samples
+from orbit_runtime.data.samples import build_samples, spread, trained, with_column
 from orbit_runtime.errors import DataError
 from orbit_runtime.types import Group, Prompt, Rollout, Sample, Turn
 
@@ -41,10 +41,28 @@ def group(prompt: int, rewards: list[float | None]) -> Group:
 
 def test_failed_rewards_become_no_sample_and_groups_share_their_prompt() -> None:
     groups = [group(0, [1.0, None, 0.0]), group(1, [0.5, 0.5, 0.5])]
-    samples = build_samples(groups, [[0.7, 0.0, -0.7], [0.0, 0.0, 0.0]])
+    samples = build_samples(groups)
     assert [sample.prefix_id for sample in samples] == [0, 0, 1, 1, 1]
-    assert [sample.advantage for sample in samples[:2]] == [0.7, -0.7]
+    assert samples[1].columns == {"sampled": groups[0].rollouts_G[2].logprobs_T}
     assert {sample.prefix_length for sample in samples} == {3}
+
+
+def test_a_column_says_something_of_the_tokens_that_train() -> None:
+    (sample,) = build_samples([group(0, [1.0])])
+    (sample,) = with_column([sample], "advantage", [spread(0.5, sample.loss_mask_T)])
+    assert sample.columns["advantage"].tolist() == [0, 0, 0, 0.5, 0.5, 0.5]
+    assert trained(sample.columns["advantage"], sample.loss_mask_T).tolist() == [0.5] * 3
+    assert set(sample.columns) == {"sampled", "advantage"}
+
+
+def test_a_token_of_a_rollout_takes_13_bytes_and_is_shared_with_its_sample() -> None:
+    """Python's numbers took 88 (`sys.getsizeof` of the tuples and of what they hold)."""
+    one = rollout(0, 0, 1.0, answer=1000)
+    columns = (one.token_ids_T, one.loss_mask_T, one.logprobs_T, one.versions_T)
+    assert sum(each.itemsize for each in columns) == 13
+    (sample,) = build_samples([Group(Prompt("p/0", 0, ()), (one,))])
+    assert sample.token_ids_T is one.token_ids_T
+    assert sample.columns["sampled"] is one.logprobs_T
 
 
 def test_a_rollout_record_survives_its_file_to_the_bit() -> None:
@@ -56,7 +74,7 @@ def test_a_rollout_record_survives_its_file_to_the_bit() -> None:
 
 def sample(prefix: int, prompt: int, answer: int) -> Sample:
     length = prompt + answer
-    return Sample((7,) * length, (0,) * prompt + (1,) * answer, (0.0,) * length, 1.0, prefix, prompt)
+    return Sample([7] * length, [0] * prompt + [1] * answer, {"sampled": [0.0] * length}, prefix, prompt)
 
 
 @given(

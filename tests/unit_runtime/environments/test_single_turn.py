@@ -99,8 +99,8 @@ def test_groups_come_back_in_order_whatever_finished_first() -> None:
     assert len(reasons) == 1
     assert "no x" in reasons[0]
     first = groups[0].rollouts_G[0]
-    assert first.loss_mask_T == (0, 0, 1, 1)
-    assert first.versions_T == (-1, -1, 3, 3)
+    assert first.loss_mask_T.tolist() == [0, 0, 1, 1]
+    assert first.versions_T.tolist() == [-1, -1, 3, 3]
     assert first.reward_parts == {"correct": 1.0, "match": 1.0}
     assert [turn.role for turn in first.turns] == ["user", "assistant"]
     failed = groups[1].rollouts_G[0]

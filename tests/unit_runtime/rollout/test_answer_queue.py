@@ -97,7 +97,7 @@ def test_tokens_that_came_before_a_stream_broke_off_stay_and_the_rest_is_asked_f
     (found,) = sample(engine, [Request(0, 0, (100, 7), LONG, None)])
     kept = len(bodies[-1]["input_ids"][0]) - 2
     assert kept == (7 if next(iter(body.events))["meta_info"]["completion_tokens"] == 8 else 2)  # type: ignore[index]
-    assert found.token_ids_T == (*(5,) * kept, *range(8 - kept))
+    assert found.token_ids_T.tolist() == [*(5,) * kept, *range(8 - kept)]
     assert found.finish_reason == "length"
     assert bodies[-1]["sampling_params"][0]["max_new_tokens"] == 8 - kept
 
@@ -117,7 +117,7 @@ def test_a_server_that_sends_a_token_an_hour_is_waited_for_until_the_deadline(bu
     path = "/generate" if kind == "SGLang" else "/v1/completions"
     server.faults.append(once(path, 200, Events([first, 1.0 if kind == "SGLang" else 3600.0, last])))
     (found,) = sample(engine, [Request(0, 0, (100, 7), two, None, deadline_seconds=0.4)])
-    assert (found.finish_reason, found.token_ids_T) == ("deadline", (5, 5))
+    assert (found.finish_reason, found.token_ids_T.tolist()) == ("deadline", [5, 5])
     assert server.starts == 1
     assert len(server.aborted) == (1 if kind == "SGLang" else 0)
     check_whole(requests(1, name=None), list(sample(engine, requests(1, name=None))))
@@ -146,7 +146,7 @@ def test_an_aborted_completion_keeps_its_tokens_and_goes_on_under_another_versio
     assert (second.request_id, first.request_id) == (1, 0)
     for each in (first, second):
         assert each.finish_reason == "abort"
-        assert each.token_ids_T == tuple(range(len(each.token_ids_T)))
+        assert each.token_ids_T.tolist() == [*range(len(each.token_ids_T))]
         assert 0 < len(each.token_ids_T) < 200
         assert set(each.versions_T) == {1}
     engine.unload_adapter("policy-v1")
@@ -158,7 +158,7 @@ def test_an_aborted_completion_keeps_its_tokens_and_goes_on_under_another_versio
     assert len(whole.token_ids_T) == 200
     assert whole.token_ids_T[:count] == second.token_ids_T
     assert whole.logprobs_T[:count] == second.logprobs_T
-    assert whole.versions_T == (1,) * count + (2,) * (200 - count)
+    assert whole.versions_T.tolist() == [1] * count + [2] * (200 - count)
     with pytest.raises(GateError, match="has ended"):
         engine.submit([replace(rest, so_far=whole)])
 

@@ -81,7 +81,7 @@ def recorded(server: FakeServer) -> list[dict]:
 def tokens(engine: ServedEngine, asked: list[Request]) -> dict[int, tuple[int, ...]]:
     found = list(sample(engine, asked))
     check_whole(sorted(asked, key=lambda each: each.request_id), found)
-    return {each.request_id: each.token_ids_T for each in found}
+    return {each.request_id: tuple(each.token_ids_T) for each in found}
 
 
 def test_every_sample_is_an_entry_with_the_bits_of_its_key_as_seed(build: Build) -> None:
