@@ -7,8 +7,9 @@ Does not belong here: the maths (`lora`, `oft`), which layers are wrapped (`inje
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -78,6 +79,23 @@ class Selection:
             yield
         finally:
             self.active, self.trainer, self.dropout_key = before
+            self.rotated = None
+
+    def remembered(self) -> Callable[[], AbstractContextManager[None]]:
+        """A context that applies again what is applied now: for a layer that runs again in the backward pass."""
+        return partial(self._again, self.active, self.trainer, self.dropout_key)
+
+    @contextmanager
+    def _again(
+        self, active: str | tuple[Segment, ...] | None, trainer: dict[str, Slot], dropout_key: int | None
+    ) -> Iterator[None]:
+        before = (self.active, self.trainer, self.dropout_key, self.trace)
+        self.active, self.trainer, self.dropout_key, self.trace = active, trainer, dropout_key, None
+        self.rotated = None
+        try:
+            yield
+        finally:
+            self.active, self.trainer, self.dropout_key, self.trace = before
             self.rotated = None
 
     @contextmanager

@@ -6,11 +6,11 @@ Belongs here: asking the driver and the kernel. Does not belong here: judging (`
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 from orbit_runtime.model_info.gpus import GPUCard, find_gpu
 from orbit_runtime.planner import Machine
 from orbit_runtime.spec.placement import Placement
+from orbit_runtime.workers.host_memory import usable_memory
 from orbit_runtime.workers.nvidia_smi import ask_driver
 from orbit_runtime.workers.sglang_launch import AGENT_VARIABLE
 
@@ -28,21 +28,6 @@ def this_machine(placement: Placement) -> Machine:
         return Machine(gpus[0], len(gpus), memory) if gpus else Machine(None, 0, memory)
     both = None if memory is None else 2 * memory
     return Machine(gpus[0], placement.gpus, both) if gpus else Machine(None, 0, both)
-
-
-def usable_memory() -> int | None:
-    """Bytes of main memory, or the control group's limit where that is lower; None where neither can be read."""
-    try:
-        total: int | None = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):
-        total = None
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            limit = int(Path(path).read_text(encoding="ascii"))
-        except (OSError, ValueError):
-            continue
-        return limit if total is None else min(total, limit)
-    return total
 
 
 def _gpus() -> list[GPUCard]:

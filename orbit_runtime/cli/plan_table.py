@@ -46,7 +46,8 @@ def _head(made: Plan) -> list[str]:
     copies = "one copy of the base" if made.base_copies == "Shared" else "two copies of the base"
     lines = [
         f"{made.run}: {made.model} ({made.precision}) on {made.machine}; facts: {made.source}",
-        f"trainer {made.trainer}, engine {made.engine}, {copies}, micro-batch of {made.micro_batch_tokens:,} tokens",
+        f"trainer {made.trainer}, engine {made.engine}, {copies}, micro-batch of {made.micro_batch_tokens:,} tokens, "
+        f"recompute {made.recompute}",
         f"adapter: {size.total / 1e6:,.1f} M parameters in {size.num_layers} layers{experts}",
     ]
     if made.layout.num_gpus > 1:

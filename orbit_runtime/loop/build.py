@@ -19,7 +19,7 @@ from orbit_runtime.data.prompts import PromptStream, PromptTable, check_fields, 
 from orbit_runtime.data.rows import PromptSource
 from orbit_runtime.environments.asked import fields_read, reward_targets
 from orbit_runtime.environments.single_turn import SingleTurn
-from orbit_runtime.errors import UnsupportedError
+from orbit_runtime.errors import OrbitError, UnsupportedError
 from orbit_runtime.loop.content import Names, content_digests
 from orbit_runtime.loop.engines import (
     build_engine,
@@ -48,6 +48,7 @@ from orbit_runtime.workers.reward_protocol import RewardScorer
 if TYPE_CHECKING:
     from orbit_runtime.algorithms.table import Algorithm
     from orbit_runtime.policy.model import Policy
+    from orbit_runtime.policy.recompute import Recompute
     from orbit_runtime.policy.snapshot import Snapshot
     from orbit_runtime.training.torch_trainer import TrainerSettings
 
@@ -253,7 +254,7 @@ def build_policy(resolved: Resolved, folder: Path, note: Callable[[str], None]) 
             "coft": oft.coft,
             "coft_eps": oft.coft_eps,
         }
-    return load_policy(
+    policy = load_policy(
         folder,
         AdapterConfig(type=adapter.type, targets=tuple(adapter.targets or ()), experts=adapter.experts, **settings),
         precision=spec.model.precision,
@@ -264,6 +265,27 @@ def build_policy(resolved: Resolved, folder: Path, note: Callable[[str], None]) 
         kernel="Eager" if spec.training.attention == "Eager" else "SDPA",
         announce=lambda report: note(report.text()),
     )
+    recompute = _choose_recompute(resolved, folder)
+    if recompute != "None":
+        note(f"layers are computed again in the backward pass: training.recompute is {recompute}")
+    policy.recompute(recompute)
+    return policy
+
+
+def _choose_recompute(resolved: Resolved, folder: Path) -> Recompute:
+    """`Auto` is what the plan says; a model that cannot be planned keeps everything."""
+    from orbit_runtime.loop.machine import planned_machine
+    from orbit_runtime.model_info.checkpoint import folder_facts
+    from orbit_runtime.planner.verdict import plan_as_run
+
+    asked = resolved.run.spec.training.recompute
+    if asked != "Auto":
+        return asked
+    try:
+        machine = planned_machine(resolved.run.spec.placement, resolved.device)
+        return plan_as_run(resolved.asked, folder_facts(folder), machine).recompute
+    except OrbitError:
+        return "None"
 
 
 def build_trainer(resolved: Resolved, policy: Policy, *, base_model: str) -> tuple[Trainer, Algorithm]:

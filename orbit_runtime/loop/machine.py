@@ -16,6 +16,7 @@ from orbit_runtime.observability.versions import installed_versions
 from orbit_runtime.planner import Machine
 from orbit_runtime.spec import MachineFacts
 from orbit_runtime.spec.placement import Placement
+from orbit_runtime.workers.host_memory import usable_memory
 from orbit_runtime.workers.sglang_launch import AGENT_VARIABLE
 
 
@@ -41,6 +42,15 @@ def gpu_machine(placement: Placement) -> Machine:
     if card is None:
         card = GPUCard(name, int(torch.cuda.get_device_properties(0).total_memory), 0.0, (), "torch")
     return Machine(card, placement.gpus if os.environ.get(AGENT_VARIABLE) else machine_facts().num_gpus)
+
+
+def planned_machine(placement: Placement, device: str) -> Machine:
+    """What the run is planned for: its GPUs, or on the CPU its memory, in a `Split` pod that of both containers."""
+    if device == "cuda":
+        return gpu_machine(placement)
+    memory = usable_memory()
+    both = os.environ.get(AGENT_VARIABLE) and memory is not None
+    return Machine(None, 0, 2 * memory if both and memory else memory)
 
 
 def rounding_facts() -> dict[str, str]:

@@ -14,7 +14,10 @@ FIELDS = {
         "lower it, or sampling.maxNewTokens: both sides first compute the longest sequence that there can be",
     ),
     "collect": ("spec.rollout.maxRunningRequests", "lower it, or sampling.maxNewTokens"),
-    "train": ("spec.training.microBatchTokens", "lower it: gradients are summed over more and smaller micro-batches"),
+    "train": (
+        "spec.training.microBatchTokens",
+        "lower it: gradients are summed over more and smaller micro-batches; or write training.recompute: PerLayer",
+    ),
 }
 OTHERS = ("spec.model.uri", "`orbit plan` shows what each phase takes; choose a smaller model or more memory")
 

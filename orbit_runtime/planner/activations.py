@@ -4,13 +4,15 @@ Belongs here: counting elements. Does not belong here: bytes, layouts (`parts`).
 
 Without recomputation a layer of the torch trainer keeps, per token: the input of both norms; what goes into each
 adapted product; queries, keys, values and the result of attention as its kernel got them; queries and keys before their
-norm; gate, up and the activated gate. A test compares the sum with what autograd saves.
+norm; gate, up and the activated gate. `policy.recompute` says what is kept with it. Tests compare the sums with what
+autograd and the recomputation hold.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import groupby
+from typing import Literal
 
 from orbit_runtime.model_info.weights import Architecture, Weight
 from orbit_runtime.planner.job import Job
@@ -20,17 +22,34 @@ KEYS_AND_VALUES = ("k_proj", "v_proj", "kv_proj", "kv_b_proj")
 GATED = ("gate_proj", "up_proj", "gate_up_proj")
 
 
-def saved_elements(model: Architecture, job: Job) -> float:
-    """Of all layers and the head, without recomputation."""
+Recompute = Literal["None", "Selective", "PerLayer"]
+
+
+def saved_elements(model: Architecture, job: Job, recompute: Recompute) -> float:
+    """Of all layers and the head, between the forward pass and the backward pass."""
+    total = model.hidden_size * (1 + job.max_new / job.max_sequence)
+    for layer in _layers(model):
+        total += _layer_saved(layer, model, job) if recompute == "None" else model.hidden_size * model.streams
+        if recompute == "Selective":
+            total += sum(_times(w, model) * w.shape[0] for w in layer if w.is_linear and not _is_of_experts_down(w))
+    return total
+
+
+def recomputed_elements(model: Architecture, job: Job, recompute: Recompute) -> float:
+    """What the widest layer holds while it is computed again: what it would have kept."""
+    if recompute == "None":
+        return 0.0
+    return max((_layer_saved(layer, model, job) for layer in _layers(model)), default=0.0)
+
+
+def _layer_saved(layer: list[Weight], model: Architecture, job: Job) -> float:
+    """Without recomputation."""
     prompt = job.max_sequence - job.max_new
     # A prompt's keys are gathered once for itself and once for its answer; masks are as large as the products.
     gathered = (job.max_sequence + prompt) / job.max_sequence
     mask = (job.max_new * job.max_sequence + prompt * prompt) / job.max_sequence
-    total = model.hidden_size * (1 + job.max_new / job.max_sequence)
-    for layer in _layers(model):
-        total += 2 * model.hidden_size * model.streams + mask
-        total += sum(_saved(weights, model, job, gathered) for weights in _by_experts(layer))
-    return total
+    total = 2 * model.hidden_size * model.streams + mask
+    return total + sum(_saved(weights, model, job, gathered) for weights in _by_experts(layer))
 
 
 def live_elements(model: Architecture) -> float:
@@ -56,6 +75,10 @@ def _saved(weights: list[Weight], model: Architecture, job: Job, gathered: float
         if job.adapter == "LoRA" and weight.target in job.targets:
             total += job.rank
     return total * (_times(weights[0], model) if weights else 1)
+
+
+def _is_of_experts_down(weight: Weight) -> bool:
+    return weight.role == "routed_expert" and weight.target == "down_proj"
 
 
 def _times(weight: Weight, model: Architecture) -> int:

@@ -46,6 +46,8 @@ def _changes(setting: Setting) -> Iterator[tuple[str, Setting]]:
     while micro // 2 >= max(256, job.max_sequence):
         micro //= 2
         yield f"write training.microBatchTokens: {micro}", replace(setting, micro_batch_tokens=micro)
+    if job.trainer == "Torch" and setting.recompute != "PerLayer":
+        yield "write training.recompute: PerLayer", replace(setting, recompute="PerLayer")
     if job.in_process:
         for running in (job.running // 2, job.running // 4, job.running // 8, 1):
             if running:

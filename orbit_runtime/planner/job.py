@@ -62,6 +62,7 @@ class Job:
     micro_batch_tokens: int
     is_micro_batch_fixed: bool
     """The manifest says it; else the planner may lower it."""
+    recompute: Literal["Auto", "None", "Selective", "PerLayer"]
     step_tokens: int
     """Tokens of a whole step at full length: a micro-batch never holds more."""
     asked: Asked
@@ -133,6 +134,7 @@ def build_job(run: OrbitRun, machine: Machine, *, may_choose: bool = True, devic
         running=min(spec.rollout.max_running_requests, samples),
         micro_batch_tokens=training.micro_batch_tokens,
         is_micro_batch_fixed=not may_choose or "micro_batch_tokens" in training.model_fields_set,
+        recompute=training.recompute,
         step_tokens=samples * spec.model.max_sequence_length,
         asked=Asked(parallel.tensor, parallel.expert, parallel.pipeline, parallel.context),
         copies=placement.base_copies,

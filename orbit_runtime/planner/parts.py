@@ -14,7 +14,7 @@ from typing import Literal
 
 from orbit_runtime.model_info.weights import ModelFacts, Role, StoredWeight
 from orbit_runtime.planner import assumptions as known
-from orbit_runtime.planner.activations import live_elements, saved_elements
+from orbit_runtime.planner.activations import Recompute, live_elements, recomputed_elements, saved_elements
 from orbit_runtime.planner.adapter_size import AdapterSize
 from orbit_runtime.planner.job import Job, Machine
 from orbit_runtime.planner.layout import Layout
@@ -36,6 +36,7 @@ class Setting:
     layout: Layout
     copies: Copies
     micro_batch_tokens: int
+    recompute: Recompute
     server_gpus: int = 1
     """That each of SGLang's servers takes."""
 
@@ -304,8 +305,8 @@ def _training(setting: Setting) -> Parts:
     live = tokens * live_elements(model) * width
     parts: Parts = {}
     if job.trainer == "Torch":
-        # No recomputation: every layer's tensors wait for the backward.
-        parts["activations"] = math.ceil(tokens * saved_elements(model, job) * width)
+        parts["activations"] = math.ceil(tokens * saved_elements(model, job, setting.recompute) * width)
+        parts["layer recomputed"] = math.ceil(tokens * recomputed_elements(model, job, setting.recompute) * width)
         parts["gradients"] = setting.adapter.total * known.GRADIENT_BYTES
         parts["adapter, rounded"] = setting.adapter.total * width
         if job.adapter == "OFT":

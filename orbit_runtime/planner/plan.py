@@ -11,6 +11,7 @@ from typing import Any
 from orbit_runtime.errors import ManifestError, UnsupportedError
 from orbit_runtime.model_info.weights import ModelFacts
 from orbit_runtime.planner import assumptions as known
+from orbit_runtime.planner.activations import Recompute
 from orbit_runtime.planner.adapter_size import AdapterSize, adapter_size
 from orbit_runtime.planner.advice import advise
 from orbit_runtime.planner.assumptions import GIB
@@ -51,6 +52,7 @@ class Plan:
     capacity: int | None
     layout: Layout
     micro_batch_tokens: int
+    recompute: Recompute
     base_copies: Copies
     adapter: AdapterSize
     phases: dict[Phase, Parts]
@@ -152,7 +154,8 @@ def plan(
     return Plan(
         run=run.name, model=model.name, source=model.source, precision=model.precision, machine=machine.name,
         trainer=job.trainer, engine=job.engine, capacity=capacity_of(machine), layout=choice.setting.layout,
-        micro_batch_tokens=choice.setting.micro_batch_tokens, base_copies=choice.setting.copies, adapter=adapter,
+        micro_batch_tokens=choice.setting.micro_batch_tokens, recompute=choice.setting.recompute,
+        base_copies=choice.setting.copies, adapter=adapter,
         phases=sizes.phases, kv_tokens=int(kv / per_token) if per_token else 0,
         kv_sequences=kv // sizes.kv_bytes_per_sequence if sizes.kv_bytes_per_sequence else 0, binding=binding,
         servers=job.servers if job.engine == "SGLang" else 0, server_gpus=size, devices=job.devices,
@@ -246,6 +249,8 @@ def _notes(choice: Choice, model: ModelFacts, job: Job, machine: Machine, suppor
         notes.append(reason)
     if setting.micro_batch_tokens < job.micro_batch_tokens:
         notes.append(f"{job.micro_batch_tokens} tokens a micro-batch do not fit: {setting.micro_batch_tokens} do")
+    if job.trainer == "Torch" and job.recompute == "Auto" and setting.recompute != "None" and choice.fits:
+        notes.append(f"what a backward pass needs does not fit: training.recompute is {setting.recompute}")
     held = choice.sizes.phases["rollout"].get("KV cache", 0) // max(1, choice.sizes.kv_bytes_per_sequence)
     if held < choice.sizes.running:
         notes.append(f"the KV cache holds {held} of {choice.sizes.running} completions at full length; the others wait")

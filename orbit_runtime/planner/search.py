@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
+from typing import get_args
 
 from orbit_runtime.errors import ManifestError
 from orbit_runtime.model_info.weights import ModelFacts
+from orbit_runtime.planner.activations import Recompute
 from orbit_runtime.planner.adapter_size import AdapterSize
 from orbit_runtime.planner.assumptions import GIB
 from orbit_runtime.planner.job import Job, Machine
@@ -101,9 +104,8 @@ def _settings(
 ) -> Iterator[Setting]:
     layouts = _layouts(model, job, machine)
     for copies in _copies(job):
-        for micro in _micro_batches(job):
-            for layout in layouts:
-                yield Setting(model, job, machine, adapter, layout, copies, micro, server_gpus)
+        for recompute, micro, layout in product(_recomputes(job), _micro_batches(job), layouts):
+            yield Setting(model, job, machine, adapter, layout, copies, micro, recompute, server_gpus)
 
 
 def _layouts(model: ModelFacts, job: Job, machine: Machine) -> list[Layout]:
@@ -127,6 +129,13 @@ def _copies(job: Job) -> tuple[Copies, ...]:
     if job.is_split or not job.can_share:
         return ("Two",)
     return ("Two", "Shared") if job.copies == "Auto" else (job.copies,)
+
+
+def _recomputes(job: Job) -> tuple[Recompute, ...]:
+    """From the least to the most work. Megatron's layers are always computed again."""
+    if job.trainer != "Torch":
+        return ("PerLayer",)
+    return get_args(Recompute) if job.recompute == "Auto" else (job.recompute,)
 
 
 def _micro_batches(job: Job) -> Iterator[int]:

@@ -23,6 +23,7 @@ from orbit_runtime.policy.attention import Kernel, Plan
 from orbit_runtime.policy.direct import DirectDecoder
 from orbit_runtime.policy.logprobs import UNSHAPED, token_logprobs
 from orbit_runtime.policy.packed import Branch, PackedBatch, PackedPlan, build_packed, gather_rows
+from orbit_runtime.policy.recompute import Recompute, recompute_layers
 from orbit_runtime.policy.routing import Routing
 from orbit_runtime.policy.seen import Seen
 from orbit_runtime.policy.whole_rows import WholeRows, newest_hidden, packed_hidden
@@ -115,6 +116,14 @@ class Policy:
             sampling=sampling,
             seen=seen,
         )
+
+    def recompute(self, recompute: Recompute) -> None:
+        """What passes that record gradients keep of each layer from now on. Results do not change.
+
+        Raises:
+            UnsupportedError: the model's layers cannot be computed again.
+        """
+        recompute_layers(self.model, recompute, self.injected.selection, self.routing)
 
     @contextmanager
     def traced(self) -> Iterator[list[Applied]]:

@@ -13,7 +13,7 @@ Legend: `T` tokens, `L` layers with routed experts, `C` experts that a token goe
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -70,6 +70,19 @@ class Routing:
             yield partial(self._stacked, self._preferred)
         finally:
             self._preferred = before
+
+    def remembered(self) -> Callable[[], AbstractContextManager[None]]:
+        """A context that gives the experts that are given now, and notes none: for a layer's second pass."""
+        return partial(self._again, self._given_TLC)
+
+    @contextmanager
+    def _again(self, chosen_TLC: Tensor | None) -> Iterator[None]:
+        before = (self._given_TLC, self._noted, self._preferred)
+        self._given_TLC, self._noted, self._preferred = chosen_TLC, None, None
+        try:
+            yield
+        finally:
+            self._given_TLC, self._noted, self._preferred = before
 
     def _stacked(self, held: dict[int, Tensor]) -> Tensor:
         return torch.stack([held[place] for place in range(len(self.layers))], 1)

@@ -99,7 +99,7 @@ class FrozenExpertLinear(nn.Module):
 
     def product(self, x_SK: Tensor, dispatch: Dispatch) -> Tensor:
         """`[S, N]`."""
-        y_SN = grouped_linear(x_SK, self.stack, dispatch.offsets_E)
+        y_SN = grouped_linear(x_SK, self.stack, dispatch.offsets_E, keeps=self.reads_tokens)
         bias = self._buffers["bias"]
         return y_SN if bias is None else y_SN + bias.to(y_SN.dtype).index_select(0, dispatch.expert_S)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +20,7 @@ from torch.autograd.function import once_differentiable
 from orbit_runtime.quant.activations import Rounding, scaled
 from orbit_runtime.quant.experts import ExpertStack
 from orbit_runtime.quant.formats import FORMATS, Weight, format_of
+from orbit_runtime.quant.kept import kept
 from orbit_runtime.quant.kernels.choice import select_path
 from orbit_runtime.quant.kernels.operands import build_operands
 from orbit_runtime.quant.linear import backward_by_rows, forward_by_rows
@@ -64,6 +66,7 @@ def grouped_linear(
     *,
     dense_bytes: int | None = None,
     rounding: Rounding | None = None,
+    keeps: bool = False,
 ) -> Tensor:
     """`y[t] = x[t] @ W[expert of t].T`, in x's dtype, `[T, N]`.
 
@@ -73,6 +76,7 @@ def grouped_linear(
             `torch.nn.functional.grouped_mm` has it. Tokens after the last offset give 0 and get no gradient.
         dense_bytes: most dequantised bytes at a time; None: `linear.DENSE_BYTES_LIMIT` of the device.
         rounding: of x, as an engine's kernel rounds it; one without a static scale.
+        keeps: where a layer's second pass takes products from its first, this one too (`kept`).
     """
     assert x_TK.ndim == 2, x_TK.shape
     assert offsets_E.ndim == 1, offsets_E.shape
@@ -80,9 +84,10 @@ def grouped_linear(
     if rounding is not None:
         product = _RoundedGroupedProduct(product, rounding)
     if x_TK.requires_grad and torch.is_grad_enabled():
-        result: Tensor = _GroupedMatmul.apply(x_TK, offsets_E, product, *packed)
+        result: Tensor = _GroupedMatmul.apply(x_TK, offsets_E, product, keeps, *packed)
         return result
-    return product.forward(x_TK, offsets_E, packed)
+    compute = partial(product.forward, x_TK, offsets_E, packed)
+    return kept(compute) if keeps else compute()
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,16 +108,19 @@ class _GroupedMatmul(torch.autograd.Function):
     """Saves the packed tensors and the offsets: neither x nor a dense weight outlives the call."""
 
     @staticmethod
-    def forward(ctx: Any, x_TK: Tensor, offsets_E: Tensor, product: GroupedProduct, *packed: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x_TK: Tensor, offsets_E: Tensor, product: GroupedProduct, keeps: bool, *packed: Tensor
+    ) -> Tensor:
         ctx.save_for_backward(offsets_E, *packed)
         ctx.product = product
-        return product.forward(x_TK, offsets_E, packed)
+        compute = partial(product.forward, x_TK, offsets_E, packed)
+        return kept(compute) if keeps else compute()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor | None, ...]:
         offsets_E, *packed = ctx.saved_tensors
-        return (ctx.product.input_gradient(dy_TN, offsets_E, packed), None, None, *(None for _ in packed))
+        return (ctx.product.input_gradient(dy_TN, offsets_E, packed), None, None, None, *(None for _ in packed))
 
 
 def _product(

@@ -41,7 +41,8 @@ class Resolved:
     """As in the file, after `--set` and `${VAR}`."""
     run: OrbitRun
     """The same with `Auto` decided and the paths of model and prompts absolute. `precision` of a model folder stays
-    `Auto` where the manifest does not claim one: the checkpoint says it."""
+    `Auto` where the manifest does not claim one: the checkpoint says it. So does
+    `training.recompute`: the plan says it."""
     device: Literal["cpu", "cuda"]
     compute_dtype: Literal["float32", "bfloat16"]
 

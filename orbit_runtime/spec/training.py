@@ -80,6 +80,11 @@ class Training(Block):
     """How a pass is divided among GPUs; what remains are data-parallel replicas."""
     attention: Annotated[Literal["Auto", "Eager", "SDPA"], LAYOUT] = "Auto"
     """Attention kernels: `Eager` is plain matrix products, `SDPA` torch's fused attention, which `Auto` takes."""
+    recompute: Annotated[Literal["Auto", "None", "Selective", "PerLayer"], LAYOUT] = "Auto"
+    """What the backward pass computes again to save memory: nothing, all but products with packed weights, or layers.
+
+    `Auto` takes the first of these that the plan says fits. The result stays the same.
+    """
 
     def contradictions(self) -> Iterator[Contradiction]:
         per_step, mini = self.prompts_per_step, self.mini_batch_prompts

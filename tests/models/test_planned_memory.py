@@ -7,8 +7,10 @@ appear while a pass runs. It knows nothing of the planner's formulas.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import pytest
 import torch
@@ -19,11 +21,12 @@ from orbit_runtime.adapters.layer import TRAINER_SLOT
 from orbit_runtime.data.chat import ChatTokenizer
 from orbit_runtime.model_info.builtin_models import builtin_folder
 from orbit_runtime.model_info.checkpoint import folder_facts
+from orbit_runtime.model_info.weights import ModelFacts
 from orbit_runtime.planner import Machine, Plan, plan
 from orbit_runtime.planner import assumptions as known
 from orbit_runtime.policy import Policy, load_policy
 from orbit_runtime.policy.logprobs import CHUNK_ELEMENTS
-from orbit_runtime.policy.packed import Branch
+from orbit_runtime.policy.packed import Branch, PackedBatch
 from orbit_runtime.quant.linear import DENSE_BYTES_LIMIT
 from orbit_runtime.rollout import TorchEngine
 from orbit_runtime.rollout.cache import KVCache
@@ -49,13 +52,15 @@ FIGURES: dict[str, dict[str, tuple[int, int]]] = {}
 @dataclass(frozen=True)
 class Case:
     name: str
+    adapter: Literal["LoRA", "OFT"]
+    facts: ModelFacts
     made: Plan
     policy: Policy
     trainer: TorchTrainer
     tokenizer: ChatTokenizer
 
 
-def manifest_for(adapter: str) -> OrbitRun:
+def manifest_for(adapter: str, recompute: str = "Auto") -> OrbitRun:
     settings = {"lora": {"rank": 8, "alpha": 16.0}} if adapter == "LoRA" else {"oft": {"blockSize": 16}}
     return OrbitRun.model_validate({
         "apiVersion": "orbitrl.dev/v1alpha1", "kind": "OrbitRun", "metadata": {"name": "measured"},
@@ -66,7 +71,7 @@ def manifest_for(adapter: str) -> OrbitRun:
             "data": {"prompts": [{"uri": "prompts.jsonl"}]},
             "environment": {"rewards": [{"name": "r", "type": "ExactMatch"}]},
             "rollout": {"maxRunningRequests": RUNNING, "sampling": {"maxNewTokens": NEW}},
-            "training": {"steps": 1, "promptsPerStep": 4, "microBatchTokens": 256},
+            "training": {"steps": 1, "promptsPerStep": 4, "microBatchTokens": 256, "recompute": recompute},
         },
     })  # fmt: skip
 
@@ -78,11 +83,14 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         folder = builtin_folder("tiny-adder", kind.upper())
     else:
         folder = make_checkpoint(tmp_path_factory.mktemp(kind), kind)
-    made = plan(manifest_for(adapter), folder_facts(folder), Machine(None, 0, 2**34))
+    facts = folder_facts(folder)
+    made = plan(manifest_for(adapter), facts, Machine(None, 0, 2**34))
     config = AdapterConfig(type=adapter, targets=TARGETS, rank=8, alpha=16.0, block_size=16)
     policy = load_policy(folder, config)
     return Case(
         f"{kind}, {adapter}",
+        adapter,
+        facts,
         made,
         policy,
         TorchTrainer(policy, replace(SETTINGS, micro_batch_tokens=256)),
@@ -187,6 +195,87 @@ def test_what_a_backward_waits_for(case: Case) -> None:
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             policy.logprobs(batch)
     within(case, "activations", storage_bytes(saved), case.made.phases["train"]["activations"])
+
+
+@pytest.mark.parametrize("recompute", ["Selective", "PerLayer"])
+def test_what_is_kept_for_layers_that_are_computed_again(
+    case: Case, recompute: Literal["Selective", "PerLayer"]
+) -> None:
+    """Tensors that autograd saves outside of layers, and those that Python holds for their second pass."""
+    run = manifest_for(case.adapter, recompute=recompute)
+    planned = plan(run, case.facts, Machine(None, 0, 2**34)).phases["train"]
+    batch = packed_samples(case.policy)
+    with torch.no_grad():
+        # What is made at the first pass and stays is no activation.
+        case.policy.logprobs(batch)
+    before = {id(tensor) for tensor in living_tensors()}
+    saved: list[torch.Tensor] = []
+    with case.policy.injected.selection.use(TRAINER_SLOT):
+        before |= {id(tensor) for tensor in living_tensors()}
+        case.policy.recompute(recompute)
+        with (
+            angles(case.policy) as known,
+            torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t),
+        ):
+            logprobs, _ = case.policy.logprobs(batch)
+    known |= {t.untyped_storage().data_ptr() for t in living_tensors() if id(t) in before}
+    held = [t for t in (*saved, *living_tensors()) if t.untyped_storage().data_ptr() not in known]
+    case.policy.recompute("None")
+    # The result itself is no activation: two numbers for each target.
+    within(case, f"activations, {recompute}", storage_bytes(held) - 2 * logprobs.nbytes, planned["activations"])
+
+
+def test_what_a_layer_holds_while_it_is_computed_again(case: Case) -> None:
+    """What autograd saves within each layer's call, of the widest."""
+    run = manifest_for(case.adapter, recompute="PerLayer")
+    planned = plan(run, case.facts, Machine(None, 0, 2**34)).phases["train"]
+    batch = packed_samples(case.policy)
+    saved: dict[int, list[torch.Tensor]] = {}
+    layers = case.policy.model.model.layers
+    now: list[int] = []
+    hooks = [
+        hook
+        for number, layer in enumerate(layers)
+        for hook in (
+            layer.register_forward_pre_hook(lambda *_, number=number: now.append(number)),
+            layer.register_forward_hook(lambda *_: now.clear()),
+        )
+    ]
+    with case.policy.injected.selection.use(TRAINER_SLOT), angles(case.policy) as known:
+        known |= {t.untyped_storage().data_ptr() for t in living_tensors()}
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            if now and tensor.untyped_storage().data_ptr() not in known:
+                saved.setdefault(now[0], []).append(tensor)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            case.policy.logprobs(batch)
+    for hook in hooks:
+        hook.remove()
+    assert len(saved) == len(layers)
+    within(case, "layer recomputed", max(map(storage_bytes, saved.values())), planned["layer recomputed"])
+
+
+@contextmanager
+def angles(policy: Policy) -> Iterator[set[int]]:
+    """Storages of the rotary embedding's sines and cosines, made once for all layers: no part of the plan."""
+    made: set[int] = set()
+    rotary = policy.model.model.rotary_emb
+    hook = rotary.register_forward_hook(lambda *each: made.update(t.untyped_storage().data_ptr() for t in each[2]))
+    try:
+        yield made
+    finally:
+        hook.remove()
+
+
+def packed_samples(policy: Policy) -> PackedBatch:
+    return policy.pack([Branch(i, s.token_ids_T[:PROMPT], s.token_ids_T[PROMPT:]) for i, s in enumerate(samples())])
+
+
+def living_tensors() -> list[torch.Tensor]:
+    gc.collect()
+    return [each for each in gc.get_objects() if isinstance(each, torch.Tensor)]
 
 
 def test_the_constants_of_our_own_loops_are_the_planners() -> None:

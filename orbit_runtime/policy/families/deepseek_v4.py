@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from orbit_runtime.policy.families.family import Family
 from orbit_runtime.policy.families.mixture import PER_EXPERT
+from orbit_runtime.quant.kept import kept
 from orbit_runtime.quant.linear import FrozenLinear
 
 RENAMES = (
@@ -53,6 +54,10 @@ def checkpoint_name(name: str) -> str:
     return name
 
 
+def _multiply(x_TGK: Tensor, dense: Tensor) -> Tensor:
+    return torch.einsum("tgk,gnk->tgn", x_TGK, dense.unflatten(0, (x_TGK.shape[1], -1)))
+
+
 class _BlockDiagonal(torch.autograd.Function):
     """Saves the packed tensors only."""
 
@@ -60,7 +65,7 @@ class _BlockDiagonal(torch.autograd.Function):
     def forward(ctx: Any, x_TGK: Tensor, linear: FrozenLinear, *packed: Tensor) -> Tensor:
         ctx.save_for_backward(*packed)
         ctx.settings = (linear.dense, x_TGK.shape[1])
-        return torch.einsum("tgk,gnk->tgn", x_TGK, linear.dense(packed, x_TGK.dtype).unflatten(0, (x_TGK.shape[1], -1)))
+        return kept(lambda: _multiply(x_TGK, linear.dense(packed, x_TGK.dtype)))
 
     @staticmethod
     @once_differentiable

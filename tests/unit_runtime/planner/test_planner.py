@@ -14,6 +14,7 @@ from orbit_runtime.model_info.cards import card_facts
 from orbit_runtime.model_info.gpus import find_gpu
 from orbit_runtime.model_info.quantization import PRECISIONS
 from orbit_runtime.planner import Machine, Plan, check_fits, plan
+from orbit_runtime.planner.activations import Recompute
 from orbit_runtime.planner.job import Asked
 from orbit_runtime.planner.layout import possible_layouts
 from orbit_runtime.planner.support import (
@@ -88,11 +89,12 @@ def test_an_impossible_division_is_the_manifests_error() -> None:
 
 def test_a_micro_batch_left_open_shrinks_until_it_fits_and_one_that_is_written_does_not() -> None:
     small = {"model": {"maxSequenceLength": 1024}, "rollout": {"maxRunningRequests": 16}}
+    small["training"] = {"recompute": "None"}
     left_open = planned(Machine(RTX, 1), **small)
     assert left_open.fits
     assert left_open.micro_batch_tokens < 16384
     assert any("tokens a micro-batch do not fit" in note for note in left_open.notes)
-    written = planned(Machine(RTX, 1), **small, training={"microBatchTokens": 16384})
+    written = planned(Machine(RTX, 1), **small | {"training": {"recompute": "None", "microBatchTokens": 16384}})
     assert not written.fits
     assert written.problems[0].fix.startswith("write training.microBatchTokens: ")
     kept = plan(build(**small), card_facts("Qwen/Qwen3-4B"), Machine(RTX, 1), may_choose=False)
@@ -101,9 +103,33 @@ def test_a_micro_batch_left_open_shrinks_until_it_fits_and_one_that_is_written_d
 
 def test_following_the_advice_makes_it_fit() -> None:
     small = {"model": {"maxSequenceLength": 1024}, "rollout": {"maxRunningRequests": 16}}
-    refused = planned(Machine(RTX, 1), **small, training={"microBatchTokens": 16384})
+    whole = {"recompute": "None", "microBatchTokens": 16384}
+    refused = planned(Machine(RTX, 1), **small, training=whole)
     (tokens,) = re.findall(r"microBatchTokens: (\d+)$", refused.problems[0].fix)
-    assert planned(Machine(RTX, 1), **small, training={"microBatchTokens": int(tokens)}).fits
+    assert planned(Machine(RTX, 1), **small, training=whole | {"microBatchTokens": int(tokens)}).fits
+
+
+def test_auto_recomputes_as_little_as_fits_and_what_is_written_is_held() -> None:
+    def made(machine: Machine, **training: object) -> Plan:
+        rollout = {"maxRunningRequests": 16, "sampling": {"maxNewTokens": 512}}
+        return planned(
+            machine, model={"maxSequenceLength": 1024}, rollout=rollout, training={"microBatchTokens": 16384} | training
+        )
+
+    assert made(Machine(B200, 1)).recompute == "None"
+    small = made(Machine(RTX, 1))
+    assert (small.fits, small.recompute) == (True, "PerLayer")
+    assert "training.recompute is PerLayer" in " ".join(small.notes)
+    sizes = [sum(made(Machine(B200, 1), recompute=how).phases["train"].values()) for how in get_args(Recompute)]
+    assert sizes == sorted(sizes, reverse=True)
+    assert len(set(sizes)) == 3
+    written = made(Machine(RTX, 1), recompute="None")
+    assert (written.fits, written.recompute) == (False, "None")
+    # With sequences of 16,384 tokens no smaller micro-batch helps.
+    long = {"model": {"maxSequenceLength": 16384}, "rollout": {"maxRunningRequests": 1}}
+    refused = planned(Machine(H100, 1), **long, training={"recompute": "None"})
+    assert refused.problems[0].fix == "write training.recompute: PerLayer"
+    assert planned(Machine(H100, 1), **long, training={"recompute": "PerLayer"}).fits
 
 
 def test_sglang_lives_with_a_smaller_cache_and_the_torch_engine_does_not() -> None:

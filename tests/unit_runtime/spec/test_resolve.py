@@ -68,7 +68,7 @@ def test_adapters_reach_servers_of_our_own_through_memory_unless_asked_otherwise
 
 
 def test_nothing_that_can_be_decided_stays_auto() -> None:
-    text = json.dumps(resolved("data.prompts[0].format=JSONL").run.to_manifest())
+    text = json.dumps(resolved("data.prompts[0].format=JSONL", "training.recompute=None").run.to_manifest())
     assert "Auto" not in text
 
 
@@ -162,6 +162,7 @@ def test_the_sets_are_those_of_the_design() -> None:
         "training.parallel.pipeline",
         "training.parallel.context",
         "training.attention",
+        "training.recompute",
         "parity.everySteps",
         "parity.maxUnproven",
         *(path for path in of("layout") if path.startswith("placement.")),
@@ -199,6 +200,7 @@ def test_the_sets_are_those_of_the_design() -> None:
         "parity.everySteps=5",
         "training.microBatchTokens=64",
         "training.attention=Eager",
+        "training.recompute=PerLayer",
         "model.precision=INT4",
         "data.prompts=[{uri: moved/p.jsonl}]",
         "training.learningRate=0.0001",

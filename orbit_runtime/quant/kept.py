@@ -1,0 +1,72 @@
+"""Results of costly products that a layer's second pass takes from its first.
+
+A layer that is recomputed in the backward pass need not multiply by its packed weights again: what those products gave
+is kept, in the order in which they were asked for, and everything between them is computed anew.
+
+Belongs here: keeping and taking. Does not belong here: what is recomputed when (`policy.recompute`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from orbit_runtime.errors import InternalError
+
+
+@dataclass(eq=False)
+class Kept:
+    """Results of one layer's pass. Freed with whoever holds it: the layer's part of the graph."""
+
+    results: list[tuple[Tensor, int]] = field(default_factory=list)
+    """Each with its version: one that was overwritten since is no result any more."""
+
+    @contextmanager
+    def keeping(self) -> Iterator[None]:
+        """Within it, `kept` stores here what it computes."""
+        with _using(self, None):
+            yield
+
+    @contextmanager
+    def taking(self) -> Iterator[None]:
+        """Within it, `kept` gives these results, from the first on. May be entered again for another backward pass."""
+        with _using(self, iter(self.results)):
+            yield
+
+
+_now: ContextVar[tuple[Kept, Iterator[tuple[Tensor, int]] | None] | None] = ContextVar("kept", default=None)
+
+
+@contextmanager
+def _using(kept: Kept, results: Iterator[tuple[Tensor, int]] | None) -> Iterator[None]:
+    token = _now.set((kept, results))
+    try:
+        yield
+    finally:
+        _now.reset(token)
+
+
+def kept(compute: Callable[[], Tensor]) -> Tensor:
+    """What `compute` gives or, in a layer's second pass, gave in the first. Call it outside of autograd.
+
+    Raises:
+        InternalError: the second pass asks for more than the first computed, or a result was overwritten.
+    """
+    now = _now.get()
+    if now is None:
+        return compute()
+    owner, results = now
+    if results is None:
+        result = compute().detach()
+        owner.results.append((result, result._version))
+        return result.detach()
+    found = next(results, None)
+    if found is None or found[0]._version != found[1]:
+        raise InternalError("a layer's second pass asks for a product that its first did not keep")
+    with torch.no_grad():
+        return found[0].detach()
