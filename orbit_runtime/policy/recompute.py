@@ -7,7 +7,7 @@ What each keeps between the passes, in numbers for each token and layer:
                 linears `[N, K]`, of routed experts those of gate and up, for each that the token goes to
     PerLayer    the layer's input, `hidden * streams`
 
-`Selective` computes the rest again: norms, rotary embedding, attention, activations, dropout, the adapter's products, the
+`Selective` computes the rest again: norms, rotary embedding, attention, activations, dropout, adapters' products, the
 experts' down projection; it is selective activation recomputation (Korthikanti et al., arXiv 2205.05198, section 5) for
 a frozen base. `PerLayer` dequantises packed weights a second time, inside the layer. While a layer is computed again it
 holds what `None` holds for that one layer.
