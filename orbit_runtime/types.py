@@ -263,7 +263,7 @@ class AdapterFiles:
 
 @dataclass(frozen=True, slots=True)
 class Cached:
-    """Log-probs of the end of given tokens, behind a beginning that the engine may have had in its cache."""
+    """Log-probs of the end of given tokens after a prefix that the engine may have had in its cache."""
 
     logprobs_T: tuple[float, ...]
     tokens: int
@@ -279,8 +279,8 @@ class Scored:
     applied_digest: str | None
     """Digest of the adapter tensors that the layers multiplied by in these very passes; `None`: none was applied."""
     cached: Cached | None = None
-    """The end once more, from the cache that requests share; None: not asked for, no such cache, or no way to read
-    behind it."""
+    """The tokens after `prefix_length` once more, with the prefix from the cache that requests share; None: not asked
+    for, no such cache, or the engine cannot score after a cached prefix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,14 +323,14 @@ class Copy(Protocol):
         self,
         token_ids_T: Sequence[int],
         adapters: Sequence[str | None],
-        behind: int | None = None,
+        prefix_length: int | None = None,
         standing: Sequence[str] = (),
     ) -> list[Scored]:
         """One reading of the same tokens per adapter, all in one batch, by the passes that sampling uses.
 
         Args:
-            behind: once more the tokens after this one, those up to it from the cache that requests share, where it
-                holds them since an earlier call.
+            prefix_length: the tokens after this many are scored once more, with the first ones from the prefix cache,
+                where it holds them since an earlier call.
             standing: other adapters whose digests will be asked for: a server tells them with these readings.
         """
         ...

@@ -30,13 +30,13 @@ from tests.integration.killing import (
     kill_until_done,
 )
 from tests.integration.load import ENVIRONMENT, THREADS, busy_machine
-from tests.integration.run_nursery import Nursery
+from tests.integration.run_launcher import RunLauncher
 
 STEPS_PER_KILL = 2
 """Steps of a run that is killed n times, for each kill: enough that it is never done before it can be killed."""
 
 
-def repeat(nursery: Nursery, folder: Path, *, count: int, steps: int) -> list[dict[str, Any]]:
+def repeat(launcher: RunLauncher, folder: Path, *, count: int, steps: int) -> list[dict[str, Any]]:
     """One row per run: its first step, counted from 1, whose adapter differs from the first run's, or None."""
     manifest = demanding_manifest("LoRA with dropout", steps=steps)
     rows: list[dict[str, Any]] = []
@@ -44,7 +44,7 @@ def repeat(nursery: Nursery, folder: Path, *, count: int, steps: int) -> list[di
     for number in range(count):
         started = time.monotonic()
         out = str(folder / f"run-{number}")
-        assert nursery.run(manifest, out) == 0, f"run {number} failed"
+        assert launcher.run(manifest, out) == 0, f"run {number} failed"
         digests = adapter_digests(open_store(out))
         first = first or digests
         differing = next(
@@ -55,7 +55,7 @@ def repeat(nursery: Nursery, folder: Path, *, count: int, steps: int) -> list[di
     return rows
 
 
-def kill(nursery: Nursery, folder: Path, *, count: int) -> list[dict[str, Any]]:
+def kill(launcher: RunLauncher, folder: Path, *, count: int) -> list[dict[str, Any]]:
     """One row per manifest: what differs between the run that was killed `count` times and its twin, or None."""
     rows: list[dict[str, Any]] = []
     steps = STEPS_PER_KILL * count + 4
@@ -63,9 +63,9 @@ def kill(nursery: Nursery, folder: Path, *, count: int) -> list[dict[str, Any]]:
         started = time.monotonic()
         manifest = demanding_manifest(name, steps=steps)
         alone, killed = (str(folder / f"{number}-{which}") for which in ("alone", "killed"))
-        assert nursery.run(manifest, alone) == 0, f"{name} failed"
+        assert launcher.run(manifest, alone) == 0, f"{name} failed"
         undisturbed = time.monotonic() - started
-        kill_until_done(nursery, manifest, killed, kills=count, seed=number, alone=undisturbed)
+        kill_until_done(launcher, manifest, killed, kills=count, seed=number, alone=undisturbed)
         differs = None
         try:
             check_same_run(open_store(killed), open_store(alone), kills=count, steps=steps)
@@ -85,15 +85,15 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/same_bits"))
     given = parser.parse_args()
     count = given.count or (100 if given.what == "runs" else 10)
-    nursery = Nursery(ENVIRONMENT)
+    launcher = RunLauncher(ENVIRONMENT)
     try:
         with busy_machine(given.processes_per_core) as load, tempfile.TemporaryDirectory() as folder:
             if given.what == "runs":
-                rows = repeat(nursery, Path(folder), count=count, steps=given.steps)
+                rows = repeat(launcher, Path(folder), count=count, steps=given.steps)
             else:
-                rows = kill(nursery, Path(folder), count=count)
+                rows = kill(launcher, Path(folder), count=count)
     finally:
-        nursery.close()
+        launcher.close()
     differing = sum(row.get("differs_at_step", row.get("differs")) is not None for row in rows)
     facts = {
         "what": given.what, "count": count, "rows": rows, "differing": differing, "load_processes": load,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from orbit_runtime.cli.output import format_number, print_json
 from orbit_runtime.errors import EXIT_DONE, EXIT_STOPPED, UnsupportedError
-from orbit_runtime.workers.collector import collector_at_rest
+from orbit_runtime.workers.garbage_collection import gc_paused
 from orbit_runtime.workers.waiting import wait_asleep
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def run_manifest(file: Path, *, out: str | None, overrides: Sequence[str], dry_r
     idle = check_before_run(manifest, file.resolve().parent)
     if manifest.spec.rollout.engine == "SGLang":
         wait_asleep(os.environ)
-    with collector_at_rest():
+    with gc_paused():
         from orbit_runtime.loop.run import run
     from orbit_runtime.observability.logs import configure_logs
     from orbit_runtime.observability.progress import build_progress

@@ -42,7 +42,7 @@ from orbit_runtime.spec.run import RunSpec
 from orbit_runtime.storage import Execution, Store
 from orbit_runtime.storage.cache import Cache, default_cache
 from orbit_runtime.types import Engine, Probe, Tokenizer, Trainer
-from orbit_runtime.workers.collector import collector_at_rest, look_at_all_again
+from orbit_runtime.workers.garbage_collection import gc_paused, unfreeze_objects
 from orbit_runtime.workers.reward_protocol import RewardScorer
 
 if TYPE_CHECKING:
@@ -139,8 +139,8 @@ def build_parts(
     scorer = closing.enter_context(_build_scorer(spec, rewards or {}, inputs.search_path()))
     show.stage("model")
     folder = inputs.model()
-    closing.callback(look_at_all_again)
-    with collector_at_rest():
+    closing.callback(unfreeze_objects)
+    with gc_paused():
         from orbit_runtime.data.chat import ChatTokenizer
 
         tokenizer = ChatTokenizer(folder)

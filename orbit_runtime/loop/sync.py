@@ -16,9 +16,9 @@ from orbit_runtime.loop.build import Parts
 from orbit_runtime.loop.collect import check_failures, collect
 from orbit_runtime.loop.keep import keep_failure, keep_row, keep_step
 from orbit_runtime.loop.parity import check_again, step_limits
-from orbit_runtime.loop.rest import check_first_wake, engine_at_rest
 from orbit_runtime.loop.row import check_parity, step_row, with_checkpoint
 from orbit_runtime.loop.signals import StopFlag
+from orbit_runtime.loop.sleep import check_first_wake, engine_asleep
 from orbit_runtime.loop.state import RunState
 from orbit_runtime.types import Group
 
@@ -53,7 +53,7 @@ def run_sync(parts: Parts, state: RunState, stop: StopFlag) -> str:
 
             parts.show.stage("train", step)
             training_started = time.monotonic()
-            with engine_at_rest(parts, state):
+            with engine_asleep(parts, state):
                 samples_D = build_batch(parts.spec, parts.algorithm, parts.trainer, groups)
                 result = parts.trainer.update(samples_D)
             check_parity(result, step_limits(parts, state), enforce=parts.spec.parity.preflight == "Enforce")

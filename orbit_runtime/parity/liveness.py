@@ -149,7 +149,7 @@ def prove(
     start = max(1, len(canary_T) - CACHED_TAIL)
     expected = expected or expected_applied_digest(published.files, published.pieces)
     standing = [previous.name] if previous else []
-    adapted, base = engine.score(canary_T, [name, None], behind=start, standing=standing)
+    adapted, base = engine.score(canary_T, [name, None], prefix_length=start, standing=standing)
     trainer_adapted, trainer_base = trainer_scores
     slot_digest = engine.adapter_digest(name)
     trainer_change, change = _change(trainer_adapted, trainer_base), _change(adapted, base)

@@ -173,7 +173,7 @@ class CopyReading:
 
 def _read_copy(copy: Copy, sequences: Sequence[Ids], adapter: str) -> CopyReading:
     alone = _joined([copy.score(tokens, [None])[0] for tokens in sequences])
-    crowded = [copy.score(tokens, [adapter, None], behind=len(tokens) // 2) for tokens in sequences]
+    crowded = [copy.score(tokens, [adapter, None], prefix_length=len(tokens) // 2) for tokens in sequences]
     off = [without for _, without in crowded]
     anew, cached = _cached_readings(off)
     floor = build_difference([*alone, *anew], [*_joined(off), *cached])

@@ -21,7 +21,7 @@ from orbit_runtime.planner.job import Job, Machine, build_job
 from orbit_runtime.planner.layout import Layout
 from orbit_runtime.planner.parts import PHASES, Copies, Parts, Phase, base_bytes
 from orbit_runtime.planner.search import Choice, capacity_of, choose, why_one_copy
-from orbit_runtime.planner.serving import find_uncut, server_gpus, why_uncut
+from orbit_runtime.planner.serving import find_objection, find_refusal, server_gpus
 from orbit_runtime.planner.serving_memory import ServerMemory, server_memory
 from orbit_runtime.planner.support import Combination, Support, find_support
 from orbit_runtime.spec import OrbitRun
@@ -131,13 +131,13 @@ def plan(
     _check_precision(job, model)
     adapter = adapter_size(model.architecture, job)
     gpus = len(job.devices.engine)
-    size, uncut = server_gpus(model, job, gpus), find_uncut(model, job, gpus)
+    size, refusal = server_gpus(model, job, gpus), find_refusal(model, job, gpus)
     choice = choose(model, job, machine, adapter, size)
     support = find_support(_combination(job, model, machine))
     host, disk = _host_bytes(choice, machine), _disk_bytes(model, job, adapter)
     problems = (
         *_unsupported(support),
-        *(() if uncut is None else (Problem(uncut.message, uncut.where or "spec", uncut.fix or ""),)),
+        *(() if refusal is None else (Problem(refusal.message, refusal.where or "spec", refusal.fix or ""),)),
         *_copies_problem(job),
         *(
             Problem(message, f"{FIELD}.{name}", fix)
@@ -209,7 +209,7 @@ def _idle(model: ModelFacts, job: Job, size: int, gpus: int) -> list[str]:
     """GPUs that servers leave alone because the model cannot be cut over all of them."""
     if job.engine != "SGLang" or job.asked_server_gpus is not None or job.servers * size >= gpus:
         return []
-    why = why_uncut(model, job, gpus // job.servers, gpus)
+    why = find_objection(model, job, gpus // job.servers, gpus)
     why = (
         f"{gpus - job.servers * size} of {gpus} GPUs serve nothing: {why or f'{job.servers} servers share them evenly'}"
     )

@@ -35,11 +35,11 @@ def server_gpus(model: ModelFacts, job: Job, num_gpus: int) -> int:
     if job.asked_server_gpus is not None:
         return job.asked_server_gpus
     most = max(1, num_gpus // job.servers)
-    return next((size for size in range(most, 1, -1) if why_uncut(model, job, size, num_gpus) is None), 1)
+    return next((size for size in range(most, 1, -1) if find_objection(model, job, size, num_gpus) is None), 1)
 
 
-def why_uncut(model: ModelFacts, job: Job, size: int, num_gpus: int) -> str | None:
-    """What stands against servers of this size, in words; None where nothing does."""
+def find_objection(model: ModelFacts, job: Job, size: int, num_gpus: int) -> str | None:
+    """Why there cannot be servers of this size; None where there can."""
     if job.engine != "SGLang":
         return None
     if num_gpus and job.servers * size > num_gpus:
@@ -49,21 +49,21 @@ def why_uncut(model: ModelFacts, job: Job, size: int, num_gpus: int) -> str | No
     return next(_objections(model, job, size, on_cpu=num_gpus == 0), None)
 
 
-def find_uncut(model: ModelFacts, job: Job, num_gpus: int) -> UnsupportedError | None:
-    """What stands against the servers that a manifest asks for, with its field and what to write."""
-    why = why_uncut(model, job, server_gpus(model, job, num_gpus), num_gpus)
+def find_refusal(model: ModelFacts, job: Job, num_gpus: int) -> UnsupportedError | None:
+    """Why a manifest's servers cannot be had, with the field and what to write instead."""
+    why = find_objection(model, job, server_gpus(model, job, num_gpus), num_gpus)
     if why is None:
         return None
     if num_gpus and job.servers > num_gpus:
         return UnsupportedError(why, where="spec.rollout.replicas", fix=f"write replicas: {num_gpus} or less")
     sizes = range(1, (job.asked_server_gpus or 1) + 1)
-    fitting = [str(size) for size in sizes if why_uncut(model, job, size, num_gpus) is None]
+    fitting = [str(size) for size in sizes if find_objection(model, job, size, num_gpus) is None]
     return UnsupportedError(why, where=FIELD, fix=f"write tensorParallel: {' or '.join(fitting)}")
 
 
 def check_servers(model: ModelFacts, job: Job, num_gpus: int) -> int:
     """GPUs of each server, as `server_gpus`. Raises UnsupportedError (78) where something stands against it."""
-    found = find_uncut(model, job, num_gpus)
+    found = find_refusal(model, job, num_gpus)
     if found is not None:
         raise found
     return server_gpus(model, job, num_gpus)

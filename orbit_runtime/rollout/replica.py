@@ -253,10 +253,10 @@ class Replica:
             self._held.discard(name)
 
     async def score(
-        self, token_ids_T: Sequence[int], adapters: Sequence[str | None], behind: int | None = None
+        self, token_ids_T: Sequence[int], adapters: Sequence[str | None], prefix_length: int | None = None
     ) -> list[Scored]:
         """An adapter is known by the first reading of it."""
-        found = await self.api.score(token_ids_T, adapters, behind)
+        found = await self.api.score(token_ids_T, adapters, prefix_length)
         for adapter, scored in zip(adapters, found, strict=True):
             if adapter is not None:
                 self._witnesses.setdefault(adapter, (tuple(token_ids_T), scored.logprobs_T))

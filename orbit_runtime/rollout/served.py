@@ -197,9 +197,9 @@ class Api(Protocol):
         ...
 
     async def score(
-        self, token_ids_T: Sequence[int], adapters: Sequence[str | None], behind: int | None = None
+        self, token_ids_T: Sequence[int], adapters: Sequence[str | None], prefix_length: int | None = None
     ) -> list[Scored]:
-        """By adapter, computed anew, without digests. `behind`: as for a `Copy`, where there is such a way."""
+        """By adapter, computed anew, without digests. `prefix_length`: as for a `Copy`, where there is such a way."""
         ...
 
     async def facts(self) -> Mapping[str, Mapping[str, Any]] | None:

@@ -51,7 +51,7 @@ class ServedCopy:
         self,
         token_ids_T: Sequence[int],
         adapters: Sequence[str | None],
-        behind: int | None = None,
+        prefix_length: int | None = None,
         standing: Sequence[str] = (),
     ) -> list[Scored]:
         """Prefills of the same tokens, all in one request."""
@@ -60,7 +60,7 @@ class ServedCopy:
         async def readings() -> list[Scored]:
             asked = asked_facts(replica.taps, token_ids_T, named, standing) if replica.taps and named else None
             with asked or nullcontext() as told:
-                scores = await replica.ask(partial(replica.score, token_ids_T, adapters, behind))
+                scores = await replica.ask(partial(replica.score, token_ids_T, adapters, prefix_length))
                 told_now = await told() if told else None
             if told_now is not None:
                 self._told = merge_facts([told_now])

@@ -178,10 +178,10 @@ class SGLangApi:
             await self._wire.act("/abort_request", {"rid": rid})
 
     async def score(
-        self, token_ids_T: Sequence[int], adapters: Sequence[str | None], behind: int | None = None
+        self, token_ids_T: Sequence[int], adapters: Sequence[str | None], prefix_length: int | None = None
     ) -> list[Scored]:
         """SGLang takes from its cache what lies before a reading's start, and computes the rest."""
-        starts = [0] if behind is None else [0, behind]
+        starts = [0] if prefix_length is None else [0, prefix_length]
         # Neighbours with one adapter are one product of the server's.
         asked = [(adapter, start) for adapter in adapters for start in starts]
         body = {
@@ -199,7 +199,7 @@ class SGLangApi:
             for answer, (_, start) in zip(answers, asked, strict=True)
         ]
         whole = found[:: len(starts)]
-        ends = [None] * len(adapters) if behind is None else found[1::2]
+        ends = [None] * len(adapters) if prefix_length is None else found[1::2]
         return [Scored((0.0, *each.logprobs_T), None, end) for each, end in zip(whole, ends, strict=True)]
 
     async def facts(self) -> Mapping[str, Mapping[str, Any]] | None:

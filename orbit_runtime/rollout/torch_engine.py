@@ -177,12 +177,12 @@ class TorchEngine:
         self,
         token_ids_T: Sequence[int],
         adapters: Sequence[str | None],
-        behind: int | None = None,
+        prefix_length: int | None = None,
         standing: Sequence[str] = (),
     ) -> list[Scored]:
         """Teacher-forced: a prefill of all but the last few tokens, then decode steps, every adapter in one batch.
 
-        Two calls share no keys and values here: there is nothing to read `behind`. Digests are read when asked for.
+        Calls share no keys and values here, so `prefix_length` has no effect. Digests are read when asked for.
         """
         tail = min(SCORED_BY_DECODING, len(token_ids_T) - 1)
         prompt, forced = tuple(token_ids_T[:-tail]), tuple(token_ids_T[-tail:])

@@ -88,10 +88,11 @@ class VllmApi:
         """vLLM knows no single samples of a call; it ends them all when their stream is closed."""
 
     async def score(
-        self, token_ids_T: Sequence[int], adapters: Sequence[str | None], behind: int | None = None
+        self, token_ids_T: Sequence[int], adapters: Sequence[str | None], prefix_length: int | None = None
     ) -> list[Scored]:
         """One after the other: vLLM's CPU back end computes a request without adapter, in one batch with others, by
-        whatever adapter stands in its last slot (0.32; vllm-project/vllm#48421). Nothing is read `behind` a cache."""
+        whatever adapter stands in its last slot (0.32; vllm-project/vllm#48421). `prefix_length` has no
+        effect: nothing is read from a cache."""
         return [Scored((0.0, *await self._score(token_ids_T, adapter)), None) for adapter in adapters]
 
     async def _score(self, token_ids_T: Sequence[int], adapter: str | None) -> tuple[float, ...]:

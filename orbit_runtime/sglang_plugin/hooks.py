@@ -75,31 +75,31 @@ def _add_adapters(result: Any, controller: Any, *_: Any, **__: Any) -> Any:
 
 def _facts(runner: Any) -> dict[str, Any]:
     """Of all ranks, which all call it; only rank 0's answer is read."""
-    taken, failure = _take(runner, None, (), copied=False)
-    every = ranks.gather(_own(taken, failure, is_alone=ranks.count() == 1))
-    return {} if every is None else _describe(taken, every)
+    adapters, failure = _take(runner, None, (), copied=False)
+    every = ranks.gather(_own(adapters, failure, is_alone=ranks.count() == 1))
+    return {} if every is None else _describe(adapters, every)
 
 
 @dataclass(frozen=True)
 class Copied:
     """What facts about some adapters are made of, on this rank; they are made when and where its holder likes."""
 
-    taken: list[readback.Taken]
+    adapters: list[readback.HeldAdapter]
     failure: str | None
     is_ready: Callable[[], None]
     """Waits until the copies hold what they are copies of."""
 
     def own(self) -> dict[str, Any]:
         self.is_ready()
-        return _own(self.taken, self.failure, is_alone=ranks.count() == 1)
+        return _own(self.adapters, self.failure, is_alone=ranks.count() == 1)
 
     def facts(self, every: list[Any]) -> dict[str, Any]:
-        return _describe(self.taken, every)
+        return _describe(self.adapters, every)
 
 
 def _take_copies(runner: Any, names: Collection[str], standing: Collection[str]) -> Copied:
-    taken, failure = _take(runner, names, standing, copied=True)
-    return Copied(taken, failure, _copies_made())
+    adapters, failure = _take(runner, names, standing, copied=True)
+    return Copied(adapters, failure, _copies_made())
 
 
 def _copies_made() -> Callable[[], None]:
@@ -113,7 +113,7 @@ def _copies_made() -> Callable[[], None]:
 
 def _take(
     runner: Any, names: Collection[str] | None, standing: Collection[str], *, copied: bool
-) -> tuple[list[readback.Taken], str | None]:
+) -> tuple[list[readback.HeldAdapter], str | None]:
     """What stands on this rank, or why that cannot be told.
 
     A failure is told, not raised: it would take the server down, and the proof fails without the facts.
@@ -125,24 +125,24 @@ def _take(
         return [], _told(error)
 
 
-def _own(taken: list[readback.Taken], failure: str | None, *, is_alone: bool) -> dict[str, Any]:
-    own: dict[str, Any] = {"unhooked": [], "told": {}, "error": failure}
+def _own(adapters: list[readback.HeldAdapter], failure: str | None, *, is_alone: bool) -> dict[str, Any]:
+    own: dict[str, Any] = {"unhooked": [], "reports": {}, "error": failure}
     try:
         # SGLang logs a hook that it cannot place, and goes on without.
         own["unhooked"] = [name for name in _targets if not hasattr(pkgutil.resolve_name(name), "__wrapped__")]
-        own["told"] = readback.tell(taken, is_alone=is_alone)
+        own["reports"] = readback.report_adapters(adapters, is_alone=is_alone)
     except Exception as error:
         own["error"] = own["error"] or _told(error)
     return own
 
 
-def _describe(taken: list[readback.Taken], every: list[Any]) -> dict[str, Any]:
+def _describe(adapters: list[readback.HeldAdapter], every: list[Any]) -> dict[str, Any]:
     facts: dict[str, Any] = {"version": readback.VERSION, "adapters": {}}
     facts["unhooked"] = sorted({name for each in every for name in each["unhooked"]})
     errors = [f"rank {rank}: {each['error']}" for rank, each in enumerate(every) if each["error"]]
     try:
         if not errors:
-            facts["adapters"] = readback.describe(taken, [each["told"] for each in every])
+            facts["adapters"] = readback.describe(adapters, [each["reports"] for each in every])
     except Exception as error:
         errors.append(_told(error))
     return facts | {"error": "; ".join(errors)} if errors else facts

@@ -61,7 +61,7 @@ Slab = tuple[str, Any, tuple[Tensor, ...]]
 
 
 @dataclass(frozen=True, eq=False)
-class Taken:
+class HeldAdapter:
     """What one adapter's digests are made of, as this rank held it at one moment."""
 
     name: str
@@ -84,8 +84,8 @@ class Taken:
 
 
 @dataclass(frozen=True, eq=False)
-class Told:
-    """Of `Taken`, what another rank needs."""
+class RankReport:
+    """Of `HeldAdapter`, what another rank needs."""
 
     slot: int | None
     passed: int | None
@@ -111,7 +111,7 @@ def note_batch(manager: Any, adapters: Iterable[str]) -> None:
 
 def take_adapters(
     manager: Any, names: Collection[str] | None = None, standing: Collection[str] = (), *, copied: bool = True
-) -> list[Taken]:
+) -> list[HeldAdapter]:
     """What stands in the slots of this rank; all that decoding has to wait for.
 
     Args:
@@ -121,7 +121,7 @@ def take_adapters(
     """
     for key in _passed.keys() - manager.lora_refs.keys():
         del _passed[key]
-    taken = []
+    adapters = []
     for key, reference in manager.lora_refs.items():
         is_asked = names is None or reference.lora_name in names
         if not is_asked and reference.lora_name not in standing:
@@ -132,48 +132,48 @@ def take_adapters(
         slabs = {each: list(_slabs(manager, adapter, each)) for each in used}
         if copied:
             slabs = {each: _copies(held) for each, held in slabs.items()}
-        taken.append(Taken(
+        adapters.append(HeldAdapter(
             reference.lora_name, Path(reference.lora_path), adapter, slot, passed.slot if passed else None,
             scaling=float(passed.scalings[passed.slot]) if passed and _published(adapter) is None else None,
             mark="" if slot is None else _mark(manager, adapter, slot),
             is_shared_outer=bool(manager.experts_shared_outer_loras), slabs=slabs,
         ))  # fmt: skip
-    return taken
+    return adapters
 
 
-def tell(taken: Iterable[Taken], *, is_alone: bool) -> dict[str, Told]:
+def report_adapters(adapters: Iterable[HeldAdapter], *, is_alone: bool) -> dict[str, RankReport]:
     """By adapter name.
 
     Args:
         is_alone: there is no other rank, so that nothing of it is sent.
     """
-    told = {}
-    for each in taken:
+    reports = {}
+    for each in adapters:
         pieces = {slot: list(_pieces(each, slabs, is_alone=is_alone)) for slot, slabs in each.slabs.items()}
         if not is_alone:
             whole = (each.folder / EXPLAIN_FILE).exists()
             pieces = {slot: pack(held, whole=whole) for slot, held in pieces.items()}
-        told[each.name] = Told(each.slot, each.passed, each.scaling, each.mark, pieces)
-    return told
+        reports[each.name] = RankReport(each.slot, each.passed, each.scaling, each.mark, pieces)
+    return reports
 
 
-def describe(taken: Iterable[Taken], ranks: Sequence[Mapping[str, Told]]) -> dict[str, dict[str, Any]]:
+def describe(adapters: Iterable[HeldAdapter], ranks: Sequence[Mapping[str, RankReport]]) -> dict[str, dict[str, Any]]:
     """By adapter name: where it was loaded from, digest of its slots, digest of what the newest pass applied.
 
     Digests are None while the adapter is in no slot, or in no batch yet. Another adapter in the slot that a batch used
     shows, because both digests are computed from the buffers' bytes; so does a rank that holds something else.
 
     Args:
-        taken: of rank 0.
-        ranks: what every rank told, in order.
+        adapters: of rank 0.
+        ranks: what every rank reports, in order.
     """
     described = {}
-    for each in taken:
-        told = [rank.get(each.name) for rank in ranks]
-        standing = _joined(told, [rank and rank.slot for rank in told])
+    for each in adapters:
+        reports = [rank.get(each.name) for rank in ranks]
+        standing = _joined(reports, [rank and rank.slot for rank in reports])
         # As a rule the newest batch used the slot where it stands.
-        is_same = all(rank is None or rank.passed == rank.slot for rank in told)
-        applied = standing if is_same else _joined(told, [rank and rank.passed for rank in told])
+        is_same = all(rank is None or rank.passed == rank.slot for rank in reports)
+        applied = standing if is_same else _joined(reports, [rank and rank.passed for rank in reports])
         # One pass over what is held serves both digests, as a rule.
         pieces = tensorfile.tensor_pieces(standing)
         used = pieces if applied is standing else tensorfile.tensor_pieces(applied)
@@ -181,9 +181,11 @@ def describe(taken: Iterable[Taken], ranks: Sequence[Mapping[str, Told]]) -> dic
         described[each.name] = {
             "path": str(each.folder),
             "slot": each.slot,
-            "slot_digest": None if each.slot is None else _slot_digest(each, told, standing, pieces),
-            "applied_digest": None if each.passed is None else _applied_digest(told, applied, used),
-            "difference": _difference(each.folder, _slot_files(each, told, standing), told) if explained else None,
+            "slot_digest": None if each.slot is None else _slot_digest(each, reports, standing, pieces),
+            "applied_digest": None if each.passed is None else _applied_digest(reports, applied, used),
+            "difference": _difference(each.folder, _slot_files(each, reports, standing), reports)
+            if explained
+            else None,
         }
     return described
 
@@ -204,14 +206,14 @@ def _same(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _difference(folder: Path, held: Mapping[str, bytes], told: Sequence[Told | None]) -> str:
+def _difference(folder: Path, held: Mapping[str, bytes], reports: Sequence[RankReport | None]) -> str:
     """Of one rank after the other, where there are several."""
     published = {name: (folder / name).read_bytes() for name in held}
-    if len(told) == 1:
+    if len(reports) == 1:
         return explain_difference(published, held)
     file = ROTATIONS_FILE if ROTATIONS_FILE in held else MODEL_FILE
     tensors = published_tensors(published)
-    ranks = [each.pieces.get(each.slot, ()) if each and each.slot is not None else () for each in told]
+    ranks = [each.pieces.get(each.slot, ()) if each and each.slot is not None else () for each in reports]
     differences = []
     for rank in range(len(ranks)):
         found = with_pieces(tensors, ranks, rank)
@@ -221,44 +223,46 @@ def _difference(folder: Path, held: Mapping[str, bytes], told: Sequence[Told | N
     return "; ".join(differences) or explain_difference(published, held)
 
 
-def _joined(told: Sequence[Told | None], slots: Sequence[int | None]) -> Mapping[str, Tensor]:
+def _joined(reports: Sequence[RankReport | None], slots: Sequence[int | None]) -> Mapping[str, Tensor]:
     """What all ranks hold in these slots, one each; None: in none."""
     pieces = [
         () if each is None or slot is None else each.pieces.get(slot, ())
-        for each, slot in zip(told, slots, strict=True)
+        for each, slot in zip(reports, slots, strict=True)
     ]
     return join(pieces)
 
 
 def _slot_digest(
-    taken: Taken, told: Sequence[Told | None], held: Mapping[str, Tensor], pieces: Mapping[str, Pieces]
+    adapter: HeldAdapter, reports: Sequence[RankReport | None], held: Mapping[str, Tensor], pieces: Mapping[str, Pieces]
 ) -> str:
     """Of what the slots of all ranks hold: the published one where that is what was published.
 
     What has no tensor of its own and must show, is said in the tensors' names.
     """
-    suffix, published = _suffix(told), _published(taken.adapter)
+    suffix, published = _suffix(reports), _published(adapter.adapter)
     frame = "{}" + suffix if published is not None else f"{PEFT_PREFIX}{{}}.weight{suffix}"
     return held_digest(
-        _settings(taken),
+        _settings(adapter),
         {frame.format(name): tuple(tensor.shape) for name, tensor in held.items()},
         {frame.format(name): each for name, each in pieces.items()},
         parameters=None if published is None else published.parameters,
     )
 
 
-def _suffix(told: Sequence[Told | None]) -> str:
-    return "".join(sorted({each.mark for each in told if each}))
+def _suffix(reports: Sequence[RankReport | None]) -> str:
+    return "".join(sorted({each.mark for each in reports if each}))
 
 
-def _settings(taken: Taken) -> bytes:
-    config = taken.adapter.config
-    return config_file(config.hf_config) if config.path is None else (taken.folder / CONFIG_FILE).read_bytes()
+def _settings(adapter: HeldAdapter) -> bytes:
+    config = adapter.adapter.config
+    return config_file(config.hf_config) if config.path is None else (adapter.folder / CONFIG_FILE).read_bytes()
 
 
-def _slot_files(taken: Taken, told: Sequence[Told | None], held: Mapping[str, Tensor]) -> dict[str, bytes]:
+def _slot_files(
+    adapter: HeldAdapter, reports: Sequence[RankReport | None], held: Mapping[str, Tensor]
+) -> dict[str, bytes]:
     """The published files, rebuilt, for telling how they differ."""
-    published, settings, suffix = _published(taken.adapter), _settings(taken), _suffix(told)
+    published, settings, suffix = _published(adapter.adapter), _settings(adapter), _suffix(reports)
     if published is not None:
         return {
             MODEL_FILE: tensorfile.dump(published.parameters, torch.float32),
@@ -269,8 +273,10 @@ def _slot_files(taken: Taken, told: Sequence[Told | None], held: Mapping[str, Te
     return {MODEL_FILE: tensorfile.dump_narrowed(tensors), CONFIG_FILE: settings}
 
 
-def _applied_digest(told: Sequence[Told | None], tensors: Mapping[str, Tensor], pieces: Mapping[str, Pieces]) -> str:
-    return digest_applied(shapes_of(tensors), pieces, {each.scaling for each in told if each})
+def _applied_digest(
+    reports: Sequence[RankReport | None], tensors: Mapping[str, Tensor], pieces: Mapping[str, Pieces]
+) -> str:
+    return digest_applied(shapes_of(tensors), pieces, {each.scaling for each in reports if each})
 
 
 def _mark(manager: Any, adapter: Any, slot: int) -> str:
@@ -307,9 +313,9 @@ def _copies(slabs: Iterable[Slab]) -> list[Slab]:
     return [(name, layer, tuple(each.clone() for each in buffers)) for name, layer, buffers in slabs]
 
 
-def _pieces(taken: Taken, slabs: Iterable[Slab], *, is_alone: bool) -> Iterator[Piece]:
+def _pieces(adapter: HeldAdapter, slabs: Iterable[Slab], *, is_alone: bool) -> Iterator[Piece]:
     """Of every layer, under its names in files."""
-    config = taken.adapter.config
+    config = adapter.adapter.config
     for name, layer, buffers in slabs:
         if len(buffers) == 1:
             is_copy = not is_alone and own_rank() > 0
@@ -318,7 +324,7 @@ def _pieces(taken: Taken, slabs: Iterable[Slab], *, is_alone: bool) -> Iterator[
             yield from _split(name, layer, *buffers, config.r, is_alone=is_alone)
         else:
             scaling, place = config.lora_alpha / config.r, None if is_alone else layer.tp_rank
-            yield from _split_experts(name, buffers, config.r, scaling, taken.is_shared_outer, place)
+            yield from _split_experts(name, buffers, config.r, scaling, adapter.is_shared_outer, place)
 
 
 def _split_experts(

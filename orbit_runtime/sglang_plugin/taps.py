@@ -179,7 +179,7 @@ def _receive(file: Path) -> Any:
             continue
         file.unlink()
         return told
-    return {"unhooked": [], "told": {}, "error": f"told nothing of the pass within {OTHERS_SECONDS:.0f} s"}
+    return {"unhooked": [], "reports": {}, "error": f"told nothing of the pass within {OTHERS_SECONDS:.0f} s"}
 
 
 _answered: set[str] = set()

@@ -158,7 +158,7 @@ class Agent:
             server.stop()
 
     def end(self) -> None:
-        """Ends all servers, at once: the pod's grace period is one for all. None is started any more."""
+        """Ends all servers at once, since the pod's grace period covers them all, and refuses to start another."""
         with self._lock:
             self._is_ending = True
             names = list(self._servers)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from cluster.by_hand import Team
-from cluster.operator_nursery import Forked
+from cluster.operator_launcher import Forked
 
 FAST = {
     "ORBIT_OPERATOR_IDENTITY": "the-operator",

@@ -117,10 +117,10 @@ class FaultyEngine:
         self,
         token_ids_T: Sequence[int],
         adapters: Sequence[str | None],
-        behind: int | None = None,
+        prefix_length: int | None = None,
         standing: Sequence[str] = (),
     ) -> list[Scored]:
-        return self.engine.score(token_ids_T, [self._name(name) for name in adapters], behind, standing)
+        return self.engine.score(token_ids_T, [self._name(name) for name in adapters], prefix_length, standing)
 
     def close(self) -> None:
         self.engine.close()

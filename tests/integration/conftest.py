@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.integration.run_nursery import Nursery
+from tests.integration.run_launcher import RunLauncher
 
 
 @pytest.fixture(scope="session")
-def nursery() -> Iterator[Nursery]:
-    made = Nursery()
+def launcher() -> Iterator[RunLauncher]:
+    made = RunLauncher()
     yield made
     made.close()

@@ -13,7 +13,7 @@ from typing import Any
 
 from orbit_runtime.observability.metrics import TIME_FIELDS
 from orbit_runtime.storage import Store, open_store
-from tests.integration.run_nursery import Nursery
+from tests.integration.run_launcher import RunLauncher
 
 
 def small_manifest(*, steps: int, adapter: str = "LoRA", every_steps: int = 1, seed: int = 0) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def timeless_rows(store: Store) -> list[dict[str, Any]]:
 
 
 def kill_until_done(
-    nursery: Nursery, manifest: dict[str, Any], out: str, *, kills: int, seed: int, alone: float
+    launcher: RunLauncher, manifest: dict[str, Any], out: str, *, kills: int, seed: int, alone: float
 ) -> None:
     """Starts the run, kills it `kills` times, then lets it finish.
 
@@ -87,7 +87,7 @@ def kill_until_done(
     store = open_store(out)
     for execution in range(1, kills + 1):
         known = _checkpoints(store)
-        pid = nursery.start(manifest, out)
+        pid = launcher.start(manifest, out)
         _wait_for(store.exists, f"executions/{execution:06}.json")
         if execution % 2:
             time.sleep(rng.uniform(0, alone / 12))
@@ -95,9 +95,9 @@ def kill_until_done(
             _wait_for(lambda before: _checkpoints(store) - before, known)
             time.sleep(rng.uniform(0, alone / 30))
         os.kill(pid, signal.SIGKILL)
-        code = nursery.wait()
+        code = launcher.wait()
         assert code == -signal.SIGKILL, f"the run ended with {code} before it could be killed: give it more steps"
-    assert nursery.run(manifest, out) == 0
+    assert launcher.run(manifest, out) == 0
 
 
 def check_same_run(killed: Store, alone: Store, *, kills: int, steps: int) -> None:

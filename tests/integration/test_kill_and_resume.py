@@ -24,13 +24,13 @@ from tests.integration.killing import (
     timeless_rows,
 )
 from tests.integration.load import ENVIRONMENT, busy_machine
-from tests.integration.run_nursery import Nursery
+from tests.integration.run_launcher import RunLauncher
 
 
 @pytest.fixture(scope="module")
-def loaded() -> Iterator[Nursery]:
+def loaded() -> Iterator[RunLauncher]:
     """Runs with two threads, on a machine whose cores are wanted by others as well."""
-    made = Nursery(ENVIRONMENT)
+    made = RunLauncher(ENVIRONMENT)
     with busy_machine(processes_per_core=1):
         yield made
     made.close()
@@ -43,7 +43,7 @@ def loaded() -> Iterator[Nursery]:
     ids=["LoRA, three", "OFT, two", "KL, one"],
 )
 def test_kills_change_no_bit(
-    tmp_path: Path, loaded: Nursery, name: str, every_steps: int, kills: int, steps: int
+    tmp_path: Path, loaded: RunLauncher, name: str, every_steps: int, kills: int, steps: int
 ) -> None:
     manifest = demanding_manifest(name, steps=steps, every_steps=every_steps)
     started = time.monotonic()
@@ -53,40 +53,42 @@ def test_kills_change_no_bit(
     check_same_run(open_store(str(tmp_path / "killed")), open_store(str(tmp_path / "alone")), kills=kills, steps=steps)
 
 
-def test_sigterm_finishes_the_step_and_the_same_command_continues(tmp_path: Path, nursery: Nursery) -> None:
+def test_sigterm_finishes_the_step_and_the_same_command_continues(tmp_path: Path, launcher: RunLauncher) -> None:
     manifest = small_manifest(steps=25, every_steps=1000)
-    assert nursery.run(manifest, str(tmp_path / "alone")) == 0
+    assert launcher.run(manifest, str(tmp_path / "alone")) == 0
     out = str(tmp_path / "stopped")
-    pid = nursery.start(manifest, out)
+    pid = launcher.start(manifest, out)
     store = open_store(out)
     while not store.exists("metrics/step-000005.json"):
         time.sleep(0.02)
     os.kill(pid, signal.SIGTERM)
-    assert nursery.wait() == 75
+    assert launcher.wait() == 75
     newest = json.loads(store.get("report.json"))
     assert newest["status"] == "stopped"
     assert 5 <= newest["steps"] < 25
     assert newest["last_checkpoint"].rstrip("/").endswith(f"{newest['steps']:06d}")
     assert newest["base_digest_after"] == newest["base_digest_before"]
-    assert nursery.run(manifest, out) == 0
+    assert launcher.run(manifest, out) == 0
     assert timeless_rows(store) == timeless_rows(open_store(str(tmp_path / "alone")))
 
 
-def test_a_finished_run_started_again_does_nothing_and_more_steps_continue_it(tmp_path: Path, nursery: Nursery) -> None:
+def test_a_finished_run_started_again_does_nothing_and_more_steps_continue_it(
+    tmp_path: Path, launcher: RunLauncher
+) -> None:
     out, alone = str(tmp_path / "grown"), str(tmp_path / "alone")
-    assert nursery.run(small_manifest(steps=4), out) == 0
+    assert launcher.run(small_manifest(steps=4), out) == 0
     before = open_store(out).get("metrics.jsonl")
-    assert nursery.run(small_manifest(steps=4), out) == 0
+    assert launcher.run(small_manifest(steps=4), out) == 0
     assert open_store(out).get("metrics.jsonl") == before
-    assert nursery.run(small_manifest(steps=9), out) == 0
-    assert nursery.run(small_manifest(steps=9), alone) == 0
+    assert launcher.run(small_manifest(steps=9), out) == 0
+    assert launcher.run(small_manifest(steps=9), alone) == 0
     assert timeless_rows(open_store(out)) == timeless_rows(open_store(alone))
 
 
-def test_another_seed_is_another_run(tmp_path: Path, nursery: Nursery) -> None:
+def test_another_seed_is_another_run(tmp_path: Path, launcher: RunLauncher) -> None:
     out = str(tmp_path / "run")
-    assert nursery.run(small_manifest(steps=2), out) == 0
-    assert nursery.run(small_manifest(steps=2, seed=1), out) == 73
+    assert launcher.run(small_manifest(steps=2), out) == 0
+    assert launcher.run(small_manifest(steps=2, seed=1), out) == 73
 
 
 class Notes(SilentProgress):
@@ -98,9 +100,9 @@ class Notes(SilentProgress):
 
 
 @pytest.mark.timeout(300)
-def test_a_resume_under_another_number_of_threads_is_noted_and_kept(tmp_path: Path, nursery: Nursery) -> None:
+def test_a_resume_under_another_number_of_threads_is_noted_and_kept(tmp_path: Path, launcher: RunLauncher) -> None:
     out = str(tmp_path / "run")
-    assert nursery.run(small_manifest(steps=1), out) == 0
+    assert launcher.run(small_manifest(steps=1), out) == 0
     store = open_store(out)
     before = json.loads(store.get("run.json"))
     (here,) = before["rounding"]

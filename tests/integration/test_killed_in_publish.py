@@ -13,7 +13,7 @@ import pytest
 
 from orbit_runtime.storage import open_store
 from tests.integration.killing import small_manifest, timeless_rows
-from tests.integration.run_nursery import Nursery
+from tests.integration.run_launcher import RunLauncher
 
 ROOT = Path(__file__).parents[2]
 DRIVER = """
@@ -49,7 +49,7 @@ main(sys.argv[4:])
     ids=["before the proof", "proven, and not yet said so"],
 )
 def test_a_kill_between_load_and_proof_changes_no_bit(
-    module: str, function: str, call: int, tmp_path: Path, nursery: Nursery
+    module: str, function: str, call: int, tmp_path: Path, launcher: RunLauncher
 ) -> None:
     manifest, out, alone = small_manifest(steps=4), str(tmp_path / "killed"), str(tmp_path / "alone")
     written = tmp_path / "run.json"
@@ -63,8 +63,8 @@ def test_a_kill_between_load_and_proof_changes_no_bit(
     store = open_store(out)
     steps = [name for name in store.list("metrics/") if "step-" in name]
     assert len(steps) == 1, "the step before was kept, and the one whose adapter was not proven was not"
-    assert nursery.run(manifest, out) == 0
-    assert nursery.run(manifest, alone) == 0
+    assert launcher.run(manifest, out) == 0
+    assert launcher.run(manifest, alone) == 0
     assert timeless_rows(store) == timeless_rows(open_store(alone))
     report, expected = (json.loads(open_store(place).get("report.json")) for place in (out, alone))
     assert report["adapter_digest"] == expected["adapter_digest"]

@@ -11,7 +11,7 @@ import pytest
 from orbit_runtime.cli.main import run_command
 from orbit_runtime.storage import open_store
 from tests.integration.killing import small_manifest, timeless_rows
-from tests.integration.run_nursery import Nursery
+from tests.integration.run_launcher import RunLauncher
 
 
 def manifest(*, steps: int, origin: Path | str | None = None, **changes: Any) -> dict[str, Any]:
@@ -25,16 +25,16 @@ def manifest(*, steps: int, origin: Path | str | None = None, **changes: Any) ->
 
 
 @pytest.fixture(scope="module")
-def first(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def first(launcher: RunLauncher, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("origin") / "first"
-    assert nursery.run(manifest(steps=3), str(out)) == 0
+    assert launcher.run(manifest(steps=3), str(out)) == 0
     return out
 
 
-def test_it_goes_on_bit_for_bit_with_optimizer_and_prompts(nursery: Nursery, first: Path, tmp_path: Path) -> None:
+def test_it_goes_on_bit_for_bit_with_optimizer_and_prompts(launcher: RunLauncher, first: Path, tmp_path: Path) -> None:
     longer, alone = tmp_path / "longer", tmp_path / "alone"
-    assert nursery.run(manifest(steps=6, origin=first), str(longer)) == 0
-    assert nursery.run(manifest(steps=6), str(alone)) == 0
+    assert launcher.run(manifest(steps=6, origin=first), str(longer)) == 0
+    assert launcher.run(manifest(steps=6), str(alone)) == 0
     assert timeless_rows(open_store(str(longer))) == timeless_rows(open_store(str(alone)))[3:]
     told = json.loads((longer / "run.json").read_text())
     assert told["origin"]["checkpoint"] == "checkpoints/step-000003"
@@ -43,16 +43,16 @@ def test_it_goes_on_bit_for_bit_with_optimizer_and_prompts(nursery: Nursery, fir
     assert run_command(["replay", str(longer)]) == 0
 
 
-def test_a_checkpoint_may_be_named_and_stays_the_one_it_was(nursery: Nursery, first: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_may_be_named_and_stays_the_one_it_was(launcher: RunLauncher, first: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     made = manifest(steps=4, origin=first / "checkpoints" / "step-000002")
     made["spec"]["training"]["learningRate"] = 1e-4
-    assert nursery.run(made, str(out)) == 0
+    assert launcher.run(made, str(out)) == 0
     rows = timeless_rows(open_store(str(out)))
     assert [row["step"] for row in rows] == [3, 4]
     assert [row["learning_rate"] for row in rows] == [1e-4, 1e-4], "the optimizer goes on, at this run's rate"
     made["spec"]["training"]["steps"] = 5
-    assert nursery.run(made, str(out)) == 0
+    assert launcher.run(made, str(out)) == 0
     told = json.loads((out / "run.json").read_text())
     assert told["origin"]["checkpoint"] == "checkpoints/step-000002"
 

@@ -11,18 +11,18 @@ import pytest
 from orbit_runtime.cli.main import run_command
 from orbit_runtime.data.records import compress_rollouts, decompress_rollouts
 from tests.integration.killing import small_manifest
-from tests.integration.run_nursery import Nursery
+from tests.integration.run_launcher import RunLauncher
 
 STEPS = 4
 
 
 @pytest.fixture(scope="module", params=["LoRA", "OFT"])
-def out(request: pytest.FixtureRequest, nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def out(request: pytest.FixtureRequest, launcher: RunLauncher, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run whose reward holds the KL penalty, so that the trainer has a part in the advantages."""
     folder = tmp_path_factory.mktemp("replay") / "run"
     manifest = small_manifest(steps=STEPS, adapter=request.param)
     manifest["spec"]["algorithm"]["kl"] = {"coefficient": 0.1, "placement": "Reward"}
-    assert nursery.run(manifest, str(folder)) == 0
+    assert launcher.run(manifest, str(folder)) == 0
     return folder
 
 

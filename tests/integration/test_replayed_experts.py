@@ -12,7 +12,7 @@ from orbit_runtime.cli.main import run_command
 from orbit_runtime.data.records import decompress_rollouts
 from orbit_runtime.data.routing import unpack_experts
 from tests.integration.killing import small_manifest
-from tests.integration.run_nursery import Nursery
+from tests.integration.run_launcher import RunLauncher
 from tests.integration.tiny_families import make_family
 
 STEPS = 2
@@ -37,10 +37,10 @@ def rows(out: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("replay", ["Record", "Replay"])
 def test_a_run_records_experts_measures_both_parities_and_is_replayed_bit_for_bit(
-    model: Path, nursery: Nursery, tmp_path: Path, capsys: pytest.CaptureFixture[str], replay: str
+    model: Path, launcher: RunLauncher, tmp_path: Path, capsys: pytest.CaptureFixture[str], replay: str
 ) -> None:
     out = tmp_path / "run"
-    assert nursery.run(manifest_of(model, replay), str(out)) == 0
+    assert launcher.run(manifest_of(model, replay), str(out)) == 0
     for row in rows(out):
         # In fp32 both sides choose alike but for near ties.
         assert row["router_agreement"] > 0.99
@@ -55,16 +55,16 @@ def test_a_run_records_experts_measures_both_parities_and_is_replayed_bit_for_bi
     assert json.loads(capsys.readouterr().out)["equal"] is True
 
 
-def test_without_it_nothing_is_recorded(model: Path, nursery: Nursery, tmp_path: Path) -> None:
+def test_without_it_nothing_is_recorded(model: Path, launcher: RunLauncher, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    assert nursery.run(manifest_of(model, "None"), str(out)) == 0
+    assert launcher.run(manifest_of(model, "None"), str(out)) == 0
     assert [row["router_agreement"] for row in rows(out)] == [None] * STEPS
     (first, *_) = decompress_rollouts((out / "rollouts" / "step-000001.jsonl.zst").read_bytes())
     assert first.routed_experts is None
 
 
-def test_a_model_without_routed_experts_is_refused_by_field(nursery: Nursery, tmp_path: Path) -> None:
+def test_a_model_without_routed_experts_is_refused_by_field(launcher: RunLauncher, tmp_path: Path) -> None:
     manifest = small_manifest(steps=1)
     manifest["spec"]["rollout"]["routerReplay"] = "Replay"
     out = tmp_path / "run"
-    assert nursery.run(manifest, str(out)) == 78
+    assert launcher.run(manifest, str(out)) == 78

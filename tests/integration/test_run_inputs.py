@@ -16,7 +16,7 @@ import pytest
 from fakes.hub_server import Fault, HubServer
 
 from tests.integration.killing import small_manifest
-from tests.integration.run_nursery import Nursery
+from tests.integration.run_launcher import RunLauncher
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "orbit_runtime/model_info/builtin/tiny-adder/int4"
@@ -50,12 +50,12 @@ def manifest(code: Path, *, steps: int) -> dict[str, Any]:
 
 
 def test_a_run_keeps_to_what_it_read_first(
-    hub: HubServer, nursery: Nursery, environment: dict[str, str], tmp_path: Path
+    hub: HubServer, launcher: RunLauncher, environment: dict[str, str], tmp_path: Path
 ) -> None:
     code, moved, out = tmp_path / "code", tmp_path / "moved", tmp_path / "run"
     code.mkdir()
     (code / "orbit_test_rewards.py").write_text(REWARD)
-    assert nursery.run(manifest(code, steps=1), str(out), environment) == 0
+    assert launcher.run(manifest(code, steps=1), str(out), environment) == 0
     told = json.loads((out / "run.json").read_text())
     model = told["inputs"]["spec.model.uri"]
     assert model["revision"] == hub.repositories["models", "example/tiny-adder"].head
@@ -68,14 +68,14 @@ def test_a_run_keeps_to_what_it_read_first(
     hub.add("example/tiny-adder", {**MODEL, "config.json": b"{}"})
     hub.requests.clear()
     code.rename(moved)
-    assert nursery.run(manifest(moved, steps=2), str(out), environment) == 0
+    assert launcher.run(manifest(moved, steps=2), str(out), environment) == 0
     assert not [request for request in hub.requests if "tiny-adder" in request.path]
     (moved / "orbit_test_rewards.py").write_text(REWARD + "# another\n")
-    assert nursery.run(manifest(moved, steps=3), str(out), environment) == 73
+    assert launcher.run(manifest(moved, steps=3), str(out), environment) == 73
 
 
 def test_sigterm_during_a_download_ends_with_75_and_the_next_start_goes_on(
-    hub: HubServer, nursery: Nursery, environment: dict[str, str], tmp_path: Path
+    hub: HubServer, launcher: RunLauncher, environment: dict[str, str], tmp_path: Path
 ) -> None:
     (tmp_path / "orbit_test_rewards.py").write_text(REWARD)
     digest, released = hashlib.sha256(MODEL["model.safetensors"]).hexdigest(), threading.Event()
@@ -83,25 +83,25 @@ def test_sigterm_during_a_download_ends_with_75_and_the_next_start_goes_on(
     made = manifest(tmp_path, steps=1)
     del made["spec"]["environment"]["code"]
     made["spec"]["environment"]["rewards"] = [{"name": "correct", "type": "ExactMatch"}]
-    pid = nursery.start(made, str(tmp_path / "run"), environment)
+    pid = launcher.start(made, str(tmp_path / "run"), environment)
     until = time.monotonic() + 60
     while not hub.asked_for(digest) and time.monotonic() < until:
         time.sleep(0.05)
     os.kill(pid, signal.SIGTERM)
     time.sleep(0.5)
     released.set()
-    assert nursery.wait() == 75
-    assert nursery.run(made, str(tmp_path / "run"), environment) == 0
+    assert launcher.wait() == 75
+    assert launcher.run(made, str(tmp_path / "run"), environment) == 0
 
 
 def test_a_mistake_in_an_address_has_its_exit_code(
-    nursery: Nursery, environment: dict[str, str], tmp_path: Path
+    launcher: RunLauncher, environment: dict[str, str], tmp_path: Path
 ) -> None:
     made = small_manifest(steps=1)
     made["spec"]["model"] = {"uri": "hf://example/tiny-adder@none"}
-    assert nursery.run(made, str(tmp_path / "a"), environment) == 66
+    assert launcher.run(made, str(tmp_path / "a"), environment) == 66
     made["spec"]["data"] = {"prompts": [{"uri": "hf://datasets/example/sums/none.jsonl"}]}
-    assert nursery.run(made, str(tmp_path / "b"), environment) == 65
+    assert launcher.run(made, str(tmp_path / "b"), environment) == 65
     made["spec"]["environment"]["code"] = {"uri": str(tmp_path / "none")}
     made["spec"]["data"] = {"prompts": [{"uri": "builtin://two-digit-addition"}]}
-    assert nursery.run(made, str(tmp_path / "c"), environment) == 64
+    assert launcher.run(made, str(tmp_path / "c"), environment) == 64

@@ -18,15 +18,15 @@ import pytest
 from orbit_runtime.storage import open_store
 from tests.integration.killing import adapter_digests, demanding_manifest
 from tests.integration.load import ENVIRONMENT, busy_machine
-from tests.integration.run_nursery import Nursery
+from tests.integration.run_launcher import RunLauncher
 
 STEPS, REPEATS = 2, 3
 
 
 @pytest.fixture(scope="module")
-def loaded() -> Iterator[Nursery]:
+def loaded() -> Iterator[RunLauncher]:
     """Runs with two threads on a machine that is busy."""
-    made = Nursery(ENVIRONMENT)
+    made = RunLauncher(ENVIRONMENT)
     with busy_machine():
         yield made
     made.close()
@@ -40,7 +40,7 @@ def replay(out: Path, environment: dict[str, str]) -> tuple[int, dict[str, Any]]
 
 @pytest.mark.timeout(600)
 def test_a_manifest_run_again_on_a_busy_machine_gives_the_same_adapter_after_every_step_and_replays(
-    tmp_path: Path, loaded: Nursery
+    tmp_path: Path, loaded: RunLauncher
 ) -> None:
     manifest = demanding_manifest("LoRA with dropout", steps=STEPS)
     found = []

@@ -11,22 +11,22 @@ from fakes.s3_server import S3Server
 
 from orbit_runtime.storage import open_store
 from tests.integration.killing import kill_until_done, small_manifest, timeless_rows
-from tests.integration.run_nursery import Nursery
+from tests.integration.run_launcher import RunLauncher
 
 
 @pytest.fixture(scope="module")
-def nursery(shared_s3_server: S3Server) -> Iterator[Nursery]:
-    made = Nursery(shared_s3_server.environment())
+def launcher(shared_s3_server: S3Server) -> Iterator[RunLauncher]:
+    made = RunLauncher(shared_s3_server.environment())
     yield made
     made.close()
 
 
-def test_ten_kills_change_no_bit_on_s3(s3_bucket: str, nursery: Nursery) -> None:
+def test_ten_kills_change_no_bit_on_s3(s3_bucket: str, launcher: RunLauncher) -> None:
     manifest = small_manifest(steps=60)
     started = time.monotonic()
-    assert nursery.run(manifest, f"{s3_bucket}/alone") == 0
+    assert launcher.run(manifest, f"{s3_bucket}/alone") == 0
     undisturbed = time.monotonic() - started
-    kill_until_done(nursery, manifest, f"{s3_bucket}/killed", kills=10, seed=3, alone=undisturbed)
+    kill_until_done(launcher, manifest, f"{s3_bucket}/killed", kills=10, seed=3, alone=undisturbed)
     alone, killed = open_store(f"{s3_bucket}/alone"), open_store(f"{s3_bucket}/killed")
     assert timeless_rows(killed) == timeless_rows(alone)
     report, expected = (json.loads(store.get("report.json")) for store in (killed, alone))
@@ -37,10 +37,10 @@ def test_ten_kills_change_no_bit_on_s3(s3_bucket: str, nursery: Nursery) -> None
 
 def test_a_server_that_goes_away_and_comes_back_loses_nothing(own_s3_server: S3Server) -> None:
     bucket = own_s3_server.make_bucket("outage")
-    nursery = Nursery(own_s3_server.environment())
+    launcher = RunLauncher(own_s3_server.environment())
     manifest = small_manifest(steps=30)
-    assert nursery.run(manifest, f"{bucket}/alone") == 0
-    nursery.start(manifest, f"{bucket}/disturbed")
+    assert launcher.run(manifest, f"{bucket}/alone") == 0
+    launcher.start(manifest, f"{bucket}/disturbed")
     store = open_store(f"{bucket}/disturbed")
     for step in (5, 15):
         deadline = time.monotonic() + 60
@@ -49,22 +49,22 @@ def test_a_server_that_goes_away_and_comes_back_loses_nothing(own_s3_server: S3S
         own_s3_server.kill()
         time.sleep(2)
         own_s3_server.start()
-    assert nursery.wait() == 0
+    assert launcher.wait() == 0
     assert timeless_rows(store) == timeless_rows(open_store(f"{bucket}/alone"))
-    nursery.close()
+    launcher.close()
 
 
 def test_a_server_that_stays_away_ends_the_run_with_74_and_it_continues_later(own_s3_server: S3Server) -> None:
     bucket = own_s3_server.make_bucket("gone")
-    nursery = Nursery({**own_s3_server.environment(), "ORBIT_STORE_DEADLINE_SECONDS": "3"})
+    launcher = RunLauncher({**own_s3_server.environment(), "ORBIT_STORE_DEADLINE_SECONDS": "3"})
     manifest = small_manifest(steps=30)
-    nursery.start(manifest, f"{bucket}/run")
+    launcher.start(manifest, f"{bucket}/run")
     store = open_store(f"{bucket}/run")
     while not store.exists("checkpoints/step-000004/manifest.json"):
         time.sleep(0.02)
     own_s3_server.kill()
-    assert nursery.wait() == 74
+    assert launcher.wait() == 74
     own_s3_server.start()
-    assert nursery.run(manifest, f"{bucket}/run") == 0
+    assert launcher.run(manifest, f"{bucket}/run") == 0
     assert len(timeless_rows(store)) == 30
-    nursery.close()
+    launcher.close()

@@ -61,7 +61,7 @@ class NoisyServer:
     asked: list[str | None] = field(default_factory=list)
 
     def score(
-        self, token_ids_T: Sequence[int], adapters: Sequence[str | None], behind: int | None = None,
+        self, token_ids_T: Sequence[int], adapters: Sequence[str | None], prefix_length: int | None = None,
         standing: Sequence[str] = (),
     ) -> list[Scored]:  # fmt: skip
         self.asked += adapters

@@ -17,7 +17,7 @@ from orbit_runtime.model_info.weights import ModelFacts
 from orbit_runtime.planner import Machine, check_fits, plan
 from orbit_runtime.planner.devices import Devices
 from orbit_runtime.planner.job import Job, build_job
-from orbit_runtime.planner.serving import check_servers, find_uncut, server_gpus
+from orbit_runtime.planner.serving import check_servers, find_refusal, server_gpus
 from tests.unit_runtime.planner.test_planner import build, planned
 
 B200 = find_gpu("B200")
@@ -87,9 +87,9 @@ def with_heads(facts: ModelFacts, keys: int) -> ModelFacts:
 def test_heads_of_keys_are_dealt_out_or_repeated() -> None:
     facts, made = job(tensorParallel=4)
     for keys, fits in ((8, True), (4, True), (2, True), (1, True), (3, False), (6, False)):
-        assert (find_uncut(with_heads(facts, keys), made, 8) is None) == fits
+        assert (find_refusal(with_heads(facts, keys), made, 8) is None) == fits
     # On a CPU SGLang pads them instead of repeating them.
-    assert find_uncut(with_heads(facts, 2), made, 0) is not None
+    assert find_refusal(with_heads(facts, 2), made, 0) is not None
 
 
 def test_a_cpu_needs_inner_widths_that_sglang_does_not_pad() -> None:
@@ -97,11 +97,11 @@ def test_a_cpu_needs_inner_widths_that_sglang_does_not_pad() -> None:
     facts = folder_facts(builtin_folder("tiny-adder", "INT4"))
     for size, says in ((2, None), (4, "2 heads of keys and values"), (3, "4 attention heads")):
         made = build_job(build(rollout={"engine": "SGLang", "tensorParallel": size}), Machine(None))
-        found = find_uncut(facts, made, 0)
+        found = find_refusal(facts, made, 0)
         assert (found is None) if says is None else (found is not None and says in found.message)
     narrow = replace(facts, weights=tuple(_narrowed(each) for each in facts.weights))
     made = build_job(build(rollout={"engine": "SGLang", "tensorParallel": 2}), Machine(None))
-    found = find_uncut(narrow, made, 0)
+    found = find_refusal(narrow, made, 0)
     assert found is not None
     assert "in multiples of 32, and each of 2 processes would have 48" in found.message
 

@@ -45,8 +45,8 @@ def digest_of(layer: Any) -> str:
     return files_digest({MODEL_FILE: tensorfile.dump(tensors, torch.bfloat16), CONFIG_FILE: SETTINGS})
 
 
-def described(taken: list[readback.Taken]) -> dict[str, dict[str, Any]]:
-    return readback.describe(taken, [readback.tell(taken, is_alone=True)])
+def described(adapters: list[readback.HeldAdapter]) -> dict[str, dict[str, Any]]:
+    return readback.describe(adapters, [readback.report_adapters(adapters, is_alone=True)])
 
 
 def test_digests_are_of_the_moment_at_which_the_slot_was_read_however_late_they_are_made(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from orbit_runtime.workers.collector import collector_at_rest, look_at_all_again
+from orbit_runtime.workers.garbage_collection import gc_paused, unfreeze_objects
 
 
 class Cycle:
@@ -30,7 +30,7 @@ def num_collections() -> int:
 
 
 def test_nothing_is_collected_meanwhile_and_all_at_the_end() -> None:
-    with collector_at_rest():
+    with gc_paused():
         before = num_collections()
         lost = weakref.ref(Cycle())
         kept = [Cycle() for _ in range(100_000)]
@@ -42,31 +42,31 @@ def test_nothing_is_collected_meanwhile_and_all_at_the_end() -> None:
 
 
 def test_what_lives_at_the_end_is_collected_after_the_run() -> None:
-    with collector_at_rest():
+    with gc_paused():
         kept = Cycle()
     model = weakref.ref(kept)
     del kept
     gc.collect()
     assert model() is not None, "left alone"
-    look_at_all_again()
+    unfreeze_objects()
     gc.collect()
     assert model() is None
 
 
 def test_the_outer_block_decides_and_so_does_who_switched_it_off() -> None:
-    with collector_at_rest():
-        with collector_at_rest():
+    with gc_paused():
+        with gc_paused():
             pass
         assert not gc.isenabled()
         assert gc.get_freeze_count() == 0
     assert gc.isenabled()
     gc.disable()
-    with collector_at_rest():
+    with gc_paused():
         pass
     assert not gc.isenabled()
 
 
 def test_it_is_switched_on_again_after_an_error() -> None:
-    with pytest.raises(ValueError, match="no model"), collector_at_rest():
+    with pytest.raises(ValueError, match="no model"), gc_paused():
         raise ValueError("no model")
     assert gc.isenabled()

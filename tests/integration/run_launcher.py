@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 
-class Nursery:
+class RunLauncher:
     """The test's side of the program."""
 
     def __init__(self, environment: dict[str, str] | None = None) -> None:
@@ -30,7 +30,7 @@ class Nursery:
         assert self._read() == {"ready": True}
 
     def start(self, manifest: dict[str, Any], out: str, environment: dict[str, str] | None = None) -> int:
-        """Pid of a run that has just started, with these variables on top of the nursery's."""
+        """Pid of a run that has just started, with these variables on top of the launcher's."""
         self._write({"manifest": manifest, "out": out, "environment": environment or {}})
         return int(self._read()["pid"])
 
@@ -55,7 +55,7 @@ class Nursery:
     def _read(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
-        assert line, "the nursery died"
+        assert line, "the launcher died"
         return dict(json.loads(line))
 
 

@@ -28,14 +28,14 @@ class Forked:
     """An operator, as `subprocess.Popen` would show it."""
 
     def __init__(self, log: Path, environment: Mapping[str, str], *, crashing: bool) -> None:
-        self._nursery = nursery()
+        self._launcher = launcher()
         self.returncode: int | None = None
         asked = {"log": str(log), "environment": dict(environment), "crashing": crashing}
-        self.pid = int(self._nursery.ask(asked)["pid"])
+        self.pid = int(self._launcher.ask(asked)["pid"])
 
     def poll(self) -> int | None:
         if self.returncode is None:
-            self.returncode = self._nursery.ask({"pid": self.pid})["code"]
+            self.returncode = self._launcher.ask({"pid": self.pid})["code"]
         return self.returncode
 
     def wait(self, seconds: float = 30.0) -> int:
@@ -55,7 +55,7 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
 
-class _Nursery:
+class _Launcher:
     """The tests' side of the program; any thread may ask."""
 
     def __init__(self) -> None:
@@ -77,15 +77,15 @@ class _Nursery:
             self._process.stdin.write(json.dumps(question) + "\n")
             self._process.stdin.flush()
             line = self._process.stdout.readline()
-        assert line, "the nursery of operators died"
+        assert line, "the launcher of operators died"
         return dict(json.loads(line))
 
 
 @cache
-def nursery() -> _Nursery:
+def launcher() -> _Launcher:
     """One for all operators of these tests. Made by the main thread: what it starts ends with that thread."""
     assert threading.current_thread() is threading.main_thread()
-    return _Nursery()
+    return _Launcher()
 
 
 def _live(question: Mapping[str, Any]) -> int:

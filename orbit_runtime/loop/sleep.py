@@ -1,4 +1,4 @@
-"""The engine gives memory back while the trainer works on the same device, and is looked at again after it woke.
+"""The engine sleeps while the trainer works on the same device; parity is checked after its first wake.
 
 Belongs here: when it sleeps, what that is worth, and the check of the first wake. Does not belong here: how a server
 does it (`rollout`).
@@ -15,7 +15,7 @@ from orbit_runtime.loop.state import RunState
 
 
 @contextmanager
-def engine_at_rest(parts: Parts, state: RunState) -> Iterator[None]:
+def engine_asleep(parts: Parts, state: RunState) -> Iterator[None]:
     """`rollout.sleep` of the manifest; `None` changes nothing.
 
     Raises:
