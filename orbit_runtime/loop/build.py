@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from orbit_runtime.policy.model import Policy
     from orbit_runtime.policy.recompute import Recompute
     from orbit_runtime.policy.snapshot import Snapshot
-    from orbit_runtime.training.torch_trainer import TrainerSettings
+    from orbit_runtime.training.settings import TrainerSettings
 
 SHORT_CANARY, LONG_CANARY = 32, 512
 """Tokens. Digests need few; where log-probs must carry the proof alone, many are weighed together."""
@@ -299,7 +299,7 @@ def build_trainer(resolved: Resolved, policy: Policy, *, base_model: str) -> tup
 
 def _trainer_settings(resolved: Resolved, base_model: str) -> TrainerSettings:
     from orbit_runtime.algorithms.losses import PolicyLossSettings
-    from orbit_runtime.training.torch_trainer import TrainerSettings
+    from orbit_runtime.training.settings import TrainerSettings
 
     spec = resolved.run.spec
     training, algorithm, sampling = spec.training, spec.algorithm, spec.rollout.sampling

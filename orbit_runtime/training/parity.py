@@ -6,6 +6,7 @@ Belongs here: the arithmetic of the comparison. Does not belong here: limits and
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 
@@ -22,15 +23,16 @@ class ParitySums:
     def add(self, trainer_R: torch.Tensor, sampler_R: torch.Tensor) -> None:
         self._parts.append(trainer_R - sampler_R)
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self, collect: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, float]:
         """Of all tokens; empty without any.
 
         `parity_mean, parity_p99, parity_max` of |d|; `parity_k3`: mean of exp(d) - 1 - d, d clamped to ±10;
         `parity_outside`: share of tokens with exp(d) outside [0.9, 1.1], a NaN among them; `parity_tokens`.
+
+        Args:
+            collect: this replica's values → those of all.
         """
-        if not self._parts:
-            return {}
-        d = torch.cat(self._parts).double()
+        d = collect(torch.cat(self._parts) if self._parts else torch.zeros(0)).double()
         if not d.numel():
             return {}
         size = d.abs()

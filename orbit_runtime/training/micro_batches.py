@@ -1,0 +1,106 @@
+"""Samples as the tensors of forward passes.
+
+Belongs here: laying out one micro-batch, and which replica computes it. Does not belong here: the size of
+micro-batches (`data.packing`), passes.
+
+Legend: `D` samples, `R` trained tokens of a micro-batch, `T` packed tokens, `L` layers with routed experts, `C` experts
+that a token goes to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from orbit_runtime.data.routing import unpack_experts
+from orbit_runtime.policy.packed import Branch, PackedBatch, lay_out_experts
+from orbit_runtime.policy.seen import Seen, build_seen
+from orbit_runtime.types import ColumnName, Sample, Sampling
+
+Pack = Callable[[Sequence[Branch]], PackedBatch]
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Tensors of one forward pass; flat over its trained tokens."""
+
+    samples: Sequence[Sample]
+    branches: Sequence[Branch]
+    packed: PackedBatch
+    columns_R: Mapping[ColumnName, torch.Tensor]
+    """Of the trained tokens, fp32."""
+    weights_R: torch.Tensor
+    trained_R: torch.Tensor
+    """Targets that the loss mask keeps, as indices into the packed targets."""
+    seen: Seen | None
+    """Tokens before each target, where sampling penalises their repetition."""
+    number: int
+    """Its place among all micro-batches of its mini-batch, whichever replica computes them: dropout is keyed by it."""
+    counts: bool
+    """False: another replica computes it as well, and its result is that one's."""
+
+    def routed_tokens(self) -> torch.Tensor | None:
+        """`[T, L, C]`. For one pass: of all of a step's samples at once they could be larger than the model."""
+        routed = [unpack_experts(each.routed_experts) if each.routed_experts else None for each in self.samples]
+        return lay_out_experts(self.branches, routed, self.packed)
+
+
+def deal(count: int, replica: tuple[int, int]) -> list[tuple[int, bool]]:
+    """Which of `count` micro-batches a replica computes, and whether its result counts.
+
+    All replicas compute equally many, since where experts are divided each pass needs every replica: one that has
+    fewer repeats a micro-batch, and that counts for nothing.
+
+    Args:
+        replica: its place, and how many there are.
+
+    Example: `deal(3, (1, 2)) == [(1, True), (0, False)]`.
+    """
+    place, replicas = replica
+    numbers = range(place, place + count + -count % replicas, replicas)
+    return [(number, True) if number < count else (0, False) for number in numbers if count]
+
+
+def build_micro_batch(
+    samples: Sequence[Sample],
+    weights: Sequence[float],
+    pack: Pack,
+    sampling: Sampling,
+    device: torch.device,
+    *,
+    number: int = 0,
+    counts: bool = True,
+) -> MicroBatch:
+    """Args: weights: of each sample's trained tokens in the loss."""
+    branches, kept_D, trained = [], [], []
+    offset = 0
+    for sample in samples:
+        cut, tokens_T = sample.prefix_length, sample.token_ids_T
+        branches.append(Branch(sample.prefix_id, tokens_T[:cut], tokens_T[cut:]))
+        kept = np.flatnonzero(sample.loss_mask_T)
+        kept_D.append(kept)
+        trained.append(offset + kept - cut)
+        offset += len(tokens_T) - cut
+
+    def joined(parts: Sequence[np.ndarray]) -> torch.Tensor:
+        return torch.from_numpy(np.concatenate(parts)).to(device)
+
+    columns_R = {
+        name: joined([np.asarray(each.columns[name])[kept] for each, kept in zip(samples, kept_D, strict=True)])
+        for name in samples[0].columns
+    }
+    weights_R = joined([np.full(len(kept), weight, np.float32) for kept, weight in zip(kept_D, weights, strict=True)])
+    return MicroBatch(
+        samples,
+        branches,
+        pack(branches),
+        columns_R,
+        weights_R,
+        joined(trained),
+        build_seen(branches, device) if sampling.repetition_penalty != 1.0 else None,
+        number,
+        counts,
+    )

@@ -1,0 +1,151 @@
+"""What a step asks of whatever computes passes: one policy in this process, or ranks that hold a part of it each.
+
+Belongs here: the protocol, and the policy in this process. Does not belong here: the order of passes and what is done
+with their results (`step`), ranks (`megatron`).
+
+Legend: `R` targets of a micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from orbit_runtime.adapters.layer import TRAINER_SLOT
+from orbit_runtime.adapters.masters import Masters
+from orbit_runtime.policy.model import Policy
+from orbit_runtime.policy.packed import Branch, PackedBatch
+from orbit_runtime.policy.routing import Routing
+from orbit_runtime.training.micro_batches import MicroBatch
+from orbit_runtime.types import Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingPass:
+    """One pass forward and backward."""
+
+    micro: MicroBatch
+    routed_TLC: Tensor | None
+    """Experts that its tokens are sent to; None: where the routers choose."""
+    dropout_key: int
+
+
+LossOf = Callable[[MicroBatch, Tensor, Tensor], Tensor]
+"""(micro-batch, fp32 log-probs `[R]`, entropies `[R]`) → the scalar to go backward from."""
+
+
+class Passes(Protocol):
+    """With several ranks, all of them call everything, in the same order."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def masters(self) -> Masters:
+        """Those that this process holds."""
+        ...
+
+    @property
+    def routing(self) -> Routing | None: ...
+
+    @property
+    def replica(self) -> tuple[int, int]:
+        """This process's place among the replicas of the model, which train on different samples, and their number."""
+        ...
+
+    def pack(self, branches: Sequence[Branch]) -> PackedBatch: ...
+
+    def logprobs(self, micro: MicroBatch, sampling: Sampling, *, adapter: bool, routed_TLC: Tensor | None) -> Tensor:
+        """fp32 `[R]` without gradient; with `adapter` off, the reference policy's."""
+        ...
+
+    def forward_backward(
+        self,
+        passes: Iterable[TrainingPass],
+        sampling: Sampling,
+        loss_of: LossOf,
+    ) -> None:
+        """Adds the gradient of each pass's loss to the masters. A pass is asked for when the one before is done."""
+        ...
+
+    def finish_gradients(self) -> Tensor:
+        """Sums over replicas and parts; afterwards every master has its whole gradient. Returns the norm of all."""
+        ...
+
+    def total(self, values: Mapping[str, float]) -> dict[str, float]:
+        """The sum over replicas of each."""
+        ...
+
+    def largest(self, value: float) -> float:
+        """Over all processes."""
+        ...
+
+    def collect(self, values_R: Tensor) -> Tensor:
+        """Those of all replicas, one after the other."""
+        ...
+
+
+class LocalPasses:
+    """A policy in this process."""
+
+    replica = (0, 1)
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self.device = policy.device
+        self.masters = policy.injected.masters
+        self.routing = policy.routing
+        self.pack = policy.pack
+
+    def logprobs(self, micro: MicroBatch, sampling: Sampling, *, adapter: bool, routed_TLC: Tensor | None) -> Tensor:
+        return no_gradient(self._policy, micro, sampling, adapter=adapter, routed_TLC=routed_TLC)
+
+    def forward_backward(
+        self,
+        passes: Iterable[TrainingPass],
+        sampling: Sampling,
+        loss_of: LossOf,
+    ) -> None:
+        accumulate(self._policy, passes, sampling, loss_of)
+
+    def finish_gradients(self) -> Tensor:
+        gradients = [master.grad for master in self.masters.parameters.values() if master.grad is not None]
+        return torch.nn.utils.get_total_norm(gradients)
+
+    def total(self, values: Mapping[str, float]) -> dict[str, float]:
+        return dict(values)
+
+    def largest(self, value: float) -> float:
+        return value
+
+    def collect(self, values_R: Tensor) -> Tensor:
+        return values_R
+
+
+def no_gradient(
+    policy: Policy, micro: MicroBatch, sampling: Sampling, *, adapter: bool, routed_TLC: Tensor | None
+) -> Tensor:
+    """`Passes.logprobs` of a policy whose passes return every log-prob in this process."""
+    with torch.no_grad(), policy.injected.selection.use(TRAINER_SLOT if adapter else None):
+        logprobs_R, _ = policy.logprobs(micro.packed, sampling=sampling, seen=micro.seen, routed_TLC=routed_TLC)
+    return logprobs_R
+
+
+def accumulate(
+    policy: Policy,
+    passes: Iterable[TrainingPass],
+    sampling: Sampling,
+    loss_of: LossOf,
+) -> None:
+    """`Passes.forward_backward` of such a policy: one micro-batch after the other."""
+    for each in passes:
+        micro = each.micro
+        with policy.injected.selection.use(TRAINER_SLOT, dropout_key=each.dropout_key):
+            logprobs_R, entropy_R = policy.logprobs(
+                micro.packed, sampling=sampling, seen=micro.seen, routed_TLC=each.routed_TLC
+            )
+        loss_of(micro, logprobs_R, entropy_R).backward()

@@ -1,0 +1,288 @@
+"""The arithmetic of a step: GRPO updates of the adapter over packed micro-batches, whatever computes the passes.
+
+Belongs here: the order of passes within a step, what is summed over them, the optimizer. Does not belong here: each
+pass's arithmetic (`algorithms`, `policy`), where passes run (`passes`), publishing and checkpoints (the trainers).
+
+Legend: `D` samples, `R` trained tokens of a micro-batch.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from orbit_runtime.algorithms.losses import policy_loss, truncated_importance
+from orbit_runtime.algorithms.reduction import token_weights
+from orbit_runtime.data.packing import pack_micro_batches, split_mini_batches
+from orbit_runtime.errors import DivergedError
+from orbit_runtime.policy.routing import OWN_CHOICE
+from orbit_runtime.seeds import stream_key
+from orbit_runtime.training.micro_batches import MicroBatch, build_micro_batch, deal
+from orbit_runtime.training.parity import ParitySums
+from orbit_runtime.training.passes import Passes, TrainingPass
+from orbit_runtime.training.schedule import learning_rate
+from orbit_runtime.training.settings import TrainerSettings
+from orbit_runtime.types import FLOATS, Sample, StateWriter, UpdateResult
+
+
+class Updater:
+    """Owns optimizer and counters. With several ranks each has one, and all are given the same samples."""
+
+    def __init__(
+        self,
+        passes: Passes,
+        settings: TrainerSettings,
+        loss: Callable[..., Any] = policy_loss,
+    ) -> None:
+        self._passes = passes
+        self._settings = settings
+        self._loss = loss
+        self._masters = passes.masters.parameters
+        self.optimizer = torch.optim.AdamW(
+            list(self._masters.values()),
+            lr=settings.peak_learning_rate,
+            weight_decay=settings.weight_decay,
+            fused=True,
+        )
+        self.updates = 0
+        """Of the optimizer, since the run began."""
+        self.steps = 0
+        self.reader: StateWriter | None = None
+        """Who may still be reading masters and moments."""
+
+    def let_be_read(self) -> None:
+        """Before masters or moments change: what is written beside this step must be as it was."""
+        if self.reader is not None:
+            self.reader.wait()
+            self.reader = None
+
+    @property
+    def counters(self) -> dict[str, int]:
+        return {"updates": self.updates, "steps": self.steps}
+
+    def update(self, samples_D: Sequence[Sample]) -> UpdateResult:
+        """One step: `update_epochs` passes over the samples, an optimizer update per mini-batch.
+
+        Raises:
+            DivergedError: a loss or gradient is not finite; masters and moments are those before that update. With
+                several ranks, on all of them.
+        """
+        settings = self._settings
+        if not samples_D:
+            self.steps += 1
+            return UpdateResult({}, 0, 0)
+        mini_batches = [
+            self._micro_batches(samples_D, indexes)
+            for indexes in split_mini_batches(samples_D, settings.mini_batch_prompts)
+        ]
+        updates = len(mini_batches) * settings.update_epochs
+        # With one update the policy before it is the policy in it, and its log-probs need no pass of their own.
+        old_needed = settings.importance_cap is not None and updates > 1
+        old = [[self._passed(m, adapter=True) for m in micro] for micro in mini_batches] if old_needed else None
+        totals: dict[str, float] = {}
+        replayed = self._replay_parity(mini_batches[0][0])
+        parity = ParitySums()
+        norms = 0.0
+        for epoch in range(settings.update_epochs):
+            for number, micro in enumerate(mini_batches):
+                first = epoch == 0 and number == 0
+                self._accumulate(micro, old[number] if old else None, totals, parity if first else None)
+                norms += self._apply_gradient()
+        tokens = sum(sum(sample.loss_mask_T) for sample in samples_D)
+        metrics = self._metrics(self._passes.total(totals), norms, updates)
+        self.steps += 1
+        return UpdateResult(metrics | parity.metrics(self._passes.collect) | replayed, updates, tokens)
+
+    def _accumulate(
+        self,
+        micro_batches: list[MicroBatch],
+        old: list[torch.Tensor] | None,
+        totals: dict[str, float],
+        parity: ParitySums | None,
+    ) -> None:
+        """Adds the gradient of one mini-batch to the masters, a micro-batch at a time."""
+        settings = self._settings
+        old_of = {micro.number: each for micro, each in zip(micro_batches, old, strict=True)} if old else {}
+        finite = True
+
+        def loss_of(micro: MicroBatch, all_R: torch.Tensor, entropy_R: torch.Tensor) -> torch.Tensor:
+            nonlocal finite
+            logprobs_R = all_R[micro.trained_R]
+            sampled_R = micro.columns_R["sampled"]
+            old_R, importance_R = sampled_R, None
+            if settings.importance_cap is not None:
+                old_R = old_of.get(micro.number, logprobs_R.detach())
+                importance_R = truncated_importance(old_R, sampled_R, settings.importance_cap)
+            loss, sums = self._loss(
+                logprobs_R,
+                old_R,
+                micro.columns_R["advantage"],
+                micro.weights_R,
+                settings.loss,
+                reference_logprobs_T=micro.columns_R.get("reference"),
+                importance_T=importance_R,
+            )
+            if not micro.counts:
+                return 0.0 * loss
+            if parity is not None:
+                parity.add(logprobs_R.detach(), sampled_R)
+            values = {name: float(value) for name, value in sums.items()}
+            values["entropy"] = float(entropy_R[micro.trained_R].sum())
+            for name, value in values.items():
+                totals[name] = totals.get(name, 0.0) + value
+            finite = finite and math.isfinite(values["loss"])
+            return loss
+
+        self._passes.forward_backward(self._training_passes(micro_batches), settings.sampling, loss_of)
+        # Every rank must come to the same end, so none raises within its passes.
+        if self._passes.largest(0.0 if finite else 1.0):
+            self._discard(f"the loss is {self._passes.total({'loss': totals.get('loss', 0.0)})['loss']}")
+
+    def _training_passes(self, micro_batches: Sequence[MicroBatch]) -> Iterator[TrainingPass]:
+        for micro in micro_batches:
+            yield TrainingPass(micro, self._replayed(micro), self._dropout_key(micro.number))
+
+    def _dropout_key(self, micro_batch: int) -> int:
+        return stream_key(self._settings.seed, "dropout", self.updates, micro_batch)
+
+    def _discard(self, problem: str) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        raise DivergedError(f"{problem} at optimizer update {self.updates}", fix=_DIVERGED_FIX)
+
+    def _apply_gradient(self) -> float:
+        """Returns the norm of the gradient before it was clipped."""
+        settings = self._settings
+        norm = self._passes.finish_gradients()
+        value = float(norm)
+        if not math.isfinite(value):
+            self._discard(f"the gradient norm is {value}")
+        torch.nn.utils.clip_grads_with_norm_(self._masters.values(), settings.max_grad_norm, norm)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self._learning_rate()
+        self.let_be_read()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.updates += 1
+        self._passes.masters.constrain()
+        return value
+
+    def _learning_rate(self) -> float:
+        settings = self._settings
+        return learning_rate(
+            self.steps,
+            peak=settings.peak_learning_rate,
+            schedule=settings.schedule,
+            warmup_steps=settings.warmup_steps,
+            decay_steps=settings.decay_steps,
+        )
+
+    def _metrics(self, totals: Mapping[str, float], norms: float, updates: int) -> dict[str, float]:
+        """Token sums become means over tokens, per-update numbers means over updates."""
+        tokens = max(1.0, totals.get("tokens", 0.0))
+        means = {name: totals[name] / tokens for name in ("kl", "kl_old", "clip_fraction", "entropy") if name in totals}
+        per_update = {"loss": totals.get("loss", 0.0) / max(1, updates), "grad_norm": norms / max(1, updates)}
+        masters = self._passes.masters
+        series = {}
+        if masters.config.type == "OFT":
+            series["oft_series_error"] = self._passes.largest(masters.series_error())
+        return means | per_update | {"learning_rate": self._learning_rate()} | series
+
+    def _micro_batches(self, samples_D: Sequence[Sample], indexes: Sequence[int]) -> list[MicroBatch]:
+        """Those of a mini-batch that this replica computes."""
+        settings = self._settings
+        lengths = [sum(samples_D[index].loss_mask_T) for index in indexes]
+        weights = token_weights(lengths, settings.reduction, settings.constant_length)
+        weight_of = dict(zip(indexes, weights, strict=True))
+        parts = pack_micro_batches(samples_D, settings.micro_batch_tokens, indexes)
+        return [
+            self._micro_batch(samples_D, parts[number], weight_of, number=number, counts=counts)
+            for number, counts in deal(len(parts), self._passes.replica)
+        ]
+
+    def _micro_batch(
+        self,
+        samples_D: Sequence[Sample],
+        part: Sequence[int],
+        weight_of: Mapping[int, float],
+        *,
+        number: int = 0,
+        counts: bool = True,
+    ) -> MicroBatch:
+        return build_micro_batch(
+            [samples_D[index] for index in part],
+            [weight_of[index] for index in part],
+            self._passes.pack,
+            self._settings.sampling,
+            self._passes.device,
+            number=number,
+            counts=counts,
+        )
+
+    # --- passes without gradient ---
+
+    def _replayed(self, micro: MicroBatch) -> torch.Tensor | None:
+        return micro.routed_tokens() if self._settings.router_replay == "Replay" else None
+
+    def _replay_parity(self, micro: MicroBatch) -> dict[str, float]:
+        """Of a replica's first micro-batch under the policy before the step: through the experts of rollout, and
+        through its own.
+
+        `router_agreement`: share of rollout's choices that the trainer's routers make too, behind the same choices.
+        """
+        routing = self._passes.routing
+        if self._settings.router_replay == "None" or routing is None:
+            return {}
+        routed_TLC = micro.routed_tokens()
+        if not self._passes.largest(0.0 if routed_TLC is None else 1.0):
+            return {}
+        own_R = self._logprobs(micro, adapter=True, routed_TLC=None)
+        with routing.preferred() as preferred:
+            given_R = self._logprobs(micro, adapter=True, routed_TLC=routed_TLC)
+        counted: dict[str, float] = {"agreeing": 0, "known": 0, "replayed": 0, "unreplayed": 0, "tokens": 0}
+        if routed_TLC is not None and micro.counts:
+            known_TLC = routed_TLC != OWN_CHOICE
+            agreeing_TLC = (routed_TLC.unsqueeze(-1) == preferred().unsqueeze(-2)).any(-1) & known_TLC
+            counted |= {"agreeing": int(agreeing_TLC.sum()), "known": int(known_TLC.sum()), "tokens": len(given_R)}
+            sampled_R = micro.columns_R["sampled"]
+            counted["replayed"] = float((given_R - sampled_R).abs().double().sum())
+            counted["unreplayed"] = float((own_R - sampled_R).abs().double().sum())
+        summed = self._passes.total(counted)
+        return {
+            "parity_mean_replayed": summed["replayed"] / summed["tokens"],
+            "parity_mean_unreplayed": summed["unreplayed"] / summed["tokens"],
+            "router_agreement": summed["agreeing"] / max(1.0, summed["known"]),
+        }
+
+    def _passed(self, micro: MicroBatch, *, adapter: bool) -> torch.Tensor:
+        """As the step's own passes are: through rollout's experts where they are replayed."""
+        return self._logprobs(micro, adapter=adapter, routed_TLC=self._replayed(micro))
+
+    def _logprobs(self, micro: MicroBatch, *, adapter: bool, routed_TLC: torch.Tensor | None) -> torch.Tensor:
+        """fp32 log-probs of the trained tokens, without gradient; with `adapter` off, the reference policy's."""
+        all_R = self._passes.logprobs(micro, self._settings.sampling, adapter=adapter, routed_TLC=routed_TLC)
+        return all_R[micro.trained_R]
+
+    def reference_logprobs(self, samples_D: Sequence[Sample]) -> dict[int, array[float]]:
+        """Columns of those samples that this replica computes, by index."""
+        columns: dict[int, array[float]] = {}
+        parts = pack_micro_batches(samples_D, self._settings.micro_batch_tokens)
+        for number, counts in deal(len(parts), self._passes.replica):
+            part = parts[number]
+            micro = self._micro_batch(samples_D, part, dict.fromkeys(part, 0.0), number=number, counts=counts)
+            lengths = [sum(samples_D[index].loss_mask_T) for index in part]
+            pieces = self._passed(micro, adapter=False).cpu().split(lengths)
+            for index, piece in zip(part if counts else (), pieces, strict=counts):
+                column_T = np.zeros(len(samples_D[index].token_ids_T), np.float32)
+                column_T[np.flatnonzero(samples_D[index].loss_mask_T)] = piece.numpy()
+                columns[index] = array(FLOATS, column_T.tobytes())
+        return columns
+
+
+_DIVERGED_FIX = (
+    "lower spec.training.learningRate, or set spec.training.maxGradNorm; the step's evidence is kept in the run folder"
+)
