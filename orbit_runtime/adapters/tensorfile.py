@@ -19,7 +19,7 @@ from orbit_runtime.digests import PIECE_BYTES, Pieces, cut, hash_pieces
 from orbit_runtime.model_info.headers import parse_header
 
 _CODES = {torch.bfloat16: "BF16", torch.float32: "F32"}
-_FORMAT = {"format": "pt"}
+FORMAT = {"format": "pt"}
 _DTYPES = {code: dtype for dtype, code in _CODES.items()}
 _NARROW = torch.bfloat16.itemsize
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -67,14 +67,14 @@ class TensorFile:
         yield from runs(self.tensors.values(), lambda values: values.to(self.dtype), self.dtype.itemsize)
 
 
-def build(tensors: Mapping[str, Tensor], dtype: torch.dtype, metadata: Mapping[str, str] = _FORMAT) -> TensorFile:
+def build(tensors: Mapping[str, Tensor], dtype: torch.dtype, metadata: Mapping[str, str] = FORMAT) -> TensorFile:
     """The file of these tensors, rounded to `dtype`. Names sorted; by default what Hugging Face's loaders ask for."""
     ordered = {name: tensors[name] for name in sorted(tensors)}
-    header = _header({name: tensor.shape for name, tensor in ordered.items()}, dtype, metadata)
+    header = build_header({name: tensor.shape for name, tensor in ordered.items()}, dtype, metadata)
     return TensorFile(header, ordered, dtype)
 
 
-def dump(tensors: Mapping[str, Tensor], dtype: torch.dtype, metadata: Mapping[str, str] = _FORMAT) -> bytes:
+def dump(tensors: Mapping[str, Tensor], dtype: torch.dtype, metadata: Mapping[str, str] = FORMAT) -> bytes:
     """The bytes of `build`, at once."""
     return b"".join(build(tensors, dtype, metadata).pieces())
 
@@ -117,7 +117,7 @@ def narrow_where_exact(values: Tensor) -> Tensor:
 def assemble(shapes: Mapping[str, Sequence[int]], pieces: Mapping[str, Pieces]) -> Pieces:
     """Of the BF16 file of these tensors, each known by its shape and its pieces. Nothing is read."""
     ordered = {name: shapes[name] for name in sorted(shapes)}
-    header = hash_pieces([_header(ordered, torch.bfloat16, _FORMAT)])
+    header = hash_pieces([build_header(ordered, torch.bfloat16, FORMAT)])
     return (*header, *chain.from_iterable(pieces[name] for name in ordered))
 
 
@@ -178,8 +178,8 @@ def tensor_digest(tensor: Tensor) -> str:
     return digest.hexdigest()
 
 
-def _header(ordered: Mapping[str, Sequence[int]], dtype: torch.dtype, metadata: Mapping[str, str]) -> bytes:
-    """Padded to 8 bytes.
+def build_header(ordered: Mapping[str, Sequence[int]], dtype: torch.dtype, metadata: Mapping[str, str]) -> bytes:
+    """What a file of these tensors begins with, padded to 8 bytes.
 
     Args:
         ordered: name → shape.

@@ -17,7 +17,7 @@ from orbit_runtime.errors import ModelError
 from orbit_runtime.model_info.headers import parse_header
 
 PART = "trainer.safetensors"
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def build_state(
@@ -31,18 +31,20 @@ def build_state(
     for name, master in masters.items():
         tensors[f"master/{name}"] = master.detach()
         moments = optimizer.state.get(master, {})
-        for moment in _MOMENTS:
+        for moment in MOMENTS:
             if moment in moments:
                 tensors[f"{moment}/{name}"] = moments[moment]
     return build(tensors, torch.float32, {"counters": json.dumps(dict(counters), sort_keys=True)})
 
 
-def unpack_state(data: Buffer, masters: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer) -> dict[str, int]:
-    """Writes tensors back in place; returns the counters.
+def parse_state(data: Buffer, shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
+    """Tensors under their names in the file, and the counters.
+
+    Args:
+        shapes: of the masters.
 
     Raises:
-        ModelError: a tensor is missing, too many, not finite, or of another shape or dtype than this adapter's; then
-        nothing was changed.
+        ModelError: a tensor is missing, too many, not finite, or of another shape or dtype than this adapter's.
     """
     view = memoryview(data).cast("B")
     try:
@@ -50,14 +52,24 @@ def unpack_state(data: Buffer, masters: Mapping[str, torch.Tensor], optimizer: t
     except KeyError as error:
         raise ModelError(f"unreadable: a tensor has dtype {error}", where=PART) from None
     counters: dict[str, int] = json.loads(parse_header(view, size=view.nbytes, where=PART).metadata["counters"])
-    kinds = ("master", *(_MOMENTS if counters["updates"] else ()))
-    shapes = {f"{kind}/{name}": tuple(master.shape) for kind in kinds for name, master in masters.items()}
-    check_tensors(PART, tensors, shapes, torch.float32)
+    kinds = ("master", *(MOMENTS if counters["updates"] else ()))
+    wanted = {f"{kind}/{name}": shape for kind in kinds for name, shape in shapes.items()}
+    check_tensors(PART, tensors, wanted, torch.float32)
+    return tensors, counters
+
+
+def unpack_state(data: Buffer, masters: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    """Writes tensors back in place; returns the counters.
+
+    Raises:
+        ModelError: as `parse_state` does; then nothing was changed.
+    """
+    tensors, counters = parse_state(data, {name: tuple(master.shape) for name, master in masters.items()})
     with torch.no_grad():
         for name, master in masters.items():
             master.copy_(tensors[f"master/{name}"])
             if counters["updates"]:
                 step = torch.tensor(float(counters["updates"]), dtype=torch.float32)
-                moments = {moment: tensors[f"{moment}/{name}"].to(master.device).clone() for moment in _MOMENTS}
+                moments = {moment: tensors[f"{moment}/{name}"].to(master.device).clone() for moment in MOMENTS}
                 optimizer.state[master] = {"step": step, **moments}
     return counters
