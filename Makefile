@@ -4,6 +4,7 @@ SHELL := /bin/sh
 
 # Give PYTHON=/path/to/python3.12 to choose the interpreter that .venv is made with.
 PYTHON ?=
+GPU_PYTHON ?= 3.12
 BIN := .venv/bin
 # Left to itself a maths library starts a thread per core in every process, and the processes then wait for each other.
 export OMP_NUM_THREADS ?= 2
@@ -18,7 +19,7 @@ SGLANG_SAMPLE := tests/engines/test_contract.py tests/engines/test_plain_sglang.
 PURE := errors types seeds spec storage workers model_info planner algorithms data environments observability
 PURE_PATHS = $(wildcard $(PURE:%=orbit_runtime/%.py) $(PURE:%=orbit_runtime/%))
 
-.PHONY: help install dev quickstart test test-models test-store test-sglang test-engines test-bisect test-cluster cluster-programs check-chart images images-push check crds docs vendor-table constraints same-bits bench release-check clean
+.PHONY: help install dev quickstart test test-models test-store test-sglang test-engines test-bisect test-cluster cluster-programs check-chart images images-push check crds docs vendor-table constraints same-bits gpu-wheels gpu-proof bench release-check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z -]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -97,6 +98,12 @@ same-bits: dev ## 100 runs of one manifest, and three manifests killed ten times
 	$(BIN)/python -m tools.same_bits runs
 	$(BIN)/python -m tools.same_bits kills
 
+gpu-wheels: dev ## gather the small wheels that `make gpu-proof` needs on a machine without a network, into wheels/gpu (GPU_PYTHON=3.12: its Python there)
+	$(BIN)/python -m tools.gpu_proof.wheels --python "$(GPU_PYTHON)"
+
+gpu-proof: ## what only a CUDA device can show, on a machine that has one, torch, and maybe no network (PYTHON: the one with torch; PROOF="--stage quickstart": options)
+	tools/gpu_proof.sh "$(PYTHON)" $(PROOF)
+
 bench: dev ## every benchmark: prints tables, writes benchmarks/results/*.json, and says at the end which were not measured, and why (BENCH="--repetitions 5": their options)
 	$(BIN)/python -m benchmarks $(BENCH)
 
@@ -104,4 +111,4 @@ release-check: dev ## build sdist and wheel, install them in clean environments,
 	tools/release_check.sh
 
 clean: ## remove what the other targets made, .venv included; runs/ stays
-	rm -rf .venv .venv.installing dist build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv.installing .venv-gpu wheels dist build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -16,9 +16,10 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -26,6 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.harness import Comparison, Measured, need_packages, run, table
 from benchmarks.long_tail import LEARNING_RATE, MAX_NEW_TOKENS, build_model_folder, even_length
 from orbit_runtime.model_info.builtin_models import builtin_folder
+from orbit_runtime.observability.progress import Progress, SilentProgress
+from orbit_runtime.spec import OrbitRun
 
 MEASURES = (
     "orbit_runtime/loop", "orbit_runtime/training", "orbit_runtime/rollout", "orbit_runtime/policy",
@@ -66,55 +69,78 @@ class Turns:
     """Median of the counted steps, one per turn."""
     tokens: list[float] = field(default_factory=list)
     """Mean length of a completion, one per counted step or call."""
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    """Orbit's own numbers of the last turn's counted steps."""
 
 
-def orbit_turn(shape: Shape, folder: Path, out: Path) -> Callable[[Turns], None]:
-    """Returns a function that continues one run by a turn's steps, each timed by the run itself."""
-    from orbit_runtime.loop import run as train
-    from orbit_runtime.observability.progress import SilentProgress
-    from orbit_runtime.spec import OrbitRun
+LORA: Mapping[str, Any] = {"type": "LoRA", "lora": {"rank": 16, "alpha": 32.0}}
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 
-    steps = 0
+
+def manifest(
+    shape: Shape, folder: Path, *, steps: int, adapter: Mapping[str, Any] = LORA, training: Mapping[str, Any] = NOTHING
+) -> OrbitRun:
+    """
+    Args:
+        adapter: `spec.adapter` without its targets.
+        training: what `spec.training` has beside the shape's.
+    """
     exact = {"name": "correct", "type": "ExactMatch", "arguments": {"field": "answer"}}
     even = {"name": "even", "entrypoint": f"{even_length.__module__}:{even_length.__name__}"}
-
-    def turn(turns: Turns) -> None:
-        nonlocal steps
-        first = steps + WARMUP_STEPS
-        steps += WARMUP_STEPS + shape.steps_per_turn
-        spec = {
+    return OrbitRun.model_validate({
+        "apiVersion": "orbitrl.dev/v1alpha1",
+        "kind": "OrbitRun",
+        "metadata": {"name": "benchmark"},
+        "spec": {
             "model": {"uri": str(folder), "precision": shape.precision, "maxSequenceLength": 512},
-            "adapter": {"type": "LoRA", "lora": {"rank": 16, "alpha": 32.0}, "targets": TARGETS},
+            "adapter": {**adapter, "targets": TARGETS},
             "algorithm": {"type": "GRPO", "groupSize": GROUP},
             "data": {"prompts": [{"uri": "builtin://two-digit-addition"}]},
             "environment": {"type": "SingleTurn", "rewards": [exact if shape.reward == "exact" else even]},
             "rollout": {"sampling": {"maxNewTokens": shape.max_new_tokens}},
             "training": {
-                "steps": steps,
-                "promptsPerStep": shape.prompts,
-                "learningRate": shape.learning_rate,
+                "steps": steps, "promptsPerStep": shape.prompts, "learningRate": shape.learning_rate, **training,
             },
             "observability": {"metricsPort": -1},
-        }
-        manifest = {
-            "apiVersion": "orbitrl.dev/v1alpha1",
-            "kind": "OrbitRun",
-            "metadata": {"name": "benchmark"},
-            "spec": spec,
-        }
+        },
+    })  # fmt: skip
+
+
+def orbit_turn(
+    shape: Shape,
+    folder: Path,
+    out: Path,
+    *,
+    adapter: Mapping[str, Any] = LORA,
+    training: Mapping[str, Any] = NOTHING,
+    progress: Progress | None = None,
+) -> Callable[[Turns], None]:
+    """Returns a function that continues one run by a turn's steps, each timed by the run itself."""
+    from orbit_runtime.loop import run as train
+
+    steps = 0
+
+    def turn(turns: Turns) -> None:
+        nonlocal steps
+        first = steps + WARMUP_STEPS
+        steps += WARMUP_STEPS + shape.steps_per_turn
+        asked = manifest(shape, folder, steps=steps, adapter=adapter, training=training)
         root = Path(__file__).resolve().parent.parent
-        train(OrbitRun.model_validate(manifest), out=str(out), progress=SilentProgress(), manifest_folder=root)
+        train(asked, out=str(out), progress=progress or SilentProgress(), manifest_folder=root)
         rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-        counted = [row for row in rows if row["step"] > first]
-        assert len(counted) == shape.steps_per_turn
-        turns.seconds.append(statistics.median(row["seconds_total"] for row in counted))
-        turns.tokens += [row["response_tokens_mean"] for row in counted]
+        turns.rows = [row for row in rows if row["step"] > first]
+        assert len(turns.rows) == shape.steps_per_turn
+        turns.seconds.append(statistics.median(row["seconds_total"] for row in turns.rows))
+        turns.tokens += [row["response_tokens_mean"] for row in turns.rows]
 
     return turn
 
 
-def trl_turn(shape: Shape, folder: Path, out: Path) -> Callable[[Turns], None]:
-    """Returns a function that trains a turn's steps with one GRPOTrainer, each timed between two ends of a step."""
+def trl_turn(shape: Shape, folder: Path, out: Path, precision: str = "float32") -> Callable[[Turns], None]:
+    """Returns a function that trains a turn's steps with one GRPOTrainer, each timed between two ends of a step.
+
+    `precision`: torch's name of the dtype of base and passes.
+    """
     import torch
     from datasets import Dataset
     from peft import LoraConfig
@@ -160,7 +186,7 @@ def trl_turn(shape: Shape, folder: Path, out: Path) -> Callable[[Turns], None]:
         temperature=1.0,
         top_k=0,
         gradient_checkpointing=False,
-        bf16=False,
+        bf16=precision == "bfloat16",
         use_cpu=not torch.cuda.is_available(),
         disable_dropout=True,
         logging_strategy="no",
@@ -171,7 +197,7 @@ def trl_turn(shape: Shape, folder: Path, out: Path) -> Callable[[Turns], None]:
     )
     clock = Clock()
     trainer = GRPOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa"),
+        model=AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, precision), attn_implementation="sdpa"),
         processing_class=AutoTokenizer.from_pretrained(folder),
         reward_funcs=reward,
         args=config,

@@ -9,7 +9,6 @@ import importlib.util
 from pathlib import Path
 
 import pytest
-import torch
 from fakes.benchmark_runs import assert_measured, assert_not_measured, start_smallest
 
 from benchmarks.programs import programs
@@ -35,7 +34,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def test_every_benchmark_is_in_one_of_these_tests() -> None:
-    others = {*SGLANG, "kernels", "frozen_linear_vs_libraries", "operator_scale"}
+    others = {*SGLANG, "frozen_linear_vs_libraries", "operator_scale"}
     assert {path.stem for path in programs()} == HERE.keys() | others
 
 
@@ -55,14 +54,6 @@ def test_without_sglang_its_benchmarks_say_so(name: str, tmp_path: Path) -> None
 def test_without_kubernetes_programs_the_operators_benchmark_says_so(tmp_path: Path) -> None:
     done = start_smallest("operator_scale", tmp_path / "out", without=VARIABLES)
     assert_not_measured("operator_scale", done, tmp_path / "out", "ORBIT_TEST_PROGRAMS is not set")
-
-
-def test_the_kernels_are_measured_on_a_device_and_only_there(tmp_path: Path) -> None:
-    done = start_smallest("kernels", tmp_path / "out")
-    if torch.cuda.is_available():
-        assert_measured("kernels", done, tmp_path / "out")
-    else:
-        assert_not_measured("kernels", done, tmp_path / "out", "no CUDA device")
 
 
 def test_other_libraries_are_measured_where_they_are_installed(tmp_path: Path) -> None:

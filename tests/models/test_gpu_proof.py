@@ -1,0 +1,138 @@
+"""The proof for a GPU, run where there is none: every stage at its smallest size, kernels in Triton's interpreter.
+
+Belongs here: that it runs, resumes and tells. Does not belong here: what the stages measure on a device.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib.metadata import distribution
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from benchmarks.harness import RESULTS, ROOT
+from tools.gpu_proof.proof import run_stages
+from tools.gpu_proof.record import Record
+from tools.gpu_proof.stages import LAYOUTS, STAGES
+from tools.gpu_proof.wheels import FROM_THE_MACHINE, closure, packages, requirements
+
+FACTS = {"card": "cpu", "commit": "c" * 40, "dirty": False, "tiny": True}
+NEED_TRITON = ("kernel-equality", "kernel-speed-int4")
+ONCE = [name for name in STAGES if name not in {f"kernel-speed-{layout.lower()}" for layout in LAYOUTS[1:]}]
+"""Without the layouts beyond the first, which run the same code."""
+
+
+def proof(*options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tools.gpu_proof", *options]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=570)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("stage", ONCE)
+def test_a_stage_runs_without_a_device(stage: str, tmp_path: Path) -> None:
+    if stage in NEED_TRITON and find_spec("triton") is None:
+        pytest.skip("Triton is not installed")
+    done = proof("--tiny", "--stage", stage, "--out", str(tmp_path))
+    record = json.loads((tmp_path / "cpu" / f"{stage}.json").read_text())
+    assert done.returncode == 0, f"{record}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    assert record["tiny"] is True
+    assert record["status"] == "passed" or (record["status"] == "not measured" and record["why"])
+    assert {"torch", "commit", "dirty", "pins", "versions", "seconds"} <= record.keys()
+    assert record["found"] or record["status"] == "not measured"
+
+
+def test_tiny_results_cannot_come_among_those_of_cards() -> None:
+    done = proof("--tiny", "--out", str(RESULTS / "gpu"))
+    assert done.returncode == 2
+    assert "--out" in done.stderr
+    assert not (RESULTS / "gpu" / "cpu").exists()
+
+
+def test_without_a_device_and_without_tiny_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    done = proof("--out", str(tmp_path))
+    assert done.returncode == 3
+    assert "no CUDA device" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def record_of(folder: Path, status: str, **changes: Any) -> None:
+    record = Record.begin(folder / "quickstart.json", "quickstart", FACTS | changes)
+    if status != "running":
+        record.end(status)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("status", ["passed", "failed", "not measured", "out of time"])
+def test_what_this_commit_has_told_already_is_not_asked_again(tmp_path: Path, status: str) -> None:
+    record_of(tmp_path, status)
+    before = (tmp_path / "quickstart.json").read_bytes()
+    (record,) = run_stages(["quickstart"], tmp_path, FACTS, again=False, seconds=0.0).values()
+    assert record.status == status
+    assert (tmp_path / "quickstart.json").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("status", "facts", "again"),
+    [
+        ("running", FACTS, False),
+        ("passed", FACTS | {"commit": "d" * 40}, False),
+        ("passed", FACTS | {"dirty": True}, False),
+        ("passed", FACTS | {"commit": None}, False),
+        ("passed", FACTS, True),
+    ],
+)
+def test_what_was_cut_short_or_is_of_other_code_is_measured_again(
+    tmp_path: Path, status: str, facts: dict[str, Any], again: bool
+) -> None:
+    record_of(tmp_path, status)
+    (record,) = run_stages(["quickstart"], tmp_path, facts, again=again, seconds=0.0).values()
+    assert record.status == "out of time"
+
+
+def test_a_stage_that_is_stopped_keeps_what_it_had_found(tmp_path: Path) -> None:
+    path = tmp_path / "stage.json"
+    record = Record.begin(path, "stage", FACTS)
+    record.add("first number", 1.5)
+    read = Record.read(path)
+    assert read is not None
+    read.end("out of time", "stopped", "last lines")
+    content = json.loads(path.read_text())
+    assert content["found"] == {"first number": 1.5}
+    assert content["output"] == "last lines"
+
+
+def test_a_stage_whose_process_dies_is_a_failure_with_its_last_words(tmp_path: Path) -> None:
+    (record,) = run_stages(["no such stage"], tmp_path, FACTS, again=True, seconds=60.0).values()
+    assert record.status == "failed"
+    assert "KeyError" in record.content["output"]
+
+
+def test_the_wheels_are_everything_that_is_needed_but_what_the_machine_has() -> None:
+    found = packages("3.12", "x86_64")
+    assert not found.keys() & (FROM_THE_MACHINE | {"nvidia-cublas", "sympy", "pandas"})
+    needed, peers = requirements()
+    torch_brings = closure([Requirement("torch")], {"platform_machine": "x86_64", "sys_platform": "linux"}, set())
+    named = {canonicalize_name(each.name) for each in (*needed, *peers)}
+    assert named <= found.keys() | torch_brings.keys()
+    for name in found:
+        for requirement in map(Requirement, distribution(name).requires or ()):
+            if requirement.marker is None:
+                known = found.keys() | torch_brings.keys() | FROM_THE_MACHINE | {"pandas"}
+                assert canonicalize_name(requirement.name) in known, f"{name} needs {requirement.name}"
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("gpu/*/*.json")), ids=str)
+def test_a_committed_result_of_a_card_was_measured_on_a_clean_commit(path: Path) -> None:
+    record = json.loads(path.read_text())
+    assert record["tiny"] is False
+    assert record["dirty"] is False
+    assert len(record["commit"]) == 40
+    assert record["status"] != "running"
