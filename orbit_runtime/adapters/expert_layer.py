@@ -22,6 +22,7 @@ from orbit_runtime.adapters.layer import Segment, Selection, Slot, dropped, find
 from orbit_runtime.adapters.lora import LoRASlot
 from orbit_runtime.adapters.names import expert_file_names, split_tensor
 from orbit_runtime.adapters.oft import OFTSlot, rotate
+from orbit_runtime.adapters.part import Part
 
 
 class Slots(Protocol):
@@ -46,6 +47,9 @@ class AdaptedExpertLinear(nn.Module):
         self.out_features: int = base.out_features  # type: ignore[assignment]
         self.num_experts: int = base.num_experts  # type: ignore[assignment]
         self.reads_tokens: bool = base.reads_tokens  # type: ignore[assignment]
+        self.part: Part = getattr(base, "part", None) or Part(
+            shape=(self.out_features, self.in_features), num_experts=self.num_experts, group="expert"
+        )
         self.slots: dict[str, Slot] = {}
         self.shares_input = False
         """OFT: other layers take the same input and the same R."""
@@ -55,18 +59,18 @@ class AdaptedExpertLinear(nn.Module):
         return next(iter(self.base.buffers())).device
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of the parameters, by kind."""
+        """Of the whole layer's parameters, by kind."""
         config, outer = self.config, self.config.expert_layout == "SharedOuter"
         shared = config.expert_layout == "Shared"
-        first = 1 if shared or (outer and self.reads_tokens) else self.num_experts
-        last = 1 if shared or (outer and not self.reads_tokens) else self.num_experts
+        first = 1 if shared or (outer and self.reads_tokens) else self.part.num_experts
+        last = 1 if shared or (outer and not self.reads_tokens) else self.part.num_experts
         if config.type == "LoRA":
             return {"lora_A": (first, config.rank, self.in_features), "lora_B": (last, self.out_features, config.rank)}
         size = config.block_size
         return {"oft_R": (first, self.in_features // size, size * (size - 1) // 2)}
 
     def file_names(self, kind: str) -> tuple[str, ...]:
-        return expert_file_names(self.name, kind, self.config.expert_layout, self.num_experts)
+        return expert_file_names(self.name, kind, self.config.expert_layout, self.part.num_experts)
 
     def named(self, slot: Slot) -> dict[str, Tensor]:
         """The slot's tensors as files name them. Made once: a trace tells tensors apart by identity."""

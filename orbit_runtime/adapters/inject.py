@@ -18,8 +18,9 @@ from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.adapters.expert_layer import AdaptedExpertLinear
 from orbit_runtime.adapters.layer import AdaptedLinear, Selection
 from orbit_runtime.adapters.lora import initial_A
-from orbit_runtime.adapters.masters import Masters
+from orbit_runtime.adapters.masters import Masters, Place
 from orbit_runtime.adapters.oft import check_block_size
+from orbit_runtime.adapters.part import Part
 from orbit_runtime.errors import InternalError, ManifestError
 
 AdaptedLayer = AdaptedLinear | AdaptedExpertLinear
@@ -116,9 +117,9 @@ def inject(
 
 
 def _check_size(name: str, layer: nn.Module, adapter: AdapterConfig) -> None:
-    out_features, in_features = _linear_shape(layer)
+    (out_features, in_features), held = _linear_shape(layer), int(layer.in_features)  # type: ignore[arg-type]
     if adapter.type == "OFT":
-        check_block_size(name, in_features, adapter.block_size)
+        check_block_size(name, held, adapter.block_size)
     elif adapter.rank > min(out_features, in_features):
         raise ManifestError(
             f"rank {adapter.rank} is more than {name} has, which is [{out_features}, {in_features}]",
@@ -165,29 +166,33 @@ def _unmatched(target: str, linear: dict[str, nn.Module]) -> ManifestError:
 
 
 def _linear_shape(layer: nn.Module) -> tuple[int, int]:
-    return (int(layer.out_features), int(layer.in_features))  # type: ignore[arg-type]
+    """Of the whole layer."""
+    part: Part | None = getattr(layer, "part", None)
+    return part.shape if part else (int(layer.out_features), int(layer.in_features))  # type: ignore[arg-type]
 
 
 def _create_masters(
     layers: dict[str, AdaptedLayer], owner: dict[str, str], adapter: AdapterConfig, seed: int
 ) -> Masters:
     shared = Counter(owner.values())
-    parameters = {}
+    parameters, places = {}, {}
     for name, layer in layers.items():
         layer.shares_input = shared[owner[name]] > 1
         if owner[name] == name:
             for kind, parameter in _initial(layer, seed):
                 parameters[f"{name}.{kind}"] = parameter
+                places[f"{name}.{kind}"] = Place(kind, layer.part, layer.shapes()[kind])
                 layer.register_parameter(kind, parameter)
         else:
             layer.register_parameter("oft_R", parameters[f"{owner[name]}.oft_R"])
-    return Masters(adapter, dict(sorted(parameters.items())), owner)
+    return Masters(adapter, dict(sorted(parameters.items())), owner, places)
 
 
 def _initial(layer: AdaptedLayer, seed: int) -> Iterator[tuple[str, nn.Parameter]]:
     for kind, shape in layer.shapes().items():
         values = initial_A(shape, seed, layer.name) if kind == "lora_A" else torch.zeros(shape)
-        yield kind, nn.Parameter(values.to(layer.device))
+        held = layer.part.cut(kind, values, layer.config.block_size).clone()
+        yield kind, nn.Parameter(held.to(layer.device))
 
 
 def owners(layers: Mapping[str, AdaptedLayer]) -> dict[str, str]:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.adapters.lora import LoRASlot, add_lora, dropout
 from orbit_runtime.adapters.oft import OFTSlot, rotate
+from orbit_runtime.adapters.part import WHOLE, Part
 from orbit_runtime.errors import InternalError
 from orbit_runtime.seeds import stream_key
 
@@ -124,6 +125,7 @@ class _Layer(Protocol):
     config: AdapterConfig
     selection: Selection
     slots: dict[str, Slot]
+    part: Part
 
     def named(self, slot: Slot) -> Mapping[str, Tensor]: ...
 
@@ -143,8 +145,14 @@ def find_slot(layer: _Layer, name: str) -> Slot:
 
 def dropped(x: Tensor, layer: _Layer) -> Tensor:
     """What A is multiplied with: x, or in a training pass with dropout what is left of it."""
-    key, share = layer.selection.dropout_key, layer.config.dropout
-    return x if key is None or not share else dropout(x, share, stream_key(key, "lora-dropout", layer.name))
+    key, share, columns = layer.selection.dropout_key, layer.config.dropout, layer.part.columns
+    if key is None or not share:
+        return x
+    key = stream_key(key, "lora-dropout", layer.name)
+    if columns == WHOLE:
+        return dropout(x, share, key)
+    # Each process leaves out of its columns what one process would.
+    return x * dropout(x.new_ones(*x.shape[:-1], layer.part.shape[1]), share, key)[..., columns]
 
 
 class AdaptedLinear(nn.Module):
@@ -158,6 +166,7 @@ class AdaptedLinear(nn.Module):
         self.selection = selection
         self.in_features: int = base.in_features  # type: ignore[assignment]
         self.out_features: int = base.out_features  # type: ignore[assignment]
+        self.part: Part = getattr(base, "part", None) or Part(shape=(self.out_features, self.in_features))
         self.slots: dict[str, Slot] = {}
         self.shares_input = False
         """OFT: other layers take the same input and the same R."""
@@ -173,11 +182,12 @@ class AdaptedLinear(nn.Module):
         return tensor.device if tensor is not None else next(self.base.parameters()).device
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of the parameters, by kind."""
+        """Of the whole layer's parameters, by kind."""
         rank, size = self.config.rank, self.config.block_size
+        rows, columns = self.part.shape
         if self.config.type == "LoRA":
-            return {"lora_A": (rank, self.in_features), "lora_B": (self.out_features, rank)}
-        return {"oft_R": (self.in_features // size, size * (size - 1) // 2)}
+            return {"lora_A": (rank, columns), "lora_B": (rows, rank)}
+        return {"oft_R": (columns // size, size * (size - 1) // 2)}
 
     def file_names(self, kind: str) -> tuple[str, ...]:
         return (f"{self.name}.{kind}",)

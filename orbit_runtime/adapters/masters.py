@@ -20,6 +20,7 @@ from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.adapters.layer import Slot
 from orbit_runtime.adapters.lora import LoRASlot
 from orbit_runtime.adapters.oft import OFTSlot, constrained, rotations, series_error
+from orbit_runtime.adapters.part import Part
 from orbit_runtime.seeds import stream_key
 from orbit_runtime.types import Probe
 
@@ -41,6 +42,26 @@ class _Rounded(torch.autograd.Function):
         return (None, *(grad.float() for grad in grads))
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a parameter stands in the whole adapter's."""
+
+    kind: str
+    """`lora_A`, `lora_B` or `oft_R`."""
+    part: Part
+    shape: tuple[int, ...]
+    """Of the whole parameter."""
+
+    def cut(self, whole: Tensor, config: AdapterConfig) -> Tensor:
+        """What this process holds of it."""
+        return self.part.cut(self.kind, whole, config.block_size)
+
+    @property
+    def is_whole(self) -> bool:
+        """Every process of the part's group holds all of it."""
+        return self.part.is_whole(self.kind, self.shape[0] if self.part.num_experts else None)
+
+
 @dataclass(frozen=True, eq=False)
 class Masters:
     """The masters of every layer, and how layers share them.
@@ -52,6 +73,8 @@ class Masters:
     parameters: Mapping[str, nn.Parameter]
     """`<module>.lora_A`, `<module>.lora_B` or, for owners only, `<module>.oft_R`; fp32, sorted by name."""
     owner: Mapping[str, str]
+    places: Mapping[str, Place]
+    """Of each parameter."""
 
     def applied(self, compute_dtype: torch.dtype) -> dict[str, Slot]:
         """Every layer's slot as it would be after a publish, with gradient to the masters."""
@@ -111,7 +134,11 @@ class Masters:
                     parameter.copy_(kept[name])
 
     def _probe_values(self, name: str, probe: Probe, seed: int) -> Tensor:
-        shape = self.parameters[name].shape
+        place = self.places[name]
+        return place.cut(self._whole_probe(name, place.shape, probe, seed), self.config)
+
+    def _whole_probe(self, name: str, shape: tuple[int, ...], probe: Probe, seed: int) -> Tensor:
+        """The same for every process, however the parameter is divided."""
         if probe == "identity" and not name.endswith("lora_A"):
             return torch.zeros(shape)
         generator = torch.Generator().manual_seed(stream_key(seed, f"probe-{probe}", name))

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from orbit_runtime.quant.expert_linear import FrozenExpertLinear, build_dispatch
+from orbit_runtime.quant.held_experts import build_held_dispatch
 
 Activation = Callable[[Tensor, Tensor | None], Tensor]
 """(output of gate, of up) → `[S, I]`; with one projection for both, (its output, None)."""
@@ -25,17 +26,24 @@ class FrozenExperts(nn.Module):
     Saved for backward are packed weights, activations and the dispatch; backward dequantises an expert again.
     """
 
-    def __init__(self, linears: Mapping[str, FrozenExpertLinear], activation: Activation) -> None:
-        """`linears`: `gate_proj` and `up_proj`, or `gate_up_proj`, and `down_proj`."""
+    def __init__(
+        self, linears: Mapping[str, FrozenExpertLinear], activation: Activation, held: range | None = None
+    ) -> None:
+        """`linears`: `gate_proj` and `up_proj`, or `gate_up_proj`, and `down_proj`, of experts `held` (None: all)."""
         super().__init__()
-        self.num_experts = linears["down_proj"].num_experts
+        part = getattr(linears["down_proj"], "part", None)
+        self.num_experts = part.num_experts if part else linears["down_proj"].num_experts
+        self.held = held if held is not None else range(self.num_experts)
         self.activation = activation
         for name, linear in linears.items():
             self.add_module(name, linear)
 
     def forward(self, hidden_TN: Tensor, expert_TC: Tensor, weight_TC: Tensor) -> Tensor:
-        """`[T, N]`, summed in fp32 in the router's order."""
-        dispatch = build_dispatch(expert_TC, self.num_experts)
+        """`[T, N]`, summed in fp32 in the router's order: of the experts that are held."""
+        if len(self.held) == self.num_experts:
+            dispatch = build_dispatch(expert_TC, self.num_experts)
+        else:
+            dispatch = build_held_dispatch(expert_TC, self.held)
         modules = self._modules
         if "gate_up_proj" in modules:
             inner_SI = self.activation(modules["gate_up_proj"](hidden_TN, dispatch), None)  # type: ignore[misc]

@@ -12,12 +12,14 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from orbit_runtime.adapters.part import Part
 from orbit_runtime.errors import ManifestError, ModelError, UnsupportedError
 from orbit_runtime.model_info.quantization import QuantFormat
 from orbit_runtime.policy.experts import FrozenExperts
 from orbit_runtime.policy.families.family import Family
 from orbit_runtime.policy.modules import FrozenEmbedding, run_in_fp32
 from orbit_runtime.policy.reader import CheckpointReader
+from orbit_runtime.policy.shares import UNDIVIDED, Share, cut_bias, cut_experts, cut_weight
 from orbit_runtime.quant.activations import ActivationPrecision, build_rounding, scale_name
 from orbit_runtime.quant.expert_linear import FrozenExpertLinear
 from orbit_runtime.quant.experts import ExpertStack
@@ -36,15 +38,18 @@ def fill(
     family: Family,
     compute_dtype: torch.dtype,
     activation_precision: ActivationPrecision = "WeightOnly",
+    share: Share = UNDIVIDED,
 ) -> None:
-    """Raises `ModelError` for what is missing, broken, of another shape, or belongs to no module.
+    """A weight is cut to this process's share as soon as it is read: what is held besides is one whole weight.
+
+    Raises `ModelError` for what is missing, broken, of another shape, or belongs to no module.
 
     `ManifestError` where no weight has the format that activations are to be rounded to, `UnsupportedError` where that
     would be a routed expert's.
     """
-    _fill_experts(model, reader, quant, family)
+    _fill_experts(model, reader, quant, family, share)
     _check_experts(model, activation_precision, reader)
-    num_rounded = _fill_linears(model, reader, quant, family, activation_precision)
+    num_rounded = _fill_linears(model, reader, quant, family, activation_precision, share)
     if activation_precision != "WeightOnly" and num_rounded == 0:
         raise ManifestError(
             f"no weight of the checkpoint is {activation_precision}; it is {quant.name}",
@@ -52,8 +57,9 @@ def fill(
             fix="set it to WeightOnly, or train the model in that format",
         )
     _fill_embedding(model, reader, family, compute_dtype)
-    _fill_rest(model, reader, family, compute_dtype)
-    reader.check_all_used((*family.left_out, *_extra_layers(model, family)))
+    _fill_rest(model, reader, family, compute_dtype, share)
+    if share == UNDIVIDED:
+        reader.check_all_used((*family.left_out, *_extra_layers(model, family)))
 
 
 def _extra_layers(model: nn.Module, family: Family) -> Iterator[str]:
@@ -63,41 +69,51 @@ def _extra_layers(model: nn.Module, family: Family) -> Iterator[str]:
         yield re.escape(family.checkpoint_name(f"model.layers.{layer}."))
 
 
-def _fill_experts(model: nn.Module, reader: CheckpointReader, quant: QuantFormat, family: Family) -> None:
+def _fill_experts(model: nn.Module, reader: CheckpointReader, quant: QuantFormat, family: Family, share: Share) -> None:
     """transformers' experts, all of a layer in one parameter, become `FrozenExperts` over packed tensors."""
     for name, module in list(model.named_modules()):
-        if not type(module).__name__.endswith("Experts"):
+        if not type(module).__name__.endswith("Experts") or not share.holds(name):
             continue
+        held = share.experts_of(name, int(module.num_experts))  # type: ignore[arg-type]
         form = family.experts
         if form is None:
             raise UnsupportedError(
                 f"the routed experts of {type(module).__name__} are not known to Orbit", where=str(reader.folder)
             )
         linears = {
-            projection.name: _read_projection(reader, quant, family, name, module, projection.name)
+            projection.name: _read_projection(reader, quant, family, name, held, projection.name)
             for projection in form.projections
         }
         for projection in form.projections:
             wanted = (projection.out_features(module), projection.in_features(module))
             found = (linears[projection.name].out_features, linears[projection.name].in_features)
+            linears[projection.name].part = Part(  # type: ignore[assignment]
+                experts=slice(held.start, held.stop),
+                shape=found,
+                num_experts=int(module.num_experts),
+                group="expert",  # type: ignore[arg-type]
+            )
             if found != wanted:
                 raise ModelError(
                     f"the experts' {projection.name} in {name} is {list(found)}, config.json says {list(wanted)}",
                     where=str(reader.folder),
                     fix=MISMATCH,
                 )
-        _replace(model, name, FrozenExperts(linears, form.build_activation(module)))
+        _replace(model, name, FrozenExperts(linears, form.build_activation(module), held))
 
 
 def _read_projection(
-    reader: CheckpointReader, quant: QuantFormat, family: Family, name: str, module: nn.Module, leaf: str
+    reader: CheckpointReader, quant: QuantFormat, family: Family, name: str, held: range, leaf: str
 ) -> FrozenExpertLinear:
     assert family.experts is not None
-    count, reads_tokens = int(module.num_experts), leaf != "down_proj"  # type: ignore[arg-type]
+    reads_tokens = leaf != "down_proj"
     if family.experts.read_stacked is not None:
         stack, bias = family.experts.read_stacked(reader, quant, f"{name}.{leaf}")
+        if len(held) < stack.num_experts:
+            stack = cut_experts(stack, held)
+            bias = None if bias is None else bias[held.start : held.stop].clone()
         return FrozenExpertLinear(stack, bias, reads_tokens=reads_tokens)
-    sources = [family.checkpoint_name(f"{name}.{index}.{leaf}") for index in range(count)]
+    sources = [family.checkpoint_name(f"{name}.{index}.{leaf}") for index in held]
     return FrozenExpertLinear(_read_stack(reader, quant, sources), reads_tokens=reads_tokens)
 
 
@@ -142,12 +158,13 @@ def _fill_linears(
     quant: QuantFormat,
     family: Family,
     activation_precision: ActivationPrecision,
+    share: Share,
 ) -> int:
     """Every `nn.Linear` becomes a `FrozenLinear` over the checkpoint's own tensors; how many round their inputs."""
     tied, num_rounded = _tied_head(model, reader, family), 0
     for name, module in list(model.named_modules()):
         special = family.special_linears.get(type(module).__name__)
-        if type(module) is not nn.Linear and special is None:
+        if (type(module) is not nn.Linear and special is None) or not share.holds(name):
             continue
         where = str(reader.folder)
         own = family.checkpoint_name(name)
@@ -168,12 +185,15 @@ def _fill_linears(
                 where=where,
                 fix=MISMATCH,
             )
-        bias = reader.read(f"{own}.bias") if module.bias is not None else None
+        part = share.part_of(name, weight.shape)
+        weight = cut_weight(weight, part)
+        bias = cut_bias(reader.read(f"{own}.bias") if module.bias is not None else None, part, share)
         scale = f"{own}.{scale_name(activation_precision, layout)}"
         rounding = build_rounding(activation_precision, layout, reader.has(scale))
         num_rounded += rounding is not None
         input_scale = reader.read(scale) if rounding is not None and rounding.is_static else None
         frozen: nn.Module = FrozenLinear(weight, bias, rounding=rounding, input_scale=input_scale)
+        frozen.part = part  # type: ignore[assignment]
         _replace(model, name, frozen if special is None else special(frozen, module))
     return num_rounded
 
@@ -242,17 +262,22 @@ def _no_head(head: nn.Linear, reader: CheckpointReader, wanted: str) -> ModelErr
     )
 
 
-def _fill_rest(model: nn.Module, reader: CheckpointReader, family: Family, compute_dtype: torch.dtype) -> None:
+def _fill_rest(
+    model: nn.Module, reader: CheckpointReader, family: Family, compute_dtype: torch.dtype, share: Share
+) -> None:
     """Norms and whatever else is a parameter: small, so kept in the compute dtype; routers in fp32."""
     routers = [name for name, module in model.named_modules() if type(module).__name__.endswith("Router")]
     kept = (*(f"{name}." for name in routers), *family.kept_fp32)
     for name, empty in _unfilled(model):
+        if not share.holds(name):
+            continue
         value = reader.read(family.checkpoint_name(name))
         if value.shape != empty.shape or value.is_floating_point() != empty.is_floating_point():
             raise ModelError(
                 f"{family.checkpoint_name(name)} is {value.dtype} {list(value.shape)}, expected {list(empty.shape)}",
                 where=str(reader.folder),
             )
+        value = share.cut_per_head(name, value)
         parent, _, child = name.rpartition(".")
         owner = model.get_submodule(parent)
         if isinstance(empty, nn.Parameter):

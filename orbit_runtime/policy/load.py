@@ -35,6 +35,7 @@ from orbit_runtime.policy.model import Policy
 from orbit_runtime.policy.modules import fuse_norms
 from orbit_runtime.policy.reader import CheckpointReader
 from orbit_runtime.policy.routing import build_routing
+from orbit_runtime.policy.shares import UNDIVIDED, Share, drop_layers
 from orbit_runtime.quant.activations import ActivationPrecision
 
 LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "output_multiplier_scale")
@@ -50,6 +51,7 @@ def load_policy(
     device: torch.device | str = "cpu",
     compute_dtype: torch.dtype = torch.float32,
     kernel: Kernel = "SDPA",
+    share: Share = UNDIVIDED,
     announce: Callable[[InjectReport], None] | None = None,
 ) -> Policy:
     """Loads the base and injects the adapter.
@@ -59,6 +61,7 @@ def load_policy(
         activation_precision: what the inputs of linears with weights in that format are rounded to.
         seed: of the adapter's initial values.
         compute_dtype: of activations; a BF16 weight widened to fp32 keeps its value.
+        share: what this process holds of a model that is divided among several.
         announce: told the adapter's size before it is allocated.
 
     Raises:
@@ -83,7 +86,8 @@ def load_policy(
     adapter = _with_targets(adapter, raw)
     _check_targets(adapter, family)
     model = _build_structure(folder, raw, family)
-    fill(model, reader, quant, family, compute_dtype, activation_precision)
+    fill(model, reader, quant, family, compute_dtype, activation_precision, share)
+    drop_layers(model, share)
     if compute_dtype is torch.float32:
         fuse_norms(model)
     model.requires_grad_(False)
@@ -99,7 +103,7 @@ def load_policy(
         left_out=family.no_targets,
         announce=announce,
     )
-    direct = build_direct(model, compute_dtype)
+    direct = build_direct(model, compute_dtype) if share == UNDIVIDED else None
     return Policy(
         model,
         injected,

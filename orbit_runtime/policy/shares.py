@@ -1,0 +1,141 @@
+"""Which part of a model a process holds: columns and rows of its linears, some of its experts, some of its layers.
+
+Matrices are divided as in Megatron-LM (Shoeybi et al., arXiv 1909.08053, section 3): projections that read the hidden
+state by rows (heads, inner columns), those that write it by columns, so that between them nothing is exchanged.
+
+Belongs here: what is cut and where. Does not belong here: what processes tell each other (`training.megatron`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from orbit_runtime.adapters.part import WHOLE, Part
+from orbit_runtime.errors import UnsupportedError
+from orbit_runtime.quant.experts import ExpertStack
+from orbit_runtime.quant.formats import FORMATS, Weight, format_of
+from orbit_runtime.quant.slicing import slice_weight
+
+READ_HIDDEN = {"q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj"}
+WRITE_HIDDEN = {"o_proj", "down_proj"}
+HELD_WHOLE = {"q_a_proj", "kv_a_proj_with_mqa"}
+"""Small, and what they give is needed by every head."""
+PER_HEAD = {"sinks"}
+"""Parameters with an entry per head."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Example: the second of two processes that divide matrices and experts: `Share(tensor=(1, 2), expert=(1, 2))`."""
+
+    tensor: tuple[int, int] = (0, 1)
+    """Place among the processes that divide matrices, and how many they are."""
+    expert: tuple[int, int] = (0, 1)
+    """Likewise of routed experts."""
+    layers: range | None = None
+    """Decoder layers; None: all."""
+
+    def holds(self, name: str) -> bool:
+        """Whether the module or parameter is of this process's layers, or of none."""
+        place = name.partition(".layers.")[2].partition(".")[0]
+        return self.layers is None or not place.isdigit() or int(place) in self.layers
+
+    def part_of(self, name: str, shape: tuple[int, int]) -> Part:
+        """Of a linear that is no routed expert's.
+
+        Raises:
+            UnsupportedError: it is of no form that Orbit divides, or the processes do not divide it.
+        """
+        if not (".self_attn." in name or ".mlp." in name):
+            return Part(shape=shape, group="none")
+        if self.tensor[1] == 1:
+            return Part(shape=shape)
+        leaf = name.rpartition(".")[2]
+        if leaf in READ_HIDDEN:
+            return Part(rows=self._range(name, "rows", shape[0]), shape=shape)
+        if leaf in WRITE_HIDDEN:
+            return Part(columns=self._range(name, "columns", shape[1]), shape=shape)
+        if leaf in HELD_WHOLE:
+            return Part(shape=shape)
+        raise UnsupportedError(
+            f"{name} is a projection that Orbit does not divide among GPUs",
+            where="spec.training.parallel.tensor",
+            fix="write 1",
+        )
+
+    def _range(self, name: str, axis: str, size: int) -> slice:
+        rank, count = self.tensor
+        if size % count:
+            raise UnsupportedError(
+                f"{name} has {size} {axis}, which {count} GPUs do not divide evenly",
+                where="spec.training.parallel.tensor",
+                fix=f"write a divisor of {size}",
+            )
+        return slice(rank * size // count, (rank + 1) * size // count)
+
+    def experts_of(self, name: str, count: int) -> range:
+        """Those of a layer that this process holds."""
+        rank, processes = self.expert
+        if count % processes:
+            raise UnsupportedError(
+                f"{name} has {count} experts, which {processes} GPUs do not divide evenly",
+                where="spec.training.parallel.expert",
+                fix=f"write a divisor of {count}",
+            )
+        return range(rank * count // processes, (rank + 1) * count // processes)
+
+    def cut_per_head(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        if name.rpartition(".")[2] not in PER_HEAD or self.tensor[1] == 1:
+            return value
+        return value[self._range(name, "heads", value.shape[0])].clone()
+
+
+UNDIVIDED = Share()
+"""All of the model."""
+
+
+class Elsewhere(nn.Module):
+    """In the place of a layer that another process computes: what it is given is what comes out."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.attention_type = getattr(layer, "attention_type", None)
+
+    def forward(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return hidden_states
+
+
+def drop_layers(model: nn.Module, share: Share) -> None:
+    """Layers of other processes leave the model, and keep their numbers."""
+    for name, module in list(model.named_modules()):
+        if name.endswith(".layers") and isinstance(module, nn.ModuleList):
+            for index in range(len(module)):
+                if not share.holds(f"{name}.{index}"):
+                    module[index] = Elsewhere(module[index])
+
+
+def cut_weight(weight: Weight, part: Part) -> Weight:
+    """The part as memory of its own, so that the rest is freed."""
+    if part.rows == WHOLE and part.columns == WHOLE:
+        return weight
+    rectangle = slice_weight(weight, part.rows, part.columns)
+    codec = FORMATS[format_of(rectangle)]
+    owned = {key: tensor.clone() for key, tensor in codec.buffers(rectangle).items()}
+    cut: Weight = codec.from_buffers(owned)
+    return replace(cut, layout=weight.layout) if hasattr(cut, "layout") else cut  # type: ignore[call-arg,union-attr]
+
+
+def cut_bias(bias: torch.Tensor | None, part: Part, share: Share) -> torch.Tensor | None:
+    """Of a linear that is divided by columns, one process adds the bias to the sum."""
+    if bias is None or (part.columns != WHOLE and share.tensor[0] != 0):
+        return None
+    return bias[part.rows].clone()
+
+
+def cut_experts(stack: ExpertStack, experts: range) -> ExpertStack:
+    held = slice(experts.start, experts.stop)
+    return ExpertStack(stack.format, {key: tensor[held].clone() for key, tensor in stack.tensors.items()})

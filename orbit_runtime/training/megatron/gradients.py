@@ -1,0 +1,61 @@
+"""Gradients and sums over ranks.
+
+Belongs here: adding up what ranks hold of one gradient, its norm, and sums of a step. Does not belong here: passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, distributed, nn
+
+from orbit_runtime.adapters.masters import Place
+from orbit_runtime.training.megatron.groups import Groups
+
+
+class RankGradients:
+    """The masters of one rank. Every rank calls everything, in the same order."""
+
+    def __init__(self, groups: Groups, places: Mapping[str, Place]) -> None:
+        self._groups = groups
+        self._places = places
+
+    def finish(self, masters: Mapping[str, nn.Parameter]) -> None:
+        """Complete gradients, from those of this rank's tokens and part of the sums: in BF16 nothing is rounded here.
+
+        Parameters that are reduced over the same ranks travel together.
+        """
+        groups = self._groups
+        for name, master in masters.items():
+            if master.grad is None:
+                master.grad = torch.zeros_like(master)
+            place = self._places[name]
+            if place.part.group == "expert":
+                if place.is_whole:
+                    self._sum(master.grad, groups.expert)
+                self._sum(master.grad, groups.expert_replicas)
+            else:
+                if place.is_whole and place.part.group == "tensor":
+                    self._sum(master.grad, groups.tensor)
+                self._sum(master.grad, groups.replicas)
+
+    def norm(self, masters: Mapping[str, nn.Parameter]) -> Tensor:
+        """Of all ranks' parameters, each counted once."""
+        device = next(iter(masters.values())).device
+        squares = {"whole": torch.zeros((), device=device), "tensor": torch.zeros((), device=device)}
+        squares["expert"] = torch.zeros((), device=device)
+        for name, master in masters.items():
+            place = self._places[name]
+            assert master.grad is not None
+            squares["whole" if place.is_whole else place.part.group] += master.grad.float().square().sum()
+        self._sum(squares["tensor"], self._groups.tensor)
+        self._sum(squares["expert"], self._groups.expert)
+        total = squares["whole"] + squares["tensor"] + squares["expert"]
+        self._sum(total, self._groups.pipeline)
+        return total.sqrt()
+
+    @staticmethod
+    def _sum(tensor: Tensor, group: distributed.ProcessGroup) -> None:
+        if group.size() > 1:
+            distributed.all_reduce(tensor, group=group)

@@ -1,0 +1,149 @@
+"""The process groups of a rank, as Megatron-Core makes them.
+
+Ranks are numbered as Megatron-Core numbers them by default, tensor first: ranks that divide matrices are neighbours,
+so that they stand on one node's fastest links. Experts are divided among neighbours as well, over all ranks of a stage.
+
+Belongs here: who is in which group, and what a rank's share of a model is. Does not belong here: collectives
+(`regions`, `gradients`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+from torch import distributed
+from torch.distributed import ProcessGroup
+
+from orbit_runtime.errors import UnsupportedError
+from orbit_runtime.policy.shares import Share
+from orbit_runtime.training.megatron.cpu import allow_cpu
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How many ranks divide what; what remains of `world` are data-parallel replicas.
+
+    Example: matrices and experts in two, on two ranks: `Sizes(world=2, tensor=2, expert=2)`.
+    """
+
+    world: int = 1
+    tensor: int = 1
+    expert: int = 1
+    pipeline: int = 1
+    context: int = 1
+    sequence_parallel: bool = False
+    """Between the parts that are divided, each rank holds its run of the tokens; else every rank holds all."""
+
+    @property
+    def data(self) -> int:
+        return self.world // (self.tensor * self.pipeline * self.context)
+
+    @property
+    def token_sets(self) -> int:
+        """Into how many parts a stage's tokens are divided among ranks that divide the same experts."""
+        return max(1, self.expert // self.tensor)
+
+    def check(self) -> None:
+        """
+        Raises:
+            UnsupportedError: the sizes do not multiply to the number of ranks, or experts are divided among a part of
+                the ranks that divide matrices.
+        """
+        group = self.tensor * self.pipeline * self.context
+        if self.world % group:
+            raise UnsupportedError(
+                f"tensor {self.tensor}, pipeline {self.pipeline} and context {self.context} need a multiple of {group} "
+                f"GPUs, and there are {self.world}",
+                where="spec.training.parallel",
+                fix="write sizes whose product divides the number of GPUs",
+            )
+        if self.expert > 1 and (self.expert % self.tensor or (self.world // self.pipeline) % self.expert):
+            raise UnsupportedError(
+                f"experts are divided among {self.expert} GPUs, matrices among {self.tensor}",
+                where="spec.training.parallel.expert",
+                fix=f"write a multiple of {self.tensor} that divides {self.world // self.pipeline}, or 1",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """A rank's groups. In each, ranks stand in the order of the parts they hold."""
+
+    sizes: Sizes
+    tensor: ProcessGroup
+    expert: ProcessGroup
+    """Ranks that divide the experts: those of `tensor`, and of replicas or context parts beside them."""
+    tokens: ProcessGroup
+    """Ranks with the same place in `tensor` and different tokens, of one `expert` group."""
+    pipeline: ProcessGroup
+    replicas: ProcessGroup
+    """Ranks that hold the same part of the matrices, and train on other tokens: data and context parallel."""
+    expert_replicas: ProcessGroup
+    """Ranks that hold the same experts."""
+
+    def share(self, layers: range | None = None) -> Share:
+        """Args: layers: of this rank's pipeline stage."""
+        return Share((self.tensor.rank(), self.tensor.size()), (self.expert.rank(), self.expert.size()), layers)
+
+
+def join(sizes: Sizes, rank: int, address: str, *, seconds: float) -> Groups:
+    """Meets the other ranks and makes the groups.
+
+    Args:
+        address: `host:port` of rank 0's store.
+        seconds: longest that a collective may wait for another rank.
+
+    Raises:
+        UnsupportedError: the sizes do not fit each other.
+    """
+    sizes.check()
+    allow_cpu()
+    from megatron.core import parallel_state
+
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    timeout = timedelta(seconds=seconds)
+    distributed.init_process_group(
+        backend, init_method=f"tcp://{address}", rank=rank, world_size=sizes.world, timeout=timeout
+    )
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=sizes.tensor,
+        pipeline_model_parallel_size=sizes.pipeline,
+        context_parallel_size=sizes.context,
+        expert_model_parallel_size=sizes.expert,
+        expert_tensor_parallel_size=1,
+        distributed_timeout_minutes=max(1, int(seconds // 60)),
+        create_gloo_process_groups=False,
+    )
+    return Groups(
+        sizes,
+        tensor=parallel_state.get_tensor_model_parallel_group(),
+        expert=parallel_state.get_expert_model_parallel_group(),
+        tokens=_token_group(sizes, rank),
+        pipeline=parallel_state.get_pipeline_model_parallel_group(),
+        replicas=parallel_state.get_data_parallel_group(with_context_parallel=True),
+        expert_replicas=parallel_state.get_expert_data_parallel_group(),
+    )
+
+
+def leave() -> None:
+    """Safe to call twice."""
+    if distributed.is_initialized():
+        from megatron.core import parallel_state
+
+        parallel_state.destroy_model_parallel()
+        distributed.destroy_process_group()
+
+
+def _token_group(sizes: Sizes, rank: int) -> ProcessGroup:
+    """Megatron-Core has no name for it. Every rank makes every group."""
+    span, found = max(sizes.expert, sizes.tensor), None
+    for first in range(0, sizes.world, span):
+        for place in range(sizes.tensor):
+            ranks = list(range(first + place, first + span, sizes.tensor))
+            group = distributed.new_group(ranks)
+            if rank in ranks:
+                found = group
+    assert found is not None
+    return found

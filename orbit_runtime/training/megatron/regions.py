@@ -1,0 +1,189 @@
+"""Where a divided layer begins and ends: what goes in is complete on every rank, what comes out is a sum of theirs.
+
+Inside, ranks compute with their part of the matrices or experts and exchange nothing. Each rank's gradient of what
+went in is a part of a sum, and so is that of every parameter which all of them hold (`gradients`).
+
+With sequence parallelism (Korthikanti et al., arXiv 2205.05198, section 4.2.2) a rank holds its run of the tokens
+outside: entering gathers them, leaving adds up and scatters them.
+
+Where experts are divided beyond the ranks that divide matrices, those ranks' tokens meet: entering gathers them as
+well, and leaving returns each its own.
+
+Belongs here: the collectives around a layer, by Megatron-Core's mappings. Does not belong here: what is cut.
+
+Legend: `T` tokens, `N` hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+
+from orbit_runtime.errors import InternalError, UnsupportedError
+from orbit_runtime.training.megatron.groups import Groups
+
+Change = Callable[[Tensor], Tensor]
+
+
+class Regions:
+    """The regions of one model on one rank; `num_tokens` is that of the pass under way, before any is cut."""
+
+    def __init__(self, groups: Groups) -> None:
+        self.groups = groups
+        self.num_tokens = 0
+        self._counts: list[int] = []
+        """Of the ranks in `groups.tokens`, tokens of the pass under way."""
+
+    def install(self, model: nn.Module) -> None:
+        """Around attention and feed-forward part of every decoder layer that is here, embedding and last norm."""
+        decoder = getattr(model, model.base_model_prefix)  # type: ignore[arg-type]
+        for layer in decoder.layers:
+            if hasattr(layer, "self_attn"):
+                _surround(layer.self_attn, self.enter, self.leave)
+                has_experts = hasattr(layer.mlp, "experts")
+                if has_experts and self.groups.sizes.expert % self.groups.sizes.tensor:
+                    raise UnsupportedError(
+                        f"experts are not divided, matrices are among {self.groups.sizes.tensor} GPUs",
+                        where="spec.training.parallel.expert",
+                        fix=f"write a multiple of {self.groups.sizes.tensor}",
+                    )
+                _surround(
+                    layer.mlp, *((self.enter_experts, self.leave_experts) if has_experts else (self.enter, self.leave))
+                )
+        decoder.register_forward_pre_hook(
+            lambda _, __, given: self.begin(given["input_ids"].shape[1]), with_kwargs=True
+        )
+        if self.groups.sizes.sequence_parallel:
+            decoder.get_input_embeddings().register_forward_hook(lambda _, __, hidden: self.scatter(hidden))
+            decoder.norm.register_forward_hook(lambda _, __, hidden: self.gather(hidden))
+
+    def begin(self, num_tokens: int) -> None:
+        """A pass over so many tokens."""
+        self.num_tokens = num_tokens
+        group = self.groups.tokens
+        self._counts = [num_tokens]
+        if group.size() > 1:
+            counts = torch.zeros(group.size(), dtype=torch.long)
+            counts[group.rank()] = num_tokens
+            distributed.all_reduce(counts, group=group)
+            self._counts = counts.tolist()
+
+    # --- matrices ---
+
+    def enter(self, hidden_1TN: Tensor) -> Tensor:
+        from megatron.core.tensor_parallel import mappings
+
+        group = self.groups.tensor
+        if group.size() == 1:
+            return hidden_1TN
+        if not self.groups.sizes.sequence_parallel:
+            return mappings.copy_to_tensor_model_parallel_region(hidden_1TN, group)  # type: ignore[no-any-return]
+        whole = mappings.gather_from_sequence_parallel_region(hidden_1TN[0], group=group)
+        return whole[None, : self.num_tokens]  # type: ignore[no-any-return]
+
+    def leave(self, partial_1TN: Tensor) -> Tensor:
+        from megatron.core.tensor_parallel import mappings
+
+        group = self.groups.tensor
+        if group.size() == 1:
+            return partial_1TN
+        if not self.groups.sizes.sequence_parallel:
+            return mappings.reduce_from_tensor_model_parallel_region(partial_1TN, group)  # type: ignore[no-any-return]
+        padded = self._padded(partial_1TN[0])
+        return mappings.reduce_scatter_to_sequence_parallel_region(padded, group=group)[None]  # type: ignore[no-any-return]
+
+    # --- experts ---
+
+    def enter_experts(self, hidden_1TN: Tensor) -> Tensor:
+        own = self.enter(hidden_1TN)
+        return own if len(self._counts) == 1 else _Exchange.apply(own[0], self._counts, self.groups.tokens)[None]  # type: ignore[no-any-return]
+
+    def leave_experts(self, partial_1TN: Tensor) -> Tensor:
+        if len(self._counts) > 1:
+            partial_1TN = _Return.apply(partial_1TN[0], self._counts, self.groups.tokens)[None]
+        return self.leave(partial_1TN)
+
+    # --- sequence parallelism ---
+
+    def scatter(self, hidden_1TN: Tensor) -> Tensor:
+        """All tokens → this rank's run of them, the last padded."""
+        from megatron.core.tensor_parallel import mappings
+
+        padded = self._padded(hidden_1TN[0])
+        return mappings.scatter_to_sequence_parallel_region(padded, group=self.groups.tensor)[None]  # type: ignore[no-any-return]
+
+    def gather(self, hidden_1TN: Tensor) -> Tensor:
+        """What follows is computed alike on every rank, so that each has the whole gradient."""
+        from megatron.core.tensor_parallel import mappings
+
+        whole = mappings.gather_from_sequence_parallel_region(
+            hidden_1TN[0], tensor_parallel_output_grad=False, group=self.groups.tensor
+        )
+        return whole[None, : self.num_tokens]  # type: ignore[no-any-return]
+
+    def _padded(self, tokens_TN: Tensor) -> Tensor:
+        if len(tokens_TN) != self.num_tokens:
+            raise InternalError(f"a layer gave {len(tokens_TN)} tokens, the pass has {self.num_tokens}")
+        missing = -len(tokens_TN) % self.groups.tensor.size()
+        return nn.functional.pad(tokens_TN, (0, 0, 0, missing)) if missing else tokens_TN
+
+
+def _gathered(own_TN: Tensor, counts: list[int], group: distributed.ProcessGroup) -> Tensor:
+    most = max(counts)
+    padded = nn.functional.pad(own_TN, (0, 0, 0, most - len(own_TN))).contiguous()
+    parts = [torch.empty_like(padded) for _ in counts]
+    distributed.all_gather(parts, padded, group=group)
+    return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+
+
+def _returned(all_TN: Tensor, counts: list[int], group: distributed.ProcessGroup) -> Tensor:
+    """Sums over ranks, in their order, of this rank's run."""
+    most, runs = max(counts), all_TN.split(counts)
+    padded = [nn.functional.pad(run, (0, 0, 0, most - len(run))).contiguous() for run in runs]
+    own = torch.empty_like(padded[0])
+    distributed.reduce_scatter(own, padded, group=group)
+    return own[: counts[group.rank()]]
+
+
+class _Exchange(torch.autograd.Function):
+    """This rank's tokens → those of all ranks of the group; backward adds up what each contributed to them."""
+
+    @staticmethod
+    def forward(ctx: Any, own_TN: Tensor, counts: list[int], group: distributed.ProcessGroup) -> Tensor:
+        ctx.counts, ctx.group = counts, group
+        return _gathered(own_TN, counts, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TN: Tensor) -> tuple[Tensor, None, None]:
+        return _returned(grad_TN, ctx.counts, ctx.group), None, None
+
+
+class _Return(torch.autograd.Function):
+    """The other way."""
+
+    @staticmethod
+    def forward(ctx: Any, all_TN: Tensor, counts: list[int], group: distributed.ProcessGroup) -> Tensor:
+        ctx.counts, ctx.group = counts, group
+        return _returned(all_TN, counts, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TN: Tensor) -> tuple[Tensor, None, None]:
+        return _gathered(grad_TN, ctx.counts, ctx.group), None, None
+
+
+def _surround(module: nn.Module, enter: Change, leave: Change) -> None:
+    """The hidden state is the first argument or `hidden_states`, and the first of several results."""
+
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if args:
+            return (enter(args[0]), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": enter(kwargs["hidden_states"])}
+
+    def after(_: nn.Module, __: Any, result: Any) -> Any:
+        return (leave(result[0]), *result[1:]) if isinstance(result, tuple) else leave(result)
+
+    module.register_forward_pre_hook(before, with_kwargs=True)
+    module.register_forward_hook(after)

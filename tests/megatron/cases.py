@@ -1,0 +1,102 @@
+"""One case: the log-probs of two prompts' answers and the gradient of their sum, in one process and on ranks.
+
+Belongs here: the arithmetic that both sides do. Does not belong here: which cases there are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from orbit_runtime.adapters.layer import TRAINER_SLOT
+from orbit_runtime.adapters.masters import Place
+from orbit_runtime.policy import Policy, load_policy
+from orbit_runtime.policy.packed import Branch
+from orbit_runtime.training.megatron.gradients import RankGradients
+from orbit_runtime.training.megatron.groups import Groups
+from orbit_runtime.training.megatron.model import load_rank_policy
+from tests.models.family_matrix import Case, adapter_of, tokens_of
+
+
+def sizes_of(case: Case) -> dict[str, int]:
+    """Sizes that two ranks divide at the ends of groups and blocks."""
+    if case.layout.startswith("FP8Block"):
+        heads = {} if case.family in ("deepseek_v3", "kimi_k2") else {"head_dim": 64, "num_key_value_heads": 4}
+        return heads | {"intermediate_size": 256, "moe_intermediate_size": 256}
+    return {"intermediate_size": 128, "moe_intermediate_size": 64}
+
+
+@dataclass(frozen=True)
+class Found:
+    logprobs: torch.Tensor
+    numbers: range
+    """Of the branches."""
+    gradients: dict[str, torch.Tensor]
+    places: dict[str, Place]
+    norm: float
+
+
+def branches() -> list[Branch]:
+    """Answers to two prompts, 27 tokens: no multiple of a number of ranks."""
+    first, second = tokens_of(6, 1), tokens_of(4, 2)
+    return [
+        Branch(0, first, tokens_of(7, 3)), Branch(0, first, tokens_of(3, 4)), Branch(1, second, tokens_of(9, 5)),
+        Branch(1, second, tokens_of(2, 6)),
+    ]  # fmt: skip
+
+
+def compute(policy: Policy, numbers: range) -> torch.Tensor:
+    """Log-probs of these of the branches. Gradients are left in the masters; the adapter is a random one, so that none
+    of them is 0."""
+    given = [branches()[number] for number in numbers]
+    masters = policy.injected.masters
+    with masters.probing("random", seed=7), policy.injected.selection.use(TRAINER_SLOT):
+        logprobs, _ = policy.logprobs(policy.pack(given))
+        weights = torch.cat([torch.linspace(0.5, 1.5, len(each.continuation_T)) for each in given])
+        (logprobs * weights).sum().backward()
+    return logprobs.detach()
+
+
+def in_one_process(folder: Path, case: Case, dtype: torch.dtype = torch.float32) -> Found:
+    policy = load_policy(folder, adapter_of(case), compute_dtype=dtype)
+    logprobs = compute(policy, range(4))
+    masters = policy.injected.masters
+    gradients = {name: master.grad for name, master in masters.parameters.items() if master.grad is not None}
+    norm = float(torch.stack([each.square().sum() for each in gradients.values()]).sum().sqrt())
+    return Found(logprobs, range(4), gradients, dict(masters.places), norm)
+
+
+def on_a_rank(groups: Groups, folder: Path, case: Case, dtype: torch.dtype = torch.float32) -> Found:
+    """Every replica computes every other branch; sums are over all of them."""
+    policy = load_rank_policy(folder, adapter_of(case), groups, compute_dtype=dtype)
+    place, count = groups.replicas.rank() // groups.sizes.context, groups.sizes.data
+    numbers = range(place, 4, count)
+    logprobs = compute(policy, numbers)
+    masters = policy.injected.masters
+    sums = RankGradients(groups, masters.places)
+    sums.finish(masters.parameters)
+    norm = float(sums.norm(masters.parameters))
+    gradients: dict[str, Any] = {name: master.grad for name, master in masters.parameters.items()}
+    return Found(logprobs, numbers, gradients, dict(masters.places), norm)
+
+
+def differences(expected: Found, ranks: list[Found], case: Case) -> tuple[float, float]:
+    """Largest difference of a log-prob, and of gradients relative to the largest of their parameter."""
+    config = adapter_of(case)
+    by_branch = expected.logprobs.split([len(each.continuation_T) for each in branches()])
+    apart = max(
+        float((rank.logprobs - torch.cat([by_branch[number] for number in rank.numbers])).abs().max()) for rank in ranks
+    )
+    relative = 0.0
+    for rank in ranks:
+        assert set(rank.gradients) <= set(expected.gradients)
+        relative = max(relative, abs(rank.norm / expected.norm - 1))
+        for name, found in rank.gradients.items():
+            whole = expected.gradients[name]
+            wanted = rank.places[name].cut(whole, config)
+            assert found.shape == wanted.shape, (name, found.shape, wanted.shape)
+            relative = max(relative, float((found - wanted).abs().max() / whole.abs().max().clamp(min=1e-12)))
+    return apart, relative
