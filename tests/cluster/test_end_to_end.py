@@ -245,7 +245,9 @@ def test_a_lost_node_is_left_and_a_run_that_says_so_takes_its_artifacts_with_it(
 ) -> None:
     changes = {"steps: 60": "steps: 400", "orbit-store\n": "orbit-store\n    deletionPolicy: Delete\n"}
     start_run(release, "stranded", changes)
-    status = wait_status(cluster, "stranded", lambda status: status.get("checkpoint"), "has a checkpoint")
+    status = wait_status(
+        cluster, "stranded", lambda status: status.get("checkpoint", {}).get("step"), "has a checkpoint of a step"
+    )
     (lost,) = [node for node in cluster.nodes if node.name == status["node"]]
     (pod,) = find_pods(cluster, "stranded")
     # Else it would train on, on the cores that all others share. That it is fenced then: `test_node_real_runs`.

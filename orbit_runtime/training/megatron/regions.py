@@ -50,6 +50,8 @@ class Regions:
                         where="spec.training.parallel.expert",
                         fix=f"write a multiple of {self.groups.sizes.tensor}",
                     )
+                if hasattr(layer.mlp, "shared_experts"):
+                    _surround(layer.mlp.shared_experts, self.own_tokens, self.among_all)
                 _surround(
                     layer.mlp, *((self.enter_experts, self.leave_experts) if has_experts else (self.enter, self.leave))
                 )
@@ -59,6 +61,9 @@ class Regions:
         if self.groups.sizes.sequence_parallel:
             decoder.get_input_embeddings().register_forward_hook(lambda _, __, hidden: self.scatter(hidden))
             decoder.norm.register_forward_hook(lambda _, __, hidden: self.gather(hidden))
+
+    def _begin(self, _: nn.Module, __: tuple[Any, ...], given: dict[str, Any]) -> None:
+        self.begin(given["input_ids"].shape[1])
 
     def begin(self, num_tokens: int) -> None:
         """A pass over so many tokens."""
@@ -105,6 +110,15 @@ class Regions:
         if len(self._counts) > 1:
             partial_1TN = _Return.apply(partial_1TN[0], self._counts, self.groups.tokens)[None]
         return self.leave(partial_1TN)
+
+    def own_tokens(self, all_1TN: Tensor) -> Tensor:
+        """Shared experts are no rank's in particular: each computes them for its own tokens."""
+        return all_1TN if len(self._counts) == 1 else all_1TN.split(self._counts, dim=1)[self.groups.tokens.rank()]
+
+    def among_all(self, own_1TN: Tensor) -> Tensor:
+        before = sum(self._counts[: self.groups.tokens.rank()])
+        after = sum(self._counts) - before - own_1TN.shape[1]
+        return own_1TN if len(self._counts) == 1 else nn.functional.pad(own_1TN, (0, 0, before, after))
 
     # --- sequence parallelism ---
 

@@ -1,0 +1,123 @@
+"""Every family, format and adapter under every division among ranks, against one process: log-probs and gradients.
+
+    .venv/bin/python -m tests.megatron.matrix                        everything, an hour on two cores
+    .venv/bin/python -m tests.megatron.matrix TP2 qwen3_moe INT4     what has all of these words
+
+`test_divided.py` runs a selection in which every pair of two choices occurs.
+
+Belongs here: which cases there are, and their bounds. Does not belong here: what a case computes (`cases`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from orbit_runtime.training.megatron.groups import Sizes
+from tests.integration.tiny_families import make_family
+from tests.megatron.cases import differences, in_one_process, on_a_rank, sizes_of
+from tests.megatron.ranks import World, world
+from tests.models.family_matrix import DENSE, Case
+
+DIVISIONS = {
+    "1": Sizes(),
+    "TP2": Sizes(2, tensor=2, expert=2),
+    "TP2+SP": Sizes(2, tensor=2, expert=2, sequence_parallel=True),
+    "EP2": Sizes(2, expert=2),
+    "DP2": Sizes(2),
+    "TP2+EP4+SP": Sizes(4, tensor=2, expert=4, sequence_parallel=True),
+}
+FORMATS = ("BF16", "INT4", "FP8", "NVFP4")
+FAMILIES = ("qwen3", "llama", "qwen3_moe", "glm4_moe", "deepseek_v3", "kimi_k2", "gpt_oss")
+LOGPROBS, GRADIENTS = 5e-6, 1e-5
+"""fp32: of a log-prob, and of a gradient relative to the largest of its parameter."""
+
+
+@dataclass(frozen=True, order=True)
+class Divided:
+    division: str
+    case: Case
+
+    def __str__(self) -> str:
+        return f"{self.division}-{self.case}"
+
+    def pairs(self) -> set[tuple[tuple[int, str], ...]]:
+        case = self.case
+        values = enumerate((self.division, case.family, case.layout, case.adapter, case.experts))
+        return set(itertools.combinations(values, 2))
+
+
+def all_cases() -> list[Divided]:
+    made = []
+    for division in DIVISIONS:
+        for family in FAMILIES:
+            for layout in FORMATS if family != "gpt_oss" else ("BF16", "MXFP4GptOss"):
+                for adapter in ("LoRA", "OFT"):
+                    if family in DENSE:
+                        experts: tuple[str, ...] = ("None",)
+                    else:
+                        experts = ("SharedOuter", "Shared", "PerExpert", "None")
+                    made += [Divided(division, Case(family, layout, adapter, each)) for each in experts]
+    return made
+
+
+def pairwise() -> list[Divided]:
+    """The case with most new pairs first, until every pair has occurred."""
+    remaining = all_cases()
+    missing = {pair for each in remaining for pair in each.pairs()}
+    chosen = []
+    while missing:
+        best = max(remaining, key=lambda each: len(each.pairs() & missing))
+        chosen.append(best)
+        missing -= best.pairs()
+        remaining.remove(best)
+    return sorted(chosen)
+
+
+def check(ranks: World, case: Case, folder: Path) -> tuple[float, float]:
+    """What differs by most; AssertionError where it is more than rounding."""
+    packed, _ = make_family(folder, case.family, case.layout, sizes=sizes_of(case))
+    apart, relative = differences(in_one_process(packed, case), ranks.call(on_a_rank, packed, case), case)
+    assert apart <= LOGPROBS, f"log-probs differ by {apart}"
+    assert relative <= GRADIENTS, f"gradients differ by {relative}"
+    return apart, relative
+
+
+def run(chosen: Iterable[Divided]) -> int:
+    """Prints a line per case; returns how many failed."""
+    failed, worst, count = 0, (0.0, 0.0), 0
+    for division, group in itertools.groupby(sorted(chosen), key=lambda each: each.division):
+        with world(DIVISIONS[division]) as ranks:
+            for each in group:
+                started, count = time.monotonic(), count + 1
+                with tempfile.TemporaryDirectory() as folder:
+                    try:
+                        found = check(ranks, each.case, Path(folder))
+                    except Exception as error:
+                        failed += 1
+                        print(f"{each}: FAILED {str(error)[-2000:]}", flush=True)
+                        continue
+                worst = (max(worst[0], found[0]), max(worst[1], found[1]))
+                seconds = time.monotonic() - started
+                print(f"{each}: log-probs {found[0]:.1e}, gradients {found[1]:.1e}, {seconds:.1f} s", flush=True)
+    print(
+        f"{count} cases, {failed} failed; largest difference of log-probs {worst[0]:.1e}, of gradients {worst[1]:.1e}"
+    )
+    return failed
+
+
+def main() -> int:
+    words = set(sys.argv[1:])
+    torch.set_num_threads(1)
+    return 1 if run(each for each in all_cases() if words <= set(str(each).split("-"))) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
