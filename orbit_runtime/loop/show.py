@@ -43,7 +43,8 @@ class Show:
     def checkpoint(self, state: RunState) -> None:
         """The newest step that is durable."""
         kept = state.checkpoint_step
-        self.status.update(last_checkpoint_step=kept, last_checkpoint=checkpoint_prefix(kept) if kept else None)
+        if kept:
+            self.status.update(last_checkpoint_step=kept, last_checkpoint=checkpoint_prefix(kept))
 
     def target(self, total: int, resumed_at: int) -> None:
         self.metrics.set_target(total)
