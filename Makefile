@@ -19,7 +19,7 @@ SGLANG_SAMPLE := tests/engines/test_contract.py tests/engines/test_plain_sglang.
 PURE := errors types seeds spec storage workers model_info planner algorithms data environments observability
 PURE_PATHS = $(wildcard $(PURE:%=orbit_runtime/%.py) $(PURE:%=orbit_runtime/%))
 
-.PHONY: help install dev quickstart test test-models test-store test-sglang test-engines test-bisect test-cluster cluster-programs check-chart images images-push check crds docs vendor-table constraints same-bits gpu-wheels gpu-proof bench release-check clean
+.PHONY: help install dev quickstart test test-models test-megatron test-store test-sglang test-engines test-bisect test-cluster cluster-programs check-chart images images-push check crds docs vendor-table constraints same-bits gpu-wheels gpu-proof bench release-check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z -]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -38,6 +38,9 @@ test: dev ## the run, its parts, the operator's logic, the structure (Python onl
 
 test-models: dev ## every model family and format: kernels, whole small models, conversion, merging (Python only)
 	$(SPREAD) tests/models
+
+test-megatron: dev ## a model divided among ranks against one process: real processes over gloo (Python only)
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest tests/megatron
 
 test-store: dev ## storage and resume against a real S3 server (needs Go)
 	ORBIT_TEST_VERSITYGW="$$(tools/versitygw.sh)" && export ORBIT_TEST_VERSITYGW && $(SPREAD) tests/store
