@@ -30,7 +30,10 @@ HEAVY = {
     "pandas",
 }
 
-IMPORT_NAMES = {"ruamel.yaml": "ruamel", "math-verify": "math_verify", "prometheus-client": "prometheus_client"}
+IMPORT_NAMES = {
+    "ruamel.yaml": "ruamel", "math-verify": "math_verify", "prometheus-client": "prometheus_client",
+    "megatron-core": "megatron",
+}  # fmt: skip
 """Distributions whose module has another name."""
 INDIRECT = {"jinja2": "renders chat templates, inside transformers", "tokenizers": "pinned with transformers"}
 """Declared dependencies that no module of ours imports by name, and why they are declared all the same."""
