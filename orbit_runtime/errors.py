@@ -29,6 +29,8 @@ class OrbitError(Exception):
         self.message = message
         self.where = where
         self.fix = fix
+        self.about: dict[str, str | int] = {}
+        """Where among ranks it happened, as far as it is known: `rank, device, stage, collective, last_step`."""
         super().__init__(message)
 
     def __str__(self) -> str:
@@ -36,7 +38,7 @@ class OrbitError(Exception):
         return f"{head}\n  fix: {self.fix}" if self.fix else head
 
     def to_json(self) -> dict[str, object]:
-        """The same facts as a JSON object: `error, exit_code, who_acts, message, where, fix`."""
+        """The same facts as a JSON object: `error, exit_code, who_acts, message, where, fix`, and those of `about`."""
         return {
             "error": type(self).__name__,
             "exit_code": self.exit_code,
@@ -44,6 +46,7 @@ class OrbitError(Exception):
             "message": self.message,
             "where": self.where,
             "fix": self.fix,
+            **self.about,
         }
 
 
@@ -154,6 +157,20 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError):
         return True
     return isinstance(error, RuntimeError | OSError) and says_no_memory(str(error))
+
+
+class GPUFaultError(OrbitError):
+    """A GPU reported an error of its own."""
+
+    exit_code = 80
+    who_acts = "hardware"
+
+
+class CollectiveError(OrbitError):
+    """A trainer rank or its node was lost, or a collective among ranks failed."""
+
+    exit_code = 81
+    who_acts = "hardware"
 
 
 class EngineDiedError(OrbitError):

@@ -32,6 +32,7 @@ MIN_DISK = 1 << 30
 MIN_DRIVER_CAPABILITY = (8, 0)
 """BF16 matrix units: Ampere and later."""
 MAX_CLOCK_SKEW_SECONDS = 5.0
+NO_VERSION = "(no version)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,9 +124,10 @@ def _gpu_findings() -> list[Finding]:
 
 def check_extras() -> list[Finding]:
     found = []
-    for extra, package in (("sglang", "sglang"), ("megatron", "megatron"), ("ray", "ray"), ("operator", "kopf")):
-        there = importlib.util.find_spec(package) is not None
-        found.append(f"{extra} {'yes' if there else 'no'}")
+    packages = (("sglang", "sglang"), ("megatron", "megatron-core"), ("ray", "ray"), ("operator", "kopf"))
+    for extra, package in packages:
+        version = _version(package)
+        found.append(f"{extra} {'no' if version == NO_VERSION else version}")
     return [Finding("extras", "note", ", ".join(found))]
 
 
@@ -209,7 +211,7 @@ def _version(name: str) -> str:
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
-        return "(no version)"
+        return NO_VERSION
 
 
 def _cores() -> int:

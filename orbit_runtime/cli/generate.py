@@ -32,6 +32,8 @@ EXIT_CODES: tuple[tuple[str, str, str], ...] = (
     ("77", "credentials were refused", "you"),
     ("78", "it does not fit, or is not supported here", "you"),
     ("79", "out of memory", "you"),
+    ("80", "a GPU reported an error of its own", "the hardware"),
+    ("81", "a trainer rank or its node was lost, or a collective among ranks failed", "the hardware"),
     ("82", "the rollout engine died", "the cluster"),
     ("83", "no progress within the allowed time", "the cluster"),
     ("84", "parity left its limit, or a publish could not be proven", "you"),

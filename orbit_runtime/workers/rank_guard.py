@@ -1,0 +1,72 @@
+"""The process that survives all others of a group of ranks, and leaves nothing of them: `python -m ... ADDRESS...`.
+
+Belongs here: ending every descendant, whatever became of its parent, and removing the group's folder. Does not belong
+here: Ray, torch or any package; nothing here can fail for what a rank does.
+
+It is the *subreaper* (prctl(2)) of its descendants: a process whose parent died becomes its child and not init's. So
+the walk from here finds all of them, daemons and stopped ones too. The run holds the other end of a pipe; when the run
+ends in whatever way, the pipe closes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+KILL_SECONDS = 10.0
+TICK = 0.1
+
+
+def main(life: int, folder: str, driver: list[str], passed: list[int]) -> int:
+    """Runs the driver until it ends, or until the pipe closes; then ends everything. Returns 0."""
+    # A signal to the whole group of a service must not end ranks before the run has made its checkpoint.
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    process = subprocess.Popen(driver, stdin=subprocess.DEVNULL, pass_fds=passed)
+    for each in passed:
+        os.close(each)
+    while process.poll() is None and not select.select([life], [], [], TICK)[0]:
+        pass
+    end_all(os.getpid())
+    shutil.rmtree(folder, ignore_errors=True)
+    return 0
+
+
+def end_all(ancestor: int) -> None:
+    """Kills every process below this one, reaping each, until there is none."""
+    until = time.monotonic() + KILL_SECONDS
+    while (alive := descendants(ancestor)) and time.monotonic() < until:
+        for pid in alive:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        with suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        time.sleep(0.02)
+
+
+def descendants(ancestor: int) -> list[int]:
+    """All processes below this one."""
+    children: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError, IndexError):
+            parent = int(stat.read_text().rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(stat.parent.name))
+    found = list(children.get(ancestor, ()))
+    for pid in found:
+        found += children.get(pid, ())
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), sys.argv[2], sys.argv[4:], [int(each) for each in sys.argv[3].split(",")]))

@@ -1,0 +1,200 @@
+"""What the process of one rank does, whoever started it: log, stacks, environment, the target's object, its methods.
+
+Belongs here: all that happens inside a rank, and how its failures are put into words. Does not belong here: Ray
+(`ray_actors`), torch (the target imports it), or what a failure means for the run (`rank_verdict`).
+"""
+
+from __future__ import annotations
+
+import errno
+import faulthandler
+import importlib
+import os
+import pickle
+import re
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from orbit_runtime.errors import (
+    CollectiveError,
+    GPUFaultError,
+    InternalError,
+    OrbitError,
+    OutOfMemoryError,
+    StorageError,
+    is_out_of_memory,
+)
+from orbit_runtime.workers.rank_notes import keep_notes, note
+
+STACK_SIGNAL = signal.SIGUSR2
+LISTENER_VARIABLE = "ORBIT_RENDEZVOUS_FD"
+"""In rank 0: a listening socket at MASTER_ADDR:MASTER_PORT, for `TCPStore(master_listen_fd=...)`."""
+_C10D = "torch/distributed/distributed_c10d.py"
+_COLLECTIVE_WORDS = ("gloo", "nccl", "ProcessGroup", "c10d", "Connection closed by peer", "TCPStore", "Broken pipe")
+_GPU_WORDS = ("CUDA error", "cudaError", "uncorrectable ECC", "HIP error", "Xid")
+
+
+@dataclass(frozen=True)
+class RankFacts:
+    """Who a rank is, once its process lives."""
+
+    rank: int
+    pid: int
+    node: str
+    """Address of its node."""
+    port: int | None = None
+    """Rank 0: where it listens for the others."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """What every rank of a group is made of; the same for all."""
+
+    target: str
+    """`package.module:Class`."""
+    arguments: Mapping[str, Any]
+    """Keyword arguments of the class."""
+    count: int
+    environment: Mapping[str, str]
+    devices: tuple[int, ...] | None
+    """GPU of each rank as its node's driver counts; None: on the CPU."""
+    path: tuple[str, ...]
+    """Where else to import from."""
+    rendezvous: bool
+    """Whether the target wants to meet the others by torch.distributed."""
+
+    def device(self, rank: int) -> str:
+        return "CPU" if self.devices is None else f"GPU {self.devices[rank]}"
+
+
+@dataclass(frozen=True)
+class RankFailure:
+    """An exception that ended a call, without its class: only what can be said of it anywhere."""
+
+    error: str
+    """Name of the `OrbitError`."""
+    message: str
+    where: str | None
+    fix: str | None
+    trace: str
+    collective: str | None = None
+
+
+class RankProcess:
+    """One rank, inside its own process."""
+
+    def __init__(self, rank: int, folder: str) -> None:
+        """From here on, all that it prints stands in `folder/rank-N.log`."""
+        self._rank = rank
+        self._object: Any = None
+        self._listener: socket.socket | None = None
+        place = Path(folder)
+        place.mkdir(parents=True, exist_ok=True)
+        with open(place / f"rank-{rank}.log", "ab", buffering=0) as log:
+            os.dup2(log.fileno(), 1)
+            os.dup2(log.fileno(), 2)
+        for stream in (sys.stdout, sys.stderr):
+            stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+        keep_notes(place / f"rank-{rank}.note")
+        faulthandler.enable(2)
+        self._stacks = open(place / f"rank-{rank}.stacks", "ab", buffering=0)  # noqa: SIM115 (open as long as the rank)
+        faulthandler.register(STACK_SIGNAL, file=self._stacks, all_threads=True)
+
+    def introduce(self, node: str) -> RankFacts:
+        """Rank 0 listens for the others from now on, at a port that the system chose and nobody can take."""
+        port = None
+        if self._rank == 0:
+            self._listener = socket.create_server((node, 0), backlog=1024)
+            port = int(self._listener.getsockname()[1])
+        return RankFacts(self._rank, os.getpid(), node, port)
+
+    def build(self, order: bytes, master: tuple[str, int]) -> bytes | RankFailure:
+        """Makes the target's object. Returns as `run` does."""
+        try:
+            made: Order = pickle.loads(order)
+            sys.path += [folder for folder in made.path if folder not in sys.path]
+            os.environ.update(made.environment)
+            self._set_places(made, master)
+            note(stage="start")
+            module, _, name = made.target.partition(":")
+            self._object = getattr(importlib.import_module(module), name)(**made.arguments)
+        except BaseException as error:
+            return describe(error)
+        return pickle.dumps(None)
+
+    def _set_places(self, order: Order, master: tuple[str, int]) -> None:
+        if order.devices is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = str(order.devices[self._rank])
+        os.environ.update(RANK=str(self._rank), WORLD_SIZE=str(order.count), LOCAL_RANK="0")
+        if not order.rendezvous:
+            return
+        os.environ.update(MASTER_ADDR=master[0], MASTER_PORT=str(master[1]))
+        if self._listener is not None:
+            os.environ[LISTENER_VARIABLE] = str(self._listener.detach())
+            self._listener = None
+
+    def run(self, method: str, arguments: bytes) -> bytes | RankFailure:
+        """The method's pickled result, or why there is none. Raises nothing."""
+        try:
+            note(stage=method)
+            return pickle.dumps(getattr(self._object, method)(*pickle.loads(arguments)), protocol=5)
+        except BaseException as error:
+            return describe(error)
+
+
+def describe(error: BaseException) -> RankFailure:
+    """An `OrbitError` stays what it is; others become the one that says who must act."""
+    trace = "".join(traceback.format_exception(error))
+    sys.stderr.write(trace)
+    collective = collective_of(trace)
+    if not isinstance(error, OrbitError):
+        error = _translate(error, trace, collective)
+    return RankFailure(type(error).__name__, error.message, error.where, error.fix, trace, collective)
+
+
+def _translate(error: BaseException, trace: str, collective: str | None) -> OrbitError:
+    said = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:300]}"
+    if is_out_of_memory(error):
+        return OutOfMemoryError(
+            f"memory ran out: {said}",
+            where="spec.training.microBatchTokens",
+            fix="lower it, or use more ranks (training.parallel) or more memory",
+        )
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return StorageError(f"the disk is full: {error.strerror}", where=error.filename, fix="free some space")
+    if isinstance(error, RuntimeError) and any(words in str(error) for words in _GPU_WORDS):
+        return GPUFaultError(said, fix="look for Xid errors in the node's kernel log (dmesg)")
+    names = {each.__name__ for each in type(error).__mro__}
+    of_collectives = names & {"DistError", "DistBackendError", "DistNetworkError", "DistStoreError"}
+    if of_collectives or (isinstance(error, RuntimeError) and any(words in str(error) for words in _COLLECTIVE_WORDS)):
+        return CollectiveError(f"{collective or 'a collective'} failed: {said}")
+    return InternalError(said)
+
+
+def collective_of(trace: str) -> str | None:
+    """The collective of torch.distributed in a traceback or a dump of stacks, if one is in it."""
+    lines = re.findall(rf'File "[^"]*{re.escape(_C10D)}", line \d+,? in (\w+)', trace)
+    # A decorator of torch's stands around each.
+    return next((name for name in lines if name not in ("wrapper", "inner", "_exception_logger")), None)
+
+
+def group_path() -> tuple[str, ...]:
+    """Where this process imports from, for those that it has work for it."""
+    return tuple(dict.fromkeys(folder or os.getcwd() for folder in sys.path))
+
+
+def tail(path: Path, lines: int = 20, longest: int = 300) -> Sequence[str]:
+    """The last lines of a log, without empty ones."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - (1 << 16)))
+            text = file.read().decode(errors="replace")
+    except OSError as error:
+        return [f"it cannot be read: {error}"]
+    return [line[:longest] for line in text.splitlines() if line.strip()][-lines:]

@@ -1,0 +1,322 @@
+"""The process that speaks to Ray for a run: makes the ranks, calls them, sees how they fail.
+
+Belongs here: Ray's driver and its loop over calls. Does not belong here: what a failure means (`rank_verdict`, in the
+run), or the end of all processes (`rank_guard`, above this one).
+
+Ray ends the process that it is a driver in, without a word that could be caught, where its head or node agent is lost.
+Hence this process: the run's own lives on and says what happened.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import pickle
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from orbit_runtime.errors import CollectiveError, OrbitError, UnsupportedError
+from orbit_runtime.workers.rank_evidence import Ending, Evidence, RankEnd
+from orbit_runtime.workers.rank_guard import end_all
+from orbit_runtime.workers.rank_process import Order, RankFacts, RankFailure
+from orbit_runtime.workers.ray_node import HOST, RESOURCE, PrivateRay, port_block, set_environment
+
+TICK = 0.25
+SETTLE_SECONDS = 3.0
+"""After the first failure: others are on their way, and one of them may be the cause."""
+ASK_SECONDS = 10.0
+STARTS = 3
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a driver is made with."""
+
+    order: Order
+    logs: str
+    scratch: str
+    address: str | None
+    nodes: int
+    ports: tuple[int, int] | None
+    stopped_seconds: float
+
+
+class Driver:
+    """Of one group."""
+
+    def __init__(self, start: Start) -> None:
+        self._start = start
+        self._order = start.order
+        self._private: PrivateRay | None = None
+        self._facts: dict[int, RankFacts] = {}
+        self._actors: list[Any] = []
+        self._watches: dict[str, Any] = {}
+
+    # --- start ---
+
+    def start(self) -> Evidence | list[bytes]:
+        """Evidence where a rank cannot be made, else each one's pickled None."""
+        import ray
+
+        order = self._order
+        if self._start.address is None:
+            self._private = self._start_private()
+        address = self._private.address if self._private else self._start.address
+        ray.init(
+            address=address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False,
+            _node_ip_address=HOST if self._private else None,
+        )  # fmt: skip
+        group = self._place()
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        from orbit_runtime.workers.ray_actors import RankActor
+
+        self._actors = [
+            ray.remote(RankActor).options(
+                max_restarts=0, num_cpus=0,
+                runtime_env=None if self._private else {"env_vars": {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}},
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank),
+                **self._share(),
+            ).remote(rank, self._start.logs)
+            for rank in range(order.count)
+        ]  # fmt: skip
+        introduced = self._collect("start", [each.introduce.remote() for each in self._actors], None)
+        if isinstance(introduced, Evidence):
+            return introduced
+        self._facts = {each.rank: each for each in introduced}
+        self._watch_nodes()
+        master = (introduced[0].node, introduced[0].port)
+        packed = ray.put(pickle.dumps(order))
+        return self._collect("start", [each.build.remote(packed, master) for each in self._actors], None)
+
+    def _start_private(self) -> PrivateRay:
+        """On a machine that is too busy for Ray's own patience of 30 s, a second time."""
+        count = self._order.count
+        for turn in range(STARTS):
+            ports, self._lock = (self._start.ports, -1) if self._start.ports else port_block(count)
+            try:
+                return PrivateRay(Path(self._start.scratch), count, ports)
+            except OrbitError:
+                raise
+            except Exception:
+                end_all(os.getpid())
+                if turn == STARTS - 1:
+                    raise
+        raise AssertionError
+
+    def _share(self) -> dict[str, Any]:
+        """Of a node, for one rank."""
+        if self._private:
+            return {"resources": {RESOURCE: 1}}
+        return {"num_gpus": 1} if self._order.devices is not None else {"num_cpus": 1}
+
+    def _place(self) -> Any:
+        """One placement group for the run."""
+        import ray
+
+        names = {"num_gpus": "GPU", "num_cpus": "CPU"}
+        share = self._share()
+        bundle = share.get("resources") or {names[key]: value for key, value in share.items()}
+        strategy = "STRICT_PACK" if self._start.nodes == 1 else "PACK"
+        group = ray.util.placement_group([dict(bundle) for _ in range(self._order.count)], strategy=strategy)
+        if not group.wait(60):
+            raise UnsupportedError(
+                f"the Ray cluster has no room for {self._order.count} ranks with {bundle} each"
+                + (" on one node" if strategy == "STRICT_PACK" else ""),
+                where="spec.placement",
+                fix="free some of it, or ask for fewer ranks (spec.training.parallel)",
+            )
+        return group
+
+    def _watch_nodes(self) -> None:
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        from orbit_runtime.workers.node_watch import NodeWatch
+        from orbit_runtime.workers.ray_actors import WatchActor
+
+        self._here = NodeWatch(self._start.logs)
+        if self._private:
+            return
+        by_actor = ray.get([each.introduce_node.remote() for each in self._actors], timeout=ASK_SECONDS)
+        for node in sorted(set(by_actor)):
+            where = NodeAffinitySchedulingStrategy(node, soft=False)
+            watch = ray.remote(WatchActor).options(num_cpus=0, scheduling_strategy=where).remote(self._start.logs)
+            for rank, of in enumerate(by_actor):
+                if of == node:
+                    self._watches.setdefault(node, (watch, []))[1].append(rank)
+
+    # --- calls ---
+
+    def call(self, method: str, arguments: bytes, patience: float | None) -> Evidence | list[bytes]:
+        """Results in the order of ranks, or what is left of them where one has none."""
+        import ray
+
+        packed = ray.put(arguments)
+        return self._collect(method, [each.run.remote(method, packed) for each in self._actors], patience)
+
+    def _collect(self, method: str, calls: list[Any], patience: float | None) -> Evidence | list[Any]:
+        import ray
+        from ray.exceptions import RayError
+
+        rank_of = {call: rank for rank, call in enumerate(calls)}
+        pending, results, said = list(calls), {}, {}
+        watch = _Patience(patience, self._start.stopped_seconds)
+        failed_at: float | None = None
+        gave_up, stopped = False, tuple[int, ...]()
+        while pending and not gave_up:
+            ready, pending = ray.wait(pending, num_returns=1, timeout=TICK)
+            for call in ready:
+                try:
+                    results[rank_of[call]] = ray.get(call)
+                except RayError as error:
+                    said[rank_of[call]] = str(error)
+                watch.progress()
+            lost = self._private.death() if self._private else None
+            if lost is not None:
+                return Evidence(method, self._ends(results, said, rank_of, pending), lost=lost)
+            if said or any(isinstance(each, RankFailure) for each in results.values()):
+                failed_at = failed_at or time.monotonic()
+                gave_up = time.monotonic() > failed_at + SETTLE_SECONDS
+            elif self._facts and not ready:
+                glances = self._glance()
+                gave_up = watch.look(glances, {rank_of[call] for call in pending})
+                stopped = watch.stopped
+        if failed_at is None and not gave_up:
+            return [results[rank] for rank in range(len(calls))]
+        given = patience if gave_up and failed_at is None else None
+        ends = self._ends(results, said, rank_of, pending)
+        return Evidence(method, ends, patience=given, stopped=stopped)
+
+    def _ends(
+        self, results: Mapping[int, Any], said: Mapping[int, str], rank_of: Any, pending: Any
+    ) -> tuple[RankEnd, ...]:
+        seen = self._look_back()
+        waiting = {rank_of[call] for call in pending}
+        ends = []
+        for rank in sorted(rank_of.values()):
+            result = results.get(rank)
+            failure = result if isinstance(result, RankFailure) else None
+            ending: Ending = "pending" if rank in waiting else "done"
+            if failure or rank in said:
+                ending = "failed" if failure else "lost"
+            node = self._facts[rank].node if rank in self._facts else ""
+            device = self._order.device(rank)
+            ends.append(RankEnd(rank, device, node, ending, seen.get(rank), failure, said.get(rank, "")))
+        return tuple(ends)
+
+    # --- from outside ---
+
+    def _pids(self, ranks: Any = None) -> dict[int, int]:
+        return {rank: facts.pid for rank, facts in self._facts.items() if ranks is None or rank in ranks}
+
+    def _glance(self) -> dict[int, Any]:
+        return self._ask("glance")
+
+    def _look_back(self) -> dict[int, Any]:
+        return self._ask("look_back") if self._facts else {}
+
+    def _ask(self, question: str) -> dict[int, Any]:
+        """Of every node; without the ranks of one that does not answer."""
+        if self._private:
+            here: dict[int, Any] = getattr(self._here, question)(self._pids())
+            return here
+        import ray
+        from ray.exceptions import RayError
+
+        found: dict[int, Any] = {}
+        for watch, ranks in self._watches.values():
+            try:
+                found |= ray.get(getattr(watch, question).remote(self._pids(ranks)), timeout=ASK_SECONDS)
+            except RayError:
+                continue
+        return found
+
+    def close(self) -> None:
+        """In a cluster that is not ours: ends what is. A private one ends with its guard."""
+        if self._private:
+            return
+        import ray
+        from ray.exceptions import RayError
+
+        for watch, ranks in self._watches.values():
+            try:
+                ray.get(watch.kill.remote(list(self._pids(ranks).values())), timeout=ASK_SECONDS)
+            except RayError:
+                continue
+        ray.shutdown()
+
+
+class _Patience:
+    """When a call that does not end is given up."""
+
+    def __init__(self, seconds: float | None, stopped_seconds: float) -> None:
+        self._seconds = seconds
+        self._stopped_seconds = stopped_seconds
+        self._progressed = time.monotonic()
+        self._counts: dict[int, int] = {}
+        self._stopped_since: dict[int, float] = {}
+        self.stopped: tuple[int, ...] = ()
+
+    def progress(self) -> None:
+        self._progressed = time.monotonic()
+
+    def look(self, glances: Mapping[int, Any], pending: set[int]) -> bool:
+        """Whether it is time: no rank has noted anything for too long, or one stands stopped."""
+        now = time.monotonic()
+        counts = {rank: each.note.count for rank, each in glances.items()}
+        if counts != self._counts:
+            self._counts, self._progressed = counts, now
+        halted = {rank for rank, each in glances.items() if rank in pending and each.state == "T"}
+        self._stopped_since = {rank: self._stopped_since.get(rank, now) for rank in halted}
+        self.stopped = tuple(
+            sorted(rank for rank, since in self._stopped_since.items() if now > since + self._stopped_seconds)
+        )
+        return bool(self.stopped) or (self._seconds is not None and now > self._progressed + self._seconds)
+
+
+def main(descriptor: int, parent: int) -> int:
+    """Serves one group over the connection; returns where it closes."""
+    ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        return 1
+    connection = Connection(descriptor)
+    start: Start = connection.recv()
+    if start.address is None:
+        set_environment(os.environ)
+    os.environ["TMPDIR"] = tempfile.tempdir = start.scratch
+    driver = Driver(start)
+    try:
+        connection.send(_guarded(driver.start))
+        while True:
+            method, patience = connection.recv()
+            arguments = connection.recv_bytes()
+            connection.send(_guarded(lambda m=method, a=arguments, p=patience: driver.call(m, a, p)))
+    except EOFError:
+        return 0
+    finally:
+        driver.close()
+        shutil.rmtree(start.scratch, ignore_errors=True)
+
+
+def _guarded(work: Any) -> Any:
+    """What it returns; an error of ours as itself, another one as that of a cluster that fails."""
+    try:
+        return work()
+    except OrbitError as error:
+        return (type(error).__name__, error.message, error.where, error.fix)
+    except Exception as error:
+        return (CollectiveError.__name__, f"Ray failed: {type(error).__name__}: {str(error)[:500]}", None, None)
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), os.getppid()))

@@ -1,0 +1,108 @@
+"""What can happen to ranks, with real Ray and gloo: one error, its exit code, which rank, and nothing left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from orbit_runtime.errors import OrbitError
+from orbit_runtime.workers.rank_guard import descendants
+from orbit_runtime.workers.ranks import Group, RankGroup, start_ranks
+
+pytestmark = pytest.mark.timeout(240)
+TARGET = "ranks.targets:Meeting"
+PATIENCE = 6.0
+
+
+def start(logs: Path) -> RankGroup:
+    return start_ranks(Group(TARGET, {}, 2, stopped_seconds=2.0), logs)
+
+
+@pytest.mark.parametrize(
+    ("fault", "code", "words", "collective"),
+    [
+        ("kill", 81, "rank 1 (CPU) was killed", None),
+        ("segfault", 81, "Segmentation fault", None),
+        ("stop", 83, "rank 1 (CPU) is stopped (SIGSTOP) in stage train, step 3; rank 0 waits in all_reduce", None),
+        ("sleep", 83, "rank 1 (CPU) did not get on within 6 s in stage train, step 3", None),
+        ("return_early", 81, "all_reduce did not end within 6 s in stage train, step 3: rank 1 did not", "all_reduce"),
+        ("memory", 79, "rank 1 (CPU) in stage train, step 3: memory ran out", None),
+        ("nan", 85, "rank 1 (CPU) in stage train, step 3: the loss is NaN", None),
+        ("bug", 70, "ValueError: a planted bug", None),
+        ("unpicklable", 70, "Odd: odd", None),
+        ("disk", 74, "the disk is full", None),
+        ("leave", 70, "SystemExit: 3", None),
+    ],
+)
+def test_a_fault_on_one_rank_ends_all_with_its_code(
+    fault: str, code: int, words: str, collective: str | None, tmp_path: Path, marked: Callable[[], dict[int, str]]
+) -> None:
+    ranks = start(tmp_path)
+    with pytest.raises(OrbitError) as caught:
+        ranks.call("step", 3, fault, patience=PATIENCE)
+    error = caught.value
+    assert (error.exit_code, marked()) == (code, {})
+    assert words in str(error)
+    named = 0 if fault == "return_early" else 1
+    assert error.about["rank"] == named
+    assert (error.about["device"], error.about["stage"], error.about["last_step"]) == ("CPU", "train", 3)
+    assert collective is None or error.about["collective"] == collective
+    if fault in ("stop", "sleep", "return_early"):
+        assert "all_reduce" in (tmp_path / "rank-0.stacks").read_text()
+    if fault == "bug":
+        assert "_bug" in str(error.__cause__)
+
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        ("gcs_server", "Ray's head (gcs_server) was killed by SIGKILL in stage step"),
+        ("raylet/raylet", "Ray's node agent (raylet) was killed by SIGKILL in stage step"),
+        ("ray_driver", "the process that holds the ranks (Ray's driver) was lost in stage step"),
+        ("rank_guard", "the process that holds the ranks (Ray's driver) was lost in stage step"),
+    ],
+)
+def test_what_holds_the_ranks_is_killed(
+    program: str, words: str, tmp_path: Path, marked: Callable[[], dict[int, str]]
+) -> None:
+    ranks = start(tmp_path)
+    threading.Timer(1.0, kill, [ranks.guard_pid, program]).start()
+    with pytest.raises(OrbitError) as caught:
+        ranks.call("step", 1, "sleep")
+    assert caught.value.exit_code == 81
+    assert words in str(caught.value)
+
+
+def kill(guard: int, program: str) -> None:
+    """The one below the guard, or the guard itself, whose command names the program first."""
+    for pid in [guard, *descendants(guard)]:
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+        if any(program in word for word in command[:3]):
+            os.kill(pid, signal.SIGKILL)
+            return
+    raise AssertionError(program)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_the_end_of_the_run_is_the_end_of_its_ranks(
+    number: signal.Signals, tmp_path: Path, marked: Callable[[], dict[int, str]]
+) -> None:
+    holder = Path(__file__).with_name("holder.py")
+    process = subprocess.Popen(
+        [sys.executable, holder, tmp_path], stdout=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    assert len(marked()) > 5
+    time.sleep(0.5)
+    process.send_signal(number)
+    assert process.wait(60) == (75 if number == signal.SIGTERM else -signal.SIGKILL)
