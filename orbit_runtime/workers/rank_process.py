@@ -130,7 +130,7 @@ class RankProcess:
 
     def _set_places(self, order: Order, master: tuple[str, int]) -> None:
         if order.devices is not None:
-            os.environ["CUDA_VISIBLE_DEVICES"] = str(order.devices[self._rank])
+            os.environ.update(CUDA_VISIBLE_DEVICES=str(order.devices[self._rank]))
         os.environ.update(RANK=str(self._rank), WORLD_SIZE=str(order.count), LOCAL_RANK="0")
         if not order.rendezvous:
             return

@@ -293,7 +293,8 @@ def main(descriptor: int, parent: int) -> int:
     start: Start = connection.recv()
     if start.address is None:
         set_environment(os.environ)
-    os.environ["TMPDIR"] = tempfile.tempdir = start.scratch
+    tempfile.tempdir = start.scratch
+    os.environ.update(TMPDIR=start.scratch)
     driver = Driver(start)
     try:
         connection.send(_guarded(driver.start))

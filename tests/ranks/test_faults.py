@@ -64,8 +64,8 @@ def test_a_fault_on_one_rank_ends_all_with_its_code(
 @pytest.mark.parametrize(
     ("program", "words"),
     [
-        ("gcs_server", "Ray's head (gcs_server) was killed by SIGKILL in stage step"),
-        ("raylet/raylet", "Ray's node agent (raylet) was killed by SIGKILL in stage step"),
+        ("gcs_server", "Ray's head (gcs_server) was killed by SIGKILL in stage train, step 1"),
+        ("raylet/raylet", "Ray's node agent (raylet) was killed by SIGKILL in stage train, step 1"),
         ("ray_driver", "the process that holds the ranks (Ray's driver) was lost in stage step"),
         ("rank_guard", "the process that holds the ranks (Ray's driver) was lost in stage step"),
     ],
