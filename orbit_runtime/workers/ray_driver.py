@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -82,7 +82,7 @@ class Driver:
 
         self._actors = [
             ray.remote(RankActor).options(
-                max_restarts=0, num_cpus=0,
+                max_restarts=0,
                 runtime_env=None if self._private else {"env_vars": {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}},
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank),
                 **self._share(),
@@ -95,7 +95,8 @@ class Driver:
         self._facts = {each.rank: each for each in introduced}
         self._watch_nodes()
         master = (introduced[0].node, introduced[0].port)
-        packed = ray.put(pickle.dumps(order))
+        # Which GPU a rank has in a cluster that is not ours, Ray decides.
+        packed = ray.put(pickle.dumps(order if self._private else replace(order, devices=None)))
         return self._collect("start", [each.build.remote(packed, master) for each in self._actors], None)
 
     def _start_private(self) -> PrivateRay:
@@ -116,8 +117,8 @@ class Driver:
     def _share(self) -> dict[str, Any]:
         """Of a node, for one rank."""
         if self._private:
-            return {"resources": {RESOURCE: 1}}
-        return {"num_gpus": 1} if self._order.devices is not None else {"num_cpus": 1}
+            return {"num_cpus": 0, "resources": {RESOURCE: 1}}
+        return {"num_cpus": 0, "num_gpus": 1} if self._order.devices is not None else {"num_cpus": 1}
 
     def _place(self) -> Any:
         """One placement group for the run."""
@@ -125,7 +126,7 @@ class Driver:
 
         names = {"num_gpus": "GPU", "num_cpus": "CPU"}
         share = self._share()
-        bundle = share.get("resources") or {names[key]: value for key, value in share.items()}
+        bundle = share.get("resources") or {names[key]: value for key, value in share.items() if value}
         strategy = "STRICT_PACK" if self._start.nodes == 1 else "PACK"
         group = ray.util.placement_group([dict(bundle) for _ in range(self._order.count)], strategy=strategy)
         if not group.wait(60):
