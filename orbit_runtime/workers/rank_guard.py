@@ -24,6 +24,8 @@ from pathlib import Path
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 KILL_SECONDS = 10.0
 TICK = 0.1
+MARK = "ORBIT_RANKS"
+"""Set for everything below a guard, to the group's folder."""
 
 
 def main(life: int, folder: str, driver: list[str], passed: list[int]) -> int:
@@ -53,6 +55,23 @@ def end_all(ancestor: int) -> None:
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
         time.sleep(0.02)
+
+
+def end_marked(mark: str) -> None:
+    """Kills every process of this group, for the case that its guard was killed."""
+    wanted, until = f"{MARK}={mark}".encode(), time.monotonic() + KILL_SECONDS
+    while time.monotonic() < until:
+        found = []
+        for place in Path("/proc").glob("[0-9]*/environ"):
+            with suppress(OSError):
+                if wanted in place.read_bytes().split(b"\0"):
+                    found.append(int(place.parent.name))
+        if not found:
+            return
+        for pid in found:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.05)
 
 
 def descendants(ancestor: int) -> list[int]:

@@ -25,6 +25,7 @@ from typing import Any, Self
 from orbit_runtime import errors
 from orbit_runtime.errors import CollectiveError, InternalError, OrbitError, StalledError, UnsupportedError
 from orbit_runtime.workers.rank_evidence import Evidence
+from orbit_runtime.workers.rank_guard import MARK, end_marked
 from orbit_runtime.workers.rank_process import Order, group_path, tail
 from orbit_runtime.workers.rank_verdict import judge
 from orbit_runtime.workers.ray_driver import Start
@@ -79,7 +80,8 @@ class RankGroup:
         with (logs / "ray.log").open("ab") as out:
             self._guard = subprocess.Popen(
                 [*guard, str(theirs.fileno()), *driver], stdin=subprocess.DEVNULL, stdout=out, stderr=out,
-                pass_fds=(life_read, theirs.fileno()), start_new_session=True, env={**os.environ, "PYTHONPATH": path},
+                pass_fds=(life_read, theirs.fileno()), start_new_session=True,
+                env={**os.environ, "PYTHONPATH": path, MARK: str(self._scratch)},
             )  # fmt: skip
         theirs.close()
         os.close(life_read)
@@ -182,6 +184,9 @@ class RankGroup:
         except subprocess.TimeoutExpired:
             self._guard.kill()
             self._guard.wait()
+        if self._guard.returncode:
+            # Somebody killed it, so nobody has ended what was below it.
+            end_marked(str(self._scratch))
         shutil.rmtree(self._scratch, ignore_errors=True)
         for kind in ("note", "stacks"):
             for path in self.logs.glob(f"rank-*.{kind}"):
