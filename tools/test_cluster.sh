@@ -10,6 +10,13 @@ unset PYTHONDONTWRITEBYTECODE
 # Memory is there, cores are not: servers and commands collect their garbage a quarter as often as they would.
 export GOGC="${GOGC-400}"
 report=$(mktemp)
+# A kubelet sets these for its node, which is this machine.
+settings=$(sysctl vm.overcommit_memory vm.panic_on_oom kernel.panic kernel.panic_on_oops 2>/dev/null)
+give_back() {
+	printf '%s\n' "$settings" | while IFS= read -r line; do
+		[ -z "$line" ] || sysctl -qw "$(printf %s "$line" | tr -d ' ')" || true
+	done
+}
 # The node tests take longer: they go first where both want a core.
 nice -n 10 "$python" -m pytest tests/cluster tests/chart -m "not node" -n 2 --dist loadfile --no-loadscope-reorder "$@" \
 	>"$report" 2>&1 &
@@ -18,7 +25,7 @@ rest=$!
 "$python" -m pytest tests/cluster -m node "$@" &
 first=$!
 # Asked to end, pytest ends its servers first.
-trap '[ -z "$first$rest" ] || kill -TERM $first $rest; wait; rm -f "$report"' EXIT
+trap '[ -z "$first$rest" ] || kill -TERM $first $rest; wait; rm -f "$report"; give_back' EXIT
 trap 'exit 130' INT TERM
 wait "$first"
 nodes=$? first=
