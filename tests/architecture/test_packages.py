@@ -154,7 +154,9 @@ def test_what_asks_servers_reads_no_clock_that_somebody_may_set() -> None:
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute) and ast.unparse(node) in ("time.time", "time.time_ns", "time.localtime"):
                 readers.append(f"{package}: line {node.lineno}")
-            if isinstance(node, ast.Import | ast.ImportFrom) and "datetime" in ast.unparse(node):
+            # A length of time is no clock.
+            imported = ast.unparse(node) if isinstance(node, ast.Import | ast.ImportFrom) else ""
+            if "datetime" in imported and imported != "from datetime import timedelta":
                 readers.append(f"{package}: line {node.lineno}")
     assert readers == []
 
