@@ -1,7 +1,7 @@
 """The distribution that tokens are drawn from, made from logits: the one definition for engines and trainer.
 
 Belongs here: how each setting of `types.Sampling` changes logits, over any number of rows. Does not belong here: draws
-(`rollout.sampling`), which tokens were seen before (`policy.seen`), what a server can give (`rollout.support`).
+(`rollout.sampling`), which tokens were seen before (`policy.seen`), what a server can give (`planner.sampling`).
 
 The order is that of transformers' processors (`GenerationMixin._get_logits_processor`, 5.x): logit bias, repetition
 penalty, temperature, top-k, top-p of what top-k left, min-p. Log-probs are those of what remains, renormalised.

@@ -48,6 +48,11 @@ def render_cli() -> str:
     lines = [_MADE, "", "# `orbit`", "", root.help or "", "", "```", "orbit COMMAND [OPTIONS]", "```", ""]
     lines += ["| command | does |", "|---|---|"]
     lines += [f"| [`orbit {name}`](#orbit-{name}) | {_first(command)} |" for name, command in root.commands.items()]
+    lines += [
+        "",
+        "`orbit --install-completion` makes TAB complete commands, options, manifests and local run folders in the shell",
+        "that it is called from (bash, zsh, fish, PowerShell); `orbit --show-completion` prints the script instead.",
+    ]
     for name, command in root.commands.items():
         lines += ["", f"## `orbit {name}`", "", _first(command), "", *_parameters(name, command)]
     lines += ["", "## Exit codes", "", "| code | meaning | who acts |", "|---|---|---|"]

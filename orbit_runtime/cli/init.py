@@ -14,20 +14,20 @@ from orbit_runtime.cli.output import print_json
 from orbit_runtime.errors import OutputError
 
 
-def run_init(path: Path, force: bool, as_json: bool) -> None:
-    """Writes a commented manifest that runs as it is.
+def run_init(path: Path, force: bool, as_json: bool, *, full: bool = False) -> None:
+    """Writes a manifest that runs as it is: a short one, or all fields with what they mean.
 
     Raises:
         OutputError: a file is there already, or it cannot be written.
     """
-    from orbit_runtime.spec.reference import render_template
+    from orbit_runtime.spec.reference import render_start, render_template
 
     if path.is_dir():
         raise OutputError("this is a folder", where=str(path), fix=f"name a file: {path / 'run.yaml'}")
     if path.exists() and not force:
         raise OutputError("the file is there already", where=str(path), fix="choose another name, or add --force")
     try:
-        _write_whole(path, render_template(str(path)))
+        _write_whole(path, render_template(str(path)) if full else render_start(str(path)))
     except OSError as error:
         raise OutputError(
             f"the file cannot be written: {error.strerror or error}", where=str(path), fix="choose another place"

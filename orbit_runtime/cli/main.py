@@ -17,6 +17,7 @@ import typer
 from typer.exceptions import TyperException
 
 import orbit_runtime
+from orbit_runtime.cli.completion import complete_manifests, complete_runs
 from orbit_runtime.errors import (
     EXIT_STOPPED,
     InternalError,
@@ -30,13 +31,15 @@ from orbit_runtime.errors import (
 app = typer.Typer(
     name="orbit",
     help="RL post-training of adapters on a frozen, quantised base: one manifest, one command.",
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-Manifest = Annotated[Path, typer.Argument(metavar="FILE", help="The OrbitRun manifest (YAML).")]
+Manifest = Annotated[
+    Path,
+    typer.Argument(metavar="FILE", help="The OrbitRun manifest (YAML).", autocompletion=complete_manifests),
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="PATH=VALUE", help="Set a field, such as spec.training.steps=5. Repeatable."),
@@ -104,13 +107,14 @@ def plan(
 @app.command()
 def init(
     path: Annotated[Path, typer.Argument(metavar="FILE", help="Where to write it.")] = Path("run.yaml"),
+    full: Annotated[bool, typer.Option("--full", help="With every field, as comments with their defaults.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write a commented manifest to start from."""
+    """Write a manifest to start from. It runs as it is."""
     from orbit_runtime.cli.init import run_init
 
-    run_init(path, force, as_json)
+    run_init(path, force, as_json, full=full)
 
 
 @app.command()
@@ -216,7 +220,9 @@ def parity(
 
 @app.command()
 def replay(
-    run: Annotated[str, typer.Argument(metavar="DIR", help="A run folder: a path or URI.")],
+    run: Annotated[
+        str, typer.Argument(metavar="DIR", help="A run folder: a path or URI.", autocompletion=complete_runs)
+    ],
     steps: Annotated[int | None, typer.Option(min=1, help="Only the first so many.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -228,7 +234,9 @@ def replay(
 
 @app.command()
 def report(
-    runs: Annotated[list[str], typer.Argument(metavar="DIR", help="Run folders: paths or URIs.")],
+    runs: Annotated[
+        list[str], typer.Argument(metavar="DIR", help="Run folders: paths or URIs.", autocompletion=complete_runs)
+    ],
     html: Annotated[
         Path | None, typer.Option(metavar="PATH", help="Write the page here, not into a local run's own folder.")
     ] = None,
@@ -245,7 +253,9 @@ def report(
 
 @app.command("ls")
 def list_runs(
-    uri: Annotated[str, typer.Argument(metavar="URI", help="A folder of runs, or one run.")] = "runs",
+    uri: Annotated[
+        str, typer.Argument(metavar="URI", help="A folder of runs, or one run.", autocompletion=complete_runs)
+    ] = "runs",
     as_json: AsJson = False,
 ) -> None:
     """List the runs in a folder. With step, reward, state, last checkpoint and size."""
@@ -297,7 +307,10 @@ def run_command(arguments: Sequence[str]) -> int:
         result = command.main(args=list(arguments), prog_name="orbit", standalone_mode=False)
         code = result if isinstance(result, int) else 0
         # 130 is what typer makes of Ctrl-C; for Orbit that is a stop on request.
-        return EXIT_STOPPED if code == 130 else code
+        if code == 130:
+            print("stopped on request", file=sys.stderr)
+            return EXIT_STOPPED
+        return code
     except TyperException as error:
         return _fail(_usage_error(error, arguments), as_json)
     except InternalError as error:

@@ -43,7 +43,7 @@ def run_parity(file: Path, overrides: Sequence[str], *, layers: bool, as_json: b
     from orbit_runtime.observability.logs import configure_logs
     from orbit_runtime.observability.progress import SilentProgress
 
-    configure_logs(manifest.spec.observability.log_level)
+    configure_logs(manifest.spec.observability.log_level, manifest.spec.observability.log_format)
     found = compare_sides(manifest, progress=SilentProgress(), manifest_folder=file.resolve().parent, layers=layers)
     if as_json:
         print_json(found.to_json())

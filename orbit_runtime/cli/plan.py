@@ -6,12 +6,14 @@ Belongs here: finding the facts of model and machine, and printing. Does not bel
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from orbit_runtime.cli.machine import this_machine
 from orbit_runtime.cli.output import print_json
-from orbit_runtime.errors import EXIT_DONE, ModelError, OrbitError, UnsupportedError
+from orbit_runtime.errors import EXIT_DONE, ModelError, OrbitError, StorageError, UnsupportedError
 
 if TYPE_CHECKING:
     from orbit_runtime.model_info.weights import ModelFacts
@@ -43,21 +45,27 @@ def run_plan(file: Path, overrides: list[str], *, gpu: str | None, as_json: bool
     return EXIT_DONE
 
 
-def check_before_run(run: OrbitRun, folder: Path) -> list[str]:
+def check_before_run(run: OrbitRun, folder: Path, notice: Callable[[str], None] | None = None) -> list[str]:
     """Whether this run may start on this machine, before anything heavy is loaded: the verdict of `orbit plan`.
 
     Returns what a person should know who lets it start all the same: GPUs that nothing uses.
 
     A model whose facts cannot be found is left to the loaders: they say what is wrong with it, and with more words.
 
+    Args:
+        notice: told of requests that are tried again; None prints them.
+
     Raises:
         UnsupportedError: (78) it does not fit, or nothing in this version can run it.
         ManifestError: (64) the precision is not the checkpoint's, or an adapter suits no layer.
+        StorageError: (74) the hub or store cannot be asked; the loaders would wait for it once more.
     """
     from orbit_runtime.planner import check_verdict, judge
 
     try:
-        model = find_facts(run, folder)
+        model = find_facts(run, folder, notice or _print_notice)
+    except StorageError:
+        raise
     except OrbitError:
         return []
     verdict = judge(run, model, this_machine(run.spec.placement))
@@ -84,7 +92,11 @@ def find_server_gpus(run: OrbitRun, folder: Path) -> int | None:
     return check_servers(model, job, len(job.devices.engine))
 
 
-def find_facts(run: OrbitRun, folder: Path) -> ModelFacts:
+def _print_notice(message: str) -> None:
+    print(message, file=sys.stderr)
+
+
+def find_facts(run: OrbitRun, folder: Path, notice: Callable[[str], None] = _print_notice) -> ModelFacts:
     """Facts of the manifest's model: its own headers, local, in a store or on a hub, or a shipped card.
 
     Args:
@@ -116,7 +128,7 @@ def find_facts(run: OrbitRun, folder: Path) -> ModelFacts:
     if facts is not None:
         return facts
     if scheme == "hf":
-        return _hub_facts(uri)
+        return _hub_facts(uri, notice)
     raise ModelError(
         f"nothing is known here about {uri}",
         where="spec.model.uri",
@@ -125,7 +137,7 @@ def find_facts(run: OrbitRun, folder: Path) -> ModelFacts:
     )
 
 
-def _hub_facts(uri: str) -> ModelFacts:
+def _hub_facts(uri: str, notice: Callable[[str], None]) -> ModelFacts:
     """By range reads of the headers: nothing is downloaded."""
     from orbit_runtime.model_info.remote_checkpoint import store_facts
     from orbit_runtime.storage.download import Patience
@@ -139,7 +151,7 @@ def _hub_facts(uri: str) -> ModelFacts:
     if address is None or address.kind != "models" or address.path is not None:
         raise missing("this is not a model's address on the hub", fix="write hf://org/name@revision")
     deadline = min(START_DEADLINE_SECONDS, read_deadline(os.environ))
-    with Hub(uri, read_access(os.environ), Patience(deadline), missing) as hub:
+    with Hub(uri, read_access(os.environ), Patience(deadline, notice=notice), missing) as hub:
         return store_facts(hub)
 
 

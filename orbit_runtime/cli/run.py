@@ -19,6 +19,8 @@ from orbit_runtime.workers.garbage_collection import gc_paused
 from orbit_runtime.workers.waiting import wait_asleep
 
 if TYPE_CHECKING:
+    from orbit_runtime.loop.run import RunResult
+    from orbit_runtime.observability.progress import Progress
     from orbit_runtime.spec import OrbitRun
 
 NEEDED_TO_TRAIN = ("torch", "transformers", "safetensors", "tokenizers", "numpy")
@@ -33,22 +35,14 @@ def run_manifest(file: Path, *, out: str | None, overrides: Sequence[str], dry_r
         _print_processes(manifest, file.resolve().parent, as_json)
         return EXIT_DONE
     check_can_train()
-    from orbit_runtime.cli.plan import check_before_run
-
-    idle = check_before_run(manifest, file.resolve().parent)
-    if manifest.spec.rollout.engine == "SGLang":
-        wait_asleep(os.environ)
-    with gc_paused():
-        from orbit_runtime.loop.run import run
     from orbit_runtime.observability.logs import configure_logs
     from orbit_runtime.observability.progress import build_progress
 
-    configure_logs(manifest.spec.observability.log_level)
-    progress = build_progress(manifest.name, as_json=as_json)
-    for each in idle:
-        progress.note(each)
+    shown = manifest.spec.observability
+    configure_logs(shown.log_level, shown.log_format)
+    progress = build_progress(manifest.name, as_json=as_json, log_format=shown.log_format)
     try:
-        result = run(manifest, out=out, progress=progress, manifest_folder=file.resolve().parent)
+        result = _train(manifest, file.resolve().parent, out, progress)
     finally:
         # An error's message must not be drawn over by a live display.
         progress.close()
@@ -57,6 +51,23 @@ def run_manifest(file: Path, *, out: str | None, overrides: Sequence[str], dry_r
     else:
         print(format_result(result.ended, result.uri, result.report))
     return EXIT_STOPPED if result.ended == "stopped" else EXIT_DONE
+
+
+def _train(manifest: OrbitRun, folder: Path, out: str | None, progress: Progress) -> RunResult:
+    """Says what it does from its first moment on: importing torch alone takes seconds."""
+    from orbit_runtime.cli.plan import check_before_run
+
+    progress.stage("checking the plan")
+    idle = check_before_run(manifest, folder, progress.note)
+    if manifest.spec.rollout.engine == "SGLang":
+        wait_asleep(os.environ)
+    progress.stage("importing torch")
+    with gc_paused():
+        from orbit_runtime.loop.run import run
+        from orbit_runtime.policy import load  # noqa: F401
+    for each in idle:
+        progress.note(each)
+    return run(manifest, out=out, progress=progress, manifest_folder=folder)
 
 
 def check_can_train() -> None:

@@ -19,14 +19,17 @@ def run_validate(file: Path, overrides: list[str], as_json: bool) -> None:
 
     Raises:
         ManifestError: with every problem of the file; or a reward function cannot be imported or called.
+        UnsupportedError: (78) sampling that the engine it names does not give.
         DataError, UsageError: prompts or code on this machine are not there, or not what the manifest says.
     """
     from orbit_runtime.environments.asked import check_local_inputs
+    from orbit_runtime.planner.sampling import check_engine
     from orbit_runtime.spec import MachineFacts, load_manifest, resolve
 
     run = load_manifest(file, overrides)
     # The identity is the same on every machine; only relative paths need a folder to start from.
     resolved = resolve(run, MachineFacts(has_cuda=False, num_gpus=0), folder=file.resolve().parent)
+    check_engine(run.spec)
     folders = [str(file.resolve().parent), str(Path.cwd())]
     unopened = check_local_inputs(resolved.run.spec, folders)
     if as_json:

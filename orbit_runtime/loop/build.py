@@ -24,10 +24,8 @@ from orbit_runtime.loop.content import Names, content_digests
 from orbit_runtime.loop.engines import (
     build_engine,
     change_limit,
-    check_engine,
     check_token_ids,
     endpoint_headers,
-    sampling_of,
 )
 from orbit_runtime.loop.inputs import Inputs
 from orbit_runtime.loop.keep import Checkpoints
@@ -37,6 +35,7 @@ from orbit_runtime.loop.show import Show
 from orbit_runtime.loop.versions import PolicyVersions
 from orbit_runtime.model_info.content import kept_weights_digest
 from orbit_runtime.parity.statistics import base_limit
+from orbit_runtime.planner.sampling import check_engine, sampling_of
 from orbit_runtime.spec import OrbitRun, Resolved, identity_digest
 from orbit_runtime.spec.run import RunSpec
 from orbit_runtime.storage import Execution, Store
@@ -128,7 +127,7 @@ def build_parts(
     check_engine(spec)
     for index, endpoint in enumerate(spec.rollout.endpoints):
         endpoint_headers(index, endpoint, os.environ)
-    show.stage("prompts")
+    show.stage("reading prompts")
     sources = [
         PromptSource(each.uri, each.format, each.prompt_field, name, inputs.prompts(index))
         for index, (each, name) in enumerate(zip(spec.data.prompts, names.prompts, strict=True))
@@ -137,8 +136,9 @@ def build_parts(
     read = fields_read(spec, rewards or {})
     check_fields(table, read)
     scorer = closing.enter_context(_build_scorer(spec, rewards or {}, inputs.search_path()))
-    show.stage("model")
+    show.stage("fetching the model")
     folder = inputs.model()
+    show.stage(f"loading the model, {_amount(folder)}")
     closing.callback(unfreeze_objects)
     with gc_paused():
         from orbit_runtime.data.chat import ChatTokenizer
@@ -152,7 +152,7 @@ def build_parts(
         from orbit_runtime.policy.snapshot import group_size_of, take_snapshot
 
         trainer, algorithm = build_trainer(resolved, policy, base_model=names.model)
-    show.stage("engine")
+    show.stage("starting the engine")
     sequences = _sequences(table, tokenizer)
     engine = build_engine(resolved, policy, tokenizer, folder, sequences, closing)
     closing.callback(engine.close)
@@ -213,6 +213,12 @@ def build_parts(
         snapshot=partial(take_snapshot, policy),
         show=show,
     )
+
+
+def _amount(folder: Path) -> str:
+    """Bytes of the weights."""
+    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
 
 
 def _build_scorer(

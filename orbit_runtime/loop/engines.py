@@ -16,11 +16,12 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from orbit_runtime.errors import CredentialsError, ManifestError, UnsupportedError
+from orbit_runtime.planner.sampling import sampling_of
 from orbit_runtime.spec import Resolved
 from orbit_runtime.spec.engine_arguments import argument_flags
 from orbit_runtime.spec.rollout import Endpoint as EndpointSpec
 from orbit_runtime.spec.run import RunSpec
-from orbit_runtime.types import Engine, Sampling, Tokenizer
+from orbit_runtime.types import Engine, Tokenizer
 from orbit_runtime.workers.sglang_launch import AGENT_VARIABLE
 
 if TYPE_CHECKING:
@@ -255,34 +256,6 @@ def _attach(
         folder=Path(parent) / "adapters",
         max_running_requests=spec.rollout.max_running_requests,
     )
-
-
-def sampling_of(spec: RunSpec) -> Sampling:
-    sampling = spec.rollout.sampling
-    return Sampling(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        max_new_tokens=sampling.max_new_tokens,
-        stop=tuple(sampling.stop),
-        top_k=sampling.top_k or 0,
-        min_p=sampling.min_p,
-        repetition_penalty=sampling.repetition_penalty,
-        logit_bias=tuple(sorted((int(token), bias) for token, bias in sampling.logit_bias.items())),
-        stop_token_ids=tuple(sampling.stop_token_ids),
-        ignore_eos=sampling.ignore_eos,
-    )
-
-
-def check_engine(spec: RunSpec) -> None:
-    """Raises UnsupportedError (78) for settings of sampling that the manifest's engine does not give.
-
-    What attached servers give is known once they are asked.
-    """
-    from orbit_runtime.rollout.support import Kind, check_sampling
-
-    if spec.rollout.engine == "SGLang":
-        kind: Kind = "SGLang, deterministic" if spec.rollout.deterministic else "SGLang"
-        check_sampling(sampling_of(spec), kind, kind)
 
 
 def check_token_ids(spec: RunSpec, vocabulary: int) -> None:

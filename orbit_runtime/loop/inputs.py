@@ -103,7 +103,9 @@ def build_patience(
             said[transfer.what] = now
             show.note(transfer_line(transfer))
 
-    return Patience(deadline_seconds, tell, lambda: bool(stop), nap, monotonic)
+    return Patience(
+        deadline_seconds, tell=tell, notice=show.note, stop=lambda: bool(stop), sleep=nap, monotonic=monotonic
+    )
 
 
 def transfer_line(transfer: Transfer) -> str:

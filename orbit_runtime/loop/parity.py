@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from orbit_runtime.loop.build import Parts, build_parts
 from orbit_runtime.loop.content import resolve_names
-from orbit_runtime.loop.engines import sampling_of
 from orbit_runtime.loop.inputs import Inputs, build_patience
 from orbit_runtime.loop.machine import machine_facts
 from orbit_runtime.loop.publish import Publication
@@ -28,6 +27,7 @@ from orbit_runtime.observability.progress import Progress
 from orbit_runtime.observability.status import RunStatus
 from orbit_runtime.parity.preflight import Preflight, build_sequences, check_preflight, measure_preflight
 from orbit_runtime.parity.statistics import ParityLimits, build_limits
+from orbit_runtime.planner.sampling import sampling_of
 from orbit_runtime.rollout.requests import sample
 from orbit_runtime.seeds import stream_key
 from orbit_runtime.spec import OrbitRun, resolve

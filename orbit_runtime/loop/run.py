@@ -100,6 +100,7 @@ def run(
         show = _build_show(spec, execution, attempt, progress, closing)
         try:
             search_path = [str(folder) for folder in (manifest_folder, Path.cwd()) if folder]
+            stop.on_request = show.stopping
             with told_where_memory_ran_out(show):
                 ended, report = _run(resolved, store, execution, show, stop, rewards, search_path, closing)
         except StoppedOnRequest as request:
@@ -201,7 +202,7 @@ def _build_show(
     status = RunStatus(spec.name, namespace=namespace, attempt=number, total=spec.spec.training.steps)
     status.update(execution=number)
     metrics = RunMetrics(run=spec.name, namespace=namespace, attempt=number)
-    show = Show(progress or build_progress(spec.name), status, metrics)
+    show = Show(progress or build_progress(spec.name, log_format=spec.spec.observability.log_format), status, metrics)
     closing.callback(lambda: add_last_words({**status.snapshot(), "message": None, "reason": None}))
     port = spec.spec.observability.metrics_port
     if port >= 0:

@@ -16,7 +16,7 @@ from orbit_runtime.observability.status import RunStatus
 
 
 class Show:
-    """The run's displays. Safe to call from the loop's thread only."""
+    """The run's displays. Safe to call from the loop's thread only, but for `stopping`."""
 
     def __init__(self, progress: Progress, status: RunStatus, metrics: RunMetrics) -> None:
         self.progress = progress
@@ -24,14 +24,21 @@ class Show:
         self.metrics = metrics
         self.current = "start"
         """The stage that the run is in."""
+        self.step_now: int | None = None
+        """The step that this stage is of; None: of the start."""
 
     def stage(self, name: str, step: int | None = None) -> None:
         self.current = name
+        self.step_now = step
         self.status.update(stage=name)
         self.progress.stage(name)
 
     def note(self, message: str, **facts: Any) -> None:
         self.progress.note(message, **facts)
+
+    def stopping(self) -> None:
+        """What a request to stop leads to, said at once. Safe to call from any thread."""
+        self.progress.note(stop_sentence(self.current, self.step_now))
 
     def step(self, row: MetricsRow, state: RunState) -> None:
         self.status.observe(row)
@@ -49,3 +56,12 @@ class Show:
     def target(self, total: int, resumed_at: int) -> None:
         self.metrics.set_target(total)
         self.progress.start(total=total, resumed_at=resumed_at)
+
+
+def stop_sentence(stage: str, step: int | None) -> str:
+    """Example: `stopping: finishing step 12 (train) first; press Ctrl-C again to drop it`"""
+    if step is None:
+        return f"stopping as soon as this is done: {stage}; press Ctrl-C again to end it at once"
+    if stage == "collect":
+        return f"stopping: step {step} is dropped, as its answers are not complete; the steps before it are kept"
+    return f"stopping: finishing step {step} ({stage}) first; press Ctrl-C again to drop it"

@@ -5,9 +5,10 @@ Belongs here: turning signals into a request to stop. Does not belong here: what
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -17,6 +18,8 @@ class StopFlag:
 
     def __init__(self) -> None:
         self.reason: str | None = None
+        self.on_request: Callable[[], None] = lambda: None
+        """Called once, by a thread of its own, as soon as the first signal arrives."""
 
     def request(self, reason: str) -> None:
         self.reason = self.reason or reason
@@ -38,9 +41,39 @@ def stop_on_signals() -> Iterator[StopFlag]:
             raise KeyboardInterrupt
         flag.request(signal.Signals(number).name)
 
+    end_telling = _tell_of_first(flag)
     before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield flag
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+        end_telling()
+
+
+def _tell_of_first(flag: StopFlag) -> Callable[[], None]:
+    """Starts the thread that calls `flag.on_request`; returns what ends it.
+
+    A handler of Python's waits until the main thread returns from C, such as from a whole backward pass. Python writes
+    a signal's number to its wake-up descriptor at once.
+    """
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+
+    def wait() -> None:
+        with os.fdopen(reader, "rb", buffering=0) as pipe:
+            while number := pipe.read(1):
+                if number[0] in (signal.SIGINT, signal.SIGTERM):
+                    flag.on_request()
+                    return
+
+    thread = threading.Thread(target=wait, name="orbit-stop", daemon=True)
+    thread.start()
+
+    def end() -> None:
+        signal.set_wakeup_fd(before)
+        os.close(writer)
+        thread.join(1.0)
+
+    return end

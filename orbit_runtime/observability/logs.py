@@ -7,10 +7,13 @@ Does not belong here: what is logged; a metrics row and a progress event are not
 from __future__ import annotations
 
 import logging
+import os
 import sys
+from collections.abc import Mapping
 from typing import IO, Any, Literal, TextIO, cast
 
 LogLevel = Literal["Debug", "Info", "Warning", "Error"]
+LogFormat = Literal["Auto", "Text", "JSON"]
 
 _LEVELS: dict[LogLevel, int] = {
     "Debug": logging.DEBUG,
@@ -18,6 +21,13 @@ _LEVELS: dict[LogLevel, int] = {
     "Warning": logging.WARNING,
     "Error": logging.ERROR,
 }
+
+
+def is_json(log_format: LogFormat, *, is_terminal: bool, environ: Mapping[str, str]) -> bool:
+    """`Auto` is JSON lines in a pod, whose log is read by machines; a batch job's is read by people."""
+    if log_format == "Auto":
+        return not is_terminal and "KUBERNETES_SERVICE_HOST" in environ
+    return log_format == "JSON"
 
 
 class _CurrentStderr:
@@ -33,16 +43,18 @@ class _CurrentStderr:
         return sys.stderr.isatty()
 
 
-def configure_logs(level: LogLevel = "Info", *, stream: IO[str] | None = None, json_lines: bool | None = None) -> None:
-    """Sends structlog and stdlib logging to `stream` (stderr): coloured lines on a terminal, JSON lines elsewhere.
+def configure_logs(level: LogLevel = "Info", log_format: LogFormat = "Auto", *, stream: IO[str] | None = None) -> None:
+    """Sends structlog and stdlib logging to `stream` (stderr): lines of text, coloured on a terminal, or JSON lines.
 
     Safe to call twice; the later call wins.
     """
     import structlog
 
     target = cast(TextIO, _CurrentStderr() if stream is None else stream)
-    as_json = not target.isatty() if json_lines is None else json_lines
-    renderer: Any = structlog.processors.JSONRenderer() if as_json else structlog.dev.ConsoleRenderer()
+    as_json = is_json(log_format, is_terminal=target.isatty(), environ=os.environ)
+    renderer: Any = (
+        structlog.processors.JSONRenderer() if as_json else structlog.dev.ConsoleRenderer(colors=target.isatty())
+    )
     shared: list[Any] = [
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,

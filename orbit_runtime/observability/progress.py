@@ -1,4 +1,4 @@
-"""What a run says while it runs: a live line on a terminal, plain lines on a dumb one, JSON lines elsewhere.
+"""What a run says while it runs: a live display on a terminal, lines of text in a file, JSON lines in a pod.
 
 Belongs here: turning rows and notes into text for whoever is watching.
 Does not belong here: durable metrics (`loop.keep`) or the final summary's wording (`cli`).
@@ -13,8 +13,10 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
 from typing import IO, TYPE_CHECKING, Any, Protocol
 
+from orbit_runtime.observability.logs import LogFormat, is_json
 from orbit_runtime.observability.metrics import MetricsRow, format_value
 
 if TYPE_CHECKING:
@@ -34,7 +36,7 @@ class Progress(Protocol):
         ...
 
     def stage(self, name: str) -> None:
-        """What the step does from now on, such as `collect`."""
+        """What the step does from now on, such as `collect`; before `start`, what the start does, such as `model`."""
         ...
 
     def step(self, row: MetricsRow) -> None: ...
@@ -75,16 +77,22 @@ class SilentProgress:
 
 
 class JsonProgress:
-    """One JSON object a line: `{"event": "start" | "step" | "note" | "finish", …}`. Stages are not printed."""
+    """One JSON object a line: `{"event": "stage" | "start" | "step" | "note" | "finish", …}`.
+
+    Stages are those of the start; a step's are not printed.
+    """
 
     def __init__(self, stream: IO[str]) -> None:
         self._stream = stream
+        self._is_started = False
 
     def start(self, total: int, resumed_at: int = 0) -> None:
+        self._is_started = True
         self._write({"event": "start", "total": total, "resumed_at": resumed_at})
 
     def stage(self, name: str) -> None:
-        pass
+        if not self._is_started:
+            self._write({"event": "stage", "stage": name})
 
     def step(self, row: MetricsRow) -> None:
         self._write({"event": "step", **json.loads(row.to_json())})
@@ -103,19 +111,27 @@ class JsonProgress:
 
 
 class PlainProgress:
-    """One short line a step, for terminals that cannot redraw."""
+    """One short line a step: for files, such as a batch job's log, and terminals that cannot redraw.
 
-    def __init__(self, stream: IO[str]) -> None:
+    Args:
+        clock: each line begins with its time; None: no time.
+    """
+
+    def __init__(self, stream: IO[str], clock: Callable[[], datetime] | None = None) -> None:
         self._stream = stream
+        self._clock = clock
         self._pace = _Pace()
+        self._is_started = False
 
     def start(self, total: int, resumed_at: int = 0) -> None:
+        self._is_started = True
         self._pace.start(total, resumed_at)
         if 0 < resumed_at < total:
             self._print(f"resumed after step {resumed_at} of {total}")
 
     def stage(self, name: str) -> None:
-        pass
+        if not self._is_started:
+            self._print(f"start: {name}")
 
     def step(self, row: MetricsRow) -> None:
         self._pace.step(row)
@@ -133,31 +149,40 @@ class PlainProgress:
         pass
 
     def _print(self, line: str) -> None:
-        _write_line(self._stream, line)
+        stamp = "" if self._clock is None else f"{self._clock():%Y-%m-%dT%H:%M:%SZ} "
+        _write_line(self._stream, stamp + line)
+
+
+SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 
 
 class LiveProgress:
-    """Two lines at the bottom of a terminal that are redrawn; notes scroll away above them."""
+    """Two lines at the bottom of a terminal that are redrawn, one during the start; notes scroll away above them."""
 
-    def __init__(self, console: Console, run: str = "") -> None:
+    def __init__(self, console: Console, run: str = "", clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console
         self._run = run
+        self._clock = clock
+        self._stage_began = clock()
+        self._is_started = False
         self._pace = _Pace()
         self._stage = "starting"
         self._row: MetricsRow | None = None
         self._live: Live | None = None
 
     def start(self, total: int, resumed_at: int = 0) -> None:
-        from rich.live import Live
-
         self._pace.start(total, resumed_at)
+        self._is_started = True
         if 0 < resumed_at < total:
             self.note(f"resumed after step {resumed_at} of {total}")
-        self._live = Live(console=self._console, get_renderable=self._render, refresh_per_second=4, transient=False)
-        self._live.start()
+        self._show()
 
     def stage(self, name: str) -> None:
-        self._stage = name
+        self._stage, self._stage_began = name, self._clock()
+        self._show()
+        if self._live is not None and not self._is_started:
+            # The next stage may keep the interpreter from drawing, as an import does.
+            self._live.refresh()
 
     def step(self, row: MetricsRow) -> None:
         self._row = row
@@ -174,8 +199,17 @@ class LiveProgress:
 
     def close(self) -> None:
         if self._live is not None:
+            # What a start was doing is of no interest once it has ended; the last step is.
+            self._live.transient = not self._is_started
             self._live.stop()
             self._live = None
+
+    def _show(self) -> None:
+        from rich.live import Live
+
+        if self._live is None:
+            self._live = Live(console=self._console, get_renderable=self._render, refresh_per_second=4)
+            self._live.start()
 
     def lines(self) -> tuple[Text, Text]:
         """What the display shows now, no wider than the terminal."""
@@ -184,7 +218,20 @@ class LiveProgress:
     def _render(self) -> Text:
         from rich.text import Text
 
-        return Text("\n").join(self.lines())
+        return Text("\n").join(self.lines()) if self._is_started else self._start_line()
+
+    def _start_line(self) -> Text:
+        from rich.text import Text
+
+        seconds = self._clock() - self._stage_began
+        frames = SPINNER if _can_unicode(self._console.encoding) else "|/-\\"
+        name = f"{self._run[:24]} " if self._run else ""
+        line = Text.assemble(
+            (f"{frames[int(4 * seconds) % len(frames)]} ", "green"), (name, "bold"),
+            (f"{self._stage}, {format_seconds(seconds)}", "cyan"), no_wrap=True,
+        )  # fmt: skip
+        line.truncate(self._console.width - 1)
+        return line
 
     def _first_line(self) -> Text:
         from rich.text import Text
@@ -308,20 +355,32 @@ def _can_unicode(encoding: str | None) -> bool:
     return (encoding or "").lower().replace("-", "").startswith("utf")
 
 
-def build_progress(run: str = "", *, as_json: bool = False, stream: IO[str] | None = None) -> Progress:
-    """The progress that fits who is watching; `run` is its title on a terminal.
+def build_progress(
+    run: str = "",
+    *,
+    as_json: bool = False,
+    log_format: LogFormat = "Auto",
+    stream: IO[str] | None = None,
+    environ: Mapping[str, str] = os.environ,
+) -> Progress:
+    """The progress that fits who is watching.
 
-    `as_json` prints JSON lines on standard output. Otherwise everything goes to `stream` (standard error), so that
-    standard output holds the result only: live on a terminal, plain on a dumb terminal, JSON lines elsewhere.
+    Args:
+        run: its title on a terminal.
+        as_json: JSON lines on standard output. Otherwise everything goes to `stream` (standard error), so that standard
+            output holds the result only.
+        log_format: `Auto` is a live display on a terminal, JSON lines in a pod, and lines of text elsewhere.
     """
     if as_json:
         return JsonProgress(sys.stdout if stream is None else stream)
     target = sys.stderr if stream is None else stream
-    if not target.isatty():
+    if is_json(log_format, is_terminal=target.isatty(), environ=environ):
         return JsonProgress(target)
+    if log_format == "Text" or not target.isatty():
+        return PlainProgress(target, lambda: datetime.now(UTC))
     from rich.console import Console
 
     console = Console(file=target, highlight=False)
-    if console.is_dumb_terminal or os.environ.get("TERM", "") == "":
+    if console.is_dumb_terminal or environ.get("TERM", "") == "":
         return PlainProgress(target)
     return LiveProgress(console, run)

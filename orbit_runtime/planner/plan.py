@@ -20,6 +20,7 @@ from orbit_runtime.planner.engine_arguments import FIELD, find_contradictions
 from orbit_runtime.planner.job import Job, Machine, build_job
 from orbit_runtime.planner.layout import Layout
 from orbit_runtime.planner.parts import PHASES, Copies, Parts, Phase, base_bytes
+from orbit_runtime.planner.sampling import check_engine
 from orbit_runtime.planner.search import Choice, capacity_of, choose, why_one_copy
 from orbit_runtime.planner.serving import find_objection, find_refusal, server_gpus
 from orbit_runtime.planner.serving_memory import ServerMemory, server_memory
@@ -35,7 +36,7 @@ class Problem:
     where: str
     fix: str
     fix_suffices: bool = False
-    """With that change of the manifest it was seen to fit."""
+    """With that change nothing of this problem is left; one of memory was seen to fit."""
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,7 @@ def plan(
     host, disk = _host_bytes(choice, machine), _disk_bytes(model, job, adapter)
     problems = (
         *_unsupported(support),
+        *_sampling_problem(run, job),
         *(() if refusal is None else (Problem(refusal.message, refusal.where or "spec", refusal.fix or ""),)),
         *_copies_problem(job),
         *(
@@ -196,6 +198,14 @@ def _unsupported(support: Support) -> list[Problem]:
     if support.state != "refused":
         return []
     return [Problem("; ".join(support.reasons), f"spec.{support.where}", support.fix)]
+
+
+def _sampling_problem(run: OrbitRun, job: Job) -> list[Problem]:
+    try:
+        check_engine(run.spec, job.engine)
+    except UnsupportedError as error:
+        return [Problem(error.message, error.where or "spec.rollout.sampling", error.fix or "", fix_suffices=True)]
+    return []
 
 
 def _copies_problem(job: Job) -> list[Problem]:

@@ -17,11 +17,11 @@ from urllib.parse import urlsplit
 
 from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.errors import EngineDiedError, GateError, ModelError, UnsupportedError
+from orbit_runtime.planner.sampling import Kind, check_sampling, shaping_fields
 from orbit_runtime.rollout.replica import Replica
 from orbit_runtime.rollout.served import About, Api, LostError
 from orbit_runtime.rollout.served_engine import ServedEngine
 from orbit_runtime.rollout.sglang_api import SGLangApi
-from orbit_runtime.rollout.support import Kind, check_sampling, shaping_fields
 from orbit_runtime.rollout.vllm_api import VllmApi
 from orbit_runtime.rollout.wire import Wire, build_client, is_serving
 from orbit_runtime.types import Sampling, Tokenizer

@@ -22,8 +22,8 @@ from orbit_runtime.adapters import tensorfile
 from orbit_runtime.adapters.state import CONFIG_FILE, MODEL_FILE
 from orbit_runtime.data.routing import pack_experts
 from orbit_runtime.errors import GateError
+from orbit_runtime.rollout.request_fields import given_fields
 from orbit_runtime.rollout.served import About, Ask, Call, Piece, Sleeping, build_piece, number
-from orbit_runtime.rollout.support import given_fields
 from orbit_runtime.rollout.text import end_ids
 from orbit_runtime.rollout.wire import Wire, adapter_names, exposition
 from orbit_runtime.types import AdapterFiles, Cached, RoutedExperts, Scored

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from orbit_runtime.errors import GateError, UnsupportedError
+from orbit_runtime.rollout.request_fields import given_fields
 from orbit_runtime.rollout.served import About, Call, Piece, Sleeping, build_piece, number
-from orbit_runtime.rollout.support import given_fields
 from orbit_runtime.rollout.text import end_ids
 from orbit_runtime.rollout.wire import Wire, adapter_names, exposition
 from orbit_runtime.types import AdapterFiles, Scored

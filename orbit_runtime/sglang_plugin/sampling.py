@@ -1,7 +1,7 @@
 """Top-k, top-p and min-p in SGLang: its log-probs become those of the distribution that it draws from.
 
 Belongs here: the hook of its sampler. Does not belong here: what is cut off (`algorithms.distribution`), which settings
-are refused (`rollout.support`).
+are refused (`planner.sampling`).
 
 SGLang 0.5.23 tells log-probs of the softmax before truncation, and measures top-p's mass without regard to top-k, on a
 GPU with min-p otherwise again (`layers/sampler.py`). It takes the logarithm of `probs` after it has drawn: what is cut

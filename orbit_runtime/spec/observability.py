@@ -16,3 +16,5 @@ class Observability(Block):
     """Port of `/metrics`, `/status`, `/healthz` and `/readyz`: 0 takes any free one (on a cluster 9400), -1 none."""
     log_level: Annotated[Literal["Debug", "Info", "Warning", "Error"], DISPLAY] = "Info"
     """The least important message that is logged."""
+    log_format: Annotated[Literal["Auto", "Text", "JSON"], DISPLAY] = "Auto"
+    """Of progress and log: `Auto` is a live display on a terminal, JSON lines in a pod, and lines of text elsewhere."""

@@ -23,6 +23,8 @@ PARALLEL_FILES = 4
 READ_BYTES = 2**20
 TELL_SECONDS = 1.0
 MAX_PAUSE_SECONDS = 8.0
+QUIET_TRIES = 4
+"""Tries in a row without a new byte; the reader hears of them from this one on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +51,16 @@ class MissingError(Protocol):
 class InterruptedTransfer(Exception):
     """Worth another try. Example: `InterruptedTransfer("503", wait=2.0)`"""
 
-    def __init__(self, reason: str, *, wait: float | None = None) -> None:
+    def __init__(self, reason: str, *, wait: float | None = None, reached: bool = True) -> None:
+        """
+        Args:
+            wait: seconds that the source asks for.
+            reached: the source answered at all.
+        """
         super().__init__(reason)
         self.reason = reason
         self.wait = wait
+        self.reached = reached
 
 
 class Source(Protocol):
@@ -92,7 +100,11 @@ class Patience:
 
     deadline_seconds: float = 120.0
     """Without a single new byte; then it is a StorageError."""
+    silent_seconds: float = 15.0
+    """How long one request waits for a byte."""
     tell: Callable[[Transfer], None] = lambda _: None
+    notice: Callable[[str], None] = lambda _: None
+    """For the reader: what goes wrong and is tried again."""
     stop: Callable[[], bool] = lambda: False
     sleep: Callable[[float], None] = time.sleep
     monotonic: Callable[[], float] = time.monotonic
@@ -246,6 +258,8 @@ class _Fetcher:
                 return
             pause = min(MAX_PAUSE_SECONDS, 0.1 * 2**tries) if wanted is None else wanted
             tries += 1
+            if tries >= QUIET_TRIES:
+                self._patience.notice(f"{self._file.name}: {reason} (try {tries}); next in {pause:.0f} s")
             # One try may have used the time up because this process stood still: it counts from the second on.
             waited = now - last_byte if tries > 1 else 0.0
             if waited + pause > self._patience.deadline_seconds:

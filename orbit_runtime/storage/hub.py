@@ -17,11 +17,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
+
+from tenacity import RetryCallState, RetryError, Retrying, retry_if_exception_type
 
 from orbit_runtime.errors import CredentialsError, OrbitError, StorageError
 from orbit_runtime.storage.cache import Cache
-from orbit_runtime.storage.download import InterruptedTransfer, MissingError, Patience, RemoteFile
+from orbit_runtime.storage.download import QUIET_TRIES, InterruptedTransfer, MissingError, Patience, RemoteFile
 from orbit_runtime.storage.store import NotFound
 
 if TYPE_CHECKING:
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
 
 ENDPOINT = "https://huggingface.co"
 MAX_PAUSE_SECONDS = 60.0
+MAX_UNREACHED = 5
+"""Tries that reach no hub at all, with pauses of 1, 2, 4 and 8 s between; then it is an error."""
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _ADDRESS = re.compile(r"(datasets/)?([\w.-]+/[\w.-]+)(?:@([^/?#]+))?(?:/(.+))?", re.ASCII)
 _PASSING = (408, 425, 429)
@@ -101,7 +105,8 @@ class Hub:
         assert address is not None, uri
         self.uri = uri
         self._access, self._cache, self._patience, self._missing = access, cache, patience, missing
-        self._client = _build_client()
+        self._client = _build_client(patience.silent_seconds)
+        self._host = urlsplit(access.endpoint).netloc or access.endpoint
         self._repository, self._asked = address.repository, revision or address.revision
         kind = "" if address.kind == "models" else f"{address.kind}/"
         self._listing_url = f"{access.endpoint}/api/{address.kind}/{address.repository}/revision"
@@ -209,23 +214,40 @@ class Hub:
             return None
 
     def _patiently[T](self, call: Callable[[], T]) -> T:
-        patience, tries = self._patience, 0
+        patience = self._patience
         started = patience.monotonic()
-        while True:
-            try:
-                return call()
-            except InterruptedTransfer as cut:
-                pause = min(8.0, 0.1 * 2**tries) if cut.wait is None else cut.wait
-                tries += 1
-                seconds = patience.monotonic() - started
-                # One try may have used the time up because this process stood still.
-                if (seconds if tries > 1 else 0.0) + pause > patience.deadline_seconds:
-                    raise StorageError(
-                        f"the hub could not be asked for {seconds:.0f} s: {cut.reason}",
-                        where=self.uri,
-                        fix="check HF_ENDPOINT and that the hub is reachable from here, then start again",
-                    ) from None
-                patience.sleep(pause)
+
+        def is_enough(state: RetryCallState) -> bool:
+            cut, seconds = _cut(state), patience.monotonic() - started
+            if not cut.reached and state.attempt_number >= MAX_UNREACHED:
+                return True
+            # One try may have used the time up because this process stood still.
+            return (seconds if state.attempt_number > 1 else 0.0) + _pause(state) > patience.deadline_seconds
+
+        def tell(state: RetryCallState) -> None:
+            cut = _cut(state)
+            if not cut.reached or state.attempt_number >= QUIET_TRIES:
+                of = "" if cut.reached else f" of {MAX_UNREACHED}"
+                patience.notice(
+                    f"{self._host}: {cut.reason} (try {state.attempt_number}{of}); next in {_pause(state):.0f} s"
+                )
+
+        retrying = Retrying(
+            retry=retry_if_exception_type(InterruptedTransfer), stop=is_enough, wait=_pause, sleep=patience.sleep,
+            before_sleep=tell,
+        )  # fmt: skip
+        try:
+            return retrying(call)
+        except RetryError as end:
+            last = end.last_attempt
+            cut = last.exception()
+            raise StorageError(
+                f"{self._host} could not be asked: {last.attempt_number} tries in "
+                f"{patience.monotonic() - started:.0f} s, the last one: {cut}",
+                where=self.uri,
+                fix="check the network, HTTPS_PROXY and HF_ENDPOINT (a mirror's address), then start again; with "
+                "everything in the download cache, HF_HUB_OFFLINE=1 asks nobody",
+            ) from None
 
     def _headers(self) -> dict[str, str]:
         return {"Authorization": f"Bearer {self._access.token}"} if self._access.token else {}
@@ -265,11 +287,26 @@ class Hub:
         return CredentialsError(f"the hub refused this repository ({reason})", where=self.uri, fix=fix)
 
 
-def _build_client() -> httpx.Client:
+def _build_client(silent_seconds: float) -> httpx.Client:
     """Follows redirects to other hosts, which do not get the token: httpx drops it there."""
     import httpx
 
-    return httpx.Client(follow_redirects=True, timeout=httpx.Timeout(30.0, connect=10.0))
+    return httpx.Client(follow_redirects=True, timeout=httpx.Timeout(silent_seconds, connect=10.0))
+
+
+def _cut(state: RetryCallState) -> InterruptedTransfer:
+    """Why the newest try failed."""
+    assert state.outcome is not None
+    cut = state.outcome.exception()
+    assert isinstance(cut, InterruptedTransfer)
+    return cut
+
+
+def _pause(state: RetryCallState) -> float:
+    """Seconds before the next try: as the hub asks for, or twice as long as before."""
+    cut = _cut(state)
+    first = 0.1 if cut.reached else 1.0
+    return min(8.0, first * 2 ** (state.attempt_number - 1)) if cut.wait is None else cut.wait
 
 
 @contextmanager
@@ -279,7 +316,8 @@ def _as_interruption() -> Iterator[None]:
     try:
         yield
     except httpx.HTTPError as error:
-        raise InterruptedTransfer(_reason(error)) from None
+        silent = (httpx.ConnectError, httpx.TimeoutException, httpx.ProxyError)
+        raise InterruptedTransfer(_reason(error), reached=not isinstance(error, silent)) from None
     except httpx.InvalidURL:
         raise InterruptedTransfer("the hub's address is no URL; check HF_ENDPOINT") from None
 
@@ -287,7 +325,12 @@ def _as_interruption() -> Iterator[None]:
 def _reason(error: Exception) -> str:
     """Without the address: a redirect's holds a signature."""
     name = type(error).__name__
-    words = {"ConnectError": "no connection", "ReadTimeout": "no answer for 30 s", "RemoteProtocolError": "cut off"}
+    words = {
+        "ConnectError": "no connection",
+        "ConnectTimeout": "no connection in 10 s",
+        "ReadTimeout": "no answer in time",
+        "RemoteProtocolError": "cut off",
+    }
     return words.get(name, re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name).lower())
 
 

@@ -92,6 +92,7 @@ FIXED_CHANGES = (
     ("storage.credentialsSecretName", "other"), ("storage.deletionPolicy", "Delete"), ("placement.gpus", 4),
     ("placement.resources.memory", "1Gi"), ("placement.nodeSelector", {"b": "x"}), ("placement.nodeSelector.a", "y"),
     ("placement.egress", [{"namespace": "a"}]), ("observability.logLevel", "Debug"),
+    ("observability.logFormat", "JSON"),
     ("lifecycle.managedBy", "a.b/c"), ("lifecycle.activeDeadlineSeconds", 9), ("lifecycle.activeDeadlineSeconds", None),
     ("lifecycle.startupDeadlineSeconds", 9), ("lifecycle.terminationGracePeriodSeconds", 9),
     ("lifecycle.maxUserRetries", 9), ("lifecycle.maxInfraRestarts", 9), ("lifecycle.queueName", "other"),

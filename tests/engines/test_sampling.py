@@ -13,11 +13,11 @@ import torch
 
 from orbit_runtime.data.chat import ChatTokenizer
 from orbit_runtime.errors import UnsupportedError
+from orbit_runtime.planner.sampling import Kind, check_sampling
 from orbit_runtime.policy import Policy
 from orbit_runtime.policy.packed import Branch
 from orbit_runtime.policy.seen import build_seen
 from orbit_runtime.rollout.requests import sample
-from orbit_runtime.rollout.support import Kind, check_sampling
 from orbit_runtime.types import Engine, Request, Sampling
 from tests.integration.engine_inputs import by_id, requests_for
 

@@ -20,6 +20,16 @@ def test_it_writes_a_manifest_that_is_valid_as_it_is(tmp_path: Path, capsys: pyt
     assert [each.name for each in tmp_path.iterdir()] == ["run.yaml"]
 
 
+def test_it_is_short_and_names_the_way_to_all_fields(tmp_path: Path) -> None:
+    short, full = tmp_path / "short.yaml", tmp_path / "full.yaml"
+    run_init(short, force=False, as_json=False)
+    run_init(full, force=False, as_json=False, full=True)
+    assert len(short.read_text().splitlines()) <= 25
+    assert "orbit init --full" in short.read_text()
+    assert len(full.read_text().splitlines()) > 200
+    assert load_manifest(full).name == "my-run"
+
+
 def test_a_file_that_is_there_is_kept_without_force(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("mine")

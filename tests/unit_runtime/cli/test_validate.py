@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from orbit_runtime.cli.validate import run_validate
-from orbit_runtime.errors import DataError, ManifestError
+from orbit_runtime.errors import DataError, ManifestError, UnsupportedError
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "quickstart.yaml"
 
@@ -39,6 +39,12 @@ def test_problems_are_raised_and_nothing_is_printed(capsys: pytest.CaptureFixtur
     with pytest.raises(ManifestError, match=r"spec\.training\.steps"):
         run_validate(EXAMPLE, ["training.steps=0"], as_json=True)
     assert capsys.readouterr().out == ""
+
+
+def test_sampling_that_the_named_engine_does_not_give_is_no_valid_manifest() -> None:
+    with pytest.raises(UnsupportedError, match="repetitionPenalty") as caught:
+        run_validate(EXAMPLE, ["rollout.engine=SGLang", "rollout.sampling.repetitionPenalty=1.2"], as_json=True)
+    assert (caught.value.exit_code, caught.value.where) == (78, "spec.rollout.sampling.repetitionPenalty")
 
 
 @pytest.fixture

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import io
 import json
+from datetime import UTC, datetime
 
 import pytest
 from fakes.run_folder import synthetic_row
 from rich.console import Console
 
+from orbit_runtime.observability.logs import LogFormat
 from orbit_runtime.observability.progress import (
     JsonProgress,
     LiveProgress,
@@ -55,8 +57,57 @@ def test_a_reader_that_leaves_does_not_stop_the_run() -> None:
     play(PlainProgress(Gone()))
 
 
-def test_a_stream_that_is_no_terminal_gets_json_lines() -> None:
-    assert isinstance(build_progress(stream=io.StringIO()), JsonProgress)
+@pytest.mark.parametrize(
+    ("log_format", "environ", "kind"),
+    [
+        ("Auto", {}, PlainProgress),
+        ("Auto", {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, JsonProgress),
+        ("JSON", {}, JsonProgress),
+        ("Text", {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, PlainProgress),
+    ],
+)
+def test_a_file_gets_text_and_a_pods_log_json_lines(
+    log_format: LogFormat, environ: dict[str, str], kind: type[Progress]
+) -> None:
+    assert isinstance(build_progress(log_format=log_format, environ=environ, stream=io.StringIO()), kind)
+
+
+def test_a_terminal_may_be_given_text_or_json_lines() -> None:
+    environ = {"TERM": "xterm"}
+    assert isinstance(build_progress(log_format="Text", environ=environ, stream=Terminal()), PlainProgress)
+    assert isinstance(build_progress(log_format="JSON", environ=environ, stream=Terminal()), JsonProgress)
+
+
+def test_lines_of_text_begin_with_their_time_and_tell_the_stages_of_the_start() -> None:
+    stream = io.StringIO()
+    progress = PlainProgress(stream, lambda: datetime(2026, 11, 24, 22, 5, 1, tzinfo=UTC))
+    progress.stage("loading the model, 1.2 GiB")
+    play(progress, steps=1)
+    first, step, note = stream.getvalue().splitlines()
+    assert first == "2026-11-24T22:05:01Z start: loading the model, 1.2 GiB"
+    assert step.startswith("2026-11-24T22:05:01Z step 1/5  reward ")
+    assert note.endswith("the newest checkpoint was damaged (step 3)"), "a step's stages are not printed"
+
+
+def test_json_lines_tell_the_stages_of_the_start() -> None:
+    stream = io.StringIO()
+    progress = JsonProgress(stream)
+    progress.stage("importing torch")
+    play(progress, steps=0)
+    events = [json.loads(line) for line in stream.getvalue().splitlines()]
+    assert events[0] == {"event": "stage", "stage": "importing torch"}
+    assert [event["event"] for event in events[1:]] == ["start", "note", "finish"]
+
+
+def test_a_terminal_shows_what_the_start_does_and_for_how_long() -> None:
+    stream = Terminal()
+    console = Console(file=stream, force_terminal=True, width=80, color_system=None, legacy_windows=False)
+    now = iter(range(1000))
+    progress = LiveProgress(console, "adder", lambda: next(now))
+    progress.stage("importing torch")
+    progress.close()
+    assert "adder importing torch, " in stream.getvalue()
+    assert "step" not in stream.getvalue()
 
 
 def test_a_dumb_terminal_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,6 +116,24 @@ def test_a_trainer_that_leaves_the_engine_no_gpu_of_a_smaller_machine_is_refused
     assert verdict.problem.fix.startswith("write trainerGpus: 3 or less")
 
 
+@pytest.mark.parametrize("machine", ["1 B200", "8 B200"])
+def test_sampling_that_the_engine_does_not_give_is_refused_like_any_other_limit(machine: str) -> None:
+    for rollout, accepted in (
+        ({"engine": "SGLang", "sampling": {"topK": 5}}, True),
+        ({"engine": "SGLang", "deterministic": True, "sampling": {"topK": 5}}, False),
+        ({"engine": "Torch", "sampling": {"topK": 5, "repetitionPenalty": 1.1}}, True),
+    ):
+        verdict = judge(build(rollout=rollout), card_facts("Qwen/Qwen3-4B"), MACHINES[machine])
+        assert verdict.accepted is accepted, (rollout, verdict.problem)
+    refused = judge(
+        build(rollout={"engine": "SGLang", "sampling": {"repetitionPenalty": 1.1}}), card_facts("Qwen/Qwen3-4B"),
+        MACHINES[machine],
+    )  # fmt: skip
+    assert refused.problem is not None
+    assert (refused.reason, refused.problem.where) == ("Unsupported", "spec.rollout.sampling.repetitionPenalty")
+    assert "engine: Torch" in refused.problem.fix
+
+
 def test_the_torch_trainer_and_a_server_cannot_share_one_copy_of_the_base() -> None:
     for copies, reason in (("Auto", YES), ("Two", YES), ("Shared", SMALL)):
         run = build(

@@ -182,6 +182,7 @@ def test_the_sets_are_those_of_the_design() -> None:
         *(path for path in of("display") if path.startswith("lifecycle.")),
         "observability.metricsPort",
         "observability.logLevel",
+        "observability.logFormat",
     ]
 
 

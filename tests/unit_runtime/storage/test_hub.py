@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -194,8 +196,27 @@ def test_a_hub_that_is_down_for_long_ends_with_74_and_the_next_start_goes_on(hub
 
 def test_a_hub_nobody_answers_at_is_a_storage_error(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(StorageError, match="no connection"):
-        fetch(patience=Clock().patience(1.0))
+    clock, noticed = Clock(), list[str]()
+    with pytest.raises(StorageError, match="5 tries in 15 s, the last one: no connection") as end:
+        fetch(patience=replace(clock.patience(), notice=noticed.append))
+    assert clock.now == 15.0, "bounded, however long a store is waited for"
+    assert noticed[0] == "127.0.0.1:9: no connection (try 1 of 5); next in 1 s"
+    assert len(noticed) == 4
+    assert end.value.exit_code == 74
+    assert "127.0.0.1:9 could not be asked" in str(end.value)
+    assert "HF_ENDPOINT" in str(end.value)
+
+
+def test_a_hub_that_takes_connections_and_never_answers_is_given_up_as_well(
+    hub: HubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noticed: list[str] = []
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        with pytest.raises(StorageError, match="5 tries"):
+            fetch(patience=replace(Clock().patience(), notice=noticed.append, silent_seconds=0.2))
+    assert len(noticed) == 4
+    assert all("no answer" in each for each in noticed)
 
 
 def test_a_pause_that_the_hub_asks_for_is_kept(hub: HubServer) -> None:
@@ -319,7 +340,7 @@ def test_planning_reads_headers_only_and_leaves_nothing(hub: HubServer, tmp_path
     from orbit_runtime.cli.plan import _hub_facts
     from orbit_runtime.model_info.checkpoint import folder_facts
 
-    facts, expected = _hub_facts(URI), folder_facts(TINY)
+    facts, expected = _hub_facts(URI, print), folder_facts(TINY)
     assert facts.weights == expected.weights
     assert all(request.range for request in hub.requests if request.role == "cdn")
     assert not (tmp_path / "cache").exists()

@@ -1,16 +1,17 @@
 """Which settings of sampling each kind of engine gives with log-probs of the distribution that it draws from.
 
-Belongs here: one row for each setting, or two together, that a kind of engine does not give, and why; the
-fields of requests that servers share. Does not belong here: how servers are asked (`sglang_api`, `vllm_api`).
+One row for each setting, or two together, that a kind of engine does not give, and why. `orbit validate`, `orbit plan`,
+the operator and a run ask here: `docs/decisions/0098-sampling-that-an-engine-gives.md`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from orbit_runtime.errors import UnsupportedError
+from orbit_runtime.spec.run import RunSpec
 from orbit_runtime.types import Sampling
 
 Kind = Literal["Torch", "SGLang", "SGLang without plug-in", "SGLang, deterministic", "vLLM"]
@@ -81,13 +82,30 @@ def shaping_fields(sampling: Sampling) -> tuple[str, ...]:
     return tuple(field for field in shaping if IS_SET[field](sampling))
 
 
-def given_fields(sampling: Sampling) -> dict[str, Any]:
-    """Fields of a request under the names that SGLang and vLLM share; a setting that is not set is left out."""
-    fields = {
-        "top_k": sampling.top_k if sampling.top_k else None,
-        "min_p": sampling.min_p if sampling.min_p else None,
-        "repetition_penalty": sampling.repetition_penalty if sampling.repetition_penalty != 1.0 else None,
-        "logit_bias": {str(token): bias for token, bias in sampling.logit_bias} or None,
-        "ignore_eos": sampling.ignore_eos or None,
-    }
-    return {name: value for name, value in fields.items() if value is not None}
+def sampling_of(spec: RunSpec) -> Sampling:
+    sampling = spec.rollout.sampling
+    return Sampling(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        max_new_tokens=sampling.max_new_tokens,
+        stop=tuple(sampling.stop),
+        top_k=sampling.top_k or 0,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        logit_bias=tuple(sorted((int(token), bias) for token, bias in sampling.logit_bias.items())),
+        stop_token_ids=tuple(sampling.stop_token_ids),
+        ignore_eos=sampling.ignore_eos,
+    )
+
+
+def check_engine(spec: RunSpec, engine: str | None = None) -> None:
+    """Raises UnsupportedError (78) for settings of sampling that the manifest's engine does not give.
+
+    What attached servers give is known once they are asked.
+
+    Args:
+        engine: what `Auto` became; None: as the manifest says.
+    """
+    if (engine or spec.rollout.engine) == "SGLang":
+        kind: Kind = "SGLang, deterministic" if spec.rollout.deterministic else "SGLang"
+        check_sampling(sampling_of(spec), kind, kind)
