@@ -50,8 +50,8 @@ def render_cli() -> str:
     lines += [f"| [`orbit {name}`](#orbit-{name}) | {_first(command)} |" for name, command in root.commands.items()]
     lines += [
         "",
-        "`orbit --install-completion` makes TAB complete commands, options, manifests and local run folders in the shell",
-        "that it is called from (bash, zsh, fish, PowerShell); `orbit --show-completion` prints the script instead.",
+        "`orbit --install-completion` makes TAB complete commands, options, manifests and local run folders in the",
+        "shell that it is called from (bash, zsh, fish, PowerShell); `orbit --show-completion` prints the script.",
     ]
     for name, command in root.commands.items():
         lines += ["", f"## `orbit {name}`", "", _first(command), "", *_parameters(name, command)]

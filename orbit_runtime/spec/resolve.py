@@ -42,7 +42,7 @@ class Resolved:
     run: OrbitRun
     """The same with `Auto` decided and the paths of model and prompts absolute. `precision` of a model folder stays
     `Auto` where the manifest does not claim one: the checkpoint says it. So does
-    `training.recompute`: the plan says it."""
+    `training.recompute`: the plan says it; and `observability.logFormat`, which depends on who watches each start."""
     device: Literal["cpu", "cuda"]
     compute_dtype: Literal["float32", "bfloat16"]
 

@@ -68,7 +68,11 @@ def test_adapters_reach_servers_of_our_own_through_memory_unless_asked_otherwise
 
 
 def test_nothing_that_can_be_decided_stays_auto() -> None:
-    text = json.dumps(resolved("data.prompts[0].format=JSONL", "training.recompute=None").run.to_manifest())
+    text = json.dumps(
+        resolved(
+            "data.prompts[0].format=JSONL", "training.recompute=None", "observability.logFormat=JSON"
+        ).run.to_manifest()
+    )
     assert "Auto" not in text
 
 
