@@ -361,7 +361,7 @@ def build_progress(
     as_json: bool = False,
     log_format: LogFormat = "Auto",
     stream: IO[str] | None = None,
-    environ: Mapping[str, str] = os.environ,
+    environ: Mapping[str, str] | None = None,
 ) -> Progress:
     """The progress that fits who is watching.
 
@@ -370,9 +370,11 @@ def build_progress(
         as_json: JSON lines on standard output. Otherwise everything goes to `stream` (standard error), so that standard
             output holds the result only.
         log_format: `Auto` is a live display on a terminal, JSON lines in a pod, and lines of text elsewhere.
+        environ: None: this process's.
     """
     if as_json:
         return JsonProgress(sys.stdout if stream is None else stream)
+    environ = os.environ if environ is None else environ
     target = sys.stderr if stream is None else stream
     if is_json(log_format, is_terminal=target.isatty(), environ=environ):
         return JsonProgress(target)
