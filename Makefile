@@ -19,7 +19,7 @@ SGLANG_SAMPLE := tests/engines/test_contract.py tests/engines/test_plain_sglang.
 PURE := errors types seeds spec storage workers model_info planner algorithms data environments observability
 PURE_PATHS = $(wildcard $(PURE:%=orbit_runtime/%.py) $(PURE:%=orbit_runtime/%))
 
-.PHONY: help install dev quickstart test test-models test-megatron test-store test-ray test-sglang test-engines test-bisect test-cluster cluster-programs check-chart images images-push check crds docs vendor-table constraints same-bits gpu-wheels gpu-proof bench release-check clean
+.PHONY: help install dev quickstart test test-models test-megatron test-store test-ray test-sglang test-engines test-bisect test-proofs test-cluster cluster-programs check-chart images images-push check crds docs vendor-table constraints same-bits gpu-wheels gpu-proof bench release-check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z -]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -56,6 +56,9 @@ test-engines: dev ## the engine contract against a real SGLang server (Linux; ma
 
 test-bisect: dev ## every fault of every layer, planted in running SGLang servers: each must be named (five minutes; the same environment)
 	ORBIT_SGLANG_PYTHON="$$(tools/sglang_python.sh)" && export ORBIT_SGLANG_PYTHON && $(BIN)/python -m tests.engines.bisect_matrix $(MODELS)
+
+test-proofs: dev ## twelve faults of publishing and 500 healthy publishes against SGLang servers as noisy as a GPU (half an hour; the same environment)
+	ORBIT_SGLANG_PYTHON="$$(tools/sglang_python.sh)" && export ORBIT_SGLANG_PYTHON && $(BIN)/python -m tests.engines.proof_matrix $(SERVERS)
 
 test-cluster: ## the chart, and the operator on a real Kubernetes cluster of three nodes (needs root, Go and Debian; starts and removes it)
 	tools/cluster_packages.sh

@@ -24,6 +24,8 @@ Probe = Literal["identity", "random"]
 ColumnName = Literal["sampled", "advantage", "reference"]
 """What a sample says of each token. `sampled`: its log-prob on the sampling side; `reference`: under the bare base."""
 
+BASE_VERSION = -1
+"""Stands for the bare base where a policy version is told."""
 TOKENS, FLAGS, FLOATS = "i", "b", "f"
 """Type codes of columns: int32, int8, fp32. Numbers as Python objects take 88 bytes a token, these take 13, and numpy
 and torch read them where they lie."""
@@ -114,7 +116,7 @@ class Completion:
     logprobs_T: array[float]
     """Under the distribution they were drawn from (`algorithms.distribution`)."""
     versions_T: array[int]
-    """Read from the slot that the forward pass applied, not from the request; -1 is the bare base."""
+    """Read from the slot that the forward pass applied, not from the request; `BASE_VERSION` without one."""
     finish_reason: FinishReason
     text: str
     """Decoded, without the stop string or the token that ended it."""
@@ -281,6 +283,10 @@ class Scored:
     cached: Cached | None = None
     """The tokens after `prefix_length` once more, with the prefix from the cache that requests share; None: not asked
     for, no such cache, or the engine cannot score after a cached prefix."""
+    top_T: tuple[int, ...] | None = None
+    """Entry t is the most probable token given those before t; entry 0 is -1. None: it was not told."""
+    routed_experts: RoutedExperts | None = None
+    """Of every token but the last; None: not noted."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,12 +55,13 @@ def run_parity(file: Path, overrides: Sequence[str], *, layers: bool, as_json: b
 
 def format_comparison(found: Comparison) -> str:
     """|Δ log-prob| per token of every pair, the limit, and the layer where one was found."""
-    header = ("", "tokens", "mean", "p50", "p99", "max", "k3", "ratio outside 0.9-1.1")
+    header = ("", "tokens", "mean", "p50", "p99", "max", "k3", "ratio outside 0.9-1.1", "top-1 agreement")
     rows = []
     for name, words in ROWS.items():
         of = getattr(found.preflight, name)
         numbers = (f"{value:.2e}" for value in (of.mean, of.p50, of.p99, of.max, of.k3))
-        rows.append((words, str(of.tokens), *numbers, f"{of.outside:.2%}"))
+        top1 = "" if of.top1 is None else f"{of.top1:.2%}"
+        rows.append((words, str(of.tokens), *numbers, f"{of.outside:.2%}", top1))
     limits = found.preflight.limits
     lines = [
         f"{found.precision} base, engine {found.engine}: |difference of log-probs| per token, {found.seconds:.1f} s",
@@ -68,7 +69,7 @@ def format_comparison(found: Comparison) -> str:
         format_table(header, rows),
         "",
         f"limits: mean {limits.mean:.2e}; from {TAIL_TOKENS} tokens on p99 {limits.p99:.2e}, k3 {limits.k3:.2e}, "
-        f"outside {limits.outside:.2%}",
+        f"outside {limits.outside:.2%}, top-1 agreement {limits.top1:.2%}",
         f"a random adapter moves the trainer by {found.preflight.random_effect:.2e}",
     ]
     lines += [f"FAILED: {failure}" for failure in found.preflight.failures] or ["all within the limits"]

@@ -174,9 +174,11 @@ def _find_in(parts: Parts, copy: Tapped, publication: Publication) -> Location:
 
     tokens, files = parts.sequences[0], publication.adapter.files
     for adapter, slot in ((None, None), (publication.name, TRAINER_SLOT)):
-        ours = parts.snapshot(tokens, slot, files)
-        again = parts.snapshot(tokens, slot, files, copies=COPIES)
         theirs = copy.snapshot(tokens, adapter)
+        # Where the engine tells them: a token that goes to other experts by a hair's breadth is no layer's fault.
+        routed = theirs.routed_TLC
+        ours = parts.snapshot(tokens, slot, files, routed_TLC=routed)
+        again = parts.snapshot(tokens, slot, files, copies=COPIES, routed_TLC=routed)
         dtype = getattr(torch, parts.resolved.compute_dtype)
         found = locate(ours, again, theirs, dtype=dtype, group=parts.group_size)
         if not found.is_clear:

@@ -112,7 +112,7 @@ class Publisher:
             with ThreadPoolExecutor(len(pairs)) as pool:
                 found = list(pool.map(prove_one, pairs))
         proofs, readings = [proof for proof, _ in found], [reading for _, reading in found]
-        not_proven = [(proof, reading) for proof, reading in found if not proof.proven]
+        not_proven = [(proof, reading) for proof, reading in found if not proof.may_run]
         unproven = (previous.unproven if previous else 0) + 1 if not_proven else 0
         if any(proof.failures for proof in proofs) or unproven > self.max_unproven:
             self._keep_evidence(version, _evidence(not_proven))

@@ -55,6 +55,7 @@ def step_row(
         tokens=tokens,
         tokens_per_second=tokens / seconds_total if seconds_total > 0 else None,
         parity_limit=state.parity_limit,
+        parity_top1=min((each.top1 for each in state.publication.proofs if each.top1 is not None), default=None),
         staleness_max=sampled_by - oldest,
         seconds_collect=collected.seconds_collect,
         seconds_score=collected.seconds_score,

@@ -93,6 +93,8 @@ METRICS: tuple[Metric, ...] = (
     _parity("max", "nats", "Largest |log-prob difference|."),
     _parity("k3", "nats", "k3 estimate of the KL divergence between trainer and engine."),
     _parity("outside", "share", "Share of tokens whose probability ratio lies outside [0.9, 1.1]."),
+    Metric("parity_top1", "share", "Share of the canary's tokens where both sides find the same one most probable.",
+           "orbit_run_top1_agreement", display=".2%"),
     Metric("parity_tokens", "tokens", "Tokens that these statistics are of.", kind="none", display="d"),
     _parity("limit", "nats", "The limit that parity_mean is gated against."),
     _parity("mean_replayed", "nats", "Mean of the step's first micro-batch, through the experts that rollout chose."),

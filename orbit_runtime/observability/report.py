@@ -97,6 +97,7 @@ class Report:
                 "mean_max": _largest(row.number("parity_mean") for row in rows),
                 "max_max": _largest(row.number("parity_max") for row in rows),
                 "limit": last.number("parity_limit") if last else None,
+                "top1_min": min((x for row in rows if (x := row.number("parity_top1")) is not None), default=None),
                 "mean_max_replayed": _largest(row.number("parity_mean_replayed") for row in rows),
                 "mean_max_unreplayed": _largest(row.number("parity_mean_unreplayed") for row in rows),
                 "router_agreement": last.number("router_agreement") if last else None,

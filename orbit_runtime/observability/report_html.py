@@ -91,6 +91,7 @@ def build_charts(rows: tuple[MetricsRow, ...]) -> list[dict[str, Any]]:
         *(chart(f"Reward {name}, before its weight", part(name)) for name in rewards),
         chart("Train-rollout parity |Δ log-prob|", line("parity_mean", "mean"), line("parity_max", "max", 1),
               line("parity_limit", "limit of the mean", 9), log=True),
+        chart("Top-1 agreement on the canary", line("parity_top1", "share")),
         *replay,
         chart("KL from the base (nats)", line("kl", "KL")),
         chart("Entropy (nats)", line("entropy", "entropy")),

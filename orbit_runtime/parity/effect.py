@@ -7,6 +7,9 @@ through the origin gives `s = <c, e> / <c, c>` with standard error `sigma / |c|`
 4.3). Healthy is s = 1; an adapter that is not applied gives 0, one that is scaled twice gives 2, and with the change
 since an older version as c, an engine that still samples from that one gives 0.
 
+What is left, `r = e - c`, is noise where the engine applies all of the adapter and nothing else. A fault in a part of
+it hardly moves s and shows in the energy of r: see `unexplained`.
+
 Belongs here: this arithmetic, in plain floats. Does not belong here: readings and what follows from them (`liveness`).
 """
 
@@ -23,6 +26,8 @@ RESOLVED = 0.5
 """Widest margin around 1 at which 0 and 2 are still told apart from it, each with a margin of its own."""
 SMALLEST_MARGIN = 0.1
 """Two implementations round the adapter's product differently, which is no noise between tokens."""
+EXCESS_KURTOSIS = 12.0
+"""Of one token's noise. That of a mixture in which every tenth token is four times as noisy is 9.7; 0 were normal."""
 LARGEST_IN_NOISE = 12.0
 """Times the noise that a single token may differ by. Log-probs of rare tokens differ far more than the rest."""
 
@@ -69,3 +74,19 @@ def weigh(expected_T: Sequence[float], found_T: Sequence[float], noise: float) -
     # Noise in the regressor itself draws s towards 0, by its share of the energy at most (Greene, 8.5).
     drawn = len(expected_T) * noise * noise / energy
     return Effect(scale, max(SMALLEST_MARGIN, DEVIATIONS * noise / math.sqrt(energy) + drawn))
+
+
+def unexplained(expected_T: Sequence[float], found_T: Sequence[float], noise: float) -> float:
+    """Root mean square of `found - expected` in that of what may be; above 1 it holds more than noise.
+
+    `sum(r^2)` of n tokens has mean `n noise^2` and variance `n noise^4 (2 + k)` for an excess kurtosis k (e.g. Mood,
+    Graybill, Boes, "Introduction to the Theory of Statistics", VI.2, theorem 2), and the noise was itself estimated
+    from as many tokens. `SMALLEST_MARGIN` of the expected change may be rounded differently.
+    """
+    left = math.fsum((e - c) ** 2 for c, e in zip(expected_T, found_T, strict=True))
+    if left == 0.0:
+        return 0.0
+    n = len(expected_T)
+    spread = DEVIATIONS * math.sqrt(2.0 * (2.0 + EXCESS_KURTOSIS) / n)
+    allowed = n * noise * noise * (1.0 + spread) + SMALLEST_MARGIN**2 * math.fsum(c * c for c in expected_T)
+    return math.sqrt(left / allowed) if allowed else math.inf

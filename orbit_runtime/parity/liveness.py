@@ -13,14 +13,14 @@ Does not belong here: storing and loading the adapter (`loop.publish`).
    the engine's canary moved as the trainer's did since the newest version that was told apart from all before.
 4. Base. With no adapter the engine gives the trainer's log-probs within the precision's limit, and its own of the
    publish before: a base is frozen.
-5. Cache. Behind a beginning that came from the engine's cache, the canary's log-probs are those computed anew: no keys
-   and values are shared between versions. What is there comes from earlier publishes: the base's own, and nothing of a
-   version that is new.
+5. Cache. No keys and values are shared between versions: for a version that is new nothing of the canary is in the
+   engine's cache, and behind the base's own beginning from there the log-probs are those computed anew.
 6. Until now. The version that sampled until this publish still stands as it was proven.
 
 A publish has *failed* where a check did. Where bytes are read back, it is *proven* otherwise. Where they are not, 2 and
-3 carry the proof: it is *unproven* where the engine's noise hides whether they hold. Then *proven* means that the whole
-of the adapter's effect is there and is this version's; a fault in a small part of it needs the bytes to be seen.
+3 carry the proof, and the best that they can say is that it holds as a *whole*: all of the adapter's effect is there,
+is this version's, and what else there is can be noise. A fault in a part of it that is smaller than the noise needs the
+bytes to be seen. It is *unproven* where the noise hides even the whole, or grew so much that the base may have changed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from typing import Any, Literal
 
 from orbit_runtime.adapters.state import expected_applied_digest
 from orbit_runtime.errors import GateError
-from orbit_runtime.parity.effect import LARGEST_IN_NOISE, Effect, noise_of, weigh
+from orbit_runtime.parity.effect import LARGEST_IN_NOISE, Effect, noise_of, unexplained, weigh
+from orbit_runtime.parity.statistics import top1_agreement
 from orbit_runtime.types import AdapterFiles, Copy, Scored
 
 CHANGE_LIMITS = {"float32": 1e-3, "bfloat16": 0.25}
@@ -49,7 +50,7 @@ QUIET = 100.0
 the bit where those with an adapter are not."""
 GROWTH = 2.0
 """Most that the noise counts for, in that of the publish before."""
-Verdict = Literal["proven", "unproven", "failed"]
+Verdict = Literal["proven", "whole", "unproven", "failed"]
 CACHED_TAIL = 6
 """Tokens at the canary's end that are computed behind its cached beginning."""
 
@@ -112,17 +113,32 @@ class Proof:
     """How much of the adapter's effect the engine shows; None: the adapter has none."""
     novelty: Effect | None
     """The same for the change since the newest version that was told apart; None: there is none, or none is due."""
+    unexplained: float
+    """How much the two changes differ by, in what noise may make of it: above 1 a part of the effect is another."""
+    top1: float | None
+    """Share of the canary's places in which both sides' most probable token is the same; None: a side does not tell."""
+    reads_back: bool
+    """The copy told its bytes."""
     failures: tuple[str, ...]
     unresolved: tuple[str, ...]
     """What the noise hides, where nothing but log-probs could tell it."""
 
     @property
     def verdict(self) -> Verdict:
-        return "failed" if self.failures else "unproven" if self.unresolved else "proven"
+        if self.failures:
+            return "failed"
+        if self.unresolved:
+            return "unproven"
+        return "proven" if self.reads_back else "whole"
 
     @property
     def proven(self) -> bool:
         return self.verdict == "proven"
+
+    @property
+    def may_run(self) -> bool:
+        """Proven as far as this copy can be."""
+        return self.verdict in ("proven", "whole")
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"proven": self.proven, "verdict": self.verdict}
@@ -154,13 +170,15 @@ def prove(
     slot_digest = engine.adapter_digest(name)
     trainer_change, change = _change(trainer_adapted, trainer_base), _change(adapted, base)
     error = _distance(change, trainer_change)
-    noise = _noise(trainer_base, base, previous, start, (adapted, base), least=limits.change / QUIET)
+    measured = _noise(trainer_base, base, previous, start, least=limits.change / QUIET)
+    noise = measured if previous is None else min(measured, GROWTH * previous.noise)
     change_limit = max(limits.change, LARGEST_IN_NOISE * noise)
     reading = Reading(
         name, published, slot_digest, trainer_adapted.logprobs_T, adapted.logprobs_T, base.logprobs_T, noise
     )
     effect, effect_said = _weigh_effect(trainer_change, change, noise)
     novelty, novelty_said = _weigh_novelty(reading, previous, noise)
+    left = unexplained(trainer_change, change, noise)
     if novelty is not None and not novelty.is_resolved:
         reading = replace(reading, apart=_told_apart(previous))
     moved = None if previous is None else _distance(reading.trainer_T, previous.trainer_T)
@@ -173,8 +191,15 @@ def prove(
             f"the trainer's layers applied {str(trainer_adapted.applied_digest)[:19]}…, expected {expected[:19]}…"
         )
     failures += _difference_failures(error, base_error, cached, Limits(change_limit, limits.base))
+    if adapted.cached is not None and adapted.cached.tokens:
+        failures.append(
+            f"versions share cached keys and values: {adapted.cached.tokens} tokens of the canary were in the engine's "
+            f"cache for {name}, which is new"
+        )
+    unresolved = [_grown(measured, noise)] if measured > noise else []
     if not engine.reads_back:
-        failures += [*effect_said.failures, *novelty_said.failures]
+        failures += [*effect_said.failures, *novelty_said.failures, *_unexplained_failures(left, noise)]
+        unresolved += [*effect_said.unresolved, *novelty_said.unresolved]
     if previous is not None and moved is not None and base_moved is not None:
         failures += _novelty_failures(published, reading, previous, moved, change_limit)
         if not base_moved <= change_limit:
@@ -201,8 +226,11 @@ def prove(
         noise=noise,
         effect=effect,
         novelty=novelty,
+        unexplained=left,
+        top1=top1_agreement(trainer_adapted.top_T and trainer_adapted.top_T[1:], adapted.top_T and adapted.top_T[1:]),
+        reads_back=engine.reads_back,
         failures=tuple(failures),
-        unresolved=() if engine.reads_back else (*effect_said.unresolved, *novelty_said.unresolved),
+        unresolved=tuple(unresolved),
     )
     return proof, reading
 
@@ -238,54 +266,48 @@ class _Said:
     unresolved: tuple[str, ...] = ()
 
 
-def _noise(
-    trainer_base: Scored,
-    base: Scored,
-    previous: Reading | None,
-    start: int,
-    readings: Sequence[Scored],
-    *,
-    least: float,
-) -> float:
-    """What this engine's readings differ by where they should not: from the trainer's, from its own of another time,
-    and from its own behind a cache, which is another batch.
+def _noise(trainer_base: Scored, base: Scored, previous: Reading | None, start: int, *, least: float) -> float:
+    """What this engine's readings of the base differ by where they should not: from the trainer's, from its own of
+    another time, and from its own behind a cache, which is another batch.
 
     A fault can make these differ, too, and must not become noise that hides it: noise grows slowly (`GROWTH`).
     """
     differences = [_differences(trainer_base.logprobs_T[1:], base.logprobs_T[1:])]
     if previous is not None:
         differences.append(_differences(base.logprobs_T[1:], previous.base_T[1:]))
-    differences += [
-        _differences(each.cached.logprobs_T, each.logprobs_T[start + 1 :])
-        for each in readings
-        if each.cached is not None and each.cached.tokens
+    if base.cached is not None and base.cached.tokens:
+        differences.append(_differences(base.cached.logprobs_T, base.logprobs_T[start + 1 :]))
+    return max(least, noise_of(*differences))
+
+
+def _grown(measured: float, noise: float) -> str:
+    return (
+        f"with no adapter the engine's log-probs of the canary are {measured / noise:.1f} times as far from what they "
+        f"should be as noise can have grown to since the publish before ({noise:.2g} nat): its base may have changed"
+    )
+
+
+def _unexplained_failures(left: float, noise: float) -> list[str]:
+    if left <= 1.0:
+        return []
+    return [
+        f"token by token the adapter's effect on the canary differs from the trainer's by {left:.2f} times what "
+        f"noise of {noise:.2g} nat can make of it: a part of it is missing, or another one"
     ]
-    measured = noise_of(*differences)
-    return max(least, measured if previous is None else min(measured, GROWTH * previous.noise))
 
 
 def _weigh_effect(expected_T: Sequence[float], found_T: Sequence[float], noise: float) -> tuple[Effect | None, _Said]:
     if not any(expected_T):
         # The identity: it makes no difference whether it is applied, unless the engine shows one, which `error` tells.
         return None, _Said()
-    effect = weigh(expected_T, found_T, noise)
-    if not effect.is_resolved:
-        told = f"the adapter's effect on the canary is too small for this engine's noise of {noise:.2g} nat per token"
-        return effect, _Said(unresolved=(told,))
-    if effect.agrees:
-        return effect, _Said()
-    told = (
-        f"the engine shows {effect.scale:.2f} times the adapter's effect on the canary, not 1.00 within "
-        f"{effect.margin:.2f}: it is not applied (0), scaled otherwise, or another one"
+    return _weigh(
+        expected_T,
+        found_T,
+        noise,
+        small="the adapter's effect on the canary is too small for this engine's noise of {noise:.2g} nat per token",
+        another="the engine shows {effect.scale:.2f} times the adapter's effect on the canary, not 1.00 within "
+        "{effect.margin:.2f}: it is not applied (0), scaled otherwise, or another one",
     )
-    return effect, _Said(failures=(told,))
-
-
-def _told_apart(previous: Reading | None) -> Reading | None:
-    """Without its bytes: an adapter can be gigabytes, and this one may be many versions old."""
-    if previous is None or previous.apart is not None:
-        return previous and previous.apart
-    return replace(previous, adapter=replace(previous.adapter, files={}, pieces=None, memory=None))
 
 
 def _weigh_novelty(reading: Reading, previous: Reading | None, noise: float) -> tuple[Effect | None, _Said]:
@@ -296,17 +318,31 @@ def _weigh_novelty(reading: Reading, previous: Reading | None, noise: float) -> 
     if not any(expected):
         # Other bytes that make no difference: whichever samples, it is the same policy on the canary.
         return None, _Said(unresolved=(f"on the canary it makes no difference whether {before.name} samples",))
-    novelty = weigh(expected, _differences(reading.engine_T, before.engine_T), noise)
-    if not novelty.is_resolved:
-        told = f"since {before.name} the adapter's effect moved too little for this engine's noise of {noise:.2g} nat"
-        return novelty, _Said(unresolved=(told,))
-    if novelty.agrees:
-        return novelty, _Said()
-    told = (
-        f"since {before.name} the engine's canary moved by {novelty.scale:.2f} times what the trainer's did, not by "
-        f"1.00 within {novelty.margin:.2f}: it still samples from an older version (0), or from another one"
+    return _weigh(
+        expected,
+        _differences(reading.engine_T, before.engine_T),
+        noise,
+        small=f"since {before.name} the adapter's effect moved too little for this engine's noise of {{noise:.2g}} nat",
+        another=f"since {before.name} the engine's canary moved by {{effect.scale:.2f}} times what the trainer's did, "
+        "not by 1.00 within {effect.margin:.2f}: it still samples from an older version (0), or from another one",
     )
-    return novelty, _Said(failures=(told,))
+
+
+def _weigh(
+    expected_T: Sequence[float], found_T: Sequence[float], noise: float, *, small: str, another: str
+) -> tuple[Effect, _Said]:
+    """Args: small, another: what to say, with places for `noise` and `effect`."""
+    effect = weigh(expected_T, found_T, noise)
+    if not effect.is_resolved:
+        return effect, _Said(unresolved=(small.format(noise=noise),))
+    return effect, _Said() if effect.agrees else _Said(failures=(another.format(effect=effect),))
+
+
+def _told_apart(previous: Reading | None) -> Reading | None:
+    """Without its bytes: an adapter can be gigabytes, and this one may be many versions old."""
+    if previous is None or previous.apart is not None:
+        return previous and previous.apart
+    return replace(previous, adapter=replace(previous.adapter, files={}, pieces=None, memory=None))
 
 
 def _bytes_failures(

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,6 +30,9 @@ SHOWS_AT = {
     "kv_b_proj": "attended",
 }  # fmt: skip
 """Modules whose results are no points of their own, and the point that first depends on each."""
+MOST_REROUTED = 0.2
+"""Share of a model's choices of experts that rounding may turn: twice what routers in training and inference were found
+to differ by (10 %, arXiv 2510.11370, section 3). Beyond it they choose by another rule."""
 LISTED = 8
 """Tensors that are told with their values; one wrong shard can change hundreds."""
 
@@ -71,10 +75,17 @@ class Location:
     """Points and constants that the engine did not tell, in the trainer's order."""
     not_compared: tuple[str, ...]
     """Tensors that the engine could not tell as values, such as packed experts; their layers' results are points."""
+    rerouted: float | None = None
+    """Share of tokens and layers whose experts the trainer's routers choose otherwise than the engine's, whose choice
+    both sides computed with; None: each computed with its own."""
 
     @property
     def found(self) -> bool:
-        return self.point is not None or bool(self.causes)
+        return self.point is not None or bool(self.causes) or self._chooses_otherwise
+
+    @property
+    def _chooses_otherwise(self) -> bool:
+        return self.rerouted is not None and not self.rerouted <= MOST_REROUTED
 
     @property
     def is_clear(self) -> bool:
@@ -83,7 +94,8 @@ class Location:
 
     def sentence(self) -> str:
         """Example: `first at model.layers.2.mlp.up_proj (0.013, limit 2e-05): base tensor … differs: 1 of 32768 …`."""
-        return "; ".join(filter(None, (self._where(), _listed(self.missing, "the engine did not tell"), self._open())))
+        missing = _listed(self.missing, "the engine did not tell")
+        return "; ".join(filter(None, (self._where(), missing, self._open(), self._choices())))
 
     def verdict(self) -> str:
         """Example: `they part first at …`, or `not all layers were compared: the engine did not tell …`."""
@@ -104,6 +116,14 @@ class Location:
     def _open(self) -> str:
         return _listed(self.not_compared, "not compared value by value:")
 
+    def _choices(self) -> str:
+        if not self.rerouted:
+            return ""
+        words = f"through the engine's experts, which the trainer's routers do not choose in {self.rerouted:.2%}"
+        if not self._chooses_otherwise:
+            return words
+        return f"{words}, more than {MOST_REROUTED:.0%}: they choose by another rule"
+
     def to_json(self) -> dict[str, Any]:
         causes = [cause.to_json() for cause in self.causes]
         return {
@@ -113,6 +133,7 @@ class Location:
             "causes": causes,
             "missing": list(self.missing),
             "not_compared": list(self.not_compared),
+            "rerouted": self.rerouted,
             "sentence": self.sentence(),
         }
 
@@ -139,7 +160,16 @@ def locate(trainer: Snapshot, again: Snapshot, engine: Snapshot, *, dtype: torch
     causes = [*_tensor_causes(names, differing, trainer, engine, group), *_constant_causes(trainer, engine)]
     causes += _router_causes(trainer, engine)
     causes.sort(key=lambda cause: _place(cause.name, order))
-    return Location(point, difference, limit, tuple(causes), _missing(trainer, engine), unknown)
+    missing = _missing(trainer, engine)
+    return Location(point, difference, limit, tuple(causes), missing, unknown, _rerouted(trainer))
+
+
+def _rerouted(trainer: Snapshot) -> float | None:
+    """Whatever the order of a token's experts."""
+    if trainer.routed_TLC is None or trainer.preferred_TLC is None:
+        return None
+    given, own = (np.sort(chosen, axis=-1) for chosen in (trainer.routed_TLC, trainer.preferred_TLC))
+    return float((given != own).any(-1).mean())
 
 
 def _missing(trainer: Snapshot, engine: Snapshot) -> tuple[str, ...]:

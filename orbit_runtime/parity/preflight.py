@@ -71,6 +71,7 @@ class Preflight:
                 p99=difference.p99,
                 k3=difference.k3,
                 outside=difference.outside,
+                top1=difference.top1,
                 tokens=difference.tokens,
             )
         ]
@@ -124,10 +125,10 @@ def measure_preflight(
         Preflight(
             reading.floor,
             trainer_floor,
-            base=build_difference(_joined(trainer_off), reading.off),
+            base=build_difference(_joined(trainer_off), reading.off, (_top(trainer_off), reading.off_top)),
             identity=identity[index],
             random=random[index],
-            policy=build_difference(_joined(trainer_on), reading.on),
+            policy=build_difference(_joined(trainer_on), reading.on, (_top(trainer_on), reading.on_top)),
             random_effect=random_effect,
             limits=replace(
                 absolute,
@@ -169,15 +170,20 @@ class CopyReading:
     on: list[float]
     off: list[float]
     floor: Difference
+    on_top: list[int] | None
+    """Most probable tokens, one place after the other."""
+    off_top: list[int] | None
 
 
 def _read_copy(copy: Copy, sequences: Sequence[Ids], adapter: str) -> CopyReading:
-    alone = _joined([copy.score(tokens, [None])[0] for tokens in sequences])
+    by_itself = [copy.score(tokens, [None])[0] for tokens in sequences]
+    alone = _joined(by_itself)
     crowded = [copy.score(tokens, [adapter, None], prefix_length=len(tokens) // 2) for tokens in sequences]
     off = [without for _, without in crowded]
     anew, cached = _cached_readings(off)
     floor = build_difference([*alone, *anew], [*_joined(off), *cached])
-    return CopyReading(_joined([on for on, _ in crowded]), alone, floor)
+    adapted = [on for on, _ in crowded]
+    return CopyReading(_joined(adapted), alone, floor, _top(adapted), _top(by_itself))
 
 
 def _probe(
@@ -194,13 +200,14 @@ def _probe(
     """
     name = f"{when}-{probe}"
     with probing(probe):
-        on, off = map(_joined, _trainer_readings(trainer, sequences))
+        on, off = _trainer_readings(trainer, sequences)
         engine.load_adapter(name, publishable(trainer, version=-1))
         try:
-            measured = [_joined([copy.score(tokens, [name])[0] for tokens in sequences]) for copy in engine.copies()]
+            measured = [[copy.score(tokens, [name])[0] for tokens in sequences] for copy in engine.copies()]
         finally:
             engine.unload_adapter(name)
-    return [build_difference(on, each) for each in measured], build_difference(on, off).mean
+    apart = [build_difference(_joined(on), _joined(each), (_top(on), _top(each))) for each in measured]
+    return apart, build_difference(_joined(on), _joined(off)).mean
 
 
 def _cached_readings(scored: Sequence[Scored]) -> tuple[list[float], list[float]]:
@@ -240,3 +247,13 @@ def _trainer_halves(
 def _joined(readings: Iterable[Scored]) -> list[float]:
     """Every token of every sequence after its first."""
     return [value for reading in readings for value in reading.logprobs_T[1:]]
+
+
+def _top(readings: Iterable[Scored]) -> list[int] | None:
+    """Most probable tokens in the places of `_joined`; None where one reading tells none."""
+    found: list[int] = []
+    for reading in readings:
+        if reading.top_T is None:
+            return None
+        found += reading.top_T[1:]
+    return found

@@ -21,6 +21,14 @@ Each lies above what working setups were published with, and below what faults w
   0.05 works, 1.4 were misplaced experts (miles#2488). MXFP4: 0.0413 and 0.0666 (DeepSeek-V4-Flash, miles#2722). For
   these three the limit is that of slime's CI, `--ci-train-rollout-logprob-abs-diff-threshold`.
 """
+DISAGREEMENT = 0.65
+"""Largest share of places with another most probable token, in the square root of the KL divergence.
+
+Two distributions that are near in KL differ in their first choice only where their two best tokens are near each other.
+llama.cpp publishes both for Llama 2 7B and Llama 3 8B (`tools/perplexity/README.md`, "Same top p"): 0.26 % at a KL of
+2.5e-5 (BF16 against FP16), 1.15 % at 3.7e-4, 2.33 % at 1.4e-3, 2.48 % at 2.1e-3, 3.97 % at 5.5e-3, 5.34 % at 0.0127,
+8.10 % at 0.0313, 28.9 % at 0.445: between 0.43 and 0.63 times the root throughout.
+"""
 TAIL_TOKENS = 1000
 """Fewer tokens tell no p99, k3 or share: one of them would decide. They are measured, and held against no limit."""
 SMALLEST_LIMIT = 1e-4
@@ -35,8 +43,12 @@ class ParityLimits:
     p99: float
     k3: float
     outside: float
+    top1: float
+    """Lower: the share of places in which both sides' most probable token is the same."""
 
-    def failures(self, *, mean: float, p99: float, k3: float, outside: float, tokens: float) -> Iterator[str]:
+    def failures(
+        self, *, mean: float, p99: float, k3: float, outside: float, tokens: float, top1: float | None = None
+    ) -> Iterator[str]:
         """One phrase for each statistic above its limit; a NaN is. Example: `p99 |Δ log-prob| 0.41, limit 0.24`."""
         if not mean <= self.mean:
             yield f"mean |Δ log-prob| {mean:.3g}, limit {self.mean:.3g}"
@@ -48,6 +60,8 @@ class ParityLimits:
             yield f"k3 {k3:.3g}, limit {self.k3:.3g}"
         if not outside <= self.outside:
             yield f"share of ratios outside [0.9, 1.1] {outside:.2%}, limit {self.outside:.2%}"
+        if top1 is not None and not top1 >= self.top1:
+            yield f"top-1 agreement {top1:.2%}, limit {self.top1:.2%}"
 
 
 def build_limits(
@@ -63,14 +77,16 @@ def build_limits(
     If |d| were exponential with mean m, its p99 would be 4.6 m, k3 about m², and the share of |d| > 0.1 exp(-0.1 / m).
     The share fits the one published: 8.0 % where d has a standard deviation of 0.055, m = 0.039 (trl#6789). Real tails
     are heavier: p99 is given 8 m, and k3, of which GLM-5.2 shows up to 7 m² in FP8 (0.0027 at m = 0.0196, miles
-    `lora.md`), 16 m².
+    `lora.md`), 16 m². That of top-1 agreement follows from k3's: see `DISAGREEMENT`.
     """
     m = ABSOLUTE_LIMITS[precision] if mean is None else mean
+    k3 = 16 * m * m if k3 is None else k3
     return ParityLimits(
         mean=m,
         p99=8 * m if p99 is None else p99,
-        k3=16 * m * m if k3 is None else k3,
+        k3=k3,
         outside=math.exp(-0.1 / m) if outside is None else outside,
+        top1=max(0.0, 1.0 - DISAGREEMENT * math.sqrt(k3)),
     )
 
 
@@ -92,13 +108,23 @@ class Difference:
     outside: float
     """Share of tokens whose probability ratio lies outside [0.9, 1.1]."""
     tokens: int
+    top1: float | None = None
+    """Share of places in which both sides' most probable token is the same; None: a side does not tell."""
 
     def to_json(self) -> dict[str, float]:
         return asdict(self)
 
 
-def build_difference(trainer_T: Sequence[float], sampler_T: Sequence[float]) -> Difference:
-    """Example: `build_difference([0.0, -1.0], [0.0, -1.5]).mean == 0.25`."""
+def build_difference(
+    trainer_T: Sequence[float],
+    sampler_T: Sequence[float],
+    top: tuple[Sequence[int] | None, Sequence[int] | None] = (None, None),
+) -> Difference:
+    """Example: `build_difference([0.0, -1.0], [0.0, -1.5]).mean == 0.25`.
+
+    Args:
+        top: most probable tokens of trainer and sampler.
+    """
     d = [a - b for a, b in zip(trainer_T, sampler_T, strict=True)]
     if not d:
         return Difference(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0)
@@ -113,7 +139,15 @@ def build_difference(trainer_T: Sequence[float], sampler_T: Sequence[float]) -> 
         k3=math.fsum(k3) / len(k3),
         outside=outside / len(d),
         tokens=len(d),
+        top1=top1_agreement(*top),
     )
+
+
+def top1_agreement(trainer_T: Sequence[int] | None, sampler_T: Sequence[int] | None) -> float | None:
+    """Share of places in which both are the same; None where a side tells none, or there is no place."""
+    if not trainer_T or not sampler_T:
+        return None
+    return sum(a == b for a, b in zip(trainer_T, sampler_T, strict=True)) / len(trainer_T)
 
 
 def _quantile(ordered: Sequence[float], share: float) -> float:

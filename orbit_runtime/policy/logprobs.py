@@ -102,6 +102,27 @@ class _TokenLogProbs(torch.autograd.Function):
         return grad_hidden, None, None, None, None, None
 
 
+def token_scores(
+    hidden_RN: torch.Tensor,
+    targets_R: torch.Tensor,
+    head: Head,
+    *,
+    vocabulary: int,
+    chunk_elements: int = CHUNK_ELEMENTS,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`(logprobs [R] fp32, top [R] int64)`: those of `targets`, with the bits of `token_logprobs`, and the most
+    probable token in each one's place. The model's own distribution; carries no gradients."""
+    rows = max(1, chunk_elements // vocabulary)
+    logprobs, top = [], []
+    with torch.no_grad():
+        for start in range(0, len(targets_R), rows):
+            part = slice(start, start + rows)
+            every = torch.log_softmax(head(hidden_RN[part]).float(), dim=-1)
+            logprobs.append(every.gather(-1, targets_R[part, None])[:, 0])
+            top.append(every.argmax(-1))
+    return torch.cat(logprobs), torch.cat(top)
+
+
 def token_logprobs(
     hidden_RN: torch.Tensor,
     targets_R: torch.Tensor,

@@ -21,7 +21,7 @@ from orbit_runtime.adapters.layer import Applied
 from orbit_runtime.digests import PIECE_BYTES, PieceHasher, tree_digest
 from orbit_runtime.policy.attention import Kernel, Plan
 from orbit_runtime.policy.direct import DirectDecoder
-from orbit_runtime.policy.logprobs import UNSHAPED, token_logprobs
+from orbit_runtime.policy.logprobs import UNSHAPED, token_logprobs, token_scores
 from orbit_runtime.policy.packed import Branch, PackedBatch, PackedPlan, build_packed, gather_rows
 from orbit_runtime.policy.recompute import Recompute, recompute_layers
 from orbit_runtime.policy.routing import Routing
@@ -102,20 +102,29 @@ class Policy:
             seen: of the same branches; needed where `sampling` penalises repetition.
             routed_TLC: experts that the tokens are sent to (`lay_out_experts`); None: where the routers choose.
         """
-        plan = PackedPlan(batch, self.kernel)
-        if self.packs:
-            with self.routing.given(routed_TLC) if self.routing else nullcontext():
-                hidden = self.hidden(batch.token_ids_T[None], batch.position_T[None], plan)[0]
-        else:
-            hidden = self._packed_hidden(plan)
         return token_logprobs(
-            gather_rows(hidden, batch.target_source_R),
+            self._target_hidden(batch, routed_TLC),
             batch.target_ids_R,
             self.head,
             vocabulary=self.vocabulary,
             sampling=sampling,
             seen=seen,
         )
+
+    def scores(self, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """`(logprobs [R] fp32, most probable tokens [R] int64)` in the places of the batch's targets; no gradients."""
+        hidden = self._target_hidden(batch, None)
+        return token_scores(hidden, batch.target_ids_R, self.head, vocabulary=self.vocabulary)
+
+    def _target_hidden(self, batch: PackedBatch, routed_TLC: torch.Tensor | None) -> torch.Tensor:
+        """`[R, N]`"""
+        plan = PackedPlan(batch, self.kernel)
+        if self.packs:
+            with self.routing.given(routed_TLC) if self.routing else nullcontext():
+                hidden = self.hidden(batch.token_ids_T[None], batch.position_T[None], plan)[0]
+        else:
+            hidden = self._packed_hidden(plan)
+        return gather_rows(hidden, batch.target_source_R)
 
     def recompute(self, recompute: Recompute) -> None:
         """What passes that record gradients keep of each layer from now on. Results do not change.

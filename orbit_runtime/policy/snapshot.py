@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -23,7 +24,7 @@ from orbit_runtime.adapters.state import published_tensors
 from orbit_runtime.adapters.tensorfile import tensor_digest
 from orbit_runtime.policy.attention import Look
 from orbit_runtime.policy.model import Policy
-from orbit_runtime.policy.packed import Branch, PackedPlan
+from orbit_runtime.policy.packed import Branch, PackedPlan, lay_out_experts
 from orbit_runtime.quant.expert_linear import FrozenExpertLinear
 from orbit_runtime.quant.formats import FORMATS
 from orbit_runtime.quant.linear import FrozenLinear
@@ -63,10 +64,20 @@ class Snapshot:
     """fp32, the parts of some of the tensors in the same order; asked for only where two sides differ."""
     absent: tuple[str, ...] = ()
     """Modules that this side computes inside of others, so that their results are no points of its own."""
+    routed_TLC: np.ndarray | None = None
+    """int16, the experts that tokens were sent to; None: not noted."""
+    preferred_TLC: np.ndarray | None = None
+    """int16, those that this side's routers choose, where it was given `routed_TLC`."""
 
 
 def take_snapshot(
-    policy: Policy, token_ids_T: Sequence[int], adapter: str | None, files: Mapping[str, Buffer], *, copies: int = 1
+    policy: Policy,
+    token_ids_T: Sequence[int],
+    adapter: str | None,
+    files: Mapping[str, Buffer],
+    *,
+    copies: int = 1,
+    routed_TLC: np.ndarray | None = None,
 ) -> Snapshot:
     """The trainer's view of the sequence's first T - 1 tokens: the last one is nobody's input.
 
@@ -74,14 +85,22 @@ def take_snapshot(
         adapter: the slot that the pass applies; None: the bare base.
         files: the published adapter, whose tensors an engine must hold.
         copies: as many equal rows in one batch: another shape of the same work, for a floor; points only.
+        routed_TLC: experts that tokens are sent to, as an engine sent them; None: where the routers choose.
     """
     points: dict[str, Tensor] = {}
     first, rest = tuple(token_ids_T[:1]), tuple(token_ids_T[1:])
-    batch = policy.pack([Branch(number, first, rest) for number in range(copies)])
+    branches = [Branch(number, first, rest) for number in range(copies)]
+    batch = policy.pack(branches)
     rows = len(rest)
     decoder = str(policy.model.base_model_prefix)
     segments = adapter if copies == 1 else [(adapter, 0, copies * rows)]
-    with torch.no_grad(), policy.injected.selection.use(segments), _tapped(policy.model, decoder, points, rows):
+    given = lay_out_experts(branches, [routed_TLC] * copies, batch)
+    with (
+        torch.no_grad(),
+        policy.injected.selection.use(segments),
+        _routed(policy, given) as preferred,
+        _tapped(policy.model, decoder, points, rows),
+    ):
         plan = _TappedPlan(PackedPlan(batch, policy.kernel), _latent_layers(policy.model), points, rows, decoder)
         policy.hidden(batch.token_ids_T[None], batch.position_T[None], plan)
     if copies > 1:
@@ -97,7 +116,19 @@ def take_snapshot(
         {name: (_part(read()),) for name, read in tensors.items()},
         _constants(policy, decoder, rows),
         lambda names: {name: (tensors[name]().float().cpu(),) for name in names},
+        routed_TLC=routed_TLC,
+        preferred_TLC=preferred().cpu().numpy() if preferred else None,
     )
+
+
+@contextmanager
+def _routed(policy: Policy, given_TLC: Tensor | None) -> Iterator[Callable[[], Tensor] | None]:
+    """Within it tokens go where they are sent; what it gives tells where the routers would have sent them."""
+    if policy.routing is None or given_TLC is None:
+        yield None
+        return
+    with policy.routing.given(given_TLC), policy.routing.preferred() as preferred:
+        yield preferred
 
 
 def group_size_of(policy: Policy) -> int | None:

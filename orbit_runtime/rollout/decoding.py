@@ -14,12 +14,13 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from orbit_runtime.policy.attention import Kernel
-from orbit_runtime.policy.logprobs import token_logprobs
+from orbit_runtime.policy.logprobs import token_scores
 from orbit_runtime.policy.model import Policy
 from orbit_runtime.policy.packed import Branch, PackedPlan
 from orbit_runtime.policy.routing import Routing
@@ -31,6 +32,16 @@ from orbit_runtime.types import FLOATS, TOKENS, FinishReason, Tokenizer
 
 PREFILL_TOKENS = 16384
 """Prompt tokens of one prefill pass at most, so that its activations stay bounded."""
+
+
+@dataclass(frozen=True)
+class Told:
+    """Of given tokens that are scored: of their prompts by adapter, of those fed one by one by request."""
+
+    logprobs: dict[str | None, list[float]] = field(default_factory=dict)
+    top: dict[str | None, list[int]] = field(default_factory=dict)
+    """Most probable tokens in the places of a prompt's, from its second on."""
+    forced_top: dict[int, list[int]] = field(default_factory=dict)
 
 
 class Decoding:
@@ -76,10 +87,10 @@ class Decoding:
         self._waiting.extend(work)
         self._is_grown = True
 
-    def step(self, prompt_logprobs: dict[str | None, list[float]] | None = None) -> list[Finished]:
+    def step(self, told: Told | None = None) -> list[Finished]:
         """A prefill of requests that wait, or a decode step; returns the requests that it finished.
 
-        With `prompt_logprobs` given, the prompts' own log-probs are left in it, by adapter.
+        Where given tokens are scored, `told` takes what rows have no place for.
         """
         # Not inference_mode: layers keep views of the base that the trainer's backward needs as well.
         with torch.no_grad():
@@ -88,9 +99,9 @@ class Decoding:
             free = self._rows.capacity - len(self._rows)
             # Joining costs a prefill, so wait until a quarter of the rows is free, or nothing else is left to do.
             if self._waiting and (not len(self._rows) or free >= max(1, self._rows.capacity // 4)):
-                self._admit(prompt_logprobs)
+                self._admit(told)
             else:
-                self._decode()
+                self._decode(told)
         return self._leave(self._finished())
 
     def remove(self, request_ids: Collection[int], reason: FinishReason) -> list[Finished]:
@@ -124,7 +135,7 @@ class Decoding:
             self._rows.grow(capacity, max_new)
         self._cache.reserve(self._rows.capacity, longest, live=len(self._rows))
 
-    def _admit(self, prompt_logprobs: dict[str | None, list[float]] | None) -> None:
+    def _admit(self, told: Told | None) -> None:
         """Moves requests that wait into free rows, runs their prompts once each and samples first tokens."""
         rows, waiting = self._rows, self._waiting
         first = len(rows)
@@ -145,21 +156,21 @@ class Decoding:
         place = {identity: index for index, identity in enumerate(ordered)}
         prompt_of_row = [place[_identity(item)] for item in admitted]
         with self._noting() as noted:
-            logits_BV = self._prefill(ordered, prompt_of_row, first, prompt_logprobs)
+            logits_BV = self._prefill(ordered, prompt_of_row, first, told)
         rows.admit(admitted, [self._version_of(item.request.adapter) for item in admitted])
         if noted:
             ends = np.cumsum([len(prompt) for _, prompt in ordered])
             of_prompt = np.split(noted().cpu().numpy(), ends[:-1])
             for row, prompt in enumerate(prompt_of_row, first):
                 rows.routed[row].append(of_prompt[prompt])
-        self._sample(logits_BV, rows, slice(first, len(rows)))
+        self._sample(logits_BV, rows, slice(first, len(rows)), told)
 
     def _prefill(
         self,
         prompts: list[tuple[str | None, tuple[int, ...]]],
         prompt_of_row: list[int],
         first_row: int,
-        prompt_logprobs: dict[str | None, list[float]] | None,
+        told: Told | None,
     ) -> torch.Tensor:
         """Runs unique prompts, fills the cache rows; returns fp32 next-token logits `[rows, V]`."""
         policy = self._policy
@@ -174,16 +185,16 @@ class Decoding:
         index = torch.tensor(prompt_of_row, device=policy.device)
         starts_P, lengths_P = torch.tensor(starts, device=policy.device), torch.tensor(lengths, device=policy.device)
         self._cache.keep_prompts(first_row, index, starts_P, lengths_P, batch, plan)
-        if prompt_logprobs is not None:
+        if told is not None:
             for adapter, start, end in zip(adapters, starts, ends, strict=True):
                 targets = batch.token_ids_T[start + 1 : end]
-                logprobs, _ = token_logprobs(
+                logprobs, top = token_scores(
                     hidden[start : end - 1], targets, policy.head, vocabulary=policy.vocabulary
                 )
-                prompt_logprobs[adapter] = logprobs.tolist()
+                told.logprobs[adapter], told.top[adapter] = logprobs.tolist(), top.tolist()
         return policy.head(hidden[batch.target_source_R]).float()[index]
 
-    def _decode(self) -> None:
+    def _decode(self, told: Told | None) -> None:
         rows = self._rows
         n = len(rows)
         policy, device = self._policy, self._policy.device
@@ -194,12 +205,12 @@ class Decoding:
         if noted:
             for routed, chosen_1LC in zip(rows.routed, np.split(noted().cpu().numpy(), n), strict=True):
                 routed.append(chosen_1LC)
-        self._sample(policy.head(hidden).float(), rows, slice(0, n))
+        self._sample(policy.head(hidden).float(), rows, slice(0, n), told)
 
     def _noting(self) -> AbstractContextManager[Callable[[], torch.Tensor] | None]:
         return self._notes.noted() if self._notes else nullcontext()
 
-    def _sample(self, logits_BV: torch.Tensor, rows: Rows, which: slice) -> None:
+    def _sample(self, logits_BV: torch.Tensor, rows: Rows, which: slice, told: Told | None) -> None:
         generated = rows.generated_C[which]
         device = logits_BV.device
         if rows.work[which.start].forced_T is not None:
@@ -207,6 +218,9 @@ class Decoding:
             forced = [item.forced_T for item in rows.work[which]]
             tokens = torch.tensor([f[t] for f, t in zip(forced, generated, strict=True) if f], device=device)
             logprobs = torch.log_softmax(logits_BV, -1).gather(-1, tokens[:, None])[:, 0]
+            if told is not None:
+                for item, top in zip(rows.work[which], logits_BV.argmax(-1).tolist(), strict=True):
+                    told.forced_top.setdefault(item.request.request_id, []).append(top)
         else:
             uniforms_B = torch.from_numpy(uniforms(rows.keys_C[which], generated)).to(device)
             temperature = torch.tensor(rows.temperature_C1[which], device=device) if rows.any_temperature else None

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from orbit_runtime.adapters.difference import explain_difference
+from orbit_runtime.data.routing import unpack_experts
 from orbit_runtime.errors import GateError, UnsupportedError
 from orbit_runtime.policy.snapshot import Snapshot
 from orbit_runtime.rollout.sglang_api import merge_facts
@@ -117,17 +118,20 @@ class ServedCopy:
         if self._replica.taps is None:
             raise UnsupportedError("this server's layers cannot be looked at", fix="let Orbit start the server")
         asked = partial(self._tapped, self._replica.taps, tuple(token_ids_T), adapter)
-        return build_snapshot(asked(()), len(token_ids_T) - 1, values=lambda names: asked(names))
+        answers, scored = asked(())
+        routed = None if scored.routed_experts is None else unpack_experts(scored.routed_experts)
+        found = build_snapshot(answers, len(token_ids_T) - 1, values=lambda names: asked(names)[0])
+        return replace(found, routed_TLC=routed)
 
     def _tapped(
         self, taps: Path, token_ids_T: tuple[int, ...], adapter: str | None, names: Sequence[str]
-    ) -> list[bytes]:
+    ) -> tuple[list[bytes], Scored]:
         replica = self._replica
         ranks = replica.about.ranks if replica.about else 1
         try:
             with asked_pass(taps, token_ids_T, adapter, names, ranks) as told:
-                self._engine.call(replica.ask(partial(replica.api.score, token_ids_T, [adapter])))
-                return told()
+                (scored,) = self._engine.call(replica.ask(partial(replica.api.score, token_ids_T, [adapter])))
+                return told(), scored
         except FileNotFoundError:
             raise GateError("the plug-in told nothing of the pass that it was asked for", where="rollout") from None
 

@@ -29,9 +29,8 @@ from orbit_runtime.rollout.replica import Replica
 from orbit_runtime.rollout.requests import check_request
 from orbit_runtime.rollout.served import About, Loaded, Sleeping
 from orbit_runtime.rollout.served_copy import ServedCopy
-from orbit_runtime.types import AdapterFiles, Completion, Request, ServerReading, Tokenizer
+from orbit_runtime.types import BASE_VERSION, AdapterFiles, Completion, Request, ServerReading, Tokenizer
 
-BASE_VERSION = -1
 END_SECONDS = 5.0
 READ_SECONDS = 5.0
 """Each server has less to answer with its metrics; longer waits only who asks while the engine is closed."""

@@ -180,8 +180,11 @@ class SGLangApi:
     async def score(
         self, token_ids_T: Sequence[int], adapters: Sequence[str | None], prefix_length: int | None = None
     ) -> list[Scored]:
-        """SGLang takes from its cache what lies before a reading's start, and computes the rest."""
-        starts = [0] if prefix_length is None else [0, prefix_length]
+        """SGLang takes from its cache what lies before a reading's start, and computes the rest.
+
+        Readings of ends come first, so that they find what earlier calls left, and nothing of this one.
+        """
+        starts = [0] if prefix_length is None else [prefix_length, 0]
         # Neighbours with one adapter are one product of the server's.
         asked = [(adapter, start) for adapter in adapters for start in starts]
         body = {
@@ -190,17 +193,25 @@ class SGLangApi:
             "return_logprob": True,
             "logprob_start_len": [start for _, start in asked],
             "lora_path": [adapter for adapter, _ in asked],
+            "top_logprobs_num": [int(start == 0) for _, start in asked],
         }
+        if self._routed:
+            body["return_routed_experts"] = True
         answers = await self._wire.post("/generate", body)
         if not isinstance(answers, list) or len(answers) != len(asked):
             raise GateError(f"/generate was not answered with {len(asked)} readings", where="rollout")
-        found = [
-            _read_end(_meta(answer), list(token_ids_T[start:]))
-            for answer, (_, start) in zip(answers, asked, strict=True)
+        metas = [_meta(answer) for answer in answers]
+        found = [_read_end(meta, list(token_ids_T[start:])) for meta, (_, start) in zip(metas, asked, strict=True)]
+        of_whole = metas[len(starts) - 1 :: len(starts)]
+        top = [_read_top(meta, len(token_ids_T)) for meta in of_whole]
+        inputs = len(token_ids_T) - 1
+        experts = [_read_experts(meta, self._routed, inputs) if self._routed else None for meta in of_whole]
+        whole = found[len(starts) - 1 :: len(starts)]
+        ends = [None] * len(adapters) if prefix_length is None else found[::2]
+        return [
+            Scored((0.0, *each.logprobs_T), None, end, top_T, routed)
+            for each, end, top_T, routed in zip(whole, ends, top, experts, strict=True)
         ]
-        whole = found[:: len(starts)]
-        ends = [None] * len(adapters) if prefix_length is None else found[1::2]
-        return [Scored((0.0, *each.logprobs_T), None, end) for each, end in zip(whole, ends, strict=True)]
 
     async def facts(self) -> Mapping[str, Mapping[str, Any]] | None:
         states = (await self._wire.get("/server_info")).get("internal_states") or ()
@@ -264,6 +275,14 @@ def _read_end(meta: Mapping[str, Any], asked: Sequence[int]) -> Cached:
     if [int(entry[1]) for entry in entries] != asked:
         raise GateError("the engine scored other tokens than it was given", where="rollout")
     return Cached(tuple(number(entry[0]) for entry in entries[1:]), int(meta.get("cached_tokens") or 0))
+
+
+def _read_top(meta: Mapping[str, Any], tokens: int) -> tuple[int, ...] | None:
+    """Of the one alternative that was asked for in each place; None where the server told none."""
+    entries = meta.get("input_top_logprobs") or []
+    if len(entries) != tokens or not all(entries[1:]):
+        return None
+    return (-1, *(int(entry[0][1]) for entry in entries[1:]))
 
 
 def _signed(key: int) -> int:

@@ -20,11 +20,12 @@ from orbit_runtime.adapters.state import CONFIG_FILE, applied_digest, load_slot,
 from orbit_runtime.data.routing import pack_experts
 from orbit_runtime.errors import GateError
 from orbit_runtime.policy.model import Policy
-from orbit_runtime.rollout.decoding import Decoding
+from orbit_runtime.rollout.decoding import Decoding, Told
 from orbit_runtime.rollout.requests import check_request
 from orbit_runtime.rollout.rows import Finished, Work
 from orbit_runtime.rollout.text import answer_text
 from orbit_runtime.types import (
+    BASE_VERSION,
     AdapterFiles,
     Completion,
     FinishReason,
@@ -36,7 +37,6 @@ from orbit_runtime.types import (
     Tokenizer,
 )
 
-BASE_VERSION = -1
 SCORED_BY_DECODING = 2
 """Tokens at the end of a scored sequence that go through decode steps, so that a score exercises both passes."""
 
@@ -187,19 +187,23 @@ class TorchEngine:
         tail = min(SCORED_BY_DECODING, len(token_ids_T) - 1)
         prompt, forced = tuple(token_ids_T[:-tail]), tuple(token_ids_T[-tail:])
         work = [Work(Request(index, 0, prompt, Sampling(), name), forced) for index, name in enumerate(adapters)]
-        heads: dict[str | None, list[float]] = {}
+        told = Told()
         tails: dict[int, list[float]] = {}
         # A batch of its own: requests may be under way.
         self._scoring.add(work)
         try:
             with self._policy.traced() as trace:
                 while len(self._scoring):
-                    for finished in self._scoring.step(heads):
+                    for finished in self._scoring.step(told):
                         tails[finished.request.request_id] = finished.logprobs_T
         finally:
             self._scoring.remove(range(len(work)), "abort")
         return [
-            Scored((0.0, *heads[name], *tails[index]), _applied(trace, name) if name else None)
+            Scored(
+                (0.0, *told.logprobs[name], *tails[index]),
+                _applied(trace, name) if name else None,
+                top_T=(-1, *told.top[name], *told.forced_top[index]),
+            )
             for index, name in enumerate(adapters)
         ]
 

@@ -93,16 +93,16 @@ class VllmApi:
         """One after the other: vLLM's CPU back end computes a request without adapter, in one batch with others, by
         whatever adapter stands in its last slot (0.32; vllm-project/vllm#48421). `prefix_length` has no
         effect: nothing is read from a cache."""
-        return [Scored((0.0, *await self._score(token_ids_T, adapter)), None) for adapter in adapters]
+        return [await self._score(token_ids_T, adapter) for adapter in adapters]
 
-    async def _score(self, token_ids_T: Sequence[int], adapter: str | None) -> tuple[float, ...]:
+    async def _score(self, token_ids_T: Sequence[int], adapter: str | None) -> Scored:
         """vLLM reads nothing from its cache for a request that asks for log-probs of its prompt."""
         body = {
             "model": adapter or self._model,
             "prompt": list(token_ids_T),
             "max_tokens": 1,
             "temperature": 0.0,
-            "prompt_logprobs": 0,
+            "prompt_logprobs": 1,
         }
         entries = (await self._choices(body))[0].get("prompt_logprobs") or []
         if len(entries) != len(token_ids_T):
@@ -112,7 +112,7 @@ class VllmApi:
             if not entry or str(token) not in entry:
                 raise GateError("the engine scored other tokens than it was given", where="rollout")
             found.append(number(entry[str(token)]["logprob"]))
-        return tuple(found)
+        return Scored((0.0, *found), None, top_T=_read_top(entries))
 
     async def facts(self) -> Mapping[str, Mapping[str, Any]] | None:
         return None
@@ -160,3 +160,10 @@ class VllmApi:
         if not isinstance(choices, list) or not choices:
             raise GateError("/v1/completions was answered without choices", where="rollout")
         return choices
+
+
+def _read_top(entries: Sequence[Mapping[str, Mapping[str, Any]]]) -> tuple[int, ...] | None:
+    """vLLM tells each token's rank; the one of rank 1 is in its place or beside it."""
+    top = [next((int(token) for token, told in entry.items() if told.get("rank") == 1), None) for entry in entries[1:]]
+    found = tuple(token for token in top if token is not None)
+    return (-1, *found) if len(found) == len(top) else None

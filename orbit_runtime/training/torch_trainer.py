@@ -58,9 +58,12 @@ class TorchTrainer:
         middle = len(batch.token_ids_T) // 2
         segments = [(TRAINER_SLOT, 0, middle), (None, middle, 2 * middle)]
         with torch.no_grad(), self._policy.injected.selection.use(segments), self._policy.traced() as trace:
-            logprobs, _ = self._policy.logprobs(batch)
-        adapted, base = logprobs.view(2, -1).tolist()
-        return Scored((0.0, *adapted), applied_digest(trace)), Scored((0.0, *base), None)
+            logprobs, top = self._policy.scores(batch)
+        (adapted, base), (adapted_top, base_top) = logprobs.view(2, -1).tolist(), top.view(2, -1).tolist()
+        return (
+            Scored((0.0, *adapted), applied_digest(trace), top_T=(-1, *adapted_top)),
+            Scored((0.0, *base), None, top_T=(-1, *base_top)),
+        )
 
     # --- checkpoint ---
 

@@ -59,7 +59,7 @@ def attached(
 ) -> Iterator[Engine]:
     """The same server, as one that somebody else started; adapters go as folders."""
     server = server_of(lora_server)
-    engine = attach(lora_adder, server.url, tmp_path_factory.mktemp("attached"), "Folder", server.headers)
+    engine = attach(lora_adder, [server.url], tmp_path_factory.mktemp("attached"), "Folder", server.headers)
     yield engine
     engine.close()
 
@@ -70,7 +70,7 @@ def uploading(
 ) -> Iterator[Engine]:
     """The same, and adapters go as tensors in the request."""
     server = server_of(lora_server)
-    engine = attach(lora_adder, server.url, tmp_path_factory.mktemp("uploading"), "Upload", server.headers)
+    engine = attach(lora_adder, [server.url], tmp_path_factory.mktemp("uploading"), "Upload", server.headers)
     yield engine
     engine.close()
 
@@ -106,7 +106,7 @@ def vllm_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def vllm(lora_adder: Adder, vllm_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedEngine]:
-    engine = attach(lora_adder, vllm_url, tmp_path_factory.mktemp("vllm-adapters"), "Folder")
+    engine = attach(lora_adder, [vllm_url], tmp_path_factory.mktemp("vllm-adapters"), "Folder")
     yield engine
     engine.close()
 

@@ -14,29 +14,33 @@ from pathlib import Path
 import psutil
 
 from orbit_runtime.rollout.served_engine import ServedEngine
-from tests.engines.servers import server_of
+from tests.engines.servers import CODE_VARIABLE, INSIDE, server_of
 
-CODE_VARIABLE = "ORBIT_TEST_CODE"
 SECONDS = 30.0
 
 
 def inside_environment(code: Path) -> Mapping[str, str]:
     """What a server must be started with. Args: code: the file that its processes will look for."""
-    paths = (str(Path(__file__).parent / "inside"), os.environ.get("PYTHONPATH"))
+    paths = (INSIDE, os.environ.get("PYTHONPATH"))
     return {"PYTHONPATH": os.pathsep.join(filter(None, paths)), CODE_VARIABLE: str(code)}
 
 
 def run_inside_of(engine: ServedEngine, code: Path, text: str, index: int = 0) -> None:
-    """Runs `text` in the process that holds the adapters, with its LoRAManager as `manager`.
+    """In one of the servers that the engine started. Args: index: of them."""
+    run_inside(server_of(engine, index).pid, code, text)
+
+
+def run_inside(pid: int, code: Path, text: str) -> None:
+    """Runs `text` in the process that holds a server's adapters, with its LoRAManager as `manager`.
 
     Args:
+        pid: of the server's first process.
         code: what the server was started with.
-        index: of the engine's servers.
     """
     done = code.with_suffix(".done")
     done.unlink(missing_ok=True)
     code.write_text(text)
-    for child in psutil.Process(server_of(engine, index).pid).children(recursive=True):
+    for child in psutil.Process(pid).children(recursive=True):
         if "scheduler" in child.name() or "scheduler" in " ".join(child.cmdline()):
             child.send_signal(signal.SIGUSR2)
     until = time.monotonic() + SECONDS

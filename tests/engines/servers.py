@@ -6,8 +6,10 @@ Belongs here: how they are made. Does not belong here: how long they live (`conf
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -22,15 +24,20 @@ from orbit_runtime.policy import Policy, load_policy
 from orbit_runtime.rollout.attached import Endpoint, Wanted, attach_engine
 from orbit_runtime.rollout.handover import Transport
 from orbit_runtime.rollout.served_engine import ServedEngine
-from orbit_runtime.rollout.sglang_server import ServerSettings, SGLangServer, lora_targets
+from orbit_runtime.rollout.sglang_server import ServerSettings, SGLangServer, lora_targets, server_arguments
 from orbit_runtime.rollout.starting import start_engine
+from orbit_runtime.rollout.wire import is_serving
 from orbit_runtime.types import Sampling
 from orbit_runtime.workers.run_token import run_token
+from orbit_runtime.workers.server_process import ServerProcess, free_port
 from orbit_runtime.workers.sglang_launch import PYTHON_VARIABLE
 from tests.integration.tiny_models import TARGETS
 
 LORA = AdapterConfig(type="LoRA", targets=TARGETS, rank=4, alpha=8.0)
 OFT = AdapterConfig(type="OFT", targets=TARGETS, block_size=16)
+INSIDE = str(Path(__file__).parent / "inside")
+CODE_VARIABLE = "ORBIT_TEST_CODE"
+"""Where processes that have `INSIDE` on their PYTHONPATH look for code to run."""
 Adder = tuple[Policy, ChatTokenizer]
 
 
@@ -49,11 +56,13 @@ def start_server(
     replicas: int = 1,
     transport: Transport | None = None,
     tensor_parallel: int = 1,
+    context: int = 256,
 ) -> Iterator[ServedEngine]:
     """Args: base: the model's folder; the shipped one, unpacked, unless given."""
     servers = build_servers(
-        adder, folder, oft_block_size=oft_block_size, base=base, replicas=replicas, tensor_parallel=tensor_parallel
-    )
+        adder, folder, oft_block_size=oft_block_size, base=base, replicas=replicas, tensor_parallel=tensor_parallel,
+        context=context,
+    )  # fmt: skip
     engine = start_engine(
         servers, adder[1], folder=folder / "adapters", max_running_requests=16, patience=10, transport=transport
     )
@@ -63,7 +72,7 @@ def start_server(
 
 def build_servers(
     adder: Adder, folder: Path, *, oft_block_size: int, base: Path | None = None, replicas: int = 1,
-    tensor_parallel: int = 1,
+    tensor_parallel: int = 1, context: int = 256,
 ) -> list[SGLangServer]:  # fmt: skip
     """Not started yet."""
     if not os.environ.get(PYTHON_VARIABLE):
@@ -78,7 +87,7 @@ def build_servers(
         dtype="float32",
         targets=lora_targets(tuple(policy.injected.layers)),
         max_running_requests=32,
-        max_sequence_length=256,
+        max_sequence_length=context,
         seed=0,
         lora_rank=4,
         oft_block_size=oft_block_size,
@@ -94,12 +103,12 @@ def build_servers(
 
 def attach(
     adder: Adder,
-    url: str,
+    urls: Sequence[str],
     folder: Path,
     method: Literal["Folder", "Upload"],
     headers: Mapping[str, str] | None = None,
 ) -> ServedEngine:
-    """An engine over a server that is there already; it is not ended with the engine."""
+    """An engine over servers that are there already; they are not ended with the engine."""
     policy, tokenizer = adder
     wanted = Wanted(
         adapter=policy.injected.config,
@@ -110,8 +119,41 @@ def attach(
         probes=(tuple(tokenizer.encode_chat([{"role": "user", "content": "12+34="}])),),
         tolerance=1e-3,
     )
-    endpoint = Endpoint(url, method, headers or {})
-    return attach_engine([endpoint], wanted, tokenizer, folder=folder / "adapters", max_running_requests=16)
+    endpoints = [Endpoint(url, method, headers or {}) for url in urls]
+    return attach_engine(endpoints, wanted, tokenizer, folder=folder / "adapters", max_running_requests=16)
+
+
+@contextmanager
+def plain_servers(folder: Path, number: int, *, code: Path, context: int) -> Iterator[list[tuple[str, ServerProcess]]]:
+    """Addresses and processes of SGLang's own servers, with nothing of Orbit in them (`plain_sglang`).
+
+    Args:
+        code: tests may run it inside of them (`inside_server`).
+    """
+    if not os.environ.get(PYTHON_VARIABLE):
+        pytest.fail(f"{PYTHON_VARIABLE} is not set: run `make test-engines`")
+    base = folder / "base"
+    convert(builtin_folder("tiny-adder", "INT4"), base, Target("BF16"), show=lambda *_: None)
+    settings = ServerSettings(
+        model=base, device="cpu", dtype="float32", targets=TARGETS, max_running_requests=8,
+        max_sequence_length=context, seed=0, lora_rank=16,
+    )  # fmt: skip
+    command = [os.environ[PYTHON_VARIABLE], str(Path(__file__).parent / "plain_sglang.py")]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("ORBIT", "PYTHONPATH"))}
+    environment |= {"HF_HUB_OFFLINE": "1", "PYTHONPATH": INSIDE, CODE_VARIABLE: str(code)}
+    servers: list[tuple[str, ServerProcess]] = []
+    try:
+        for index in range(number):
+            port = free_port()
+            arguments = [*command, *server_arguments(settings, port)]
+            server = ServerProcess("SGLang", arguments, environment=environment, log=folder / f"log-{index}")
+            servers.append((f"http://127.0.0.1:{port}", server))
+        for url, server in servers:
+            server.wait_until(partial(is_serving, url, seconds=30), seconds=800)
+        yield servers
+    finally:
+        for _, server in servers:
+            server.stop()
 
 
 def server_of(engine: ServedEngine, index: int = 0) -> SGLangServer:

@@ -103,7 +103,7 @@ def engine(namespace: Namespace, lora_adder: Adder, tmp_path: Path) -> Iterator[
     )  # fmt: skip
     try:
         server.wait_until(lambda: is_serving(f"http://{THERE}:{PORT}", seconds=30), seconds=800)
-        attached = attach(lora_adder, f"http://{THERE}:{PORT}", tmp_path / "attached", "Folder")
+        attached = attach(lora_adder, [f"http://{THERE}:{PORT}"], tmp_path / "attached", "Folder")
         yield attached
         attached.close()
     finally:

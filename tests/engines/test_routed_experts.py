@@ -11,8 +11,10 @@ import torch
 from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.adapters.state import load_slot, remove_slot
 from orbit_runtime.data.routing import unpack_experts
+from orbit_runtime.parity.locate import Location, locate
 from orbit_runtime.policy import Policy
 from orbit_runtime.policy.packed import Branch, lay_out_experts
+from orbit_runtime.policy.snapshot import take_snapshot
 from orbit_runtime.rollout.requests import sample
 from orbit_runtime.rollout.served_engine import ServedEngine
 from orbit_runtime.types import AdapterFiles, Completion, Request, Sampling
@@ -64,6 +66,42 @@ def test_samples_of_one_prompt_bring_their_experts(served: tuple[Policy, ServedE
     ]
     for answer in sample(engine, requests):
         check(policy, adapter, requests[answer.request_id], answer)
+
+
+def test_layers_are_compared_through_the_experts_that_the_engine_chose(
+    served: tuple[Policy, ServedEngine, AdapterFiles],
+) -> None:
+    """A router that chooses otherwise in one layer is told as that, and no layer is accused for it."""
+    policy, engine, adapter = served
+    assert policy.routing is not None
+    theirs = engine.copies()[0].snapshot(PROMPTS[2], None)
+    assert theirs.routed_TLC is not None
+    again = take_snapshot(policy, PROMPTS[2], None, adapter.files, copies=2, routed_TLC=theirs.routed_TLC)
+
+    def found(routed_TLC: np.ndarray | None) -> Location:
+        ours = take_snapshot(policy, PROMPTS[2], None, adapter.files, routed_TLC=routed_TLC)
+        return locate(ours, again, theirs, dtype=torch.float32, group=None)
+
+    healthy = found(theirs.routed_TLC)
+    assert healthy.is_clear, healthy.sentence()
+    assert healthy.rerouted == 0.0
+    # The trainer's router of the first such layer turns away from the expert that its first token went to.
+    router = next(module for name, module in policy.model.named_modules() if name.endswith(".mlp.gate"))
+    expert = int(theirs.routed_TLC[0, 0, 0])
+
+    def turn_away(_: torch.nn.Module, __: object, result: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        logits, weights, chosen = result
+        other = torch.tensor([each for each in range(logits.shape[-1]) if each not in chosen[0]][:1])
+        return logits, weights, torch.where(chosen == expert, other.to(chosen.dtype), chosen)
+
+    turned = router.register_forward_hook(turn_away, prepend=True)
+    try:
+        replayed, own = found(theirs.routed_TLC), found(None)
+    finally:
+        turned.remove()
+    assert own.point is not None, "without replay the layer that was sent elsewhere is named"
+    assert replayed.point is None, replayed.sentence()
+    assert replayed.rerouted
 
 
 def test_prompts_that_are_asked_together_bring_theirs(served: tuple[Policy, ServedEngine, AdapterFiles]) -> None:

@@ -55,6 +55,9 @@ class FakeServer:
     base: float = 0.0
     """Added to every log-prob: another base."""
     shares_cache: bool = False
+    """Between adapters, and with the base."""
+    cached: set[tuple[str | None, tuple[int, ...]]] = field(default_factory=set)
+    """Prompts that it was given before, by adapter."""
     deterministic: bool = False
     """Its tokens follow from the seed of their entry, which it ignores otherwise."""
     held: dict[str, Path | None] = field(default_factory=dict)
@@ -98,6 +101,7 @@ class FakeServer:
             raise EngineDiedError("the fake did not start", fix="look at its log")
         self.starts += 1
         self.held.clear()
+        self.cached.clear()
         self.asleep.clear()
         self._http = _listen(self)
         self._port = self._http.server_address[1]
@@ -234,7 +238,9 @@ def _generate(fake: FakeServer, body: dict) -> Answer:
     if body.get("stream"):
         return _stream(fake, body)
     if isinstance(body["input_ids"][0], list):
-        count, each = len(body["input_ids"]), ("input_ids", "lora_path", "sampling_params", "logprob_start_len")
+        count, each = len(body["input_ids"]), (
+            "input_ids", "lora_path", "sampling_params", "logprob_start_len", "top_logprobs_num",
+        )  # fmt: skip
         given = {name: body[name] if isinstance(body.get(name), list) else [body.get(name)] * count for name in each}
         asked = (dict(zip(given, values, strict=True)) for values in zip(*given.values(), strict=True))
         answers = [_generate(fake, {**body, **own}) for own in asked]
@@ -245,12 +251,17 @@ def _generate(fake: FakeServer, body: dict) -> Answer:
     sampling = body["sampling_params"]
     if sampling["max_new_tokens"] == 0:
         start = body["logprob_start_len"]
-        other = 0.5 if fake.shares_cache and start else 0.0
+        key = None if fake.shares_cache else adapter, tuple(prompt)
+        cached = start if key in fake.cached else 0
+        fake.cached.add(key)
+        other = 0.5 if fake.shares_cache and cached else 0.0
         entries = [
             [fake.logprob(adapter, at, prompt[at]) - other, prompt[at], None] for at in range(start, len(prompt))
         ]
         entries[0][0] = None
-        return 200, {"meta_info": {"input_token_logprobs": entries, "cached_tokens": start}}
+        top = [None, *([entry] for entry in entries[1:])] if body.get("top_logprobs_num") else None
+        told = {"input_token_logprobs": entries, "input_top_logprobs": top, "cached_tokens": cached}
+        return 200, {"meta_info": told}
     raise AssertionError("samples are asked for as a stream")
 
 
@@ -364,7 +375,7 @@ def _completions(fake: FakeServer, body: dict) -> Answer:
             if body["temperature"] else None,
         }  # fmt: skip
         if "prompt_logprobs" in body:
-            told = [{str(t): {"logprob": fake.logprob(adapter, at, t)}} for at, t in enumerate(prompt)]
+            told = [{str(t): {"logprob": fake.logprob(adapter, at, t), "rank": 1}} for at, t in enumerate(prompt)]
             choice["prompt_logprobs"] = [None, *told[1:]]
         choices.append(choice)
     return 200, {"choices": choices[::-1]}

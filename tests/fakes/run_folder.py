@@ -46,6 +46,7 @@ def synthetic_row(step: int, *, start: float = 0.28, gain: float = 0.5, total: i
         parity_max=2e-6 * (1.5 + wobble),
         parity_k3=1e-13,
         parity_outside=0.0,
+        parity_top1=1.0,
         parity_tokens=1843,
         parity_limit=1e-5,
         staleness_max=0,

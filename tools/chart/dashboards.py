@@ -163,6 +163,7 @@ RUN = Dashboard(
                 text="|log-prob difference| in nats; `limit` is what `mean` is gated against.",
                 width=12,
             ),
+            Panel("Top-1 agreement", "line", {"share": "orbit_run_top1_agreement{@}"}, unit="percentunit"),
             Panel("Policy version", "line", {"version": "orbit_run_policy_version{@}"}),
             Panel("Staleness", "line", {"versions behind": "orbit_run_staleness_max{@}"}),
             Panel("Routers that agree", "line", {"share": "orbit_run_router_agreement{@}"}, unit="percentunit"),

@@ -9,7 +9,14 @@ import pytest
 
 from orbit_runtime.errors import GateError
 from orbit_runtime.loop.row import check_parity
-from orbit_runtime.parity.statistics import TAIL_TOKENS, Difference, ParityLimits, build_difference, build_limits
+from orbit_runtime.parity.statistics import (
+    DISAGREEMENT,
+    TAIL_TOKENS,
+    Difference,
+    ParityLimits,
+    build_difference,
+    build_limits,
+)
 from orbit_runtime.types import UpdateResult
 
 GOOD = [
@@ -65,9 +72,9 @@ def test_one_token_in_fifty_that_is_far_off_is_seen_in_the_tail_while_the_mean_h
 
 
 def test_what_is_asked_for_replaces_what_follows() -> None:
-    assert build_limits("FP8", mean=0.5) == ParityLimits(0.5, 4.0, 4.0, math.exp(-0.2))
+    assert build_limits("FP8", mean=0.5) == ParityLimits(0.5, 4.0, 4.0, math.exp(-0.2), 0.0)
     asked = build_limits("FP8", mean=1.0, p99=0.2, k3=0.3, outside=0.4)
-    assert asked == ParityLimits(1.0, 0.2, 0.3, 0.4)
+    assert asked == ParityLimits(1.0, 0.2, 0.3, 0.4, 1 - DISAGREEMENT * math.sqrt(0.3))
 
 
 @pytest.mark.parametrize("statistic", ["mean", "p99", "k3", "outside"])
@@ -82,3 +89,30 @@ def test_a_step_is_held_against_every_limit_and_a_nan_fails(statistic: str, valu
     assert caught.value.exit_code == 84
     check_parity(spoiled, limits, enforce=False)
     check_parity(UpdateResult({}, 0, 0), limits, enforce=True)
+
+
+PUBLISHED_TOP1 = {
+    2.515e-5: 0.99739, 3.69e-4: 0.98846, 1.355e-3: 0.97674, 2.098e-3: 0.97520, 5.452e-3: 0.96031, 0.012686: 0.94665,
+    0.031273: 0.91901, 0.108903: 0.85584, 0.445132: 0.71138,
+}  # fmt: skip
+"""KL divergence → share of places with one most probable token; llama.cpp, `tools/perplexity/README.md`."""
+
+
+def test_published_pairs_of_kl_and_top_1_agreement_keep_the_limit_and_a_shuffled_vocabulary_does_not() -> None:
+    for kl, agreement in PUBLISHED_TOP1.items():
+        limits = build_limits("BF16", k3=kl)
+        assert limits.top1 < agreement, (kl, agreement)
+        assert limits.top1 > 1 - 2 * (1 - agreement), "the limit is no wider than twice what was published"
+    limits = build_limits("BF16")
+    good = {"mean": 0.01, "p99": 0.05, "k3": 0.0002, "outside": 0.0, "tokens": TAIL_TOKENS}
+    assert not list(limits.failures(**good, top1=0.98))
+    assert not list(limits.failures(**good, top1=None)), "an engine that cannot tell is not accused"
+    assert list(limits.failures(**good, top1=0.8)) == [f"top-1 agreement 80.00%, limit {limits.top1:.2%}"]
+    assert list(limits.failures(**good, top1=math.nan))
+    assert not list(limits.failures(**{**good, "tokens": TAIL_TOKENS - 1}, top1=0.8)), "too few to tell"
+
+
+def test_top_1_agreement_counts_places_and_is_unknown_where_a_side_does_not_tell() -> None:
+    assert build_difference([0.0] * 4, [0.0] * 4, ([1, 2, 3, 4], [1, 2, 3, 9])).top1 == 0.75
+    assert build_difference([0.0], [0.0], (None, [1])).top1 is None
+    assert build_difference([0.0], [0.0]).top1 is None
