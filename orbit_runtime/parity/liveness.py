@@ -173,9 +173,8 @@ def prove(
     measured = _noise(trainer_base, base, previous, start, least=limits.change / QUIET)
     noise = measured if previous is None else min(measured, GROWTH * previous.noise)
     change_limit = max(limits.change, LARGEST_IN_NOISE * noise)
-    reading = Reading(
-        name, published, slot_digest, trainer_adapted.logprobs_T, adapted.logprobs_T, base.logprobs_T, noise
-    )
+    seen = trainer_adapted.logprobs_T, adapted.logprobs_T, base.logprobs_T
+    reading = Reading(name, published, slot_digest, *seen, noise)
     effect, effect_said = _weigh_effect(trainer_change, change, noise)
     novelty, novelty_said = _weigh_novelty(reading, previous, noise)
     left = unexplained(trainer_change, change, noise)
@@ -190,23 +189,15 @@ def prove(
         failures.append(
             f"the trainer's layers applied {str(trainer_adapted.applied_digest)[:19]}…, expected {expected[:19]}…"
         )
-    failures += _difference_failures(error, base_error, cached, Limits(change_limit, limits.base))
-    if adapted.cached is not None and adapted.cached.tokens:
-        failures.append(
-            f"versions share cached keys and values: {adapted.cached.tokens} tokens of the canary were in the engine's "
-            f"cache for {name}, which is new"
-        )
+    failures += _difference_failures(error, base_error, Limits(change_limit, limits.base))
+    failures += _cache_failures(name, adapted, cached, change_limit)
     unresolved = [_grown(measured, noise)] if measured > noise else []
     if not engine.reads_back:
         failures += [*effect_said.failures, *novelty_said.failures, *_unexplained_failures(left, noise)]
         unresolved += [*effect_said.unresolved, *novelty_said.unresolved]
     if previous is not None and moved is not None and base_moved is not None:
         failures += _novelty_failures(published, reading, previous, moved, change_limit)
-        if not base_moved <= change_limit:
-            failures.append(
-                f"the engine's base is another one than at the previous publish: with no adapter its log-probs of the "
-                f"canary moved by {base_moved:.3g}, limit {change_limit:.3g}"
-            )
+        failures += _base_failures(base_moved, change_limit)
         failures += _predecessor_failures(engine, canary_T, previous, change_limit)
     proof = Proof(
         version=published.version,
@@ -362,7 +353,7 @@ def _bytes_failures(
     return failures
 
 
-def _difference_failures(error: float, base_error: float, cached: float | None, limits: Limits) -> list[str]:
+def _difference_failures(error: float, base_error: float, limits: Limits) -> list[str]:
     """`not <=` throughout: a NaN must fail."""
     failures = []
     if not error <= limits.change:
@@ -374,11 +365,29 @@ def _difference_failures(error: float, base_error: float, cached: float | None, 
             f"the engine serves another base: with no adapter its log-probs of the canary differ by {base_error:.3g} "
             f"per token from the trainer's, limit {limits.base:.3g}"
         )
-    if cached is not None and not cached <= limits.change:
+    return failures
+
+
+def _base_failures(moved: float, limit: float) -> list[str]:
+    if moved <= limit:
+        return []
+    return [
+        f"the engine's base is another one than at the previous publish: with no adapter its log-probs of the canary "
+        f"moved by {moved:.3g}, limit {limit:.3g}"
+    ]
+
+
+def _cache_failures(name: str, adapted: Scored, cached: float | None, limit: float) -> list[str]:
+    shared = "versions share cached keys and values: "
+    failures = []
+    if cached is not None and not cached <= limit:
         failures.append(
-            f"versions share cached keys and values: behind its cached beginning the canary's log-probs are "
-            f"{cached:.3g} from those computed anew, limit {limits.change:.3g}"
+            f"{shared}behind its cached beginning the canary's log-probs are {cached:.3g} from those computed anew, "
+            f"limit {limit:.3g}"
         )
+    if adapted.cached is not None and adapted.cached.tokens:
+        found = adapted.cached.tokens
+        failures.append(f"{shared}{found} tokens of the canary were in the engine's cache for {name}, which is new")
     return failures
 
 

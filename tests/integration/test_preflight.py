@@ -86,10 +86,11 @@ def test_each_state_is_gated_and_a_nan_fails(tmp_path: Path, name: str) -> None:
     for mean in (1.0, math.nan):
         with pytest.raises(GateError, match=GATED[name]):
             check_preflight(replace(healthy, **{name: replace(healthy.base, mean=mean)}))
-    for statistic, says in (("p99", "p99"), ("k3", "k3"), ("outside", "ratios outside")):
-        few = replace(healthy.base, **{statistic: 0.9}, tokens=TAIL_TOKENS - 1)
+    statistics = (("p99", "p99", 0.9), ("k3", "k3", 0.9), ("outside", "ratios outside", 0.9), ("top1", "top-1", 0.1))
+    for statistic, says, bad in statistics:
+        few = replace(healthy.base, **{statistic: bad}, tokens=TAIL_TOKENS - 1)
         check_preflight(replace(healthy, **{name: few}))
-        for value in (0.9, math.nan):
+        for value in (bad, math.nan):
             many = replace(healthy.base, **{statistic: value}, tokens=TAIL_TOKENS)
             with pytest.raises(GateError, match=says) as caught:
                 check_preflight(replace(healthy, **{name: many}))
