@@ -232,16 +232,14 @@ def _wake(fake: FakeServer, body: dict) -> Answer:
     return 200, None
 
 
-READING = ("logprob_start_len", "top_logprobs_num")
-
-
 def _generate(fake: FakeServer, body: dict) -> Answer:
     if fake.asleep:
         return CUT
     if body.get("stream"):
         return _stream(fake, body)
     if isinstance(body["input_ids"][0], list):
-        count, each = len(body["input_ids"]), ("input_ids", "lora_path", "sampling_params", *READING)
+        count = len(body["input_ids"])
+        each = ("input_ids", "lora_path", "sampling_params", "logprob_start_len", "top_logprobs_num")
         given = {name: body[name] if isinstance(body.get(name), list) else [body.get(name)] * count for name in each}
         asked = (dict(zip(given, values, strict=True)) for values in zip(*given.values(), strict=True))
         answers = [_generate(fake, {**body, **own}) for own in asked]
