@@ -72,10 +72,15 @@ class AdaptedExpertLinear(nn.Module):
     def file_names(self, kind: str) -> tuple[str, ...]:
         return expert_file_names(self.name, kind, self.config.expert_layout, self.part.num_experts)
 
+    def held_names(self, kind: str) -> tuple[str, ...]:
+        """Those of the experts that are here."""
+        names = self.file_names(kind)
+        return names[self.part.experts] if len(names) > 1 else names
+
     def named(self, slot: Slot) -> dict[str, Tensor]:
         """The slot's tensors as files name them. Made once: a trace tells tensors apart by identity."""
         if slot.named is None:
-            parts = (split_tensor(self.file_names(kind), tensor) for kind, tensor in slot.tensors().items())
+            parts = (split_tensor(self.held_names(kind), tensor) for kind, tensor in slot.tensors().items())
             slot.named = {name: tensor for part in parts for name, tensor in part.items()}
         return slot.named
 

@@ -33,6 +33,12 @@ VARIABLES: tuple[Variable, ...] = (
              "makes a token of its own and writes it nowhere.", "orbit run, orbit agent"),
     Variable("ORBIT_SGLANG_TOKEN_FD", "", "Set by Orbit for the SGLang servers it starts: where they read their "
              "token.", "the SGLang launcher"),
+    Variable("RANK", "", "Set by Orbit for the trainer's ranks: the number of this one.",
+             "the Megatron trainer's ranks"),
+    Variable("MASTER_ADDR", "", "Set by Orbit for the trainer's ranks: where they meet.",
+             "the Megatron trainer's ranks"),
+    Variable("MASTER_PORT", "", "Set by Orbit for the trainer's ranks: at which port.",
+             "the Megatron trainer's ranks"),
     Variable("ORBIT_SGLANG", "", "Set by Orbit for the SGLang servers it starts: its plug-in acts only then.",
              "the SGLang plug-in"),
     Variable("ORBIT_SGLANG_OFT_BLOCK_SIZE", "0", "Set by Orbit for a server that serves OFT: the size of R's blocks.",

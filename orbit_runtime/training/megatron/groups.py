@@ -88,12 +88,13 @@ class Groups:
         return Share((self.tensor.rank(), self.tensor.size()), (self.expert.rank(), self.expert.size()), layers)
 
 
-def join(sizes: Sizes, rank: int, address: str, *, seconds: float) -> Groups:
+def join(sizes: Sizes, rank: int, address: str, *, seconds: float, listener: int | None = None) -> Groups:
     """Meets the other ranks and makes the groups.
 
     Args:
         address: `host:port` of rank 0's store.
         seconds: longest that a collective may wait for another rank.
+        listener: in rank 0, descriptor of a socket that listens at the address already.
 
     Raises:
         UnsupportedError: the sizes do not fit each other.
@@ -104,9 +105,11 @@ def join(sizes: Sizes, rank: int, address: str, *, seconds: float) -> Groups:
 
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     timeout = timedelta(seconds=seconds)
-    distributed.init_process_group(
-        backend, init_method=f"tcp://{address}", rank=rank, world_size=sizes.world, timeout=timeout
+    host, _, port = address.rpartition(":")
+    store = distributed.TCPStore(
+        host, int(port), sizes.world, is_master=rank == 0, timeout=timeout, master_listen_fd=listener
     )
+    distributed.init_process_group(backend, store=store, rank=rank, world_size=sizes.world, timeout=timeout)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=sizes.tensor,
         pipeline_model_parallel_size=sizes.pipeline,

@@ -1,0 +1,159 @@
+"""What the process that leads ranks knows of the adapter they hold: its tensors, their names in files, whose part.
+
+Belongs here: putting parts together, a layer at a time, so that no process ever holds the whole adapter. Does not
+belong here: the parts themselves (`rank`), file formats (`adapters`, `training.state`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from orbit_runtime.adapters import tensorfile
+from orbit_runtime.adapters.config import AdapterConfig
+from orbit_runtime.adapters.inject import Injected
+from orbit_runtime.adapters.masters import Place
+from orbit_runtime.errors import InternalError
+
+What = Literal["master", "exp_avg", "exp_avg_sq", "lora", "rotations", "applied"]
+"""fp32 masters and moments; LoRA's values and OFT's rotations as they are published, BF16; what the newest `score`
+multiplied by."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """One parameter of a layer on one rank."""
+
+    place: Place
+    owner: str
+    """The layer whose master it is."""
+    file_names: tuple[str, ...]
+    """Of the whole parameter, without PEFT's prefix."""
+
+
+Outline = Mapping[str, Held]
+"""`<module>.<kind>` → what a rank holds of it; layers that share a parameter each have it."""
+
+
+def outline_of(injected: Injected) -> dict[str, Held]:
+    owner = injected.masters.owner
+    return {
+        f"{name}.{kind}": Held(Place(kind, layer.part, shape), owner[name], layer.file_names(kind))
+        for name, layer in injected.layers.items()
+        for kind, shape in layer.shapes().items()
+    }
+
+
+def whole_shape(what: What, held: Held, config: AdapterConfig) -> tuple[int, ...]:
+    shape = held.place.shape
+    turned = what in ("rotations", "applied") and config.type == "OFT"
+    return (*shape[:-1], config.block_size, config.block_size) if turned else shape
+
+
+def assemble(
+    what: What,
+    keys: Sequence[str],
+    outlines: Sequence[Outline],
+    parts: Sequence[Mapping[str, Tensor]],
+    config: AdapterConfig,
+) -> dict[str, Tensor]:
+    """Whole tensors from the parts that each rank gave.
+
+    Raises:
+        InternalError: parts do not make up a tensor.
+    """
+    found = {}
+    for key in keys:
+        given = [(outline[key], part[key]) for outline, part in zip(outlines, parts, strict=True) if key in part]
+        if not given:
+            raise InternalError(f"no rank has {key}")
+        held, first = given[0]
+        shape = whole_shape(what, held, config)
+        dtype = torch.float32 if any(part.dtype == torch.float32 for _, part in given) else first.dtype
+        # A block of a rotation is a row, as a block's parameters are.
+        whole = torch.empty((*held.place.shape[:-1], math.prod(shape[len(held.place.shape) - 1 :])), dtype=dtype)
+        for each, part in given:
+            region = each.place.cut(whole, config)
+            if region.numel() != part.numel():
+                raise InternalError(f"a rank gave {tuple(part.shape)} of {key}, expected {tuple(region.shape)}")
+            region.copy_(part.reshape(region.shape))
+        if sum(part.numel() for _, part in given) != whole.numel():
+            raise InternalError(f"the ranks' parts of {key} have other than its {whole.numel()} values")
+        found[key] = whole.view(shape)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A tensor of a file, and where its values come from."""
+
+    name: str
+    what: What
+    key: str
+    index: int | None
+    """Along the first dimension; None: all of it."""
+    shape: tuple[int, ...]
+
+
+Fetch = Callable[[What, Sequence[str]], Mapping[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class DividedFile:
+    """As `tensorfile.TensorFile`, of tensors that ranks hold in parts: one layer of them is fetched at a time."""
+
+    header: bytes
+    entries: Sequence[Entry]
+    """Sorted by name."""
+    dtype: torch.dtype
+    fetch: Fetch
+
+    @property
+    def size(self) -> int:
+        return len(self.header) + sum(math.prod(entry.shape) for entry in self.entries) * self.dtype.itemsize
+
+    def pieces(self) -> Iterator[memoryview]:
+        yield memoryview(self.header)
+        for tensors in fetched(self.entries, self.fetch):
+            yield from tensorfile.runs(tensors.values(), lambda values: values.to(self.dtype), self.dtype.itemsize)
+
+
+def build_divided(
+    entries: Iterable[Entry], dtype: torch.dtype, fetch: Fetch, metadata: Mapping[str, str] = tensorfile.FORMAT
+) -> DividedFile:
+    ordered = sorted(entries, key=lambda entry: entry.name)
+    header = tensorfile.build_header({entry.name: entry.shape for entry in ordered}, dtype, metadata)
+    return DividedFile(header, ordered, dtype, fetch)
+
+
+def fetched(entries: Sequence[Entry], fetch: Fetch) -> Iterator[dict[str, Tensor]]:
+    """The tensors of a file under their names, a layer at a time."""
+    for (what, _), group in groupby(entries, key=lambda entry: (entry.what, layer_of(entry.key))):
+        run = list(group)
+        values = fetch(what, sorted({entry.key for entry in run}))
+        yield {
+            entry.name: values[entry.key] if entry.index is None else values[entry.key][entry.index] for entry in run
+        }
+
+
+def split_entries(what: What, key: str, source: str, held: Held, shape: tuple[int, ...]) -> list[Entry]:
+    """Of a parameter, as files name it.
+
+    Args:
+        source: the parameter that has the values: the owner's, where layers share one.
+    """
+    if len(held.file_names) == 1:
+        return [Entry(held.file_names[0], what, source, None, shape)]
+    return [Entry(name, what, source, index, shape[1:]) for index, name in enumerate(held.file_names)]
+
+
+def layer_of(key: str) -> str:
+    """Example: `model.layers.3.mlp.up_proj.lora_A` → `model.layers.3`."""
+    before, found, after = key.partition(".layers.")
+    return f"{before}{found}{after.partition('.')[0]}"

@@ -1,0 +1,224 @@
+"""One rank of the Megatron trainer: what a process of the group is made of, and what it can be asked.
+
+Belongs here: a rank's part of the policy, of the optimizer, and of what is read and written. Does not belong here:
+putting parts together (`outline`, `trainer`), starting processes (`workers`).
+"""
+
+from __future__ import annotations
+
+import os
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from orbit_runtime.adapters import tensorfile
+from orbit_runtime.adapters.config import AdapterConfig
+from orbit_runtime.adapters.expert_layer import AdaptedExpertLinear
+from orbit_runtime.adapters.inject import InjectReport
+from orbit_runtime.adapters.layer import TRAINER_SLOT, Applied
+from orbit_runtime.adapters.masters import Place
+from orbit_runtime.adapters.names import join_tensors
+from orbit_runtime.algorithms.losses import policy_loss
+from orbit_runtime.errors import InternalError
+from orbit_runtime.policy.packed import Branch
+from orbit_runtime.policy.recompute import Recompute
+from orbit_runtime.training.megatron.groups import Groups, Sizes, join, leave
+from orbit_runtime.training.megatron.model import load_rank_policy
+from orbit_runtime.training.megatron.outline import Outline, What, outline_of
+from orbit_runtime.training.megatron.passes import RankPasses
+from orbit_runtime.training.settings import TrainerSettings
+from orbit_runtime.training.updater import Updater
+from orbit_runtime.types import Sample, UpdateResult
+
+LISTENER_VARIABLE = "ORBIT_RENDEZVOUS_FD"
+"""In rank 0, by whoever started it: a socket that already listens where the ranks meet."""
+
+
+@dataclass(frozen=True)
+class RankSettings:
+    """The same for every rank; plain values, which travel to its process."""
+
+    folder: Path
+    adapter: AdapterConfig
+    sizes: Sizes
+    trainer: TrainerSettings
+    policy: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of `load_policy`."""
+    recompute: Recompute = "None"
+    loss: Callable[..., Any] = policy_loss
+    collective_seconds: float = 600.0
+    """Longest that a collective waits for another rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankFacts:
+    """What a rank tells once it stands."""
+
+    outline: Outline
+    config: AdapterConfig
+    """With its targets, where the settings left them to the model."""
+    report: InjectReport
+    """Of the layers that this rank has a part of, in whole sizes."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankScore:
+    """Log-probs of the tokens after the first, and what the passes multiplied by."""
+
+    adapted: tuple[float, ...]
+    base: tuple[float, ...]
+    applied: Mapping[str, tuple[int, ...]]
+    """`<module>.<kind>` of this rank's layers → shape of its part."""
+    scalings: frozenset[float | None]
+
+
+class MegatronRank:
+    """Every rank is asked the same, in the same order; a question is a collective."""
+
+    def __init__(self, settings: RankSettings, groups: Groups | None = None) -> None:
+        """Meets the other ranks and loads this rank's part.
+
+        Args:
+            groups: those of this process; None: they are made, as `RANK`, `MASTER_ADDR` and `MASTER_PORT` say.
+
+        Raises:
+            UnsupportedError: this model cannot be divided so.
+        """
+        self._settings = settings
+        self._groups = groups if groups is not None else join_by_environment(settings)
+        self._policy = load_rank_policy(settings.folder, settings.adapter, self._groups, **settings.policy)
+        self._policy.recompute(settings.recompute)
+        self._masters = self._policy.injected.masters
+        self._updater = Updater(RankPasses(self._policy, self._groups), settings.trainer, settings.loss)
+        self._outline = outline_of(self._policy.injected)
+        self._rotations: dict[str, Tensor] = {}
+        self._applied: dict[str, Tensor] = {}
+
+    def facts(self) -> RankFacts:
+        injected = self._policy.injected
+        return RankFacts(self._outline, injected.config, injected.report)
+
+    # --- training ---
+
+    def update(self, samples_D: Sequence[Sample]) -> UpdateResult:
+        """The same numbers on every rank."""
+        return self._updater.update(samples_D)
+
+    def reference_logprobs(self, samples_D: Sequence[Sample]) -> dict[int, array[float]]:
+        """Columns of this replica's samples, from one of its ranks."""
+        columns = self._updater.reference_logprobs(samples_D)
+        return columns if self._groups.tensor.rank() == 0 else {}
+
+    def score(self, token_ids_T: Sequence[int]) -> RankScore:
+        """Every replica computes the same tokens, once with the masters' published rounding and once with the base."""
+        first, rest = tuple(token_ids_T[:1]), tuple(token_ids_T[1:])
+        policy = self._policy
+        batch = policy.pack([Branch(0, first, rest)])
+        with torch.no_grad():
+            with policy.injected.selection.use(TRAINER_SLOT), policy.traced() as trace:
+                adapted, _ = policy.logprobs(batch)
+            with policy.injected.selection.use(None):
+                base, _ = policy.logprobs(batch)
+        self._applied = self._keep(trace)
+        shapes = {key: tuple(tensor.shape) for key, tensor in self._applied.items()}
+        scalings = frozenset(entry.scaling for entry in trace)
+        return RankScore(tuple(adapted.tolist()), tuple(base.tolist()), shapes, scalings)
+
+    def _keep(self, trace: Sequence[Applied]) -> dict[str, Tensor]:
+        """The very tensors, as this rank holds parameters: experts stacked."""
+        applied: dict[str, Tensor] = {}
+        for entry in trace:
+            layer = self._policy.injected.layers[entry.module]
+            for kind in layer.shapes():
+                names = layer.held_names(kind) if isinstance(layer, AdaptedExpertLinear) else layer.file_names(kind)
+                tensor = join_tensors(names, entry.tensors).detach()
+                key = f"{entry.module}.{kind}"
+                if key in applied and not torch.equal(applied[key], tensor):
+                    raise InternalError(f"one pass applied two different values of {key}")
+                applied[key] = tensor
+        return applied
+
+    # --- reading and writing ---
+
+    def prepare_publish(self) -> None:
+        """OFT: from now on `rotations` are those of the masters as they are."""
+        if self._masters.config.type == "OFT":
+            with torch.no_grad():
+                built = self._masters.rotations()
+            self._rotations = {f"{name}.oft_R": value.to(torch.bfloat16) for name, value in built.items()}
+
+    def read(self, what: What, keys: Sequence[str]) -> dict[str, Tensor]:
+        """This rank's parts, on the CPU; of what several ranks hold alike, from one of them."""
+        told = [key for key in keys if key in self._outline and self._tells(self._outline[key].place)]
+        values = {key: self._value(what, key) for key in told}
+        if what == "applied":
+            values = dict(tensorfile.narrowed(values))
+        return {key: value.detach().cpu().contiguous() for key, value in values.items()}
+
+    def _value(self, what: What, key: str) -> Tensor:
+        if what == "rotations":
+            return self._rotations[key]
+        if what == "applied":
+            return self._applied[key]
+        master = self._masters.parameters[key]
+        if what == "lora":
+            return master.detach().to(torch.bfloat16)
+        return master if what == "master" else self._updater.optimizer.state[master][what]  # type: ignore[no-any-return]
+
+    def _tells(self, place: Place) -> bool:
+        groups = self._groups
+        by_expert = place.part.group == "expert"
+        division, copies = (groups.expert, groups.expert_replicas) if by_expert else (groups.tensor, groups.replicas)
+        return copies.rank() == 0 and (division.rank() == 0 or not (place.is_whole or place.part.group == "none"))
+
+    def write(self, values: Mapping[tuple[What, str], Tensor], updates: int) -> None:
+        """Masters and moments from whole tensors, of which each rank takes its part.
+
+        Args:
+            updates: of the optimizer, that the moments have seen.
+        """
+        with torch.no_grad():
+            for (what, key), whole in values.items():
+                master = self._masters.parameters.get(key)
+                if master is None:
+                    continue
+                part = self._masters.places[key].cut(whole, self._masters.config)
+                if what == "master":
+                    master.copy_(part)
+                else:
+                    state = self._updater.optimizer.state[master]
+                    state["step"] = torch.tensor(float(updates), dtype=torch.float32)
+                    state[what] = part.to(master.device, copy=True).contiguous()
+
+    def counters(self) -> dict[str, int]:
+        return self._updater.counters
+
+    def set_counters(self, counters: Mapping[str, int]) -> None:
+        self._updater.updates, self._updater.steps = counters["updates"], counters["steps"]
+        if not self._updater.updates:
+            self._updater.optimizer.state.clear()
+
+    def base_digest(self) -> str:
+        """Of this rank's part of the base."""
+        return self._policy.base_digest()
+
+    def close(self) -> None:
+        """Safe to call twice."""
+        leave()
+
+
+def join_by_environment(settings: RankSettings) -> Groups:
+    address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    listener = os.environ.pop(LISTENER_VARIABLE, None)
+    return join(
+        settings.sizes,
+        int(os.environ["RANK"]),
+        address,
+        seconds=settings.collective_seconds,
+        listener=int(listener) if listener else None,
+    )

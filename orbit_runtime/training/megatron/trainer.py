@@ -1,0 +1,185 @@
+"""The Megatron trainer as the loop sees it: a `Trainer` that asks a group of ranks.
+
+Belongs here: files and digests of an adapter that ranks hold in parts. Does not belong here: what a rank does (`rank`),
+the processes (`workers`). Nothing here imports Megatron-Core.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from array import array
+from collections import ChainMap
+from collections.abc import Buffer, Mapping, Sequence
+from itertools import groupby
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from orbit_runtime.adapters import tensorfile
+from orbit_runtime.adapters.inject import InjectReport
+from orbit_runtime.adapters.state import (
+    CONFIG_FILE,
+    MODEL_FILE,
+    PEFT_PREFIX,
+    ROTATIONS_FILE,
+    config_json,
+    digest_applied,
+)
+from orbit_runtime.digests import Pieces, cut
+from orbit_runtime.errors import InternalError
+from orbit_runtime.training.megatron.outline import (
+    DividedFile,
+    Entry,
+    Held,
+    What,
+    assemble,
+    build_divided,
+    fetched,
+    layer_of,
+    split_entries,
+    whole_shape,
+)
+from orbit_runtime.training.megatron.rank import RankFacts, RankScore
+from orbit_runtime.training.state import MOMENTS, PART, parse_state
+from orbit_runtime.types import AdapterManifest, AdapterSink, Sample, Scored, StateWriter, UpdateResult
+
+
+class Ranks(Protocol):
+    """Processes that hold a `MegatronRank` each."""
+
+    def call(self, method: str, *arguments: Any) -> Sequence[Any]:
+        """Of every rank; results in the order of ranks. Raises an `OrbitError` where a rank fails."""
+        ...
+
+
+class MegatronTrainer:
+    """A `Trainer` over ranks. Whatever is saved or published does not depend on how the model is divided."""
+
+    def __init__(self, ranks: Ranks, base_model: str) -> None:
+        """Args: base_model: named in the published `adapter_config.json`."""
+        self._ranks = ranks
+        self._base_model = base_model
+        self._turn = threading.Lock()
+        """Held while ranks are asked: a checkpoint is read beside the next step, by another thread."""
+        facts: list[RankFacts] = self._call("facts")
+        self._config = facts[0].config
+        self._outlines = [each.outline for each in facts]
+        self._held: Mapping[str, Held] = ChainMap(*[dict(outline) for outline in self._outlines])
+        self._master_keys = sorted(key for key, held in self._held.items() if _module(key) == held.owner)
+        self.report: InjectReport = facts[0].report
+        self._reader: StateWriter | None = None
+        """Who may still be reading masters and moments."""
+
+    @property
+    def trainable_parameters(self) -> int:
+        return self.report.trainable_parameters
+
+    def update(self, samples_D: Sequence[Sample]) -> UpdateResult:
+        self._let_be_read()
+        results = self._call("update", tuple(samples_D))
+        return results[0]  # type: ignore[no-any-return]
+
+    def reference_logprobs(self, samples_D: Sequence[Sample]) -> list[array[float]]:
+        columns = ChainMap(*self._call("reference_logprobs", tuple(samples_D)))
+        return [columns[index] for index in range(len(samples_D))]
+
+    def _call(self, method: str, *arguments: Any) -> list[Any]:
+        with self._turn:
+            return list(self._ranks.call(method, *arguments))
+
+    def _fetch(self, what: What, keys: Sequence[str]) -> Mapping[str, Tensor]:
+        parts = self._call("read", what, tuple(keys))
+        return assemble(what, keys, self._outlines, parts, self._config)
+
+    # --- publishing and proof ---
+
+    def publish(self, sink: AdapterSink) -> AdapterManifest:
+        """Parts go through this process into the sink, a layer at a time."""
+        self._call("prepare_publish")
+        settings = config_json(self._config, self._base_model)
+        found = {CONFIG_FILE: sink.write(CONFIG_FILE, len(settings), cut(settings))}
+        for name, file in self._files().items():
+            found[name] = sink.write(name, file.size, file.pieces())
+        return AdapterManifest(found)
+
+    def _files(self) -> dict[str, DividedFile]:
+        if self._config.type == "LoRA":
+            return {MODEL_FILE: build_divided(map(_in_peft, self._entries("lora")), torch.bfloat16, self._fetch)}
+        parameters, turned = map(_in_peft, self._entries("master")), self._entries("rotations")
+        return {
+            MODEL_FILE: build_divided(parameters, torch.float32, self._fetch),
+            ROTATIONS_FILE: build_divided(turned, torch.bfloat16, self._fetch),
+        }
+
+    def _entries(self, what: What) -> list[Entry]:
+        """Of every layer. What was applied is each layer's own; all else is its owner's."""
+        entries = []
+        for key, held in self._held.items():
+            kind = key.rpartition(".")[2]
+            source = key if what == "applied" else f"{held.owner}.{kind}"
+            entries += split_entries(what, key, source, held, whole_shape(what, held, self._config))
+        return entries
+
+    def score(self, token_ids_T: Sequence[int]) -> tuple[Scored, Scored]:
+        results: list[RankScore] = self._call("score", tuple(token_ids_T))
+        missing = self._held.keys() - {key for each in results for key in each.applied}
+        if missing:
+            raise InternalError(f"no pass of a rank applied {min(missing)}")
+        first = results[0]
+        scalings = frozenset[float | None]().union(*(each.scalings for each in results))
+        return (
+            Scored((0.0, *first.adapted), self._applied_digest(scalings)),
+            Scored((0.0, *first.base), None),
+        )
+
+    def _applied_digest(self, scalings: frozenset[float | None]) -> str:
+        shapes: dict[str, tuple[int, ...]] = {}
+        pieces: dict[str, Pieces] = {}
+        entries = sorted(self._entries("applied"), key=lambda entry: entry.name)
+        for tensors in fetched(entries, self._fetch):
+            shapes |= {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+            pieces |= tensorfile.tensor_pieces(tensors)
+        return digest_applied(shapes, pieces, scalings)
+
+    # --- checkpoint ---
+
+    def save_state(self, writer: StateWriter) -> None:
+        self._let_be_read()
+        counters: dict[str, int] = self._call("counters")[0]
+        kinds: tuple[What, ...] = ("master", *(MOMENTS if counters["updates"] else ()))
+        entries = [
+            Entry(f"{what}/{key}", what, key, None, self._held[key].place.shape)
+            for what in kinds
+            for key in self._master_keys
+        ]
+        metadata = {"counters": json.dumps(counters, sort_keys=True)}
+        file = build_divided(entries, torch.float32, self._fetch, metadata)
+        writer.write(PART, file.size, file.pieces)
+        self._reader = writer
+
+    def _let_be_read(self) -> None:
+        """Before masters or moments change: what is written beside this step must be as it was."""
+        if self._reader is not None:
+            self._reader.wait()
+            self._reader = None
+
+    def load_state(self, parts: Mapping[str, Buffer]) -> None:
+        """Every rank is sent whole layers, one after the other, and takes its part."""
+        self._let_be_read()
+        shapes = {key: self._held[key].place.shape for key in self._master_keys}
+        tensors, counters = parse_state(parts[PART], shapes)
+        places = [(kind, key) for kind, _, key in (name.partition("/") for name in sorted(tensors))]
+        for _, group in groupby(places, key=lambda place: (place[0], layer_of(place[1]))):
+            values = {(kind, key): tensors[f"{kind}/{key}"] for kind, key in group}
+            self._call("write", values, counters["updates"])
+        self._call("set_counters", counters)
+
+
+def _module(key: str) -> str:
+    return key.rpartition(".")[0]
+
+
+def _in_peft(entry: Entry) -> Entry:
+    return Entry(f"{PEFT_PREFIX}{entry.name}.weight", entry.what, entry.key, entry.index, entry.shape)

@@ -1,0 +1,132 @@
+"""The trainer that is divided among ranks against the one in a single process: updates, files, proof and state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+
+from orbit_runtime.adapters.buffer import publishable
+from orbit_runtime.adapters.state import expected_applied_digest
+from orbit_runtime.policy import load_policy
+from orbit_runtime.training import TorchTrainer
+from orbit_runtime.training.megatron.groups import Sizes
+from orbit_runtime.training.megatron.rank import RankSettings
+from orbit_runtime.training.megatron.trainer import MegatronTrainer
+from orbit_runtime.training.state import PART
+from orbit_runtime.types import Sample
+from tests.fakes.held_state import hold_state
+from tests.integration.test_torch_trainer import SETTINGS, samples_of, with_advantage, with_reference
+from tests.integration.tiny_families import make_family
+from tests.megatron.cases import sizes_of
+from tests.megatron.ranks import Failed, World, world
+from tests.megatron.trainers import WorldRanks, spoil
+from tests.models.family_matrix import Case, adapter_of
+
+DIVISIONS = {"1": Sizes()}
+"""One rank. `TP2` (with sequence parallelism) and `EP2` with two replicas are to be added once seen to hold."""
+CASES = (Case("qwen3_moe", "INT4", "LoRA", "PerExpert"), Case("qwen3_moe", "BF16", "OFT", "SharedOuter"))
+TRAINING = replace(SETTINGS, micro_batch_tokens=25, mini_batch_prompts=2, importance_cap=2.0, peak_learning_rate=1e-3)
+"""Three prompts in two updates, of an odd number of micro-batches."""
+
+
+@pytest.fixture(scope="module", params=sorted(DIVISIONS))
+def ranks(request: pytest.FixtureRequest) -> Iterator[World]:
+    with world(DIVISIONS[request.param]) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+@cache
+def folder_of(root: Path, case: Case) -> Path:
+    (root / str(case)).mkdir()
+    packed, _ = make_family(root / str(case), case.family, case.layout, sizes=sizes_of(case))
+    return packed
+
+
+def in_one(root: Path, case: Case) -> TorchTrainer:
+    return TorchTrainer(load_policy(folder_of(root, case), adapter_of(case)), TRAINING)
+
+
+def on_ranks(ranks: World, root: Path, case: Case) -> MegatronTrainer:
+    settings = RankSettings(folder_of(root, case), adapter_of(case), ranks.sizes, TRAINING)
+    return MegatronTrainer(WorldRanks(ranks, settings), TRAINING.base_model)
+
+
+def apart(found: bytes, expected: bytes) -> dict[str, float]:
+    """By kind of tensor, the largest difference; of moments relative to the largest of their parameter."""
+    first, second = safetensors.torch.load(found), safetensors.torch.load(expected)
+    assert first.keys() == second.keys()
+    largest: dict[str, float] = {}
+    for name, value in first.items():
+        kind = name.partition("/")[0]
+        size = 1.0 if kind == "master" else float(second[name].abs().max().clamp(min=1e-12))
+        largest[kind] = max(largest.get(kind, 0.0), float((value - second[name]).abs().max()) / size)
+    return largest
+
+
+def step(trainer: TorchTrainer | MegatronTrainer, seed: int) -> dict[str, float]:
+    samples: Sequence[Sample] = with_reference(samples_of(seed), trainer)  # type: ignore[arg-type]
+    return dict(trainer.update(samples).metrics)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_ranks_train_publish_prove_and_resume_as_one_process_does(ranks: World, root: Path, case: Case) -> None:
+    one, many = in_one(root, case), on_ranks(ranks, root, case)
+    assert many.trainable_parameters == one.trainable_parameters
+    assert hold_state(many) == hold_state(one), "before the first update nothing was computed"
+    expected, found = step(one, 0), step(many, 0)
+    assert found == pytest.approx(expected, rel=1e-5, abs=1e-5)
+    # The first moment is the gradient; Adam divides it by its own size, so that what rounding left of a gradient
+    # that is nearly 0 moves a master as far as any other.
+    moments = apart(hold_state(many)[PART], hold_state(one)[PART])
+    assert moments["exp_avg"] <= 1e-5
+    assert moments["exp_avg_sq"] <= 2e-5
+
+    # One state, wherever it goes: to one process and back, byte for byte.
+    state = hold_state(many)
+    one.load_state(state)
+    assert hold_state(one) == state
+    files = publishable(many, 1)
+    assert files.digest == publishable(one, 1).digest
+    tokens = (5, 9, 3, 77, 20, 31)
+    (adapted, base), (wanted, wanted_base) = many.score(tokens), one.score(tokens)
+    assert adapted.applied_digest == wanted.applied_digest == expected_applied_digest(files.files)
+    assert adapted.logprobs_T == pytest.approx(wanted.logprobs_T, abs=5e-6)
+    assert base.logprobs_T == pytest.approx(wanted_base.logprobs_T, abs=5e-6)
+
+    # The next step from that state is the same on both sides.
+    expected, found = step(one, 1), step(many, 1)
+    assert found == pytest.approx(expected, rel=1e-5, abs=1e-5)
+    assert apart(hold_state(many)[PART], hold_state(one)[PART])["exp_avg"] <= 1e-5
+    many.load_state(state)
+    assert hold_state(many) == state
+
+
+@pytest.mark.timeout(900)
+def test_a_slice_that_is_stale_on_one_rank_shows_in_the_proof(ranks: World, root: Path) -> None:
+    trainer = on_ranks(ranks, root, CASES[0])
+    published = publishable(trainer, 0)
+    assert trainer.score((5, 9, 3))[0].applied_digest == expected_applied_digest(published.files)
+    ranks.call(spoil, ranks.sizes.world - 1)
+    assert trainer.score((5, 9, 3))[0].applied_digest != expected_applied_digest(published.files)
+
+
+@pytest.mark.timeout(900)
+def test_a_loss_that_is_not_finite_ends_the_step_on_every_rank_alike(ranks: World, root: Path) -> None:
+    trainer = on_ranks(ranks, root, CASES[0])
+    before = hold_state(trainer)
+    samples = samples_of(0)
+    broken = [*with_advantage(samples[:1], float("nan")), *samples[1:]]
+    with pytest.raises(Failed, match="DivergedError: the loss is nan"):
+        trainer.update(broken)
+    assert hold_state(trainer) == before

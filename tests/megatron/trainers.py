@@ -1,0 +1,47 @@
+"""The trainer over ranks of a `World`.
+
+Belongs here: asking a rank's object in another process. Does not belong here: expectations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from orbit_runtime.training.megatron.groups import Groups
+from orbit_runtime.training.megatron.rank import MegatronRank, RankSettings
+from tests.megatron.ranks import World
+
+_HERE: dict[str, MegatronRank] = {}
+"""In the process of a rank: its object."""
+
+
+class WorldRanks:
+    """A `Ranks`."""
+
+    def __init__(self, world: World, settings: RankSettings) -> None:
+        self._world = world
+        world.call(start, settings)
+
+    def call(self, method: str, *arguments: Any) -> Sequence[Any]:
+        return self._world.call(ask, method, *arguments)
+
+
+def start(groups: Groups, settings: RankSettings) -> None:
+    _HERE["rank"] = MegatronRank(settings, groups)
+
+
+def ask(groups: Groups, method: str, *arguments: Any) -> Any:
+    return getattr(_HERE["rank"], method)(*arguments)
+
+
+def spoil(groups: Groups, rank: int) -> str:
+    """On one rank, the last master that it tells of is off by a little. Returns its name."""
+    made = _HERE["rank"]
+    name = [key for key in made._masters.parameters if made._tells(made._masters.places[key])][-1]
+    if torch.distributed.get_rank() == rank:
+        with torch.no_grad():
+            made._masters.parameters[name].view(-1)[0] += 0.5
+    return name
