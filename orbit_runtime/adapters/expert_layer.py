@@ -11,12 +11,12 @@ Legend: `T` tokens, `S` slots (a token at an expert), `E` experts, `G` 1 where e
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
+from orbit_runtime.adapters.by_expert import multiply_by_expert, rotate_by_expert
 from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.adapters.layer import Segment, Selection, Slot, dropped, find_slot
 from orbit_runtime.adapters.lora import LoRASlot
@@ -29,7 +29,8 @@ class Slots(Protocol):
     """The order of slots, as the base layer has it."""
 
     token_S: Tensor
-    counts: tuple[int, ...]
+    offsets_E: Tensor
+    """int32; where each expert's slots end."""
 
     def gather(self, x_TK: Tensor, *, keep: bool = True) -> Tensor: ...
 
@@ -111,8 +112,11 @@ class AdaptedExpertLinear(nn.Module):
             h = torch.mm(x, A[0].t())
             h_SR = dispatch.gather(h, keep=False) if self.reads_tokens else h
         else:
-            h_SR = _by_expert(dispatch.gather(x) if self.reads_tokens else x, A, dispatch.counts, _product)
-        y_SN = torch.mm(h_SR, B[0].t()) if len(B) == 1 else _by_expert(h_SR, B, dispatch.counts, _product)
+            x_SK = dispatch.gather(x) if self.reads_tokens else x
+            h_SR = multiply_by_expert(x_SK, A.transpose(1, 2), dispatch.offsets_E)
+        if len(B) == 1:
+            return torch.mm(h_SR, B[0].t()) * slot.scaling
+        y_SN = multiply_by_expert(h_SR, B.transpose(1, 2), dispatch.offsets_E)
         return y_SN * slot.scaling
 
     def _forward_oft(self, x: Tensor, dispatch: Slots, slots: list[tuple[OFTSlot, int, int]], whole: bool) -> Tensor:
@@ -134,24 +138,12 @@ class AdaptedExpertLinear(nn.Module):
             turned = rotate(x, R[0])
             turned = dispatch.gather(turned, keep=False) if self.reads_tokens else turned
         else:
-            turned = _by_expert(dispatch.gather(x) if self.reads_tokens else x, R, dispatch.counts, rotate)
+            turned = rotate_by_expert(dispatch.gather(x) if self.reads_tokens else x, R, dispatch.offsets_E)
         if self.shares_input:
             selection.rotated = (x, version, R, turned)
         return turned
 
 
-def _product(x_SK: Tensor, w_NK: Tensor) -> Tensor:
-    return torch.mm(x_SK, w_NK.t())
-
-
 def _within(dispatch: Slots, start: int, stop: int) -> Tensor:
     """`[S, 1]`: whether the slot's token is of this run of rows."""
     return ((dispatch.token_S >= start) & (dispatch.token_S < stop)).unsqueeze(1)
-
-
-def _by_expert(
-    x_SK: Tensor, values_E: Tensor, counts: tuple[int, ...], maths: Callable[[Tensor, Tensor], Tensor]
-) -> Tensor:
-    """Each expert's slots with its own value; experts without slots cost nothing."""
-    parts = zip(x_SK.split(counts), values_E.unbind(0), strict=True)
-    return torch.cat([maths(x, value) for x, value in parts if len(x)])

@@ -268,7 +268,7 @@ def build_policy(resolved: Resolved, folder: Path, note: Callable[[str], None]) 
         seed=spec.data.seed,
         device=resolved.device,
         compute_dtype=getattr(torch, resolved.compute_dtype),
-        kernel="Eager" if spec.training.attention == "Eager" else "SDPA",
+        kernel=spec.training.decided_attention(spec.model.max_sequence_length),
         announce=lambda report: note(report.text()),
     )
     recompute = _choose_recompute(resolved, folder)

@@ -31,6 +31,7 @@ def saved_elements(model: Architecture, job: Job, recompute: Recompute) -> float
     for layer in _layers(model):
         total += _layer_saved(layer, model, job) if recompute == "None" else model.hidden_size * model.streams
         if recompute == "Selective":
+            total += _attention_kept(layer) if job.attention == "Chunked" else 0
             total += sum(_times(w, model) * w.shape[0] for w in layer if w.is_linear and not _is_of_experts_down(w))
     return total
 
@@ -45,9 +46,13 @@ def recomputed_elements(model: Architecture, job: Job, recompute: Recompute) -> 
 def _layer_saved(layer: list[Weight], model: Architecture, job: Job) -> float:
     """Without recomputation."""
     prompt = job.max_sequence - job.max_new
-    # A prompt's keys are gathered once for itself and once for its answer; masks are as large as the products.
+    # A prompt's keys are gathered once for itself and once for its answer. Masks are as large as the products; of a
+    # prompt alone only the explicit products need one.
     gathered = (job.max_sequence + prompt) / job.max_sequence
-    mask = (job.max_new * job.max_sequence + prompt * prompt) / job.max_sequence
+    masked = job.max_new * job.max_sequence + (prompt * prompt if job.attention == "Eager" else 0)
+    mask = masked / job.max_sequence
+    if job.attention == "Chunked":
+        gathered, mask = 1.0, 0.0
     total = 2 * model.hidden_size * model.streams + mask
     return total + sum(_saved(weights, model, job, gathered) for weights in _by_experts(layer))
 
@@ -66,15 +71,24 @@ def _saved(weights: list[Weight], model: Architecture, job: Job, gathered: float
     for weight in linears:
         out, into = weight.shape
         if weight.target in QUERY_SOURCES[:1]:
-            total += into * (3 if is_normed else 2)
+            # Chunks give the result as the projection takes it; other kernels by rows, which are gathered.
+            total += into * (1 + is_normed + (job.attention != "Chunked"))
         if weight.target in KEYS_AND_VALUES:
             total += out * gathered + (out if is_normed and weight.target == "k_proj" else 0)
         if weight.target in GATED:
             # The activation keeps the gate twice: as it came and activated.
             total += out * (1 if weight.target == "up_proj" else 2)
+        if _is_of_experts_down(weight):
+            # The routers' gradient is that of each expert's weight in the sum.
+            total += out
         if job.adapter == "LoRA" and weight.target in job.targets:
             total += job.rank
     return total * (_times(weights[0], model) if weights else 1)
+
+
+def _attention_kept(layer: list[Weight]) -> int:
+    """Of chunked attention the result, which is the input of the projection behind it."""
+    return sum(w.shape[-1] for w in layer if w.is_linear and w.target in QUERY_SOURCES[:1])
 
 
 def _is_of_experts_down(weight: Weight) -> bool:

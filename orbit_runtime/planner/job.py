@@ -63,6 +63,7 @@ class Job:
     is_micro_batch_fixed: bool
     """The manifest says it; else the planner may lower it."""
     recompute: Literal["Auto", "None", "Selective", "PerLayer"]
+    attention: Literal["Eager", "SDPA", "Chunked"]
     step_tokens: int
     """Tokens of a whole step at full length: a micro-batch never holds more."""
     asked: Asked
@@ -135,6 +136,7 @@ def build_job(run: OrbitRun, machine: Machine, *, may_choose: bool = True, devic
         micro_batch_tokens=training.micro_batch_tokens,
         is_micro_batch_fixed=not may_choose or "micro_batch_tokens" in training.model_fields_set,
         recompute=training.recompute,
+        attention=training.decided_attention(spec.model.max_sequence_length),
         step_tokens=samples * spec.model.max_sequence_length,
         asked=Asked(parallel.tensor, parallel.expert, parallel.pipeline, parallel.context),
         copies=placement.base_copies,

@@ -19,7 +19,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from orbit_runtime.errors import UnsupportedError
 
 IMPLEMENTATION = "orbit"
-Kernel = Literal["Eager", "SDPA"]
+Kernel = Literal["Eager", "SDPA", "Chunked"]
+"""Of packed passes; cached decoding knows no chunks and takes `SDPA` for them."""
+Visible = torch.Tensor | Literal["causal"] | None
+"""bool `[B, 1, Q, S]`, True where a query sees a key; `causal`: each sees the keys up to its own place; None: all."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,26 +93,29 @@ def attend_rows(
     k_BKSD: torch.Tensor,
     v_BKSD: torch.Tensor,
     *,
-    visible_B1QS: torch.Tensor | None,
+    visible_B1QS: Visible,
     look: Look,
     kernel: Kernel,
 ) -> torch.Tensor:
-    """Softmax attention of padded rows, grouped-query heads included. `visible` is True where a query sees a key.
+    """Softmax attention of padded rows, grouped-query heads included.
 
     Every query must see at least one key, or its output is undefined. With sinks the explicit products are taken:
     torch's fused kernel has none. The window is in `visible`.
     """
-    if kernel == "SDPA" and look.sinks_H is None:
+    causal = isinstance(visible_B1QS, str)
+    mask = None if isinstance(visible_B1QS, str) else visible_B1QS
+    if kernel != "Eager" and look.sinks_H is None:
         gqa = q_BHQD.shape[1] != k_BKSD.shape[1]
         return F.scaled_dot_product_attention(
-            q_BHQD, k_BKSD, v_BKSD, attn_mask=visible_B1QS, scale=look.scale, enable_gqa=gqa
+            q_BHQD, k_BKSD, v_BKSD, attn_mask=mask, is_causal=causal, scale=look.scale, enable_gqa=gqa
         )
+    assert not causal, "the explicit products are given a mask"
     rows, heads, queries, _ = q_BHQD.shape
     kv_heads = k_BKSD.shape[1]
     grouped = q_BHQD.reshape(rows, kv_heads, heads // kv_heads * queries, -1)
     scores = torch.matmul(grouped, k_BKSD.transpose(-1, -2)).mul_(look.scale)
-    if visible_B1QS is not None:
-        scores = scores.view(rows, heads, queries, -1).masked_fill_(~visible_B1QS, float("-inf")).view_as(scores)
+    if mask is not None:
+        scores = scores.view(rows, heads, queries, -1).masked_fill_(~mask, float("-inf")).view_as(scores)
     if look.sinks_H is not None:
         sinks = look.sinks_H.to(scores.dtype).view(1, heads, 1).expand(rows, -1, queries)
         weights = softmax_with_sinks(scores, sinks.reshape(*scores.shape[:-1]))

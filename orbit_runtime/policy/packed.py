@@ -21,7 +21,8 @@ import torch
 from torch.nn import functional as F
 
 from orbit_runtime.errors import InternalError
-from orbit_runtime.policy.attention import Kernel, Look, attend_rows
+from orbit_runtime.policy.attention import Kernel, Look, Visible, attend_rows
+from orbit_runtime.policy.chunked import attend_chunked
 from orbit_runtime.policy.routing import OWN_CHOICE
 
 BUCKET_RATIO = 1.5
@@ -45,9 +46,26 @@ class Bucket:
     query_BQ: torch.Tensor
     """Packed index of each query; padding repeats the row's first query."""
     key_BS: torch.Tensor
-    visible_B1QS: torch.Tensor
     position_BQ: torch.Tensor
     """Of the query in its sequence; keys stand at theirs. Padding repeats the last one."""
+    length_B: torch.Tensor
+    prefix_length_B: torch.Tensor
+    has_prefixes: bool
+    """False: every query sees the keys up to its own place."""
+
+    def visible(self, window: int | None) -> torch.Tensor:
+        """bool `[B, 1, Q, S]`: which keys each query sees. As large as the scores of one head."""
+        device = self.query_BQ.device
+        queries = torch.arange(self.query_BQ.shape[1], device=device)[None]
+        keys = torch.arange(self.key_BS.shape[1], device=device)[None]
+        in_prefix_BS, own_BS = keys < self.prefix_length_B[:, None], keys - self.prefix_length_B[:, None]
+        seen = (own_BS[:, None] <= queries[:, :, None]) & (own_BS < self.length_B[:, None])[:, None]
+        visible = in_prefix_BS[:, None] | seen
+        # A padded query sees the row's first key, so that its (discarded) output stays finite.
+        visible[:, :, 0] = True
+        if window is not None:
+            visible &= keys[:, None] > self.position_BQ[:, :, None] - window
+        return visible[:, None]
 
 
 @dataclass(frozen=True)
@@ -63,6 +81,7 @@ class PackedBatch:
     target_ids_R: torch.Tensor
     target_source_R: torch.Tensor
     """Packed index whose hidden state predicts the target."""
+    rows: tuple[Row, ...]
     buckets: tuple[Bucket, ...]
     unsort_T: torch.Tensor
     """Where each packed token stands among all buckets' queries, padding counted."""
@@ -70,7 +89,9 @@ class PackedBatch:
 
 
 @dataclass(frozen=True)
-class _Row:
+class Row:
+    """A run of packed tokens that sees a prefix, which is another run, and its own past."""
+
     first: int
     length: int
     prefix_first: int
@@ -83,13 +104,13 @@ def build_packed(branches: Sequence[Branch], device: torch.device) -> PackedBatc
     positions: list[int] = []
     targets: list[int] = []
     sources: list[int] = []
-    rows: list[_Row] = []
-    placed: dict[int, _Row] = {}
+    rows: list[Row] = []
+    placed: dict[int, Row] = {}
     longest = 0
     for branch in branches:
         prefix_row = placed.get(branch.prefix_id)
         if prefix_row is None:
-            prefix_row = _Row(len(tokens), len(branch.prefix_T), len(tokens), 0)
+            prefix_row = Row(len(tokens), len(branch.prefix_T), len(tokens), 0)
             placed[branch.prefix_id] = prefix_row
             rows.append(prefix_row)
             tokens.extend(branch.prefix_T)
@@ -98,7 +119,7 @@ def build_packed(branches: Sequence[Branch], device: torch.device) -> PackedBatc
         tokens.extend(branch.continuation_T[:-1])
         positions.extend(range(prefix_row.length, prefix_row.length + inputs))
         if inputs:
-            rows.append(_Row(first, inputs, prefix_row.first, prefix_row.length))
+            rows.append(Row(first, inputs, prefix_row.first, prefix_row.length))
         targets.extend(branch.continuation_T)
         sources.append(prefix_row.first + prefix_row.length - 1)
         sources.extend(range(first, first + inputs))
@@ -111,7 +132,14 @@ def build_packed(branches: Sequence[Branch], device: torch.device) -> PackedBatc
     buckets = tuple(_build_bucket(group, device) for group in groups)
     unsort = _unsort(groups, len(tokens))
     return PackedBatch(
-        tensor(tokens), tensor(positions), tensor(targets), tensor(sources), buckets, tensor(unsort), longest
+        tensor(tokens),
+        tensor(positions),
+        tensor(targets),
+        tensor(sources),
+        tuple(rows),
+        buckets,
+        tensor(unsort),
+        longest,
     )
 
 
@@ -149,7 +177,7 @@ def lay_out_experts(
     return torch.from_numpy(laid_out).to(batch.token_ids_T.device)
 
 
-def _unsort(groups: list[list[_Row]], num_tokens: int) -> list[int]:
+def _unsort(groups: list[list[Row]], num_tokens: int) -> list[int]:
     where = [0] * num_tokens
     start = 0
     for group in groups:
@@ -160,9 +188,9 @@ def _unsort(groups: list[list[_Row]], num_tokens: int) -> list[int]:
     return where
 
 
-def _buckets(rows: list[_Row]) -> list[list[_Row]]:
+def _buckets(rows: list[Row]) -> list[list[Row]]:
     """Rows sorted by what they cost, cut where the next is longer than the first by more than the ratio."""
-    groups: list[list[_Row]] = []
+    groups: list[list[Row]] = []
     ordered = sorted(rows, key=lambda row: (row.prefix_length > 0, row.length, row.prefix_length, row.first))
     for row in ordered:
         head = groups[-1][0] if groups else None
@@ -179,22 +207,20 @@ def _buckets(rows: list[_Row]) -> list[list[_Row]]:
     return groups
 
 
-def _build_bucket(rows: list[_Row], device: torch.device) -> Bucket:
+def _build_bucket(rows: list[Row], device: torch.device) -> Bucket:
     first, length, prefix_first, prefix_length = (
         torch.tensor([getattr(row, name) for row in rows], dtype=torch.long, device=device)[:, None]
         for name in ("first", "length", "prefix_first", "prefix_length")
     )
     queries = torch.arange(max(row.length for row in rows), device=device)[None]
     keys = torch.arange(max(row.prefix_length + row.length for row in rows), device=device)[None]
-    real_BQ = queries < length
-    query_BQ = first + torch.where(real_BQ, queries, 0)
+    query_BQ = first + torch.where(queries < length, queries, 0)
     in_prefix_BS = keys < prefix_length
     own_BS = keys - prefix_length
     key_BS = torch.where(in_prefix_BS, prefix_first + keys, first + own_BS.clamp(min=0).minimum(length - 1))
-    # A padded query sees the row's first key, so that its (discarded) output stays finite.
-    visible = in_prefix_BS[:, None] | ((own_BS[:, None] <= queries[:, :, None]) & (own_BS < length)[:, None])
-    visible[:, :, 0] = True
-    return Bucket(query_BQ, key_BS, visible[:, None], prefix_length + queries.minimum(length - 1))
+    position_BQ = prefix_length + queries.minimum(length - 1)
+    has_prefixes = any(row.prefix_length for row in rows)
+    return Bucket(query_BQ, key_BS, position_BQ, length[:, 0], prefix_length[:, 0], has_prefixes)
 
 
 def gather_rows(source_TN: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -207,12 +233,6 @@ def gather_rows(source_TN: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return source_TN[index] if source_TN.is_cuda else F.embedding(index, source_TN)
 
 
-def _is_near(position_BQ: torch.Tensor, num_keys: int, window: int) -> torch.Tensor:
-    """`[B, 1, Q, S]`; keys stand at their positions."""
-    keys = torch.arange(num_keys, device=position_BQ.device)
-    return keys > position_BQ[:, None, :, None] - window
-
-
 class PackedPlan:
     """Attention over a `PackedBatch`. With `capture`, every layer's keys and values are kept (the engine's prefill)."""
 
@@ -222,7 +242,7 @@ class PackedPlan:
         self.batch = batch
         self.kernel: Kernel = kernel
         self.captured: list[tuple[torch.Tensor, torch.Tensor]] | None = [] if capture else None
-        self._windowed: dict[int, list[torch.Tensor]] = {}
+        self._visible: dict[tuple[int, int | None], torch.Tensor] = {}
 
     @property
     def longest(self) -> int:
@@ -241,10 +261,12 @@ class PackedPlan:
         """`[T, H·D]`."""
         if self.captured is not None:
             self.captured.append((k_TKD, v_TKD))
+        if self.kernel == "Chunked":
+            return attend_chunked(q_THD, k_TKD, v_TKD, self.batch.rows, look).flatten(1)
         q_TN, k_TN, v_TN = (x.flatten(1) for x in (q_THD, k_TKD, v_TKD))
         heads, kv_heads = q_THD.shape[1], k_TKD.shape[1]
         pieces = []
-        for bucket, visible in zip(self.batch.buckets, self._visible(look.window), strict=True):
+        for number, bucket in enumerate(self.batch.buckets):
             q, k, v = (
                 gather_rows(source, index).unflatten(-1, (count, -1)).transpose(1, 2)
                 for source, index, count in (
@@ -253,17 +275,16 @@ class PackedPlan:
                     (v_TN, bucket.key_BS, kv_heads),
                 )
             )
+            visible = self._visible_of(number, bucket, look)
             out = attend_rows(q, k, v, visible_B1QS=visible, look=look, kernel=self.kernel)
             pieces.append(out.transpose(1, 2).flatten(2).flatten(0, 1))
         return gather_rows(torch.cat(pieces), self.batch.unsort_T)
 
-    def _visible(self, window: int | None) -> list[torch.Tensor]:
-        """`[B, 1, Q, S]` of every bucket; made once for all layers with the same window."""
-        buckets = self.batch.buckets
-        if window is None:
-            return [bucket.visible_B1QS for bucket in buckets]
-        if window not in self._windowed:
-            self._windowed[window] = [
-                bucket.visible_B1QS & _is_near(bucket.position_BQ, bucket.key_BS.shape[1], window) for bucket in buckets
-            ]
-        return self._windowed[window]
+    def _visible_of(self, number: int, bucket: Bucket, look: Look) -> Visible:
+        """Made once for all layers with the same window; none for what the fused kernel knows by itself."""
+        if self.kernel == "SDPA" and not bucket.has_prefixes and look.window is None and look.sinks_H is None:
+            return "causal"
+        place = (number, look.window)
+        if place not in self._visible:
+            self._visible[place] = bucket.visible(look.window)
+        return self._visible[place]

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from orbit_runtime.quant.experts import ExpertStack
 from orbit_runtime.quant.formats import FORMATS
@@ -34,6 +35,32 @@ class _Gather(torch.autograd.Function):
         return grad_SK.index_select(0, slot_of_TC.view(-1)).unflatten(0, slot_of_TC.shape).sum(1), None, None
 
 
+class _Combine(torch.autograd.Function):
+    """Saves the slots in their own dtype; autograd would keep them widened, and once for each place."""
+
+    @staticmethod
+    def forward(ctx: Any, y_SN: Tensor, weight_TC: Tensor, slot_of_TC: Tensor, order_S: Tensor) -> Tensor:
+        ctx.save_for_backward(y_SN, weight_TC, slot_of_TC, order_S)
+        return torch.einsum("tcn,tc->tn", _by_token(y_SN, slot_of_TC), weight_TC.float())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TN: Tensor) -> tuple[Tensor | None, ...]:
+        y_SN, weight_TC, slot_of_TC, order_S = ctx.saved_tensors
+        dy_SN = dweight_TC = None
+        if ctx.needs_input_grad[0]:
+            dy_TCN = (grad_TN.unsqueeze(1) * weight_TC.float().unsqueeze(-1)).to(y_SN.dtype)
+            dy_SN = dy_TCN.flatten(0, 1).index_select(0, order_S)
+        if ctx.needs_input_grad[1]:
+            dweight_TC = torch.einsum("tcn,tn->tc", _by_token(y_SN, slot_of_TC), grad_TN).to(weight_TC.dtype)
+        return dy_SN, dweight_TC, None, None
+
+
+def _by_token(y_SN: Tensor, slot_of_TC: Tensor) -> Tensor:
+    """fp32 `[T, C, N]`."""
+    return y_SN.index_select(0, slot_of_TC.view(-1)).unflatten(0, slot_of_TC.shape).float()
+
+
 @dataclass(eq=False)
 class Dispatch:
     """Slots sorted by expert; of one expert in the order of tokens. Made for one layer of one pass."""
@@ -42,9 +69,10 @@ class Dispatch:
     expert_S: Tensor
     slot_of_TC: Tensor
     """Where the slots of a token stand."""
+    order_S: Tensor
+    """Where a slot stands among `slot_of_TC`, counted row by row."""
     offsets_E: Tensor
-    """End of every expert's slots."""
-    counts: tuple[int, ...]
+    """int32; end of every expert's slots."""
     _gathered: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
 
     def gather(self, x_TK: Tensor, *, keep: bool = True) -> Tensor:
@@ -57,18 +85,19 @@ class Dispatch:
 
     def combine(self, y_SN: Tensor, weight_TC: Tensor) -> Tensor:
         """fp32 `[T, N]`: every token's experts, weighted, in the order in which the router named them."""
-        y_TCN = y_SN.index_select(0, self.slot_of_TC.view(-1)).unflatten(0, self.slot_of_TC.shape)
-        return torch.einsum("tcn,tc->tn", y_TCN.float(), weight_TC.float())
+        result: Tensor = _Combine.apply(y_SN, weight_TC, self.slot_of_TC, self.order_S)
+        return result
 
 
 def build_dispatch(expert_TC: Tensor, num_experts: int) -> Dispatch:
-    """`expert_TC`: the experts that each token goes to."""
+    """`expert_TC`: the experts that each token goes to. The host waits for nothing."""
     flat = expert_TC.reshape(-1)
     expert_S, order_S = flat.sort(stable=True)
     slot_of = torch.empty_like(order_S).scatter_(0, order_S, torch.arange(len(order_S), device=order_S.device))
-    counts = torch.bincount(flat, minlength=num_experts)
+    experts = torch.arange(num_experts, device=flat.device, dtype=flat.dtype)
+    offsets_E = torch.searchsorted(expert_S, experts, right=True).to(torch.int32)
     token_S = order_S.div(expert_TC.shape[-1], rounding_mode="floor")
-    return Dispatch(token_S, expert_S, slot_of.view(expert_TC.shape), counts.cumsum(0), tuple(counts.tolist()))
+    return Dispatch(token_S, expert_S, slot_of.view(expert_TC.shape), order_S, offsets_E)
 
 
 class FrozenExpertLinear(nn.Module):

@@ -1,7 +1,7 @@
 """One projection of all experts over tokens that are sorted by expert: the gradient reaches the input, nothing else.
 
-Belongs here: the grouped product in torch, forward and backward, one expert dense at a time, and only those that got
-tokens. Does not belong here: routing and sorting, adapters, formats.
+Belongs here: the grouped product in torch, forward and backward: one expert dense at a time, and only those that got
+tokens, or BF16 experts all at once. Does not belong here: routing and sorting, adapters, formats.
 
 Legend: `T` tokens, `E` experts, weight of each `[N, K]`.
 """
@@ -22,6 +22,7 @@ from orbit_runtime.quant.experts import ExpertStack
 from orbit_runtime.quant.formats import FORMATS, Weight, format_of
 from orbit_runtime.quant.kept import kept
 from orbit_runtime.quant.kernels.choice import select_path
+from orbit_runtime.quant.kernels.dense import EXPERT_DENSE_BYTES, grouped_dense, is_aligned
 from orbit_runtime.quant.kernels.operands import build_operands
 from orbit_runtime.quant.linear import backward_by_rows, forward_by_rows
 
@@ -57,6 +58,17 @@ class TorchGroupedProduct:
             rows = backward_by_rows(dy_TN[start:stop], self.columns, dense_rows, self.dense_bytes, views)
             dx_TK[start:stop] = rows
         return dx_TK
+
+
+@dataclass(frozen=True, slots=True)
+class StackedGroupedProduct:
+    """BF16 experts as they are, in one product of torch's; `packed` is `[E, N, K]`. Nothing is read by the host."""
+
+    def forward(self, x_TK: Tensor, offsets_E: Tensor, packed: Sequence[Tensor]) -> Tensor:
+        return grouped_dense(x_TK, packed[0].transpose(1, 2), offsets_E)
+
+    def input_gradient(self, dy_TN: Tensor, offsets_E: Tensor, packed: Sequence[Tensor]) -> Tensor:
+        return grouped_dense(dy_TN, packed[0], offsets_E)
 
 
 def grouped_linear(
@@ -132,12 +144,18 @@ def _product(
         (rows, columns), stacked = weights.shape, True
     else:
         (rows, columns), stacked = weights[0].shape, False
-    path = select_path(layout, x_TK.device, x_TK.dtype, len(x_TK), grouped=True)
-    operands = build_operands(layout, tensors, stacked=True) if stacked and path == "Fused" else None
+    if stacked and layout == "BF16" and x_TK.dtype is torch.bfloat16 and is_aligned(rows, columns):
+        return StackedGroupedProduct(), tensors
+    # What decides is how many tokens share an expert's weight.
+    per_expert = len(x_TK) // max(1, tensors[0].shape[0]) if stacked else 0
+    path = select_path(layout, x_TK.device, x_TK.dtype, per_expert, grouped=True)
+    operands = build_operands(layout, tensors, stacked=True) if stacked and path != "Torch" else None
     if operands is None:
         return TorchGroupedProduct(layout, rows, columns, dense_bytes), tensors
-    from orbit_runtime.quant.kernels.products import FusedGroupedProduct
+    from orbit_runtime.quant.kernels.products import DequantizedGroupedProduct, FusedGroupedProduct
 
+    if path == "Dequantize" and is_aligned(rows, columns):
+        return DequantizedGroupedProduct(operands.form, dense_bytes or EXPERT_DENSE_BYTES), operands.tensors
     return FusedGroupedProduct(operands.form), operands.tensors
 
 

@@ -94,7 +94,7 @@ def resolve(run: OrbitRun, machine: MachineFacts, *, folder: Path | None = None)
     prompts = tuple(_changed(each, uri=absolute_uri(each.uri, base)) for each in spec.data.prompts)
     decided = _decide_identity(run)
     training = decided.spec.training
-    attention = "SDPA" if training.attention == "Auto" else training.attention
+    attention = training.decided_attention(spec.model.max_sequence_length)
     environment = spec.environment
     if environment.code is not None:
         code = _changed(environment.code, uri=absolute_uri(environment.code.uri, base))

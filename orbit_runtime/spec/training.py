@@ -12,6 +12,9 @@ from pydantic import Field
 
 from orbit_runtime.spec.block import DISPLAY, IDENTITY, LAYOUT, Block, Contradiction
 
+LONG_SEQUENCE = 8192
+"""Tokens from which masks of attention take more memory than all else that a layer keeps."""
+
 
 class Schedule(Block):
     """The learning rate over the steps."""
@@ -78,13 +81,23 @@ class Training(Block):
     """Tokens of one forward pass; lower it to save memory, the result stays the same."""
     parallel: Parallel = Parallel()
     """How a pass is divided among GPUs; what remains are data-parallel replicas."""
-    attention: Annotated[Literal["Auto", "Eager", "SDPA"], LAYOUT] = "Auto"
-    """Attention kernels: `Eager` is plain matrix products, `SDPA` torch's fused attention, which `Auto` takes."""
+    attention: Annotated[Literal["Auto", "Eager", "SDPA", "Chunked"], LAYOUT] = "Auto"
+    """Attention kernels: `Eager` is plain matrix products, `SDPA` torch's fused attention, with a mask of a sequence's
+    length squared where answers share a prompt; `Chunked` needs none, in memory that grows with the length.
+
+    `Auto` takes `Chunked` where sequences may have 8192 tokens or more, and `SDPA` below.
+    """
     recompute: Annotated[Literal["Auto", "None", "Selective", "PerLayer"], LAYOUT] = "Auto"
     """What the backward pass computes again to save memory: nothing, all but products with packed weights, or layers.
 
     `Auto` takes the first of these that the plan says fits. The result stays the same.
     """
+
+    def decided_attention(self, max_sequence: int) -> Literal["Eager", "SDPA", "Chunked"]:
+        """With `Auto` decided for sequences of at most so many tokens."""
+        if self.attention != "Auto":
+            return self.attention
+        return "Chunked" if max_sequence >= LONG_SEQUENCE else "SDPA"
 
     def contradictions(self) -> Iterator[Contradiction]:
         per_step, mini = self.prompts_per_step, self.mini_batch_prompts

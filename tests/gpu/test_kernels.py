@@ -49,8 +49,10 @@ def test_both_paths_equal_the_torch_path_at_training_sizes(
     assert relative(dx, dy.float() @ w) < 3e-3
 
 
+@pytest.mark.parametrize("path", ["Fused", "Dequantize"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_many_experts_with_uneven_tokens(layout: str) -> None:
+def test_many_experts_with_uneven_tokens(layout: str, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ORBIT_KERNELS", path)
     stack, _ = stack_on([ordinary(layout, 512, 768, seed) for seed in range(24)], "cuda")
     counts = (torch.rand(24, generator=generator(3)).pow(3) * 300).long()
     offsets = counts.cumsum(0).to(torch.int32).cuda()

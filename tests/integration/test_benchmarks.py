@@ -18,6 +18,7 @@ HERE: dict[str, tuple[str, ...]] = {
     "frozen_linear": (),
     "generation_vs_transformers": (),
     "loading_memory": (),
+    "long_attention": (),
     "parity_by_format": ("--engines", "Torch"),
     "plan_seconds": (),
     "planned_memory": (),

@@ -39,10 +39,10 @@ _log = logging.getLogger(__name__)
 def select_path(
     layout: str, device: torch.device, dtype: torch.dtype, num_tokens: int, *, grouped: bool = False
 ) -> Path:
-    """The path for `num_tokens` rows (all experts' together) of this dtype by a weight of this layout."""
+    """The path for `num_tokens` rows (of each expert, on average) of this dtype by a weight of this layout."""
     if device.type != "cuda" or dtype is not torch.bfloat16 or layout not in KINDS:
         return "Torch"
-    return _select(layout, device, num_tokens >= DEQUANTIZE_FROM and not grouped, grouped, os.environ.get(VARIABLE, ""))
+    return _select(layout, device, num_tokens >= DEQUANTIZE_FROM, grouped, os.environ.get(VARIABLE, ""))
 
 
 @functools.cache
@@ -52,8 +52,6 @@ def _select(layout: str, device: torch.device, many: bool, grouped: bool, asked:
     path: Path = wanted or ("Dequantize" if many else "Fused")
     if reason is not None:
         path = "Torch"
-    elif grouped and path == "Dequantize":
-        path, reason = "Torch", "experts are multiplied fused or by torch"
     else:
         reason = f"{VARIABLE}={asked}" if wanted else f"{'at least' if many else 'below'} {DEQUANTIZE_FROM} tokens"
     kind = "experts" if grouped else "linears"

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from orbit_runtime.quant.kernels import launch
+from orbit_runtime.quant.kernels.dense import grouped_dense
 from orbit_runtime.quant.kernels.operands import Form, Operands
 
 ROWS_MULTIPLE = 128
@@ -70,6 +71,39 @@ class DequantizedProduct:
 
     def _dense(self, packed: Sequence[Tensor], start: int, stop: int) -> Tensor:
         return launch.dequantize(Operands(self.form, *packed), first_row=start, num_rows=stop - start)[0]
+
+
+@dataclass(frozen=True, slots=True)
+class DequantizedGroupedProduct:
+    """Runs of rows of all experts at once dense, at most `dense_bytes`, then torch's grouped product."""
+
+    form: Form
+    dense_bytes: int
+
+    def forward(self, x_TK: Tensor, offsets_E: Tensor, packed: Sequence[Tensor]) -> Tensor:
+        y_TN = x_TK.new_empty(len(x_TK), self.form.rows)
+        for start, stop in self._runs():
+            y_TN[:, start:stop] = grouped_dense(x_TK, self._dense(packed, start, stop).transpose(1, 2), offsets_E)
+        return y_TN
+
+    def input_gradient(self, dy_TN: Tensor, offsets_E: Tensor, packed: Sequence[Tensor]) -> Tensor:
+        runs = self._runs()
+        if len(runs) == 1:
+            return grouped_dense(dy_TN, self._dense(packed, 0, self.form.rows), offsets_E)
+        # Summed in fp32: a BF16 sum of runs would round once more for each.
+        dx_TK = dy_TN.new_zeros(len(dy_TN), self.form.columns, dtype=torch.float32)
+        for start, stop in runs:
+            dx_TK += grouped_dense(dy_TN[:, start:stop], self._dense(packed, start, stop), offsets_E)
+        return dx_TK.to(dy_TN.dtype)
+
+    def _runs(self) -> list[tuple[int, int]]:
+        fitting = self.dense_bytes // (2 * self.form.columns * self.form.num_experts)
+        run = max(fitting // ROWS_MULTIPLE * ROWS_MULTIPLE, ROWS_MULTIPLE)
+        return [(start, min(start + run, self.form.rows)) for start in range(0, self.form.rows, run)]
+
+    def _dense(self, packed: Sequence[Tensor], start: int, stop: int) -> Tensor:
+        """`[E, stop - start, K]`."""
+        return launch.dequantize(Operands(self.form, *packed), first_row=start, num_rows=stop - start)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,12 @@ from orbit_runtime.quant.formats import FORMATS, Weight, format_of
 from orbit_runtime.quant.grouped import TorchGroupedProduct, _GroupedMatmul, grouped_linear
 from orbit_runtime.quant.kernels import launch
 from orbit_runtime.quant.kernels.launch import FORWARD_TILES, GRADIENT_TILES
-from orbit_runtime.quant.kernels.products import DequantizedProduct, FusedGroupedProduct, FusedProduct
+from orbit_runtime.quant.kernels.products import (
+    DequantizedGroupedProduct,
+    DequantizedProduct,
+    FusedGroupedProduct,
+    FusedProduct,
+)
 from orbit_runtime.quant.kernels.tuning import Tiles
 from orbit_runtime.quant.linear import FrozenLinear, _FrozenMatmul
 
@@ -113,16 +118,31 @@ def test_as_the_frozen_linears_product_it_agrees_with_the_torch_path_and_keeps_p
     torch.testing.assert_close(dx.float(), expected, rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.parametrize("dense_bytes", [1 << 30, 1])
+def test_experts_that_are_dense_first_agree_with_the_torch_path(dense_bytes: int, device: str) -> None:
+    """Whole, and by runs of 128 rows; 5 tokens behind the last offset are nobody's."""
+    stack, operands = stack_on([ordinary("INT4", 200, 96, seed) for seed in range(len(OFFSETS))], device)
+    product, offsets = DequantizedGroupedProduct(operands.form, dense_bytes), OFFSETS.to(device)
+    x, dy = normal(int(OFFSETS[-1]) + 5, 96, seed=1).to(device), normal(int(OFFSETS[-1]) + 5, 200, seed=2).to(device)
+    reference, packed = TorchGroupedProduct("INT4", 200, 96, None), tuple(stack.tensors.values())
+    y, dx = product.forward(x, offsets, operands.tensors), product.input_gradient(dy, offsets, operands.tensors)
+    torch.testing.assert_close(y.float(), reference.forward(x.float(), offsets, packed), rtol=2e-2, atol=2e-2)
+    # Each run's product is BF16 before it is added: as many roundings of numbers around 10 as there are runs.
+    torch.testing.assert_close(dx.float(), reference.input_gradient(dy.float(), offsets, packed), rtol=2e-2, atol=6e-2)
+    assert not y[-5:].any()
+    assert not dx[-5:].any()
+
+
 def test_as_the_grouped_product_it_agrees_with_the_torch_path_and_keeps_packed_bytes(device: str) -> None:
     stack, operands = stack_on([ordinary("NVFP4", 72, 96, seed) for seed in range(len(OFFSETS))], device)
     offsets, saved = OFFSETS.to(device), []
     x = normal(64, 96, seed=1).to(device).requires_grad_()
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
-        y = _GroupedMatmul.apply(x, offsets, FusedGroupedProduct(operands.form), *operands.tensors)
+        y = _GroupedMatmul.apply(x, offsets, FusedGroupedProduct(operands.form), False, *operands.tensors)
     assert {tensor.data_ptr() for tensor in saved} == {tensor.data_ptr() for tensor in (offsets, *operands.tensors)}
     twin = x.detach().float().requires_grad_()
     reference = TorchGroupedProduct("NVFP4", 72, 96, None)
-    expected = _GroupedMatmul.apply(twin, offsets, reference, *stack.tensors.values())
+    expected = _GroupedMatmul.apply(twin, offsets, reference, False, *stack.tensors.values())
     torch.testing.assert_close(y.float(), expected, rtol=2e-2, atol=2e-2)
     dy = normal(64, 72, seed=2).to(device)
     torch.testing.assert_close(

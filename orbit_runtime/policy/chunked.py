@@ -1,0 +1,222 @@
+"""Exact attention over packed rows in blocks of queries and keys: memory grows with the tokens, not with their square.
+
+The softmax over a query's keys is put together from blocks (online softmax: Milakov & Gimelshein, arXiv 1805.02867;
+FlashAttention-2, arXiv 2307.08691, algorithms 1 and 2). Plain torch on any device. A row's keys are two runs of packed
+tokens, its prefix and itself, so that blocks are slices: nothing is gathered, no mask is larger than a block, and
+gradients of a shared prefix are added in the order of the rows.
+
+Belongs here: that function and its gradient. Does not belong here: which rows there are (`packed`).
+
+Legend: `T` packed tokens, `H` query heads, `K` key/value heads, `D` head size (that of values may differ), `Q` queries
+of a block, `S` keys of a block, `G = H / K`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from orbit_runtime.policy.attention import Look
+from orbit_runtime.quant.kept import kept
+
+BLOCK_SCORES = {"cpu": 1 << 22, "cuda": 1 << 26}
+"""Most scores of a block, all heads together: 16 and 256 MiB in fp32, of which a few are alive at a time."""
+LONGEST_BLOCK = 1024
+"""Most queries and keys of a block."""
+
+
+class Run(Protocol):
+    """`policy.packed.Row`."""
+
+    first: int
+    length: int
+    prefix_first: int
+    prefix_length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Keys that stand together in the pack, for one block of queries."""
+
+    keys: slice
+    visible_QS: Tensor | None
+    """None: every query sees every key."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Seen:
+    """Who sees whom, and in blocks of how many tokens that is worked on."""
+
+    rows: tuple[Run, ...]
+    look: Look
+    longest_block: int
+
+    def blocks(self, heads: int, device: torch.device) -> Iterator[tuple[slice, list[Block]]]:
+        """Every block of queries, with the blocks of keys that any of them sees, in the order of positions."""
+        budget = BLOCK_SCORES["cuda" if device.type == "cuda" else "cpu"] // (heads * self.longest_block)
+        step = max(1, min(self.longest_block, budget))
+        for row in self.rows:
+            for start in range(0, row.length, step):
+                stop = min(start + step, row.length)
+                yield slice(row.first + start, row.first + stop), self._keys(row, start, stop, device)
+
+    def _keys(self, row: Run, start: int, stop: int, device: torch.device) -> list[Block]:
+        """For queries `start` up to `stop` of the row. A position is a place in the sequence, the prefix's first."""
+        first_query, end, window = row.prefix_length + start, row.prefix_length + stop, self.look.window
+        oldest = 0 if window is None else max(0, first_query - window + 1)
+        runs = (
+            (oldest, row.prefix_length, row.prefix_first),
+            (max(oldest, row.prefix_length), end, row.first - row.prefix_length),
+        )
+        blocks = []
+        for begin, limit, shift in runs:
+            for key in range(begin, limit, self.longest_block):
+                after = min(key + self.longest_block, limit)
+                last_sees_first = window is None or key > end - 1 - window
+                visible = None
+                if not last_sees_first or after - 1 > first_query:
+                    queries = torch.arange(first_query, end, device=device)[:, None]
+                    keys = torch.arange(key, after, device=device)
+                    visible = keys <= queries
+                    if window is not None:
+                        visible &= keys > queries - window
+                blocks.append(Block(slice(shift + key, shift + after), visible))
+        return blocks
+
+
+def attend_chunked(
+    q_THD: Tensor,
+    k_TKD: Tensor,
+    v_TKD: Tensor,
+    rows: Sequence[Run],
+    look: Look,
+    *,
+    longest_block: int = LONGEST_BLOCK,
+) -> Tensor:
+    """`[T, H, D of v]` in q's dtype; scores, softmax and sums are fp32. Every token belongs to one row.
+
+    Saved for backward are queries, keys, values, the result and fp32 `[H, T]`.
+    """
+    result: Tensor = _Chunked.apply(q_THD, k_TKD, v_TKD, Seen(tuple(rows), look, longest_block))
+    return result
+
+
+class _Chunked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, seen: Seen) -> Tensor:
+        made: list[tuple[Tensor, Tensor]] = []
+
+        def compute() -> Tensor:
+            made.append(_forward(q_THD, k_TKD, v_TKD, seen))
+            return made[0][0]
+
+        out_THD = kept(compute)
+        lse_HT = kept(lambda: made[0][1])
+        ctx.save_for_backward(q_THD, k_TKD, v_TKD, out_THD, lse_HT)
+        ctx.seen = seen
+        return out_THD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout_THD: Tensor) -> tuple[Tensor | None, ...]:
+        return (*_backward(*ctx.saved_tensors, dout_THD, ctx.seen), None)
+
+
+def _forward(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, seen: Seen) -> tuple[Tensor, Tensor]:
+    """The result, and the logarithm of each query's sum of exponentials, fp32 `[H, T]`."""
+    tokens, heads, _ = q_THD.shape
+    kv_heads = k_TKD.shape[1]
+    out_THD = q_THD.new_empty(tokens, heads, v_TKD.shape[-1])
+    lse_HT = q_THD.new_empty(heads, tokens, dtype=torch.float32)
+    for queries, blocks in seen.blocks(heads, q_THD.device):
+        q = _by_kv_head(q_THD[queries], kv_heads)
+        size = (queries.stop - queries.start, heads)
+        top, total = _start(seen.look, size, q)
+        acc = q.new_zeros(*q.shape[:2], v_TKD.shape[-1], dtype=torch.float32)
+        for block in blocks:
+            scores = _scores(q, k_TKD[block.keys], block.visible_QS, seen.look.scale)
+            new_top = torch.maximum(top, scores.amax(-1))
+            # A query that has seen no key yet has -inf for its largest score, and nothing to scale.
+            base = new_top.masked_fill(new_top == -torch.inf, 0.0)
+            weights = scores.sub_(base.unsqueeze(-1)).exp_()
+            shrink = (top - base).exp_()
+            total = total * shrink + weights.sum(-1)
+            values = v_TKD[block.keys].transpose(0, 1)
+            acc = acc.mul_(shrink.unsqueeze(-1)).add_(_product(weights.to(values.dtype), values))
+            top = new_top
+        out_THD[queries] = _by_token(acc / total.unsqueeze(-1), *size).to(out_THD.dtype)
+        lse_HT[:, queries] = (top + total.log()).view(heads, -1)
+    return out_THD, lse_HT
+
+
+def _backward(
+    q_THD: Tensor,
+    k_TKD: Tensor,
+    v_TKD: Tensor,
+    out_THD: Tensor,
+    lse_HT: Tensor,
+    dout_THD: Tensor,
+    seen: Seen,
+) -> tuple[Tensor, Tensor, Tensor]:
+    heads, kv_heads = q_THD.shape[1], k_TKD.shape[1]
+    dq_THD = torch.empty_like(q_THD)
+    dk_KTD, dv_KTD = (x.new_zeros(kv_heads, len(x), x.shape[-1], dtype=torch.float32) for x in (k_TKD, v_TKD))
+    for queries, blocks in seen.blocks(heads, q_THD.device):
+        q, dout = (_by_kv_head(x[queries], kv_heads) for x in (q_THD, dout_THD))
+        lse = lse_HT[:, queries].reshape(kv_heads, -1, 1)
+        # Softmax's gradient: each score's share of sum(p * dp) is known from the result.
+        delta = (dout.float() * _by_kv_head(out_THD[queries], kv_heads).float()).sum(-1, keepdim=True)
+        dq = q.new_zeros(q.shape, dtype=torch.float32)
+        for block in blocks:
+            keys, values = (x[block.keys].transpose(0, 1) for x in (k_TKD, v_TKD))
+            weights = _scores(q, k_TKD[block.keys], block.visible_QS, seen.look.scale).sub_(lse).exp_()
+            dweights = _product(dout, values.transpose(1, 2))
+            dv_KTD[:, block.keys] += _product(weights.to(dout.dtype).transpose(1, 2), dout)
+            dscores = dweights.sub_(delta).mul_(weights).mul_(seen.look.scale).to(q.dtype)
+            dq += _product(dscores, keys)
+            dk_KTD[:, block.keys] += _product(dscores.transpose(1, 2), q)
+        dq_THD[queries] = _by_token(dq, queries.stop - queries.start, heads).to(dq_THD.dtype)
+    dk_TKD, dv_TKD = dk_KTD.transpose(0, 1).to(k_TKD.dtype), dv_KTD.transpose(0, 1).to(v_TKD.dtype)
+    return dq_THD, dk_TKD, dv_TKD
+
+
+def _start(look: Look, size: tuple[int, int], q: Tensor) -> tuple[Tensor, Tensor]:
+    """fp32 `[K, G·Q]`: the largest score so far and the sum of exponentials, of nothing or of the sinks alone."""
+    queries, _ = size
+    if look.sinks_H is None:
+        return q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32), q.new_zeros(q.shape[:2], dtype=torch.float32)
+    sinks = look.sinks_H.float().unsqueeze(-1).expand(-1, queries).reshape(q.shape[:2])
+    return sinks, torch.ones_like(sinks)
+
+
+def _scores(q: Tensor, k_SKD: Tensor, visible_QS: Tensor | None, scale: float) -> Tensor:
+    """fp32 `[K, G·Q, S]`, -inf where a query does not see a key."""
+    scores = _product(q, k_SKD.permute(1, 2, 0)).mul_(scale)
+    if visible_QS is None:
+        return scores
+    blocks = scores.view(scores.shape[0], -1, *visible_QS.shape)
+    return blocks.masked_fill_(~visible_QS, -torch.inf).view_as(scores)
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """Batched product with an fp32 result."""
+    if a.dtype is torch.float32:
+        return torch.bmm(a, b)
+    if a.is_cuda:
+        return torch.bmm(a, b, out_dtype=torch.float32)
+    return torch.bmm(a.float(), b.float())
+
+
+def _by_kv_head(x_QHD: Tensor, kv_heads: int) -> Tensor:
+    """`[K, G·Q, D]`: the heads that read one key head under each other."""
+    return x_QHD.transpose(0, 1).reshape(kv_heads, -1, x_QHD.shape[-1])
+
+
+def _by_token(x: Tensor, queries: int, heads: int) -> Tensor:
+    """`[K, G·Q, D]` → `[Q, H, D]`."""
+    return x.view(heads, queries, -1).transpose(0, 1)
