@@ -51,6 +51,9 @@ class _Combine(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             dy_TCN = (grad_TN.unsqueeze(1) * weight_TC.float().unsqueeze(-1)).to(y_SN.dtype)
             dy_SN = dy_TCN.flatten(0, 1).index_select(0, order_S)
+            if len(dy_SN) < len(y_SN):
+                # Rows behind the slots stand for what is computed elsewhere, and want no gradient.
+                dy_SN = nn.functional.pad(dy_SN, (0, 0, 0, len(y_SN) - len(dy_SN)))
         if ctx.needs_input_grad[1]:
             dweight_TC = torch.einsum("tcn,tn->tc", _by_token(y_SN, slot_of_TC), grad_TN).to(weight_TC.dtype)
         return dy_SN, dweight_TC, None, None

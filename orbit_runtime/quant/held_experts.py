@@ -52,11 +52,12 @@ def build_held_dispatch(expert_TC: Tensor, held: range) -> HeldDispatch:
     """Args: expert_TC: numbers of all experts of the layer, of which `held` are here."""
     is_held = (expert_TC >= held.start) & (expert_TC < held.stop)
     whole = build_dispatch(torch.where(is_held, expert_TC - held.start, len(held)), len(held) + 1)
-    slots = sum(whole.counts[:-1])
+    # How many there are decides the sizes of what follows: the one number here that the host reads.
+    slots = int(whole.offsets_E[-2])
     return HeldDispatch(
         whole.token_S[:slots],
         whole.expert_S[:slots],
         whole.slot_of_TC.clamp(max=slots),
+        whole.order_S[:slots],
         whole.offsets_E[:-1],
-        whole.counts[:-1],
     )

@@ -19,6 +19,7 @@ from orbit_runtime.policy.experts import FrozenExperts, gated
 from orbit_runtime.quant.expert_linear import FrozenExpertLinear, build_dispatch
 from orbit_runtime.quant.experts import ExpertStack
 from orbit_runtime.quant.grouped import StackedGroupedProduct, TorchGroupedProduct, grouped_linear
+from orbit_runtime.quant.held_experts import build_held_dispatch
 from tests.models.test_recompute import Operations
 
 HIDDEN, INNER, RANK, BLOCK, TOKENS, CHOICES = 32, 16, 8, 8, 24, 3
@@ -113,6 +114,28 @@ def test_slots_stand_as_counting_says() -> None:
     torch.testing.assert_close(found, expected)
     for mine, other in zip(
         torch.autograd.grad(found, (y, weights), slope), torch.autograd.grad(expected, (y, weights), slope), strict=True
+    ):
+        torch.testing.assert_close(mine, other)
+
+
+def test_experts_that_are_held_in_two_places_add_up_to_all() -> None:
+    chosen, weights = route(9, 40)
+    x = torch.randn(40, 7, requires_grad=True)
+    scale = torch.randn(9, requires_grad=True)
+    weights.requires_grad_()
+    slope = torch.randn(40, 7)
+
+    def result(held: range) -> Tensor:
+        dispatch = build_held_dispatch(chosen, held) if len(held) < 9 else build_dispatch(chosen, 9)
+        y_SN = dispatch.gather(x) * scale[held.start : held.stop][dispatch.expert_S].unsqueeze(1)
+        return dispatch.combine(y_SN, weights)
+
+    whole, parts = result(range(9)), result(range(4)) + result(range(4, 9))
+    torch.testing.assert_close(parts, whole)
+    for mine, other in zip(
+        torch.autograd.grad(parts, (x, scale, weights), slope),
+        torch.autograd.grad(whole, (x, scale, weights), slope),
+        strict=True,
     ):
         torch.testing.assert_close(mine, other)
 
