@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
@@ -12,6 +13,7 @@ import safetensors.torch
 
 from orbit_runtime.adapters.buffer import publishable
 from orbit_runtime.adapters.state import expected_applied_digest
+from orbit_runtime.errors import GateError
 from orbit_runtime.policy import load_policy
 from orbit_runtime.training import TorchTrainer
 from orbit_runtime.training.megatron.groups import Sizes
@@ -27,8 +29,12 @@ from tests.megatron.ranks import Failed, World, world
 from tests.megatron.trainers import WorldRanks, spoil
 from tests.models.family_matrix import Case, adapter_of
 
-DIVISIONS = {"1": Sizes()}
-"""One rank. `TP2` (with sequence parallelism) and `EP2` with two replicas are to be added once seen to hold."""
+DIVISIONS = {
+    "1": Sizes(),
+    "TP2+SP": Sizes(2, tensor=2, expert=2, sequence_parallel=True),
+    "EP2": Sizes(2, expert=2),
+    "DP2": Sizes(2),
+}
 CASES = (Case("qwen3_moe", "INT4", "LoRA", "PerExpert"), Case("qwen3_moe", "BF16", "OFT", "SharedOuter"))
 TRAINING = replace(SETTINGS, micro_batch_tokens=25, mini_batch_prompts=2, importance_cap=2.0, peak_learning_rate=1e-3)
 """Three prompts in two updates, of an odd number of micro-batches."""
@@ -117,8 +123,20 @@ def test_a_slice_that_is_stale_on_one_rank_shows_in_the_proof(ranks: World, root
     trainer = on_ranks(ranks, root, CASES[0])
     published = publishable(trainer, 0)
     assert trainer.score((5, 9, 3))[0].applied_digest == expected_applied_digest(published.files)
-    ranks.call(spoil, ranks.sizes.world - 1)
+    if ranks.sizes == DIVISIONS["DP2"]:
+        pytest.skip("replicas hold copies, no slices: the next test")
+    ranks.call(spoil, ranks.sizes.world - 1, False)
     assert trainer.score((5, 9, 3))[0].applied_digest != expected_applied_digest(published.files)
+
+
+@pytest.mark.timeout(900)
+def test_a_copy_that_is_stale_on_one_rank_is_named_with_its_tensor(ranks: World, root: Path) -> None:
+    if ranks.sizes.world == 1:
+        pytest.skip("one rank holds no copies")
+    trainer = on_ranks(ranks, root, CASES[0])
+    name = ranks.call(spoil, ranks.sizes.world - 1, True)[-1]
+    with pytest.raises(GateError, match=f"ranks 0 and 1 hold different values of {re.escape(name)}"):
+        trainer.score((5, 9, 3))
 
 
 @pytest.mark.timeout(900)

@@ -37,10 +37,14 @@ def ask(groups: Groups, method: str, *arguments: Any) -> Any:
     return getattr(_HERE["rank"], method)(*arguments)
 
 
-def spoil(groups: Groups, rank: int) -> str:
-    """On one rank, the last master that it tells of is off by a little. Returns its name."""
+def spoil(groups: Groups, rank: int, copied: bool) -> str:
+    """On one rank, the last master that only this rank tells of, or that another one tells of, is off by a little.
+
+    Returns its name on that rank.
+    """
     made = _HERE["rank"]
-    name = [key for key in made._masters.parameters if made._tells(made._masters.places[key])][-1]
+    found = [key for key in made._masters.parameters if made._tells(made._masters.places[key]) != copied]
+    name = found[-1] if found else ""
     if torch.distributed.get_rank() == rank:
         with torch.no_grad():
             made._masters.parameters[name].view(-1)[0] += 0.5

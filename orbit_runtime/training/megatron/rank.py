@@ -10,6 +10,7 @@ import os
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -67,13 +68,22 @@ class RankFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class AppliedPart:
+    """A tensor that a rank multiplied by."""
+
+    shape: tuple[int, ...]
+    digest: str
+    """SHA-256 of its bytes: ranks that hold the same part must agree."""
+
+
+@dataclass(frozen=True, slots=True)
 class RankScore:
     """Log-probs of the tokens after the first, and what the passes multiplied by."""
 
     adapted: tuple[float, ...]
     base: tuple[float, ...]
-    applied: Mapping[str, tuple[int, ...]]
-    """`<module>.<kind>` of this rank's layers → shape of its part."""
+    applied: Mapping[str, AppliedPart]
+    """`<module>.<kind>` of this rank's layers → its part."""
     scalings: frozenset[float | None]
 
 
@@ -125,9 +135,9 @@ class MegatronRank:
             with policy.injected.selection.use(None):
                 base, _ = policy.logprobs(batch)
         self._applied = self._keep(trace)
-        shapes = {key: tuple(tensor.shape) for key, tensor in self._applied.items()}
+        parts = {key: AppliedPart(tuple(each.shape), _digest(each)) for key, each in self._applied.items()}
         scalings = frozenset(entry.scaling for entry in trace)
-        return RankScore(tuple(adapted.tolist()), tuple(base.tolist()), shapes, scalings)
+        return RankScore(tuple(adapted.tolist()), tuple(base.tolist()), parts, scalings)
 
     def _keep(self, trace: Sequence[Applied]) -> dict[str, Tensor]:
         """The very tensors, as this rank holds parameters: experts stacked."""
@@ -210,6 +220,10 @@ class MegatronRank:
     def close(self) -> None:
         """Safe to call twice."""
         leave()
+
+
+def _digest(tensor: Tensor) -> str:
+    return sha256(tensor.cpu().contiguous().view(torch.uint8).numpy()).hexdigest()
 
 
 def join_by_environment(settings: RankSettings) -> Groups:

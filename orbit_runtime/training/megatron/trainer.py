@@ -19,6 +19,7 @@ from torch import Tensor
 
 from orbit_runtime.adapters import tensorfile
 from orbit_runtime.adapters.inject import InjectReport
+from orbit_runtime.adapters.part import Part
 from orbit_runtime.adapters.state import (
     CONFIG_FILE,
     MODEL_FILE,
@@ -28,11 +29,12 @@ from orbit_runtime.adapters.state import (
     digest_applied,
 )
 from orbit_runtime.digests import Pieces, cut
-from orbit_runtime.errors import InternalError
+from orbit_runtime.errors import GateError, InternalError
 from orbit_runtime.training.megatron.outline import (
     DividedFile,
     Entry,
     Held,
+    Outline,
     What,
     assemble,
     build_divided,
@@ -52,6 +54,25 @@ class Ranks(Protocol):
     def call(self, method: str, *arguments: Any) -> Sequence[Any]:
         """Of every rank; results in the order of ranks. Raises an `OrbitError` where a rank fails."""
         ...
+
+
+def check_copies(outlines: Sequence[Outline], results: Sequence[RankScore]) -> None:
+    """What is published comes from one of the ranks that hold a part, so the others must hold the same.
+
+    Raises:
+        GateError: two of them differ; it names them and the tensor.
+    """
+    first: dict[tuple[str, Part | None], tuple[int, str]] = {}
+    for rank, (outline, result) in enumerate(zip(outlines, results, strict=True)):
+        for key, applied in result.applied.items():
+            place = outline[key].place
+            other, digest = first.setdefault((key, None if place.is_whole else place.part), (rank, applied.digest))
+            if digest != applied.digest:
+                raise GateError(
+                    f"ranks {other} and {rank} hold different values of {key}: one of them is stale or damaged",
+                    where="trainer",
+                    fix="resume from the last checkpoint; where it comes again, test the memory of that device",
+                )
 
 
 class MegatronTrainer:
@@ -127,6 +148,7 @@ class MegatronTrainer:
         missing = self._held.keys() - {key for each in results for key in each.applied}
         if missing:
             raise InternalError(f"no pass of a rank applied {min(missing)}")
+        check_copies(self._outlines, results)
         first = results[0]
         scalings = frozenset[float | None]().union(*(each.scalings for each in results))
         return (
