@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import PeftModel
-from transformers import PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 
 from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.adapters.layer import TRAINER_SLOT
 from orbit_runtime.adapters.state import PEFT_PREFIX
+from orbit_runtime.data.records import decompress_rollouts
 from orbit_runtime.loop import run
 from orbit_runtime.model_info.builtin_models import builtin_folder
 from orbit_runtime.observability.progress import SilentProgress
@@ -27,6 +29,7 @@ from orbit_runtime.types import AdapterFiles
 from tests.integration.killing import small_manifest
 from tests.integration.tiny_models import TARGETS, load_reference, reference_logprobs
 
+GUIDE = Path(__file__).resolve().parents[2] / "docs/guides/precision.md"
 KINDS: dict[str, dict[str, Any]] = {
     "LoRA": {"type": "LoRA"},
     "OFT exact": {"type": "OFT", "oft": {"parametrization": "Cayley"}},
@@ -82,6 +85,19 @@ def fp32_policy(folder: Path) -> Policy:
         for name, parameter in policy.injected.masters.parameters.items():
             parameter.copy_(kept[name])
     return policy
+
+
+def test_the_guides_call_of_the_chat_template_gives_the_prompts_that_were_trained_on(tmp_path: Path) -> None:
+    trained(tmp_path, KINDS["LoRA"])
+    (block,) = re.findall(r"```python\n(.*?)```", GUIDE.read_text(encoding="utf-8"), re.DOTALL)
+    kept = decompress_rollouts((tmp_path / "rollouts" / "step-000001.jsonl.zst").read_bytes())
+    assert len(kept) > 4
+    for rollout in kept:
+        asked, answered = rollout.turns
+        found: dict[str, Any] = {"AutoTokenizer": AutoTokenizer, "base": builtin_folder("tiny-adder", "INT4")}
+        exec(block.replace("12+34=", asked.text), found)
+        assert found["ids"] == rollout.token_ids_T[: answered.start].tolist()
+        assert found["ids"] != AutoTokenizer.from_pretrained(found["base"]).encode(asked.text)
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
