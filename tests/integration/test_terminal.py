@@ -6,6 +6,7 @@ import os
 import pty
 import re
 import select
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -29,6 +30,8 @@ class Screen:
         self.pid, self._terminal = pty.fork()
         if self.pid == 0:
             os.chdir(folder)
+            # Tests that a shell started in the background inherit that Ctrl-C means nothing.
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.execve(sys.executable, [sys.executable, "-m", "orbit_runtime", *arguments], environ)
 
     def read_until(self, pattern: str) -> None:
@@ -80,7 +83,8 @@ def screen(tmp_path: Path) -> Iterator[Screen]:
 def test_the_start_says_what_it_does_and_ctrl_c_is_answered_at_once(screen: Screen) -> None:
     for stage in ("importing torch", "loading the model", "starting the engine", "preflight"):
         screen.read_until(stage)
-    screen.read_until(r"step 1/500")
+    # A busy machine may draw no frame between two steps.
+    screen.read_until(r"step \d+/500")
     screen.press_ctrl_c()
     screen.read_until(r"stopping: (finishing step \d+ \(\w+\) first|step \d+ is dropped)")
     assert screen.wait() == 75

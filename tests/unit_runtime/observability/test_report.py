@@ -174,7 +174,7 @@ def test_the_page_needs_nothing_from_elsewhere(tmp_path: Path) -> None:
 def test_every_chart_says_in_words_what_it_shows(tmp_path: Path) -> None:
     text = render_html(report_of(tmp_path, SyntheticRun()))
     labels = re.findall(r'<svg[^>]*aria-label="([^"]*)"', text)
-    assert len(labels) == 9
+    assert len(labels) == 10
     assert all("Steps 1 to 60" in label for label in labels)
 
 
