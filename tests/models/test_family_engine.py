@@ -87,7 +87,7 @@ def test_greedy_answers_are_those_of_transformers_generate(case: Case, tmp_path:
             torch.tensor([prompt]), max_new_tokens=len(ours), do_sample=False, pad_token_id=0,
             return_dict_in_generate=True, output_logits=True,
         )  # fmt: skip
-        assert tuple(made.sequences[0, len(prompt) :].tolist()) == ours
+        assert made.sequences[0, len(prompt) :].tolist() == ours.tolist()
         logits = torch.stack([each[0] for each in made.logits]).log_softmax(-1)
         theirs = logits.gather(1, torch.tensor(ours)[:, None])[:, 0]
         (scored,) = engine.score([*prompt, *ours], [None])
