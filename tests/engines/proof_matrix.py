@@ -64,6 +64,8 @@ def add_noise(_, __, output):
     if x is not None:
         wide = torch.where(torch.rand(x.shape, generator=drawn) < 0.1, 4.0, 1.0)
         x += torch.randn(x.shape, generator=drawn) * wide * {sigma}
+        # A softmax never gives more than 1, however it is rounded.
+        x.clamp_(max=0.0)
     return output
 if {sigma}:
     kept["noise"] = processor.register_forward_hook(add_noise)
