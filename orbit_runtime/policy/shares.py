@@ -68,30 +68,28 @@ class Share:
         )
 
     def _range(self, name: str, axis: str, size: int) -> slice:
-        rank, count = self.tensor
-        if size % count:
-            raise UnsupportedError(
-                f"{name} has {size} {axis}, which {count} GPUs do not divide evenly",
-                where="spec.training.parallel.tensor",
-                fix=f"write a divisor of {size}",
-            )
-        return slice(rank * size // count, (rank + 1) * size // count)
+        held = _divide(name, axis, size, self.tensor, "tensor")
+        return slice(held.start, held.stop)
 
     def experts_of(self, name: str, count: int) -> range:
         """Those of a layer that this process holds."""
-        rank, processes = self.expert
-        if count % processes:
-            raise UnsupportedError(
-                f"{name} has {count} experts, which {processes} GPUs do not divide evenly",
-                where="spec.training.parallel.expert",
-                fix=f"write a divisor of {count}",
-            )
-        return range(rank * count // processes, (rank + 1) * count // processes)
+        return _divide(name, "experts", count, self.expert, "expert")
 
     def cut_per_head(self, name: str, value: torch.Tensor) -> torch.Tensor:
         if name.rpartition(".")[2] not in PER_HEAD or self.tensor[1] == 1:
             return value
         return value[self._range(name, "heads", value.shape[0])].clone()
+
+
+def _divide(name: str, axis: str, size: int, share: tuple[int, int], field: str) -> range:
+    rank, count = share
+    if size % count:
+        raise UnsupportedError(
+            f"{name} has {size} {axis}, which {count} GPUs do not divide evenly",
+            where=f"spec.training.parallel.{field}",
+            fix=f"write a divisor of {size}",
+        )
+    return range(rank * size // count, (rank + 1) * size // count)
 
 
 UNDIVIDED = Share()

@@ -24,7 +24,7 @@ from orbit_runtime.training.megatron.groups import Sizes
 from tests.integration.tiny_families import make_family
 from tests.megatron.cases import differences, in_one_process, on_a_rank, sizes_of
 from tests.megatron.ranks import World, world
-from tests.models.family_matrix import DENSE, Case
+from tests.models.family_matrix import DENSE, EXPERT_LAYOUTS, Case, cover_pairs
 
 DIVISIONS = {
     "1": Sizes(),
@@ -60,25 +60,13 @@ def all_cases() -> list[Divided]:
         for family in FAMILIES:
             for layout in FORMATS if family != "gpt_oss" else ("BF16", "MXFP4GptOss"):
                 for adapter in ("LoRA", "OFT"):
-                    if family in DENSE:
-                        experts: tuple[str, ...] = ("None",)
-                    else:
-                        experts = ("SharedOuter", "Shared", "PerExpert", "None")
+                    experts = ("None",) if family in DENSE else EXPERT_LAYOUTS
                     made += [Divided(division, Case(family, layout, adapter, each)) for each in experts]
     return made
 
 
 def pairwise() -> list[Divided]:
-    """The case with most new pairs first, until every pair has occurred."""
-    remaining = all_cases()
-    missing = {pair for each in remaining for pair in each.pairs()}
-    chosen = []
-    while missing:
-        best = max(remaining, key=lambda each: len(each.pairs() & missing))
-        chosen.append(best)
-        missing -= best.pairs()
-        remaining.remove(best)
-    return sorted(chosen)
+    return cover_pairs(all_cases())
 
 
 def check(ranks: World, case: Case, folder: Path) -> tuple[float, float]:

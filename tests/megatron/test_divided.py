@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from orbit_runtime.errors import UnsupportedError
+from orbit_runtime.training.megatron.groups import Sizes
 from tests.megatron.matrix import DIVISIONS, check, pairwise
 from tests.megatron.ranks import World, world
-from tests.models.family_matrix import Case
 
 CHOSEN = {
     division: [each.case for each in group] for division, group in groupby(pairwise(), lambda each: each.division)
@@ -29,4 +30,10 @@ def test_ranks_have_the_log_probs_and_gradients_of_one_process(ranks: tuple[str,
     for number, case in enumerate(CHOSEN[division]):
         (tmp_path / str(number)).mkdir()
         check(made, case, tmp_path / str(number))
-    assert all(isinstance(case, Case) for case in CHOSEN[division])
+
+
+@pytest.mark.parametrize("axis", ["pipeline", "context"])
+def test_what_is_not_divided_yet_is_refused_by_its_field(axis: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"by {axis}") as caught:
+        Sizes(2, **{axis: 2}).check()
+    assert caught.value.where == f"spec.training.parallel.{axis}"

@@ -15,6 +15,7 @@ import time
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -63,8 +64,12 @@ def all_cases() -> list[Case]:
 
 
 def pairwise() -> list[Case]:
+    return cover_pairs(all_cases())
+
+
+def cover_pairs(cases: list[Any]) -> list[Any]:
     """A small selection with every pair that any case has: the case with most new pairs first."""
-    remaining = all_cases()
+    remaining = [*cases]
     missing = {pair for case in remaining for pair in case.pairs()}
     chosen = []
     while missing:

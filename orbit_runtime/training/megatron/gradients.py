@@ -22,10 +22,7 @@ class RankGradients:
         self._places = places
 
     def finish(self, masters: Mapping[str, nn.Parameter]) -> None:
-        """Complete gradients, from those of this rank's tokens and part of the sums: in BF16 nothing is rounded here.
-
-        Parameters that are reduced over the same ranks travel together.
-        """
+        """Complete gradients, from those of this rank's tokens and part of the sums, one parameter after the other."""
         groups = self._groups
         for name, master in masters.items():
             if master.grad is None:
@@ -43,8 +40,7 @@ class RankGradients:
     def norm(self, masters: Mapping[str, nn.Parameter]) -> Tensor:
         """Of all ranks' parameters, each counted once."""
         device = next(iter(masters.values())).device
-        squares = {"whole": torch.zeros((), device=device), "tensor": torch.zeros((), device=device)}
-        squares["expert"] = torch.zeros((), device=device)
+        squares = {kind: torch.zeros((), device=device) for kind in ("whole", "tensor", "expert")}
         for name, master in masters.items():
             place = self._places[name]
             assert master.grad is not None

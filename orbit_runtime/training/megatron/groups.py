@@ -48,9 +48,16 @@ class Sizes:
     def check(self) -> None:
         """
         Raises:
-            UnsupportedError: the sizes do not multiply to the number of ranks, or experts are divided among a part of
-                the ranks that divide matrices.
+            UnsupportedError: layers or sequences are to be divided, which nothing here does yet; the sizes do not
+                multiply to the number of ranks; or experts are divided among a part of the ranks that divide matrices.
         """
+        for name, size in (("pipeline", self.pipeline), ("context", self.context)):
+            if size != 1:
+                raise UnsupportedError(
+                    f"this version does not divide a model by {name}, and {size} was asked for",
+                    where=f"spec.training.parallel.{name}",
+                    fix="write 1",
+                )
         group = self.tensor * self.pipeline * self.context
         if self.world % group:
             raise UnsupportedError(
