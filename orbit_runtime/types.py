@@ -50,8 +50,8 @@ class Prompt:
     """Stable over runs: the source's name and the row's number in it."""
     visit: int
     """How often this prompt was drawn before (the epoch, from 0): the second visit samples other tokens."""
-    messages: tuple[Mapping[str, str], ...]
-    """Chat messages, `role` and `content`."""
+    messages: tuple[Mapping[str, Any], ...]
+    """Chat messages: `role`, `content` (text or a list of parts), and what else the chat template reads."""
     fields: Mapping[str, Any] = field(default_factory=dict)
     """Every other column of the row; rewards receive it."""
 
@@ -305,8 +305,22 @@ class Tokenizer(Protocol):
     @property
     def eos_ids(self) -> tuple[int, ...]: ...
 
-    def encode_many(self, conversations: Sequence[Sequence[Mapping[str, str]]]) -> list[list[int]]:
-        """Ids of each conversation up to where the assistant's answer starts."""
+    def encode_many(
+        self, conversations: Sequence[Sequence[Mapping[str, Any]]], *, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> list[list[int]]:
+        """Ids of each conversation up to where the assistant's answer starts. `tools`: schemas for the template."""
+        ...
+
+    def encode_continuation(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        answered: int,
+        last_id: int | None,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> list[int]:
+        """Ids of what follows the sampled message `answered`, which ended with `last_id`, up to where the next answer
+        starts."""
         ...
 
     def decode(self, token_ids: Sequence[int]) -> str: ...

@@ -6,28 +6,48 @@ them. Does not belong here: which prompts there are.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
-from orbit_runtime.errors import ModelError
+from orbit_runtime.errors import ManifestError, ModelError
 from orbit_runtime.model_info.content import FILES
 from orbit_runtime.model_info.settings import load_settings
 
+Messages = Sequence[Mapping[str, Any]]
+"""Chat messages: `role` and `content`, and what else the template reads, such as `tool_calls`."""
+Tools = Sequence[Mapping[str, Any]]
+"""JSON schemas of functions, as chat templates take them."""
+
+OWN_ARGUMENTS = ("add_generation_prompt", "conversation", "messages", "tokenize", "tools")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 
 class ChatTokenizer:
     """A model's own tokenizer and chat template.
 
+    Args:
+        template_arguments: what the template is rendered with besides the messages, such as `enable_thinking`.
+
     Raises:
+        ManifestError: one of `template_arguments` is what the template is rendered with in any case.
         ModelError: the folder holds no tokenizer, no chat template, or names no end-of-sequence token.
     """
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, template_arguments: Mapping[str, Any] | None = None) -> None:
         self._folder = Path(folder)
         self._tokenizer = _load_tokenizer(self._folder)
         self._eos_ids = _resolve_eos_ids(self._folder, self._tokenizer)
+        self._template_arguments = dict(template_arguments or {})
+        for name in OWN_ARGUMENTS:
+            if name in self._template_arguments:
+                raise ManifestError(
+                    f"the template's argument {name!r} is Orbit's own",
+                    where="spec.data.chat.templateArguments",
+                    fix="remove it",
+                )
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
@@ -40,17 +60,50 @@ class ChatTokenizer:
         pad = self._tokenizer.pad_token_id
         return self._eos_ids[0] if pad is None else int(pad)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def encode_chat(self, messages: Messages, *, tools: Tools = ()) -> list[int]:
         """Ids of the conversation up to where the assistant's answer starts."""
-        return self.encode_many([messages])[0]
+        return self.encode_many([messages], tools=tools)[0]
 
-    def encode_many(self, conversations: Sequence[Sequence[Mapping[str, str]]]) -> list[list[int]]:
+    def encode_many(self, conversations: Sequence[Messages], *, tools: Tools = ()) -> list[list[int]]:
         """`encode_chat` of each, in one call to the tokenizer."""
-        texts = [self._render(messages) for messages in conversations]
+        texts = [self._render(messages, tools) for messages in conversations]
         if not texts:
             return []
         # The template already wrote the special tokens.
         return [list(ids) for ids in self._tokenizer(texts, add_special_tokens=False)["input_ids"]]
+
+    def encode_continuation(
+        self, messages: Messages, answered: int, last_id: int | None, *, tools: Tools = ()
+    ) -> list[int]:
+        """What follows a sampled answer: its end, the messages after it, and the start of the next answer.
+
+        Nothing that was sampled is encoded again. The conversation is rendered with a placeholder for the answer, with
+        and without what follows it; from the placeholder on, the text without must be the start of the text with.
+
+        Args:
+            messages: the whole conversation.
+            answered: index of the sampled answer; what follows it is new.
+            last_id: last token of the answer; an end token that the template writes as well is not written twice.
+
+        Raises:
+            ModelError: the template ends a message in another way once others follow, or does not write it out.
+        """
+        mark = _free_placeholder(messages)
+        before = [*messages[:answered], {"role": "assistant", "content": mark}]
+        closing = self._after(mark, self._render(before, tools, answer=False))
+        following = self._after(mark, self._render([*before, *messages[answered + 1 :]], tools))
+        if not following.startswith(closing):
+            raise ModelError(
+                f"the chat template ends an answer with {closing[:40]!r}, and with {following[:40]!r} once messages "
+                "follow: what follows cannot be added to what was sampled",
+                where=str(self._folder),
+                fix="use a template whose text with more messages starts with its text without them",
+            )
+        for message in messages[answered + 1 :]:
+            self._check_written(message, following)
+        if last_id in self._eos_ids:
+            following = following.removeprefix(str(self._tokenizer.decode([last_id], skip_special_tokens=False)))
+        return self.encode_text(following)
 
     def encode_text(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -61,16 +114,50 @@ class ChatTokenizer:
             self._tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
         )
 
-    def _render(self, messages: Sequence[Mapping[str, str]]) -> str:
+    def _check_written(self, message: Mapping[str, Any], text: str) -> None:
+        """Some templates leave out what they do not expect, such as a tool's answer to a call that is no field."""
+        content = message.get("content")
+        if isinstance(content, str) and content.strip() not in text and json.dumps(content)[1:-1] not in text:
+            raise ModelError(
+                f"the chat template leaves out a message of role {message.get('role')!r}",
+                where=str(self._folder),
+                fix="use a template that writes it, or roles that this one knows",
+            )
+
+    def _after(self, mark: str, text: str) -> str:
+        if text.count(mark) != 1:
+            raise ModelError(
+                f"the chat template writes an assistant's message {text.count(mark)} times",
+                where=str(self._folder),
+                fix="use a template that writes the text of each message once, as it is",
+            )
+        return text.partition(mark)[2]
+
+    def _render(self, messages: Messages, tools: Tools, *, answer: bool = True) -> str:
         try:
             plain = [dict(message) for message in messages]
-            return str(self._tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=True))
+            return str(
+                self._tokenizer.apply_chat_template(
+                    plain,
+                    tools=[dict(tool) for tool in tools] or None,
+                    tokenize=False,
+                    add_generation_prompt=answer,
+                    **self._template_arguments,
+                )
+            )
         except Exception as error:  # templates are programs of the model's author and raise what they like
             raise ModelError(
                 f"the chat template refuses a prompt: {error}",
                 where=str(self._folder),
-                fix="use the roles that the template knows, in the order it expects",
+                fix="use the roles that the template knows, in the order it expects, and arguments that it takes "
+                "(spec.data.chat.templateArguments)",
             ) from error
+
+
+def _free_placeholder(messages: Messages) -> str:
+    """A word that no message holds, and no template changes."""
+    everything = repr(list(messages))
+    return next(mark for number in count() if (mark := f"orbit{number}answer") not in everything)
 
 
 def _load_tokenizer(folder: Path) -> Any:

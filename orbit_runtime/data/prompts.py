@@ -72,7 +72,7 @@ def check_fields(table: PromptTable, required: Mapping[str, str]) -> None:
 
 def check_lengths(
     table: PromptTable,
-    encode_many: Callable[[Sequence[Sequence[Mapping[str, str]]]], list[list[int]]],
+    encode_many: Callable[[Sequence[Sequence[Mapping[str, Any]]]], list[list[int]]],
     *,
     max_prompt_tokens: int,
 ) -> None:
@@ -165,6 +165,6 @@ def shuffled(count: int, key: int) -> list[int]:
 
 def _build_prompt(prompt_id: str, row: Mapping[str, Any], prompt_field: str) -> Prompt:
     prompt = row[prompt_field]
-    messages: Iterable[Mapping[str, str]] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    messages: Iterable[Mapping[str, Any]] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     fields = {key: value for key, value in row.items() if key != prompt_field}
     return Prompt(prompt_id, 0, tuple(dict(message) for message in messages), fields)

@@ -156,10 +156,28 @@ def row_problem(row: Any, prompt_field: str) -> str | None:
     for index, message in enumerate(prompt):
         if not isinstance(message, dict):
             return f"{prompt_field}[{index}] is a message with 'role' and 'content', this is {_kind(message)}"
-        for key in ("role", "content"):
-            if not isinstance(message.get(key), str):
-                return f"{prompt_field}[{index}].{key} is a string, this is {_kind(message.get(key))}"
+        where = f"{prompt_field}[{index}]"
+        if not isinstance(message.get("role"), str):
+            return f"{where}.role is a string, this is {_kind(message.get('role'))}"
+        problem = _content_problem(message, where)
+        if problem:
+            return problem
     return None
+
+
+def _content_problem(message: Mapping[str, Any], where: str) -> str | None:
+    """Text, a list of parts, or nothing beside calls of tools."""
+    content, calls = message.get("content"), message.get("tool_calls")
+    if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
+        return f"{where}.tool_calls is a list of objects, this is {_kind(calls)}"
+    if content is None and calls:
+        return None
+    if isinstance(content, list):
+        for index, part in enumerate(content):
+            if not isinstance(part, dict) or not isinstance(part.get("type"), str):
+                return f"{where}.content[{index}] is a part with a 'type', this is {_kind(part)}"
+        return None
+    return None if isinstance(content, str) else f"{where}.content is a string, this is {_kind(content)}"
 
 
 def _json_problem(row: Mapping[str, Any]) -> str | None:

@@ -143,7 +143,7 @@ def build_parts(
     with gc_paused():
         from orbit_runtime.data.chat import ChatTokenizer
 
-        tokenizer = ChatTokenizer(folder)
+        tokenizer = ChatTokenizer(folder, spec.data.chat.template_arguments)
         new_tokens = spec.rollout.sampling.max_new_tokens
         check_lengths(table, tokenizer.encode_many, max_prompt_tokens=spec.model.max_sequence_length - new_tokens)
         policy = build_policy(resolved, folder, show.note)

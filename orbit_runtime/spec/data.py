@@ -8,9 +8,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, JsonValue
 
-from orbit_runtime.spec.block import IDENTITY, LAYOUT, AsTuple, Block, Contradiction, Uri, check_scheme
+from orbit_runtime.spec.block import (
+    IDENTITY,
+    LATER_IDENTITY,
+    LAYOUT,
+    AsTuple,
+    Block,
+    Contradiction,
+    Uri,
+    check_scheme,
+)
 
 PROMPT_SCHEMES = ("builtin", "file", "hf", "s3", "pvc")
 
@@ -31,6 +40,15 @@ class Prompts(Block):
         yield from check_scheme("uri", self.uri, PROMPT_SCHEMES)
 
 
+class Chat(Block):
+    """How messages become the model's text."""
+
+    template_arguments: Annotated[
+        dict[str, JsonValue], LATER_IDENTITY, Field(max_length=32, examples=[{"enable_thinking": False}])
+    ] = Field(default_factory=dict)
+    """What the model's chat template is rendered with besides messages and tools."""
+
+
 class Data(Block):
     """The prompts and their order. Every other column of a row goes to the rewards."""
 
@@ -40,6 +58,8 @@ class Data(Block):
         Field(min_length=1, max_length=64, examples=[[{"uri": "builtin://two-digit-addition"}]]),
     ]
     """Sources, read one after the other."""
+    chat: Chat = Chat()
+    """How their messages become the model's text."""
     limit: Annotated[int | None, IDENTITY, Field(ge=1, le=2**53)] = None
     """Use only so many prompts, the first ones; unset, all."""
     epochs: Annotated[int | None, IDENTITY, Field(ge=1, le=1_000_000)] = None

@@ -35,6 +35,22 @@ def test_rows_become_prompts_with_ids_messages_and_the_other_columns(tmp_path: P
     assert table.digest.startswith("sha256:")
 
 
+def test_a_prompt_may_hold_parts_and_calls_of_tools(tmp_path: Path) -> None:
+    chat = [
+        {"role": "user", "content": [{"type": "text", "text": "u"}]},
+        {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]},
+        {"role": "tool", "content": "3", "tool_call_id": "a"},
+    ]
+    assert load_prompts([source(tmp_path, json.dumps({"prompt": chat}))]).prompts_P[0].messages == tuple(chat)
+    for wrong, said in (
+        ({"role": "user", "content": ["u"]}, r"prompt\[0\].content\[0\] is a part with a 'type', this is a string"),
+        ({"role": "assistant", "content": None}, r"prompt\[0\].content is a string, this is null"),
+        ({"role": "assistant", "tool_calls": "f"}, r"prompt\[0\].tool_calls is a list of objects, this is a string"),
+    ):
+        with pytest.raises(DataError, match=said):
+            load_prompts([source(tmp_path, json.dumps({"prompt": [wrong]}))])
+
+
 def test_every_epoch_visits_every_prompt_once_in_another_order(tmp_path: Path) -> None:
     stream = PromptStream(load_prompts([numbered(tmp_path, 20)]), seed=3, epochs=2)
     epochs = [stream.take(20), stream.take(20)]

@@ -226,6 +226,7 @@ def test_display_layout_and_defaults_written_out_leave_the_identity_alone(overri
         "data.limit=9",
         "data.prompts=[{uri: p.jsonl}, {uri: q.jsonl}]",
         "data.prompts=[{uri: p.jsonl, promptField: question}]",
+        "data.chat.templateArguments={enable_thinking: false}",
         "environment.rewards[0].weight=2",
         "environment.rewards[0].arguments={a: 1}",
         "rollout.sampling.stop=[x]",

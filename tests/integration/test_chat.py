@@ -1,0 +1,143 @@
+"""Messages as token ids, through chat templates of published models: what follows a sampled answer is added to it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orbit_runtime.data.chat import ChatTokenizer
+from orbit_runtime.errors import ManifestError, ModelError
+from orbit_runtime.model_info.builtin_models import builtin_folder
+
+TRL = find_spec("trl")
+assert TRL is not None
+assert TRL.origin is not None
+TEMPLATES = Path(TRL.origin).parent / "chat_templates"
+"""As published with Qwen, Llama, GLM and others; TRL keeps them for its own tests of the same thing."""
+END = 1
+ADD = {
+    "type": "function",
+    "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {}}},
+}
+
+
+@pytest.fixture
+def templated(tmp_path: Path) -> Callable[..., ChatTokenizer]:
+    """The shipped model's tokenizer, which knows every ASCII character and the ends of ChatML, with a template."""
+
+    def build(template: str, **arguments: Any) -> ChatTokenizer:
+        folder = tmp_path / "model"
+        if not folder.exists():
+            shutil.copytree(builtin_folder("tiny-adder", "BF16"), folder)
+        (folder / "chat_template.jinja").write_text(template)
+        return ChatTokenizer(folder, arguments)
+
+    return build
+
+
+def published(name: str) -> str:
+    return (TEMPLATES / f"{name}.jinja").read_text()
+
+
+def written(tokenizer: ChatTokenizer, ids: list[int]) -> str:
+    return str(tokenizer._tokenizer.decode(ids, skip_special_tokens=False))
+
+
+def conversation(role: str) -> list[dict[str, Any]]:
+    return [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "<think>a</think>call"},
+        {"role": role, "content": "more", "name": "f"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "role", "text"),
+    [
+        ("qwen2_5", "user", "<|im_end|>\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n"),
+        (
+            "qwen3",
+            "tool",
+            "<|im_end|>\n<|im_start|>user\n<tool_response>\nmore\n</tool_response><|im_end|>\n<|im_start|>assistant\n",
+        ),
+        ("qwen3_5_think", "user", "<|im_end|>\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n<think>\n"),
+        (
+            "llama3_1",
+            "user",
+            "<|eot_id|><|start_header_id|>user<|end_header_id|>\n\nmore<|eot_id|>"
+            "<|start_header_id|>assistant<|end_header_id|>\n\n",
+        ),
+        ("glm4moe", "tool", "<|observation|>\n<tool_response>\nmore\n</tool_response><|assistant|>"),
+    ],
+)
+def test_what_follows_an_answer_is_what_the_published_template_writes_after_it(
+    templated: Callable[..., ChatTokenizer], name: str, role: str, text: str
+) -> None:
+    tokenizer = templated(published(name))
+    assert written(tokenizer, tokenizer.encode_continuation(conversation(role), 1, None)) == text
+
+
+def test_an_end_token_that_was_sampled_is_not_written_again(templated: Callable[..., ChatTokenizer]) -> None:
+    tokenizer = templated(published("qwen2_5"))
+    after = written(tokenizer, tokenizer.encode_continuation(conversation("user"), 1, END))
+    assert after == "\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_a_template_that_ends_the_last_answer_in_a_way_of_its_own_is_refused(
+    templated: Callable[..., ChatTokenizer],
+) -> None:
+    with pytest.raises(ModelError, match=r"ends an answer with '<\|return\|>', and with '<\|end\|>"):
+        templated(published("gptoss")).encode_continuation(conversation("user"), 1, None)
+
+
+def test_a_template_that_leaves_a_message_out_is_refused(templated: Callable[..., ChatTokenizer]) -> None:
+    with pytest.raises(ModelError, match="leaves out a message of role 'tool'"):
+        templated(published("gemma4")).encode_continuation(conversation("tool"), 1, None)
+
+
+def test_a_template_without_assistants_is_refused(templated: Callable[..., ChatTokenizer]) -> None:
+    only_users = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
+    with pytest.raises(ModelError, match="writes an assistant's message 0 times"):
+        templated(only_users).encode_continuation(conversation("user"), 1, None)
+
+
+def test_template_arguments_and_tools_reach_the_template(templated: Callable[..., ChatTokenizer]) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    plain = templated(published("qwen3"))
+    silent = templated(published("qwen3"), enable_thinking=False)
+    assert written(silent, silent.encode_chat(messages)) == (
+        written(plain, plain.encode_chat(messages)) + "<think>\n\n</think>\n\n"
+    )
+    assert '"name": "add"' in written(plain, plain.encode_chat(messages, tools=[ADD]))
+    assert '"name": "add"' not in written(plain, plain.encode_chat(messages))
+
+
+def test_structured_content_and_tool_messages_reach_the_template(templated: Callable[..., ChatTokenizer]) -> None:
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "two parts"}]},
+        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}]},
+        {"role": "tool", "content": "3"},
+    ]
+    tokenizer = templated(published("qwen2_5_vl"))
+    assert "two parts" in written(tokenizer, tokenizer.encode_chat(messages[:1]))
+    qwen3 = templated(published("qwen3"))
+    text = written(qwen3, qwen3.encode_chat([{"role": "user", "content": "hi"}, *messages[1:]]))
+    assert '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>' in text
+    assert "<tool_response>\n3\n</tool_response>" in text
+
+
+def test_an_argument_that_is_orbits_own_is_refused(templated: Callable[..., ChatTokenizer]) -> None:
+    with pytest.raises(ManifestError, match=r"spec\.data\.chat\.templateArguments: .*'tools' is Orbit's own"):
+        templated(published("qwen3"), tools=[])
+
+
+def test_a_placeholder_never_meets_a_message_that_says_the_same(templated: Callable[..., ChatTokenizer]) -> None:
+    tokenizer = templated(published("qwen2_5"))
+    messages = [{"role": "user", "content": "orbit0answer"}, {"role": "assistant", "content": "orbit1answer"}]
+    after = tokenizer.encode_continuation([*messages, {"role": "user", "content": "orbit0answer?"}], 1, END)
+    assert written(tokenizer, after) == "\n<|im_start|>user\norbit0answer?<|im_end|>\n<|im_start|>assistant\n"
