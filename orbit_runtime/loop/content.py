@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from orbit_runtime.data.prompts import PromptTable
-from orbit_runtime.digests import SCHEME, is_older_scheme
+from orbit_runtime.digests import is_older_scheme
 from orbit_runtime.errors import OutputError
 from orbit_runtime.model_info.content import file_digests
 from orbit_runtime.spec import Resolved
@@ -20,7 +20,10 @@ from orbit_runtime.spec import Resolved
 PREFIX = "content."
 """Of every name; with it they stand in `run.json` beside the identity fields of the manifest."""
 
-WEIGHTS = f"{PREFIX}model.weights"
+WEIGHTS = f"{PREFIX}model.tensors"
+"""Of every tensor as it lies on disk, so that it is the same however a trainer divides the model."""
+OLDER_WEIGHTS = f"{PREFIX}model.weights"
+"""What older versions had in its place: the weights as one process had loaded them."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +49,11 @@ def resolve_names(resolved: Resolved, before: Mapping[str, Any] | None) -> Names
     return Names(model, tuple(Path(each.uri.split("://", 1)[-1]).stem for each in spec.data.prompts))
 
 
-def content_digests(folder: Path, table: PromptTable, base_digest: str, code_digest: str | None) -> dict[str, str]:
+def content_digests(folder: Path, table: PromptTable, weights: str, code_digest: str | None) -> dict[str, str]:
     """Name → digest of the model, every prompts file and `environment.code`, e.g. `content.model.config.json`."""
     digests = {f"{PREFIX}model.{name}": digest for name, digest in file_digests(folder).items()}
     return (
-        {WEIGHTS: base_digest}
+        {WEIGHTS: weights}
         | digests
         | {f"{PREFIX}data.prompts[{index}]": digest for index, digest in enumerate(table.file_digests)}
         | ({} if code_digest is None else {f"{PREFIX}environment.code": code_digest})
@@ -60,7 +63,7 @@ def content_digests(folder: Path, table: PromptTable, base_digest: str, code_dig
 def check_content(uri: str, before: Mapping[str, Any], now: Mapping[str, str]) -> None:
     """Raises OutputError (73) naming everything that differs from what the run in `run.json` read."""
     then = {path: value for path, value in before.get("identity", {}).items() if path.startswith(PREFIX)}
-    check_digest_scheme(uri, str(then.get(WEIGHTS, SCHEME)))
+    check_weights_known(uri, then)
     changed = [path for path in sorted({*then, *now}) if then.get(path) != now.get(path)]
     if changed:
         lines = "".join(f"\n  {path}: {_short(then.get(path))} then, {_short(now.get(path))} now" for path in changed)
@@ -74,12 +77,22 @@ def check_content(uri: str, before: Mapping[str, Any], now: Mapping[str, str]) -
 def check_digest_scheme(uri: str, digest: str) -> None:
     """Raises OutputError (73) where a digest was made as older versions made them: equal bytes have another one now."""
     if is_older_scheme(digest):
-        raise OutputError(
-            f"the run in this folder was written by an older Orbit, whose digests ({digest[:13]}…) cannot be compared "
-            "with those of this one",
-            where=uri,
-            fix="continue it with the version that wrote it, or choose another --out for a new run",
-        )
+        raise _written_by_older(uri, digest)
+
+
+def check_weights_known(uri: str, identity: Mapping[str, Any]) -> None:
+    """Raises OutputError (73) where `run.json` tells the weights by a digest that this version does not compute."""
+    if OLDER_WEIGHTS in identity:
+        raise _written_by_older(uri, str(identity[OLDER_WEIGHTS]))
+
+
+def _written_by_older(uri: str, digest: str) -> OutputError:
+    return OutputError(
+        f"the run in this folder was written by an older Orbit, whose digests ({digest[:13]}…) cannot be compared "
+        "with those of this one",
+        where=uri,
+        fix="continue it with the version that wrote it, or choose another --out for a new run",
+    )
 
 
 def _short(digest: str | None) -> str:

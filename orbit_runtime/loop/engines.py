@@ -25,8 +25,9 @@ from orbit_runtime.types import Engine, Tokenizer
 from orbit_runtime.workers.sglang_launch import AGENT_VARIABLE
 
 if TYPE_CHECKING:
+    from orbit_runtime.loop.trainers import TrainerSide
     from orbit_runtime.planner.serving_memory import ServerMemory
-    from orbit_runtime.policy.model import Policy
+    from orbit_runtime.policy.facts import PolicyFacts
     from orbit_runtime.rollout.sglang_api import RoutedLayers
 
 PROBES = 4
@@ -35,7 +36,7 @@ PROBES = 4
 
 def build_engine(
     resolved: Resolved,
-    policy: Policy,
+    side: TrainerSide,
     tokenizer: Tokenizer,
     folder: Path,
     sequences: Sequence[Sequence[int]],
@@ -51,22 +52,23 @@ def build_engine(
         from orbit_runtime.rollout.torch_engine import TorchEngine
 
         rollout = resolved.run.spec.rollout
+        assert side.policy is not None, "the planner refuses the torch engine beside ranks"
         return TorchEngine(
-            policy,
+            side.policy,
             tokenizer,
             max_running_requests=rollout.max_running_requests,
             notes_experts=rollout.router_replay != "None",
         )
     from orbit_runtime.rollout.sglang_server import check_served
 
-    modules = {name for name, _ in policy.model.named_modules()}
-    check_served(policy.injected.config, tuple(policy.injected.layers), modules)
+    facts = side.facts
+    check_served(facts.adapter, facts.layers, facts.modules)
     if resolved.engine == "OpenAI":
-        return _attach(resolved, policy, tokenizer, folder, sequences, closing)
-    return _start(resolved, policy, tokenizer, folder, closing)
+        return _attach(resolved, facts, tokenizer, folder, sequences, closing)
+    return _start(resolved, facts, tokenizer, folder, closing)
 
 
-def _start(resolved: Resolved, policy: Policy, tokenizer: Tokenizer, folder: Path, closing: ExitStack) -> Engine:
+def _start(resolved: Resolved, facts: PolicyFacts, tokenizer: Tokenizer, folder: Path, closing: ExitStack) -> Engine:
     from orbit_runtime.checkpoints.convert import convert
     from orbit_runtime.checkpoints.target import Target
     from orbit_runtime.model_info.checkpoint import folder_facts
@@ -84,8 +86,7 @@ def _start(resolved: Resolved, policy: Policy, tokenizer: Tokenizer, folder: Pat
     from orbit_runtime.rollout.starting import start_engine
     from orbit_runtime.workers.run_token import run_token
 
-    spec, adapter, layers = resolved.run.spec, policy.injected.config, tuple(policy.injected.layers)
-    formats = expert_formats(policy)
+    spec, adapter, layers, formats = resolved.run.spec, facts.adapter, facts.layers, facts.expert_formats
     check_experts(adapter, layers, resolved.device, formats)
     on_cpu, attention = resolved.device == "cpu", None
     if spec.rollout.deterministic:
@@ -100,7 +101,7 @@ def _start(resolved: Resolved, policy: Policy, tokenizer: Tokenizer, folder: Pat
             attention = deterministic_attention(folder_facts(folder).architecture.family, capability)
     scratch = Path(closing.enter_context(TemporaryDirectory(prefix="orbit-sglang-")))
     base = folder
-    if on_cpu and policy.precision != "BF16":
+    if on_cpu and facts.precision != "BF16":
         base = scratch / "base"
         convert(folder, base, Target("BF16"), show=lambda *_: None)
     serving = _plan_serving(resolved, folder)
@@ -122,7 +123,7 @@ def _start(resolved: Resolved, policy: Policy, tokenizer: Tokenizer, folder: Pat
         extra=tuple(argument_flags(spec.rollout.engine_arguments)),
         engine_version=spec.rollout.engine_version,
         attention=attention,
-        routed=routed_layers(policy) if spec.rollout.router_replay != "None" else None,
+        routed=routed_layers(facts) if spec.rollout.router_replay != "None" else None,
         tensor_parallel=serving.server_gpus,
         kv_tokens=memory.kv_tokens if memory else None,
         memory_fraction=memory.fraction if memory else None,
@@ -152,19 +153,13 @@ def _start(resolved: Resolved, policy: Policy, tokenizer: Tokenizer, folder: Pat
     )
 
 
-def routed_layers(policy: Policy) -> RoutedLayers:
+def routed_layers(facts: PolicyFacts) -> RoutedLayers:
     """Whose experts its completions are to bring along."""
     from orbit_runtime.rollout.sglang_api import RoutedLayers
 
-    routing = policy.routing
-    assert routing is not None
-    return RoutedLayers(int(policy.model.config.num_hidden_layers), routing.layers, routing.experts_per_token)
-
-
-def expert_formats(policy: Policy) -> tuple[str, ...]:
-    """What the adapted routed experts are packed as."""
-    found = {layer.base.format for name, layer in policy.injected.layers.items() if ".experts." in name}
-    return tuple(sorted(str(form) for form in found))
+    routed = facts.routed
+    assert routed is not None
+    return RoutedLayers(routed.num_layers, routed.layers, routed.experts_per_token)
 
 
 @dataclass(frozen=True)
@@ -209,7 +204,7 @@ def _log(scratch: Path, index: int) -> Path:
 
 def _attach(
     resolved: Resolved,
-    policy: Policy,
+    facts: PolicyFacts,
     tokenizer: Tokenizer,
     folder: Path,
     sequences: Sequence[Sequence[int]],
@@ -219,7 +214,7 @@ def _attach(
     from orbit_runtime.rollout.sglang_experts import served_experts
     from orbit_runtime.rollout.sglang_server import check_attached, lora_targets
 
-    spec, adapter, layers = resolved.run.spec, policy.injected.config, tuple(policy.injected.layers)
+    spec, adapter, layers = resolved.run.spec, facts.adapter, facts.layers
     check_attached(layers)
     if served_experts(adapter, layers) != "None":
         raise UnsupportedError(
@@ -246,7 +241,7 @@ def _attach(
         sampling=sampling_of(spec),
         architectures=tuple(json.loads((folder / "config.json").read_text()).get("architectures") or ()),
         probes=tuple(tuple(ids) for ids in sequences[:PROBES]),
-        tolerance=change_limit(policy),
+        tolerance=change_limit(facts),
         engine_version=spec.rollout.engine_version,
     )
     return attach_engine(
@@ -290,8 +285,8 @@ def endpoint_headers(index: int, endpoint: EndpointSpec, environment: Mapping[st
     return headers
 
 
-def change_limit(policy: Policy) -> float:
+def change_limit(facts: PolicyFacts) -> float:
     """How far the adapter's effect may differ between the two sides' passes; coarser where activations are BF16."""
     from orbit_runtime.parity.liveness import CHANGE_LIMITS
 
-    return CHANGE_LIMITS[str(policy.compute_dtype).removeprefix("torch.")]
+    return CHANGE_LIMITS[facts.compute_dtype]

@@ -12,7 +12,7 @@ from typing import Any
 
 from orbit_runtime.errors import UsageError
 from orbit_runtime.loop.build import Parts
-from orbit_runtime.loop.content import PREFIX, WEIGHTS, check_digest_scheme
+from orbit_runtime.loop.content import PREFIX, WEIGHTS, check_weights_known
 from orbit_runtime.loop.resume import read_run_file
 from orbit_runtime.loop.state import RunState
 from orbit_runtime.spec import OrbitRun, identity_fields
@@ -100,7 +100,7 @@ def begin_from(parts: Parts, state: RunState, origin: Origin) -> None:
         UsageError: its adapter is of another kind, or belongs to another base.
     """
     facts, then = origin.bundle.facts, origin.run["identity"]
-    check_digest_scheme(origin.uri, str(then.get(WEIGHTS)))
+    check_weights_known(origin.uri, then)
     if then.get(WEIGHTS) != parts.content[WEIGHTS]:
         raise UsageError(
             f"that adapter was trained on another base ({str(then.get(WEIGHTS))[:19]}…, this one is "

@@ -72,7 +72,7 @@ def measure_parity(parts: Parts, publication: Publication, when: str = "prefligh
         parts.trainer,
         _sequences(parts, publication.name),
         adapter=publication.name,
-        probing=parts.probing,
+        probing=parts.side.probing,
         factor=parts.spec.parity.floor_factor,
         absolute=absolute_limits(parts),
         when=when,
@@ -98,7 +98,11 @@ def absolute_limits(parts: Parts) -> ParityLimits:
     """The manifest's, or the precision's."""
     asked = parts.spec.parity
     return build_limits(
-        parts.precision, mean=asked.mean_limit, p99=asked.p99_limit, k3=asked.k3_limit, outside=asked.outside_limit
+        parts.facts.precision,
+        mean=asked.mean_limit,
+        p99=asked.p99_limit,
+        k3=asked.k3_limit,
+        outside=asked.outside_limit,
     )
 
 
@@ -177,10 +181,10 @@ def _find_in(parts: Parts, copy: Tapped, publication: Publication) -> Location:
         theirs = copy.snapshot(tokens, adapter)
         # Where the engine tells them: a token that goes to other experts by a hair's breadth is no layer's fault.
         routed = theirs.routed_TLC
-        ours = parts.snapshot(tokens, slot, files, routed_TLC=routed)
-        again = parts.snapshot(tokens, slot, files, copies=COPIES, routed_TLC=routed)
+        ours = parts.side.snapshot(tokens, slot, files, routed_TLC=routed)
+        again = parts.side.snapshot(tokens, slot, files, copies=COPIES, routed_TLC=routed)
         dtype = getattr(torch, parts.resolved.compute_dtype)
-        found = locate(ours, again, theirs, dtype=dtype, group=parts.group_size)
+        found = locate(ours, again, theirs, dtype=dtype, group=parts.facts.group_size)
         if not found.is_clear:
             break
     return found
@@ -213,7 +217,7 @@ def compare_sides(
         preflight = measured[worst(measured)]
         seconds = time.monotonic() - started
         location = find_difference(parts, publication) if layers or preflight.failures else None
-        return Comparison(resolved.engine, parts.precision, preflight, location, seconds)
+        return Comparison(resolved.engine, parts.facts.precision, preflight, location, seconds)
 
 
 def keep_location(parts: Parts, location: Location) -> None:

@@ -5,6 +5,7 @@ Belongs here: reading back what a run kept, and comparing. Does not belong here:
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,16 +14,18 @@ from orbit_runtime.adapters.buffer import publishable
 from orbit_runtime.data.records import decompress_rollouts
 from orbit_runtime.errors import DataError, ModelError, UsageError
 from orbit_runtime.loop.advantages import build_batch
-from orbit_runtime.loop.build import build_policy, build_trainer
-from orbit_runtime.loop.content import check_digest_scheme
+from orbit_runtime.loop.content import WEIGHTS, check_weights_known
 from orbit_runtime.loop.inputs import Inputs
 from orbit_runtime.loop.keep import step_name
 from orbit_runtime.loop.machine import explain_rounding, machine_facts, rounding_facts
 from orbit_runtime.loop.origin import find_origin
 from orbit_runtime.loop.resume import read_run_file
+from orbit_runtime.loop.trainers import build_policy, build_trainer
+from orbit_runtime.model_info.content import kept_weights_digest
 from orbit_runtime.observability.metrics import MetricsRow, parse_row
 from orbit_runtime.spec import OrbitRun, resolve
 from orbit_runtime.storage import NotFound, Store
+from orbit_runtime.storage.cache import Cache, default_cache
 from orbit_runtime.storage.download import Patience
 from orbit_runtime.types import Group, Prompt, Rollout
 
@@ -74,10 +77,10 @@ def replay(store: Store, *, steps: int | None, show: Callable[[int, int], None])
     resolved = resolve(OrbitRun.model_validate(before["resolved"]), machine_facts())
     spec = resolved.run.spec
     folder = Inputs(spec, before.get("inputs", {}), Patience(), ()).model()
-    policy = build_policy(resolved, folder, lambda _: None)
-    check_digest_scheme(store.uri, str(before["base_digest"]))
-    if policy.base_digest() != before["base_digest"]:
+    check_weights_known(store.uri, before["identity"])
+    if kept_weights_digest(folder, Cache(default_cache(os.environ))) != before["identity"][WEIGHTS]:
         raise ModelError("the base has other bytes than when the run began", where=spec.model.uri)
+    policy = build_policy(resolved, folder, lambda _: None)
     trainer, algorithm = build_trainer(resolved, policy, base_model=before["names"]["model"])
     origin = find_origin(resolved.run, before)
     if origin is not None:

@@ -28,7 +28,7 @@ from orbit_runtime.errors import (
     UsageError,
 )
 from orbit_runtime.loop.build import Parts, build_parts
-from orbit_runtime.loop.content import WEIGHTS, check_content, resolve_names
+from orbit_runtime.loop.content import check_content, resolve_names
 from orbit_runtime.loop.inputs import Inputs, build_patience
 from orbit_runtime.loop.machine import add_rounding_facts, explain_rounding, machine_facts, rounding_facts
 from orbit_runtime.loop.memory import told_where_memory_ran_out
@@ -141,7 +141,7 @@ def _run(
     if before:
         check_content(store.uri, before, parts.content)
         changes += explain_rounding(before["rounding"][-1:], rounding_facts()) if "rounding" in before else []
-    state = RunState(trainable_parameters=parts.trainable_parameters, base_digest=parts.content[WEIGHTS])
+    state = RunState(trainable_parameters=parts.facts.report.trainable_parameters, base_digest=parts.side.base_digest())
     if bundle is not None:
         restore(parts, state, bundle)
         show.note(f"continuing after step {state.step} of {store.uri}", resumed_at=state.step)
@@ -227,12 +227,12 @@ def _warn(parts: Parts, state: RunState, rewards: Mapping[str, Callable[..., Any
             f"training.learningRate is {rate:g}, a rate for training all weights; adapters usually take 1e-5 to 2e-3, "
             "about ten times as much or more"
         )
-    if parts.resolved.engine == "SGLang" and parts.resolved.device == "cpu" and parts.precision != "BF16":
-        state.warn(f"on a CPU SGLang serves the {parts.precision} base dequantised to BF16 (the same values)")
-    if parts.spec.rollout.deterministic and parts.resolved.engine == "SGLang" and parts.precision != "BF16":
+    if parts.resolved.engine == "SGLang" and parts.resolved.device == "cpu" and parts.facts.precision != "BF16":
+        state.warn(f"on a CPU SGLang serves the {parts.facts.precision} base dequantised to BF16 (the same values)")
+    if parts.spec.rollout.deterministic and parts.resolved.engine == "SGLang" and parts.facts.precision != "BF16":
         state.warn(
             f"rollout.deterministic: SGLang makes products with BF16 weights independent of the batch; with the "
-            f"{parts.precision} base completions may differ from one run to the next"
+            f"{parts.facts.precision} base completions may differ from one run to the next"
         )
     for copy in parts.engine.copies():
         if not copy.reads_back:

@@ -119,7 +119,7 @@ def _settle(parts: Parts, state: RunState) -> None:
 def _keep_newest(parts: Parts, state: RunState, cursor: Mapping[str, Any]) -> None:
     """However it ended, the newest finished step is durable, and says that the base is still the one it started on."""
     assert state.row is not None
-    state.base_digest_after = parts.base_digest()
+    state.base_digest_after = parts.side.base_digest()
     if state.checkpoint_step == state.step:
         parts.checkpoints.restate(state, cursor)
     else:

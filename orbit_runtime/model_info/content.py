@@ -63,8 +63,7 @@ def kept_weights_digest(
 ) -> str:
     """`weights_digest`, read from the cache while every file is the one, unchanged, that it was computed from.
 
-    "The one" is path, device, inode, size, and both times of change, of which the user sets only one. A run compares
-    what it loaded with what its first start loaded in any case (`content.model.weights`).
+    "The one" is path, device, inode, size, and both times of change, of which the user sets only one.
     """
     started = clock()
     facts, size, changed = _file_facts(folder)

@@ -15,9 +15,10 @@ import torch
 
 from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.data.chat import ChatTokenizer
-from orbit_runtime.loop.engines import expert_formats, routed_layers
+from orbit_runtime.loop.engines import routed_layers
 from orbit_runtime.parity.liveness import Limits, Proof, prove
 from orbit_runtime.policy import Policy, load_policy
+from orbit_runtime.policy.facts import describe
 from orbit_runtime.rollout.handover import SharedMemory
 from orbit_runtime.rollout.requests import sample
 from orbit_runtime.rollout.served_engine import ServedEngine
@@ -126,14 +127,15 @@ def serve(
         shutil.copy(file, plain)
     policy, tokenizer = load_policy(packed, config), ChatTokenizer(packed)
     layers = tuple(policy.injected.layers)
-    check_served(config, layers, {name for name, _ in policy.model.named_modules()})
-    check_experts(config, layers, "cpu", expert_formats(policy))
+    facts = describe(policy)
+    check_served(config, layers, facts.modules)
+    check_experts(config, layers, "cpu", facts.expert_formats)
     settings = ServerSettings(
         model=plain, device="cpu", dtype="float32", max_running_requests=16,
         targets=lora_targets((*layers, *config.targets)), max_sequence_length=256, seed=0,
         lora_rank=config.rank if config.type == "LoRA" else 1,
         oft_block_size=config.block_size if config.type == "OFT" else 0, experts=served_experts(config, layers),
-        tensor_parallel=tensor_parallel, routed=routed_layers(policy) if tells_experts else None,
+        tensor_parallel=tensor_parallel, routed=routed_layers(facts) if tells_experts else None,
     )  # fmt: skip
     server = SGLangServer(settings, log=folder / "server" / "sglang.log")
     engine = start_engine(

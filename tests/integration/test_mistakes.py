@@ -325,7 +325,7 @@ def test_inputs_that_moved_continue_the_run_bit_for_bit_and_another_content_is_r
     make_checkpoint(elsewhere / "other", "llama", seed=1)
     shell.spec["model"]["uri"] = str(elsewhere / "other")
     assert shell.run() == 73
-    assert "content.model.weights: tree:" in shell.shown
+    assert "content.model.tensors: sha256:" in shell.shown
     assert "config.json" not in shell.shown, "only what differs is named"
     assert (shell.out / "run.json").read_bytes() == before
 
