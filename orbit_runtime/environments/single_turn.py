@@ -1,26 +1,25 @@
 """One prompt, one completion, scored.
 
 Belongs here: from prompts to episodes, and from completions and scores to rollouts.
-Does not belong here: sampling (`rollout`), running reward code (`workers`), when a step begins or ends (`loop`).
+Does not belong here: sampling (`rollout`), running reward code (`workers`), which step an episode is of (`loop`).
 
-Legend: `_P` prompts, `_G` the rollouts of one prompt, `_T` tokens.
+Legend: `_P` prompts, `_T` tokens.
 """
 
 from __future__ import annotations
 
 import math
-import time
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from orbit_runtime.environments.scoring import Scoring
 from orbit_runtime.seeds import stream_key
 from orbit_runtime.types import (
     FLAGS,
     FLOATS,
     TOKENS,
     Completion,
-    Group,
     Outcome,
     Prompt,
     Rollout,
@@ -32,27 +31,30 @@ from orbit_runtime.types import (
 from orbit_runtime.workers.reward_protocol import RewardCall, RewardResult, RewardScorer
 
 FAILED: tuple[Outcome, ...] = ("timeout", "crash")
-SUBMIT_CALLS, SUBMIT_SECONDS = 128, 0.05
-"""Reward calls travel together: so many, or those of so long, whichever is first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Episode:
     """One rollout to be played."""
 
-    number: int
-    """From 0, in the prompts' order."""
+    step: int
+    """That its rollout trains in."""
     prompt: Prompt
     sample_index: int
     prompt_ids_T: tuple[int, ...]
 
 
-class SingleTurn:
-    """Plays a step's episodes, has completions scored as they arrive, and returns groups in the prompts' order.
+@dataclass(frozen=True, slots=True)
+class Played:
+    """A rollout that has ended and is scored."""
 
-    One step at a time: `build_episodes`, then `play` for each, in any order or all at once, then `build_groups`, or
-    `discard` at the end.
-    """
+    rollout: Rollout
+    reasons: tuple[str, ...] = ()
+    """Of rewards that timed out or crashed."""
+
+
+class SingleTurn:
+    """Builds episodes of prompts, and plays each: any number of them at the same time, in one event loop."""
 
     def __init__(
         self,
@@ -66,76 +68,37 @@ class SingleTurn:
     ) -> None:
         self._run = run
         self._tokenizer = tokenizer
-        self._scorer = scorer
+        self._scoring = Scoring(scorer)
         self._weights = dict(weights)
         """Reward name → its factor in the sum, in the manifest's order."""
         self._sampling = sampling
         self._group_size = group_size
         self._seed = seed
-        self._episodes: list[Episode] = []
-        self._completions: dict[int, Completion] = {}
-        self._submitted: list[int] = []
-        self._waiting: list[RewardCall] = []
-        self._flushed = 0.0
 
-    def build_episodes(self, prompts_P: Sequence[Prompt]) -> list[Episode]:
-        """`group_size` episodes per prompt."""
-        self._episodes, self._completions, self._submitted = [], {}, []
+    def build_episodes(self, prompts_P: Sequence[Prompt], step: int) -> list[Episode]:
+        """`group_size` episodes per prompt, in the prompts' order."""
         encoded = self._tokenizer.encode_many([prompt.messages for prompt in prompts_P])
-        for prompt, prompt_ids in zip(prompts_P, encoded, strict=True):
-            ids = tuple(prompt_ids)
-            for sample in range(self._group_size):
-                self._episodes.append(Episode(len(self._episodes), prompt, sample, ids))
-        return [*self._episodes]
+        return [
+            Episode(step, prompt, sample, tuple(prompt_ids))
+            for prompt, prompt_ids in zip(prompts_P, encoded, strict=True)
+            for sample in range(self._group_size)
+        ]
 
-    async def play(self, episode: Episode, tokens: TokenSource) -> None:
-        """Asks for the episode's completion and starts scoring it, together with those that end about the same time."""
+    async def play(self, episode: Episode, tokens: TokenSource) -> Played:
+        """Asks for the episode's completion and has it scored."""
         prompt = episode.prompt
         key = stream_key(self._seed, "sample", prompt.prompt_id, prompt.visit, episode.sample_index, 0)
         completion = await tokens.sample(episode.prompt_ids_T, self._sampling, key=key)
-        self._completions[episode.number] = completion
-        self._submitted.append(episode.number)
-        self._waiting += [RewardCall(name, completion.text, prompt.messages, prompt.fields) for name in self._weights]
-        if len(self._waiting) >= SUBMIT_CALLS or time.monotonic() - self._flushed > SUBMIT_SECONDS:
-            self._flush()
+        results = await self._scoring.score(
+            [RewardCall(name, completion.text, prompt.messages, prompt.fields) for name in self._weights]
+        )
+        rollout = self._rollout(episode, completion, results)
+        reasons = tuple(result.reason for result in results if result.outcome in FAILED)
+        if rollout.outcome in FAILED and not reasons:
+            reasons = ("the weighted sum of the rewards is not finite",)
+        return Played(rollout, reasons)
 
-    def discard(self) -> None:
-        """Drops the step of a run that stops: rewards still running are ended, however long they were allowed."""
-        self._scorer.close()
-        self._episodes, self._completions, self._submitted, self._waiting = [], {}, [], []
-
-    def is_scored(self, wait_seconds: float) -> bool:
-        """Whether `build_groups` would return at once, after waiting so long for it."""
-        self._flush()
-        return self._scorer.wait(wait_seconds)
-
-    def build_groups(self, step: int) -> tuple[list[Group], list[str]]:
-        """Waits for the scores; returns groups, and the reasons of rewards that timed out or crashed."""
-        self._flush()
-        results = self._scorer.gather()
-        width = len(self._weights)
-        by_episode = {
-            number: results[index * width : (index + 1) * width] for index, number in enumerate(self._submitted)
-        }
-        rollouts = [
-            self._rollout(step, episode, self._completions[episode.number], by_episode[episode.number])
-            for episode in self._episodes
-        ]
-        size = self._group_size
-        groups = [
-            Group(self._episodes[start].prompt, tuple(rollouts[start : start + size]))
-            for start in range(0, len(rollouts), size)
-        ]
-        reasons = [result.reason for result in results if result.outcome in FAILED]
-        if not reasons and any(rollout.outcome in FAILED for rollout in rollouts):
-            reasons = ["the weighted sum of the rewards is not finite"]
-        return groups, list(dict.fromkeys(reasons))
-
-    def _flush(self) -> None:
-        self._scorer.submit(self._waiting)
-        self._waiting, self._flushed = [], time.monotonic()
-
-    def _rollout(self, step: int, episode: Episode, completion: Completion, results: Sequence[RewardResult]) -> Rollout:
+    def _rollout(self, episode: Episode, completion: Completion, results: Sequence[RewardResult]) -> Rollout:
         prompt_T, answer_T = episode.prompt_ids_T, completion.token_ids_T
         blank = len(prompt_T)
         total = blank + len(answer_T)
@@ -143,7 +106,7 @@ class SingleTurn:
         question = str(episode.prompt.messages[-1].get("content", ""))
         return Rollout(
             run=self._run,
-            step=step,
+            step=episode.step,
             prompt_id=episode.prompt.prompt_id,
             sample_index=episode.sample_index,
             turns=(Turn("user", 0, blank, question), Turn("assistant", blank, total, completion.text)),

@@ -6,6 +6,7 @@ Belongs here: which completion is whose. Does not belong here: what an episode d
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Coroutine, Sequence
 from contextlib import aclosing
 from typing import Any
@@ -31,6 +32,8 @@ class Asking:
         self._engine = engine
         self._adapter = adapter
         self._version = version
+        self.answered = 0.0
+        """When the newest completion came."""
         self._asked = 0
         self._new: list[Request] = []
         self._waiting: dict[int, asyncio.Future[Completion]] = {}
@@ -54,8 +57,12 @@ class Asking:
             )
         return completion
 
-    async def run(self, episodes: Sequence[Coroutine[Any, Any, None]], stop: StopFlag) -> bool:
-        """Plays all episodes; False: `stop` was set before their end. Nothing of them is under way afterwards.
+    @property
+    def is_sampling(self) -> bool:
+        return bool(self._waiting)
+
+    async def run[T](self, episodes: Sequence[Coroutine[Any, Any, T]], stop: StopFlag) -> list[T] | None:
+        """Plays all episodes; None: `stop` was set before their end. Nothing of them is under way afterwards.
 
         Raises:
             OrbitError: what an episode or the engine raised first.
@@ -67,9 +74,7 @@ class Asking:
                 await asyncio.wait((playing, serving), timeout=STOP_SECONDS, return_when=asyncio.FIRST_COMPLETED)
                 if serving.done():
                     serving.result()
-            if playing.done():
-                playing.result()
-            return playing.done()
+            return playing.result() if playing.done() else None
         finally:
             playing.cancel()
             serving.cancel()
@@ -92,4 +97,5 @@ class Asking:
             await self._has_new.wait()
             async with aclosing(self._engine.completions()) as completions:
                 async for completion in completions:
+                    self.answered = time.monotonic()
                     self._waiting.pop(completion.request_id).set_result(completion)

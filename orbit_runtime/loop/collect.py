@@ -17,10 +17,7 @@ from orbit_runtime.errors import RewardsFailingError, StoppedOnRequest
 from orbit_runtime.loop.asking import Asking
 from orbit_runtime.loop.publish import Publication
 from orbit_runtime.loop.signals import StopFlag
-from orbit_runtime.types import Engine, Group, Prompt
-
-STOP_SECONDS = 0.5
-"""How often a stop request is looked for while rewards run: they may be slow, a pod's grace period is short."""
+from orbit_runtime.types import Engine, Group, Prompt, Rollout
 
 
 @dataclass(frozen=True)
@@ -51,18 +48,27 @@ async def collect(
     """
     started = time.monotonic()
     asking = Asking(engine, policy.name, policy.adapter.version)
-    episodes = [environment.play(each, asking) for each in environment.build_episodes(prompts_P)]
-    is_played = await asking.run(episodes, stop)
-    sampled = time.monotonic()
-    is_scored = is_played and environment.is_scored(0.0)
-    while is_played and not is_scored and not stop:
-        is_scored = environment.is_scored(STOP_SECONDS)
-    if not is_scored:
-        environment.discard()
-        doing = "being scored" if is_played else "sampling"
+    episodes = environment.build_episodes(prompts_P, step)
+    played = await asking.run([environment.play(each, asking) for each in episodes], stop)
+    if played is None:
+        doing = "sampling" if asking.is_sampling else "being scored"
         raise StoppedOnRequest(f"{stop.reason} while step {step} was {doing}: the step is dropped")
-    groups, reasons = environment.build_groups(step)
-    return Collected(tuple(groups), tuple(reasons), sampled - started, time.monotonic() - sampled)
+    ended = time.monotonic()
+    sampled = max(started, asking.answered)
+    return Collected(
+        build_groups(prompts_P, [each.rollout for each in played]),
+        tuple(dict.fromkeys(reason for each in played for reason in each.reasons)),
+        sampled - started,
+        ended - sampled,
+    )
+
+
+def build_groups(prompts_P: Sequence[Prompt], rollouts: Sequence[Rollout]) -> tuple[Group, ...]:
+    """Args: rollouts: as many of each prompt, in the prompts' order."""
+    size = len(rollouts) // max(1, len(prompts_P))
+    return tuple(
+        Group(prompt, tuple(rollouts[index * size : (index + 1) * size])) for index, prompt in enumerate(prompts_P)
+    )
 
 
 def check_failures(collected: Collected, limit: float) -> None:

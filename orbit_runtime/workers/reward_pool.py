@@ -15,6 +15,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
@@ -36,6 +38,24 @@ TAKE_SECONDS = 30.0
 """What an idle worker may need to take its calls, on top of the first call's own time."""
 MAX_IDLE_DEATHS = 3
 """Workers that end while they run no call, one after the other, before the pool gives up."""
+
+
+@dataclass(eq=False)
+class _Submission:
+    """Calls that travel together."""
+
+    calls: Sequence[RewardCall]
+    future: Future[list[RewardResult]] = field(default_factory=Future)
+    results: list[RewardResult | None] = field(init=False)
+    unanswered: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.results, self.unanswered = [None] * len(self.calls), len(self.calls)
+        self.future.set_running_or_notify_cancel()
+
+
+_Place = tuple[_Submission, int]
+"""A call: which of its submission's."""
 
 
 class RewardPool:
@@ -68,11 +88,10 @@ class RewardPool:
         self._start_seconds = start_seconds
 
         self._changed = threading.Condition()
-        """Guards every field below that both threads touch, and is notified when a gather may be complete."""
-        self._calls: list[RewardCall] = []
-        self._results: list[RewardResult | None] = []
-        self._pending: deque[int] = deque()
-        self._unanswered = 0
+        """Guards every field below that both threads touch, and is notified while workers start."""
+        self._pending: deque[_Place] = deque()
+        self._open: set[_Submission] = set()
+        """Not answered yet."""
         self._num_ready = 0
         self._failure: OrbitError | None = None
         self._is_closing = False
@@ -96,50 +115,36 @@ class RewardPool:
         """The first timeouts and crashes, at most twenty."""
         return tuple(self._failures)
 
-    def submit(self, calls: Sequence[RewardCall]) -> None:
-        """Starts scoring and returns at once."""
-        if not calls:
-            return
-        assert not self._is_closing, "the pool is closed"
-        with self._changed:
-            self._pending.extend(range(len(self._calls), len(self._calls) + len(calls)))
-            self._calls.extend(calls)
-            self._results.extend([None] * len(calls))
-            self._unanswered += len(calls)
-        os.write(self._wake_write, b"w")
+    def submit(self, calls: Sequence[RewardCall]) -> Future[list[RewardResult]]:
+        """Starts scoring and returns at once.
 
-    def wait(self, seconds: float) -> bool:
-        """Waits at most so long; whether everything submitted is answered, or nothing more will be."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self._unanswered == 0 or self._failure is not None, seconds)
-
-    def gather(self) -> list[RewardResult]:
-        """Waits for everything submitted since the last gather; results in the order of submission.
-
-        Raises:
+        The future's errors:
             ManifestError: a restarted worker can no longer import a reward.
             RewardsFailingError: workers end by themselves, running no call.
         """
+        assert not self._is_closing, "the pool is closed"
+        submission = _Submission(tuple(calls))
+        if not calls:
+            submission.future.set_result([])
+            return submission.future
         with self._changed:
-            self._changed.wait_for(lambda: self._unanswered == 0 or self._failure is not None)
             if self._failure is not None:
                 raise self._failure
-            results = [result for result in self._results if result is not None]
-            assert len(results) == len(self._calls)
-            self._calls, self._results = [], []
-        return results
+            self._open.add(submission)
+            self._pending.extend((submission, index) for index in range(len(calls)))
+        os.write(self._wake_write, b"w")
+        return submission.future
 
     def score(self, calls: Sequence[RewardCall]) -> list[RewardResult]:
-        """Submit and gather."""
-        assert not self._calls, "gather what was submitted before"
-        self.submit(calls)
-        return self.gather()
+        """Submits, and waits."""
+        return self.submit(calls).result()
 
     def close(self) -> None:
         """Ends every worker. Safe to call twice."""
         if self._is_closing:
             return
-        self._is_closing = True
+        with self._changed:
+            self._is_closing = True
         os.write(self._wake_write, b"w")
         self._thread.join()
         os.close(self._wake_read)
@@ -165,7 +170,7 @@ class RewardPool:
                         self._attend(place, worker)
                     for worker in self._workers:
                         self._feed(worker)
-                    if self._unanswered == 0 or self._failure is not None:
+                    if self._failure is not None:
                         self._changed.notify_all()
         except Exception as error:  # the waiting thread must learn of it
             with self._changed:
@@ -175,6 +180,15 @@ class RewardPool:
         finally:
             for worker in self._workers:
                 worker.end()
+            self._end_open()
+
+    def _end_open(self) -> None:
+        """What is not answered by now never will be."""
+        with self._changed:
+            left, self._open = self._open, set()
+            self._pending.clear()
+        for submission in left:
+            submission.future.set_exception(self._failure or CancelledError())
 
     def _start(self) -> RewardProcess:
         return RewardProcess(self._head, now=time.monotonic())
@@ -198,7 +212,7 @@ class RewardPool:
             return worker.progress_at + self._start_seconds
         if not worker.in_flight:
             return None
-        allowed = self._targets[self._calls[worker.in_flight[0]].reward].timeout_seconds
+        allowed = self._targets[_call(worker.in_flight[0]).reward].timeout_seconds
         return worker.progress_at + allowed + (0.0 if worker.has_taken else TAKE_SECONDS)
 
     def _attend(self, place: int, worker: RewardProcess) -> None:
@@ -221,7 +235,7 @@ class RewardPool:
                 )
                 return
             worker.end()
-            seconds = self._targets[self._calls[worker.in_flight[0]].reward].timeout_seconds
+            seconds = self._targets[_call(worker.in_flight[0]).reward].timeout_seconds
             self._replace(place, worker, "timeout", f"no result within {seconds:g} s; the worker was killed")
 
     def _handle(self, worker: RewardProcess, message: Any) -> None:
@@ -248,7 +262,7 @@ class RewardPool:
         )
         self._answer(worker.in_flight.popleft(), result)
 
-    def _replace(self, place: int, worker: RewardProcess, outcome: str, reason: str) -> None:
+    def _replace(self, at: int, worker: RewardProcess, outcome: str, reason: str) -> None:
         """Answers the call that was running, gives the others back, and starts a new worker."""
         if worker.in_flight:
             hit = worker.in_flight.popleft()
@@ -263,13 +277,17 @@ class RewardPool:
                     fix="look for threads, signals or memory limits that end the process",
                 )
                 return
-        self._workers[place] = self._start()
+        self._workers[at] = self._start()
 
-    def _answer(self, index: int, result: RewardResult) -> None:
-        self._results[index] = result
-        self._unanswered -= 1
+    def _answer(self, place: _Place, result: RewardResult) -> None:
+        submission, index = place
+        submission.results[index] = result
+        submission.unanswered -= 1
         if result.value is None and len(self._failures) < MAX_FAILURES_KEPT:
-            self._failures.append(build_failure(self._calls[index], result))
+            self._failures.append(build_failure(submission.calls[index], result))
+        if not submission.unanswered:
+            self._open.discard(submission)
+            submission.future.set_result([each for each in submission.results if each is not None])
 
     def _feed(self, worker: RewardProcess) -> None:
         if not worker.is_idle or not self._pending:
@@ -277,11 +295,16 @@ class RewardPool:
         size = FIRST_CHUNK if self._call_seconds is None else int(CHUNK_SECONDS / max(self._call_seconds, 1e-9))
         share = -(-len(self._pending) // self._num_workers)
         chunk = [self._pending.popleft() for _ in range(max(1, min(size, MAX_CHUNK, share)))]
-        calls = [self._calls[index] for index in chunk]
+        calls = [_call(place) for place in chunk]
         worker.in_flight.extend(chunk)
         worker.has_taken = False
         worker.progress_at = time.monotonic()
         worker.send([[c.reward, c.completion, [dict(m) for m in c.prompt], dict(c.fields)] for c in calls])
+
+
+def _call(place: _Place) -> RewardCall:
+    submission, index = place
+    return submission.calls[index]
 
 
 def default_workers() -> int:

@@ -45,8 +45,8 @@ class RewardProcess:
         self._outbox = bytearray()
         self._is_closed = False
         self.is_ready = False
-        self.in_flight: deque[int] = deque()
-        """Indexes of the calls sent and not answered; the first one is running."""
+        self.in_flight: deque[Any] = deque()
+        """The pool's names of the calls sent and not answered; the first one is running."""
         self.has_taken = False
         """Whether it said so, since the last chunk was sent."""
         self.progress_at = now

@@ -7,6 +7,7 @@ the weighted sum over rewards (`environments.rewards`). Light on purpose: every 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self
@@ -70,27 +71,23 @@ class RewardFailure:
 
 
 class RewardScorer(Protocol):
-    """Scores completions while others are still being generated. One thread uses it at a time."""
+    """Scores completions while others are still being generated."""
 
     @property
     def failures(self) -> Sequence[RewardFailure]:
         """The first timeouts and crashes, at most twenty."""
         ...
 
-    def submit(self, calls: Sequence[RewardCall]) -> None:
-        """Starts scoring and returns at once."""
-        ...
+    def submit(self, calls: Sequence[RewardCall]) -> Future[list[RewardResult]]:
+        """Starts scoring and returns at once; the results come together, in the order of the calls.
 
-    def wait(self, seconds: float) -> bool:
-        """Waits at most so long; whether everything submitted is answered. For callers that watch for a stop."""
-        ...
-
-    def gather(self) -> list[RewardResult]:
-        """Waits for everything submitted since the last gather; results in the order of submission."""
+        The future raises what ended the scorer, and is cancelled where `close` did. It must not be cancelled from
+        outside: calls that were begun go on.
+        """
         ...
 
     def score(self, calls: Sequence[RewardCall]) -> list[RewardResult]:
-        """Submit and gather."""
+        """Submits, and waits."""
         ...
 
     def close(self) -> None:

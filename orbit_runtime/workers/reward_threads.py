@@ -10,11 +10,10 @@ reward by its path.
 
 from __future__ import annotations
 
-import math
 import queue
 import threading
-import time
 from collections.abc import Sequence
+from concurrent.futures import CancelledError, Future
 from types import TracebackType
 from typing import Self
 
@@ -50,38 +49,30 @@ class RewardThreads:
             except TargetError as error:
                 raise ManifestError(str(error), where=f"spec.environment.rewards[{target.name!r}]") from error
         self._targets = {target.name: target for target in targets}
-        self._calls: list[RewardCall] = []
-        self._results: list[RewardResult] = []
+        self._queue: queue.SimpleQueue[tuple[Sequence[RewardCall], Future[list[RewardResult]]] | None] = (
+            queue.SimpleQueue()
+        )
+        self._is_closing = False
         self._failures: list[RewardFailure] = []
+        # A daemon: a call that hangs must not keep the process.
+        threading.Thread(target=self._serve, name="reward-threads", daemon=True).start()
 
     @property
     def failures(self) -> Sequence[RewardFailure]:
         return tuple(self._failures)
 
-    def submit(self, calls: Sequence[RewardCall]) -> None:
-        self._calls.extend(calls)
-
-    def wait(self, seconds: float) -> bool:
-        """Scores until the time is over, and then finishes the call that is running."""
-        deadline = time.monotonic() + seconds
-        while len(self._results) < len(self._calls):
-            if time.monotonic() >= deadline:
-                return False
-            self._results.append(self._run(self._calls[len(self._results)]))
-        return True
-
-    def gather(self) -> list[RewardResult]:
-        self.wait(math.inf)
-        results = self._results
-        self._calls, self._results = [], []
-        return results
+    def submit(self, calls: Sequence[RewardCall]) -> Future[list[RewardResult]]:
+        future: Future[list[RewardResult]] = Future()
+        future.set_running_or_notify_cancel()
+        self._queue.put((tuple(calls), future))
+        return future
 
     def score(self, calls: Sequence[RewardCall]) -> list[RewardResult]:
-        self.submit(calls)
-        return self.gather()
+        return self.submit(calls).result()
 
     def close(self) -> None:
-        self._calls, self._results = [], []
+        self._is_closing = True
+        self._queue.put(None)
 
     def __enter__(self) -> Self:
         return self
@@ -90,6 +81,19 @@ class RewardThreads:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _serve(self) -> None:
+        while (submitted := self._queue.get()) is not None:
+            calls, future = submitted
+            results = []
+            for call in calls:
+                if self._is_closing:
+                    break
+                results.append(self._run(call))
+            if len(results) == len(calls):
+                future.set_result(results)
+            else:
+                future.set_exception(CancelledError())
 
     def _run(self, call: RewardCall) -> RewardResult:
         target = self._targets[call.reward]

@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 
 from orbit_runtime.environments.rewards.exact_match import exact_match
 from orbit_runtime.environments.rewards.math_answer import math_answer
-from orbit_runtime.environments.single_turn import SingleTurn, combine
+from orbit_runtime.environments.single_turn import Played, SingleTurn, combine
+from orbit_runtime.errors import RewardsFailingError
+from orbit_runtime.loop.collect import build_groups
 from orbit_runtime.types import Completion, Prompt, Sampling
 from orbit_runtime.workers.reward_pool import RewardPool
-from orbit_runtime.workers.reward_protocol import RewardResult, RewardTarget, WrongAnswer
+from orbit_runtime.workers.reward_protocol import RewardCall, RewardResult, RewardTarget, WrongAnswer
 from orbit_runtime.workers.reward_threads import RewardThreads
 
 TESTS = str(Path(__file__).resolve().parents[2])
@@ -67,11 +70,12 @@ class Tokens:
         return Completion(number, tuple(map(ord, text)), (-0.5,) * len(text), (3,) * len(text), "stop", text)
 
 
-def play(environment: SingleTurn, prompts: Sequence[Prompt], tokens: Tokens) -> None:
-    async def all_of_them() -> None:
-        await asyncio.gather(*(environment.play(each, tokens) for each in environment.build_episodes(prompts)))
+def play(environment: SingleTurn, prompts: Sequence[Prompt], tokens: Tokens) -> list[Played]:
+    async def all_of_them() -> list[Played]:
+        episodes = environment.build_episodes(prompts, 7)
+        return await asyncio.gather(*(environment.play(each, tokens) for each in episodes))
 
-    asyncio.run(all_of_them())
+    return asyncio.run(all_of_them())
 
 
 def test_requests_name_their_random_stream_by_what_they_are() -> None:
@@ -92,13 +96,15 @@ def test_requests_name_their_random_stream_by_what_they_are() -> None:
 
 def test_groups_come_back_in_order_whatever_finished_first() -> None:
     environment = build()
-    play(environment, PROMPTS, Tokens(["ab", "no", "x", "c"], order=(3, 1, 0, 2)))
-    groups, reasons = environment.build_groups(7)
+    played = play(environment, PROMPTS, Tokens(["ab", "no", "x", "c"], order=(3, 1, 0, 2)))
+    groups = build_groups(PROMPTS, [each.rollout for each in played])
+    reasons = [reason for each in played for reason in each.reasons]
     rewards = [[rollout.reward for rollout in group.rollouts_G] for group in groups]
     assert rewards == [[1.5, 0.0], [None, 1.5]]
     assert len(reasons) == 1
     assert "no x" in reasons[0]
     first = groups[0].rollouts_G[0]
+    assert first.step == 7
     assert first.loss_mask_T.tolist() == [0, 0, 1, 1]
     assert first.versions_T.tolist() == [-1, -1, 3, 3]
     assert first.reward_parts == {"correct": 1.0, "match": 1.0}
@@ -140,16 +146,19 @@ def test_a_stop_does_not_wait_for_slow_rewards() -> None:
     slow = RewardTarget("slow", "fakes.bad_rewards:by_text", {}, timeout_seconds=600.0)
     with RewardPool([slow], num_workers=1, search_path=[TESTS]) as pool:
         environment = SingleTurn("run", Letters(), pool, {"slow": 1.0}, Sampling(), 1, 0)
-        play(environment, PROMPTS[:1], Tokens(["hang"]))
+        (episode,) = environment.build_episodes(PROMPTS[:1], 1)
         started = time.monotonic()
-        assert not environment.is_scored(0.2)
-        environment.discard()
+        with pytest.raises(TimeoutError):
+            asyncio.run(asyncio.wait_for(environment.play(episode, Tokens(["hang"])), 0.2))
+        pool.close()
         assert time.monotonic() - started < 2.0
 
 
-def test_scores_that_are_there_are_not_waited_for() -> None:
-    environment = build()
-    environment.build_episodes(PROMPTS[:1])
-    assert environment.is_scored(60.0)
-    play(environment, PROMPTS[:1], Tokens(["ab", "ab"]))
-    assert environment.is_scored(60.0)
+def test_what_ends_the_scorer_reaches_every_episode_that_waits_for_it() -> None:
+    class Broken:
+        def submit(self, calls: Sequence[RewardCall]) -> Future[list[RewardResult]]:
+            raise RewardsFailingError("they keep ending")
+
+    environment = SingleTurn("run", Letters(), Broken(), {"one": 1.0}, Sampling(), 2, 0)  # type: ignore[arg-type]
+    with pytest.raises(RewardsFailingError, match="keep ending"):
+        play(environment, PROMPTS, Tokens(["a", "b", "c", "d"]))

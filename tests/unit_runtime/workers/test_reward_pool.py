@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import CancelledError
 from pathlib import Path
 
 import pytest
@@ -148,10 +149,30 @@ def test_a_worker_that_is_slow_to_wake_is_not_taken_for_a_slow_reward() -> None:
     with RewardPool([TARGET], num_workers=1, search_path=[TESTS]) as pool:
         (worker,) = [pid for pid in children() if "reward_worker" in command(pid)][-1:]
         os.kill(worker, signal.SIGSTOP)
-        pool.submit(calls("ab"))
-        assert not pool.wait(2 * TARGET.timeout_seconds)
+        submitted = pool.submit(calls("ab"))
+        with pytest.raises(TimeoutError):
+            submitted.result(2 * TARGET.timeout_seconds)
         os.kill(worker, signal.SIGCONT)
-        assert [result.outcome for result in pool.gather()] == ["value"]
+        assert [result.outcome for result in submitted.result()] == ["value"]
+
+
+def test_what_was_submitted_together_comes_back_together_however_much_else_is_under_way(pool: RewardPool) -> None:
+    slow = pool.submit(calls("hang", "a"))
+    quick = [pool.submit(calls("a" * length, "b")) for length in range(1, 6)]
+    assert [[result.value for result in each.result(30)] for each in quick] == [[2.0 * n, 2.0] for n in range(1, 6)]
+    assert not slow.done()
+    assert [result.outcome for result in slow.result(30)] == ["timeout", "value"]
+
+
+@pytest.mark.parametrize("kind", [RewardPool, RewardThreads])
+def test_who_waits_for_a_scorer_that_is_closed_waits_no_longer(kind: type[RewardPool] | type[RewardThreads]) -> None:
+    target = TARGET.target if kind is RewardPool else bad_rewards.by_text
+    targets = [RewardTarget("score", target, {"scale": 2.0}, timeout_seconds=1.0)]
+    scorer = RewardPool(targets, num_workers=1, search_path=[TESTS]) if kind is RewardPool else RewardThreads(targets)
+    submitted = [scorer.submit(calls("hang")), scorer.submit(calls("hang", "hang"))]
+    scorer.close()
+    with pytest.raises(CancelledError):
+        submitted[1].result(30)
 
 
 def children() -> list[int]:

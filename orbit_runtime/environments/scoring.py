@@ -1,0 +1,61 @@
+"""Scores for episodes: what is asked for in one turn of the event loop travels to the reward workers together.
+
+Belongs here: joining calls, and giving each episode its results. Does not belong here: running rewards (`workers`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from functools import partial
+
+from orbit_runtime.errors import OrbitError
+from orbit_runtime.workers.reward_protocol import RewardCall, RewardResult, RewardScorer
+
+
+class Scoring:
+    """Asked by many episodes of one event loop at the same time."""
+
+    def __init__(self, scorer: RewardScorer) -> None:
+        self._scorer = scorer
+        self._waiting: list[tuple[Sequence[RewardCall], asyncio.Future[list[RewardResult]]]] = []
+
+    async def score(self, calls: Sequence[RewardCall]) -> list[RewardResult]:
+        """Results in the order of the calls. Raises what ended the scorer."""
+        loop = asyncio.get_running_loop()
+        if not self._waiting:
+            loop.call_soon(self._submit)
+        future: asyncio.Future[list[RewardResult]] = loop.create_future()
+        self._waiting.append((calls, future))
+        return await future
+
+    def _submit(self) -> None:
+        asked, self._waiting = self._waiting, []
+        try:
+            submitted = self._scorer.submit([call for calls, _ in asked for call in calls])
+        except OrbitError as error:
+            for _, future in asked:
+                if not future.done():
+                    future.set_exception(error)
+            return
+        asyncio.wrap_future(submitted).add_done_callback(partial(_hand_out, asked))
+
+
+def _hand_out(
+    asked: Sequence[tuple[Sequence[RewardCall], asyncio.Future[list[RewardResult]]]],
+    submitted: asyncio.Future[list[RewardResult]],
+) -> None:
+    if submitted.cancelled():
+        error: BaseException | None = asyncio.CancelledError()
+    else:
+        error = submitted.exception()
+    results = iter(()) if error else iter(submitted.result())
+    for calls, future in asked:
+        mine = [next(results) for _ in calls] if not error else []
+        if future.done():
+            # Its episode was ended meanwhile.
+            continue
+        if error:
+            future.set_exception(error)
+        else:
+            future.set_result(mine)
