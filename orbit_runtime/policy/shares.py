@@ -8,7 +8,7 @@ Belongs here: what is cut and where. Does not belong here: what processes tell e
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import nn
 from orbit_runtime.adapters.part import WHOLE, Part
 from orbit_runtime.errors import UnsupportedError
 from orbit_runtime.quant.experts import ExpertStack
-from orbit_runtime.quant.formats import FORMATS, Weight, format_of
+from orbit_runtime.quant.formats import Weight
 from orbit_runtime.quant.slicing import slice_weight
 
 READ_HIDDEN = {"q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj"}
@@ -120,11 +120,7 @@ def cut_weight(weight: Weight, part: Part) -> Weight:
     """The part as memory of its own, so that the rest is freed."""
     if part.rows == WHOLE and part.columns == WHOLE:
         return weight
-    rectangle = slice_weight(weight, part.rows, part.columns)
-    codec = FORMATS[format_of(rectangle)]
-    owned = {key: tensor.clone() for key, tensor in codec.buffers(rectangle).items()}
-    cut: Weight = codec.from_buffers(owned)
-    return replace(cut, layout=weight.layout) if hasattr(cut, "layout") else cut  # type: ignore[call-arg,union-attr]
+    return slice_weight(weight, part.rows, part.columns, owned=True)
 
 
 def cut_bias(bias: torch.Tensor | None, part: Part, share: Share) -> torch.Tensor | None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from math import lcm
 
+import torch
+
 from orbit_runtime.errors import UnsupportedError
 from orbit_runtime.quant.formats import FORMATS, Weight, format_of
 
@@ -18,8 +20,11 @@ def cut_multiples(weight: Weight) -> tuple[int, int]:
     return lcm(*(rows for rows, _ in covered)), lcm(*(columns for _, columns in covered if columns))
 
 
-def slice_weight(weight: Weight, rows: slice, columns: slice = slice(None)) -> Weight:
-    """The rectangle as a weight of its own. Rows share memory; columns are copied where they are fewer than all.
+def slice_weight(weight: Weight, rows: slice, columns: slice = slice(None), *, owned: bool = False) -> Weight:
+    """The rectangle as a weight of the same layout. Rows share memory; columns are copied if they are fewer than all.
+
+    Args:
+        owned: all of it is copied, so that the rest can be freed.
 
     Raises `UnsupportedError` for a cut inside a group; the last group may be partial where the weight ends in it.
     """
@@ -42,13 +47,12 @@ def slice_weight(weight: Weight, rows: slice, columns: slice = slice(None)) -> W
     tiles = codec.tiles(weight)
     for name, tensor in codec.buffers(weight).items():
         tile = tiles[name]
-        if tile is None:
-            parts[name] = tensor
-            continue
-        tall, wide = tile
-        part = tensor[first_row // tall : -(-last_row // tall)]
-        if part.ndim > 1 and wide:
-            part = part[:, first_column // wide : -(-last_column // wide)]
-        parts[name] = part.contiguous()
+        part = tensor
+        if tile is not None:
+            tall, wide = tile
+            part = tensor[first_row // tall : -(-last_row // tall)]
+            if part.ndim > 1 and wide:
+                part = part[:, first_column // wide : -(-last_column // wide)]
+        parts[name] = part.clone(memory_format=torch.contiguous_format) if owned else part.contiguous()
     sliced: Weight = codec.from_buffers(parts)
     return sliced

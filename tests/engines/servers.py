@@ -28,7 +28,7 @@ from orbit_runtime.rollout.sglang_server import ServerSettings, SGLangServer, lo
 from orbit_runtime.rollout.starting import start_engine
 from orbit_runtime.rollout.wire import is_serving
 from orbit_runtime.types import Sampling
-from orbit_runtime.workers.run_token import run_token
+from orbit_runtime.workers.run_token import TOKEN_VARIABLE, run_token
 from orbit_runtime.workers.server_process import ServerProcess, free_port
 from orbit_runtime.workers.sglang_launch import PYTHON_VARIABLE
 from tests.integration.tiny_models import TARGETS
@@ -93,8 +93,8 @@ def build_servers(
         oft_block_size=oft_block_size,
         tensor_parallel=tensor_parallel,
     )
-    # As one in 64 does, it begins with a dash, which no parser of arguments may take for a flag.
-    token = f"-{run_token()}"
+    # As one in 64 does, it begins with a dash, which no parser of arguments may take for a flag. An agent has its own.
+    token = run_token() if os.environ.get(TOKEN_VARIABLE) else f"-{run_token()}"
     return [
         SGLangServer(replace(settings, seed=index), log=folder / f"replica-{index}" / "sglang.log", token=token)
         for index in range(replicas)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -27,26 +28,45 @@ def marked_processes(mark: str) -> dict[int, str]:
 
 
 def shared_memory() -> set[str]:
-    return {
+    """Files that Ray, torch and gloo leave in /dev/shm, and that nobody has open: those of other runs are in use."""
+    names = {
         each.name for each in Path("/dev/shm").iterdir() if each.name.startswith(("plasma", "ray", "torch", "gloo"))
     }
+    return names - in_use() if names else names
 
 
-def sessions() -> set[Path]:
-    return set(Path("/tmp").glob("orbit-ray-*"))
+def in_use() -> set[str]:
+    """Names in /dev/shm of what any living process has open or mapped."""
+    found = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            found |= {Path(line.split()[5]).name for line in (process / "maps").open() if "/dev/shm/" in line}
+        with suppress(OSError):
+            for link in (process / "fd").iterdir():
+                with suppress(OSError):
+                    if "/dev/shm/" in (target := os.readlink(link)):
+                        found.add(Path(target).name)
+    return found
 
 
 @pytest.fixture
 def marked(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], dict[int, str]]]:
-    """Tells the living processes of this test; afterwards there must be none, and no file of theirs."""
+    """Tells the living processes of this test; afterwards there must be none, and no file of theirs.
+
+    The temporary folder is the test's own, so that what another run of these tests leaves there is not taken for its.
+    Its name is short: that of a session of Ray is part of a socket's.
+    """
     mark = uuid.uuid4().hex
     monkeypatch.setenv(MARK, mark)
-    before = shared_memory(), sessions()
-    yield lambda: marked_processes(mark)
-    until = time.monotonic() + 20
-    # One whose holder was killed is ended by its guard.
-    while marked_processes(mark) and time.monotonic() < until:
-        time.sleep(0.1)
-    assert marked_processes(mark) == {}
-    assert shared_memory() - before[0] == set()
-    assert sessions() - before[1] == set()
+    before = shared_memory()
+    with tempfile.TemporaryDirectory(prefix="t", dir="/tmp") as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        yield lambda: marked_processes(mark)
+        until = time.monotonic() + 20
+        # One whose holder was killed is ended by its guard.
+        while marked_processes(mark) and time.monotonic() < until:
+            time.sleep(0.1)
+        assert marked_processes(mark) == {}
+        assert shared_memory() - before == set()
+        assert [each.name for each in Path(folder).glob("orbit-ray-*")] == []

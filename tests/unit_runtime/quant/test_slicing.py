@@ -92,6 +92,19 @@ def test_experts_of_gpt_oss_are_runs_of_rows_that_share_memory() -> None:
         assert one.qdata.untyped_storage().data_ptr() == packed.qdata.untyped_storage().data_ptr()
         assert torch.equal(bits(dense(one)), bits(dense(whole)[run]))
         assert torch.equal(bits(dense(slice_weight(whole, run))), bits(dense(one)))
+        assert format_of(slice_weight(whole, run)) == "MXFP4GptOss"
+
+
+@pytest.mark.parametrize("layout", WRITEABLE)
+def test_an_owned_cut_shares_no_memory_with_the_whole(layout: str) -> None:
+    weight = made(layout, 256, 256)
+    half = slice_weight(weight, slice(0, 128), owned=True)
+    assert format_of(half) == layout
+    assert torch.equal(bits(dense(half)), bits(dense(weight)[:128]))
+    memory = {t.untyped_storage().data_ptr() for t in FORMATS[layout].buffers(weight).values()}
+    for tensor in FORMATS[layout].buffers(half).values():
+        assert tensor.untyped_storage().data_ptr() not in memory
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
 @pytest.mark.parametrize("per_tensor", [False, True])
