@@ -3,3 +3,7 @@
 Belongs here: environments and the rewards that ship with Orbit. Does not belong here: sampling
 (`rollout`), processes (`workers`).
 """
+
+from orbit_runtime.workers.environment_protocol import Step
+
+__all__ = ["Step"]

@@ -24,7 +24,14 @@ class TargetError(Exception):
 
 
 def load_target(target: str, arguments: Mapping[str, Any]) -> Callable[..., Any]:
-    """The function behind `module:function`, checked to take the arguments it will get.
+    """The function behind `module:function`, checked to take the arguments it will get. Raises as `load_object`."""
+    function = load_object(target)
+    check_callable(function, target, arguments)
+    return function  # type: ignore[no-any-return]
+
+
+def load_object(target: str) -> Any:
+    """What stands behind `module:name`.
 
     Raises:
         TargetError: it names the module or attribute that is missing, and the folders that were searched.
@@ -45,8 +52,7 @@ def load_target(target: str, arguments: Mapping[str, Any]) -> Callable[..., Any]
         if not hasattr(function, part):
             raise TargetError(f"module {module_name!r} ({_origin(module)}) has no {attribute!r}")
         function = getattr(function, part)
-    check_callable(function, target, arguments)
-    return function  # type: ignore[no-any-return]
+    return function
 
 
 def check_callable(function: Any, target: str, arguments: Mapping[str, Any]) -> None:

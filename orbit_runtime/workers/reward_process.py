@@ -33,7 +33,7 @@ class RewardProcess:
                 [sys.executable, "-P", "-m", WORKER_MODULE, str(calls_read), str(results_write), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
                 pass_fds=(calls_read, results_write),
-                env=_environment(),
+                env=child_environment(),
                 start_new_session=True,  # its own group: killed whole, and Ctrl-C of the terminal does not reach it
             )
         finally:
@@ -107,11 +107,18 @@ class RewardProcess:
 
 def head_message(rewards: Sequence[tuple[str, str, Mapping[str, Any]]], search_path: Sequence[str]) -> dict[str, Any]:
     """The first message: where to import from (the parent's own path included) and what to load."""
-    path = list(dict.fromkeys([*search_path, *(folder or os.getcwd() for folder in sys.path)]))
-    return {"path": path, "rewards": [[name, target, dict(arguments)] for name, target, arguments in rewards]}
+    return {
+        "path": search_path_of(search_path),
+        "rewards": [[name, target, dict(arguments)] for name, target, arguments in rewards],
+    }
 
 
-def _environment() -> dict[str, str]:
+def search_path_of(folders: Sequence[str]) -> list[str]:
+    """These, and then where this process imports from."""
+    return list(dict.fromkeys([*folders, *(folder or os.getcwd() for folder in sys.path)]))
+
+
+def child_environment() -> dict[str, str]:
     """The parent's, with Orbit importable and without a thread pool in every worker."""
     inherited = os.environ.get("PYTHONPATH")
     return {

@@ -1,0 +1,50 @@
+"""An episode's tokens while it is played: what the policy sampled, and what was put between.
+
+Belongs here: columns that are right by construction. Does not belong here: who writes next (`multi_turn`).
+
+Legend: `_T` tokens.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+from orbit_runtime.types import FLAGS, FLOATS, TOKENS, Completion, Turn
+
+
+class Trajectory:
+    """Grows by answers, which train, and by everything else, which does not. Nothing in it is ever encoded again.
+
+    Example: after `add_given("user", "hi", [5, 6])` and an answer of `[7]`, `loss_mask_T` is `[0, 0, 1]`.
+    """
+
+    def __init__(self) -> None:
+        self.turns: list[Turn] = []
+        self.token_ids_T = array(TOKENS)
+        self.loss_mask_T = array(FLAGS)
+        self.logprobs_T = array(FLOATS)
+        self.versions_T = array(TOKENS)
+
+    def add_given(self, role: str, text: str, ids_T: Sequence[int]) -> None:
+        """Tokens of the prompt, of the environment, of the template."""
+        start, count = len(self.token_ids_T), len(ids_T)
+        self.token_ids_T.extend(ids_T)
+        self.loss_mask_T.extend(bytes(count))
+        self.logprobs_T.extend(array(FLOATS, bytes(4 * count)))
+        self.versions_T.extend(array(TOKENS, (-1,)) * count)
+        self.turns.append(Turn(role, start, start + count, text))
+
+    def add_answer(self, completion: Completion) -> None:
+        """What the policy sampled after everything that is here."""
+        start, count = len(self.token_ids_T), len(completion.token_ids_T)
+        self.token_ids_T.extend(completion.token_ids_T)
+        self.loss_mask_T.extend(b"\1" * count)
+        self.logprobs_T.extend(completion.logprobs_T)
+        self.versions_T.extend(completion.versions_T)
+        self.turns.append(Turn("assistant", start, start + count, completion.text))
+
+    @property
+    def sampled(self) -> int:
+        """Tokens that the policy chose."""
+        return sum(self.loss_mask_T)

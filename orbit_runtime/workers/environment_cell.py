@@ -1,0 +1,181 @@
+"""One process of an environment or of tools, forked from the template: serves one episode, or one call, at a time.
+
+Belongs here: its limits, calling user code, and telling every way it can misbehave apart. Does not belong here: time,
+which only another process can keep (`environment_pool`).
+
+In and out: 4-byte length, JSON. `{"tool": name, "arguments": {...}}` is answered by `{"text", "is_error"}`;
+`{"reset": {"prompt", "fields", "seed"}}`, `{"step": text}` and `{"finish": true}` by
+`{"messages", "reward", "done", "parts"}` or `{"crash": reason}`; `{"close": true}` by `{}`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import math
+import numbers
+import os
+import resource
+import signal
+import socket
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from orbit_runtime.workers.environment_protocol import MAX_MESSAGE, EnvironmentLimits, Step
+from orbit_runtime.workers.reward_function import describe
+from orbit_runtime.workers.reward_worker import end_with_parent
+from orbit_runtime.workers.seccomp import forbid_processes
+
+MAX_READ = 1 << 30
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What the template imported."""
+
+    environment: Callable[..., Any] | None
+    arguments: Mapping[str, Any]
+    tools: Mapping[str, Callable[..., Any]]
+
+
+def serve(connection: socket.socket, loaded: Loaded, limits: EnvironmentLimits, parent_pid: int) -> None:
+    """Until the other end closes."""
+    os.setsid()  # its own group, killed whole
+    end_with_parent(parent_pid)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    limit_memory(limits.memory_bytes)
+    if not limits.may_fork:
+        forbid_processes()
+    connection.setblocking(False)
+    asyncio.run(_serve(connection, loaded))
+
+
+def limit_memory(allowed: int) -> None:
+    """Private memory beyond what there is now: heap, anonymous maps and stacks of threads, but no mapped files."""
+    status = Path("/proc/self/status")
+    has = int(status.read_text().partition("VmData:")[2].split()[0]) << 10 if status.exists() else 0
+    resource.setrlimit(resource.RLIMIT_DATA, (has + allowed, has + allowed))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+async def _serve(connection: socket.socket, loaded: Loaded) -> None:
+    reader, writer = await asyncio.open_connection(sock=connection, limit=MAX_READ)
+    episode = None
+    while True:
+        try:
+            size = int.from_bytes(await reader.readexactly(4), "big")
+            message = json.loads(await reader.readexactly(size))
+        except asyncio.IncompleteReadError:
+            return
+        if "tool" in message:
+            answer = await _call_tool(loaded.tools, message["tool"], message["arguments"])
+        elif "close" in message:
+            await _close(episode)
+            episode, answer = None, {}
+        else:
+            try:
+                if "reset" in message:
+                    assert loaded.environment is not None
+                    episode = loaded.environment(**loaded.arguments)
+                answer = await _play(episode, message)
+            except MemoryError:
+                answer = {"crash": "MemoryError: spec.environment.limits.memory was reached"}
+            except BaseException as error:  # SystemExit and KeyboardInterrupt of user code are crashes, too
+                answer = {"crash": describe(error)}
+        writer.write(_frame(answer))
+        await writer.drain()
+
+
+def _frame(answer: Mapping[str, Any]) -> bytes:
+    try:
+        body = json.dumps(answer, allow_nan=False).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        body = json.dumps({"crash": f"what it answered is not JSON: {error}"}).encode()
+    if len(body) > MAX_MESSAGE:
+        message = f"{len(body)} bytes at once, and {MAX_MESSAGE} are allowed"
+        fail = (
+            {"text": f"Error: the answer has {message}", "is_error": True} if "text" in answer else {"crash": message}
+        )
+        body = json.dumps(fail).encode()
+    return len(body).to_bytes(4, "big") + body
+
+
+async def _call_tool(
+    tools: Mapping[str, Callable[..., Any]], name: str, arguments: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What a tool raises is for the policy to read: it may call it better next time."""
+    function = tools[name]
+    try:
+        inspect.signature(function).bind(**arguments)
+    except TypeError as error:
+        return {"text": f"Error: {name}: {error}", "is_error": True}
+    try:
+        value = function(**arguments)
+        if inspect.isawaitable(value):
+            value = await value
+        return {"text": value if isinstance(value, str) else json.dumps(value), "is_error": False}
+    except MemoryError:
+        return {"text": f"Error: {name} needed more memory than it may have", "is_error": True}
+    except BaseException as error:  # as above
+        text = " ".join(str(error).split())[:300]
+        return {"text": f"Error: {type(error).__name__}: {text}", "is_error": True}
+
+
+async def _play(episode: Any, message: Mapping[str, Any]) -> dict[str, Any]:
+    if "reset" in message:
+        given = message["reset"]
+        value = await _maybe_await(episode.reset(given["prompt"], given["fields"], given["seed"]))
+        step = value if isinstance(value, Step) else Step(given["prompt"] if value is None else value)
+        where = "reset"
+    elif "step" in message:
+        value, where = await _maybe_await(episode.step(message["step"])), "step"
+        if not isinstance(value, Step):
+            raise TypeError(f"step returned {type(value).__name__}, and not orbit_runtime.environments.Step")
+        step = value
+    else:
+        finish, where = getattr(episode, "finish", None), "finish"
+        value = await _maybe_await(finish()) if finish is not None else None
+        step = value if isinstance(value, Step) else Step(reward=0.0 if value is None else value, done=True)
+    return {
+        "messages": _messages(step.messages, where),
+        "reward": _number(step.reward, f"reward of {where}"),
+        "done": bool(step.done),
+        "parts": {str(name): _number(value, f"part {name!r} of {where}") for name, value in step.parts.items()},
+        "tools": [dict(tool) for tool in getattr(episode, "tools", ())] if where == "reset" else [],
+    }
+
+
+async def _close(episode: Any) -> None:
+    close = getattr(episode, "close", None)
+    if close is not None:
+        try:
+            await _maybe_await(close())
+        except BaseException as error:  # its episode is over and scored
+            print(f"environment: close raised {describe(error)}", file=sys.stderr, flush=True)
+
+
+async def _maybe_await(value: Any) -> Any:
+    return await value if inspect.isawaitable(value) else value
+
+
+def _messages(value: Any, where: str) -> list[dict[str, Any]]:
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    if not isinstance(value, Sequence):
+        raise TypeError(f"{where} gave {type(value).__name__} for messages, which are text or a list")
+    for message in value:
+        is_message = isinstance(message, Mapping) and isinstance(message.get("role"), str)
+        if not is_message or not isinstance(message.get("content"), str | list):
+            raise TypeError(f"{where} gave {repr(message)[:80]}, which is no message with 'role' and 'content'")
+    return [dict(message) for message in value]
+
+
+def _number(value: Any, what: str) -> float:
+    if not isinstance(value, numbers.Real) or not math.isfinite(value):
+        raise TypeError(f"the {what} is {repr(value)[:80]}, and no finite number")
+    return float(value)

@@ -1,0 +1,352 @@
+"""Environments and tools in processes of their own: one that hangs, dies or takes too much costs its episode, or its
+call, and no other.
+
+Belongs here: copies of one template, handed out, timed and replaced. Does not belong here: what an episode is made of
+(`environments`), or what runs in a copy (`environment_cell`).
+
+One thread of this process holds an event loop of its own, which owns every copy: steps of a run have other loops, and
+Linux ties the template's life to the thread that started it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Coroutine, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from orbit_runtime.errors import ManifestError, OrbitError, RewardsFailingError
+from orbit_runtime.workers.environment_protocol import (
+    MAX_MESSAGE,
+    EnvironmentFailed,
+    EnvironmentLimits,
+    EnvironmentTarget,
+    ToolResult,
+)
+from orbit_runtime.workers.reward_process import child_environment, search_path_of
+
+TEMPLATE_MODULE = "orbit_runtime.workers.environment_template"
+EPISODES_PER_CELL = 64
+"""What an environment leaves behind in its process goes with it, at the latest after so many."""
+OUTPUT_BYTES = 1 << 18
+"""Of what all environments print, so much goes to standard error; the rest is counted."""
+
+
+class Cell:
+    """One copy, as the pool sees it. Used by the pool's loop only."""
+
+    def __init__(self, pid: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.pid = pid
+        self.served = 0
+        self._reader = reader
+        self._writer = writer
+
+    async def ask(self, message: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+        """Raises TimeoutError, or ConnectionError where it ended."""
+        async with asyncio.timeout(seconds):
+            body = json.dumps(message).encode()
+            self._writer.write(len(body).to_bytes(4, "big") + body)
+            await self._writer.drain()
+            try:
+                size = int.from_bytes(await self._reader.readexactly(4), "big")
+                return dict(json.loads(await self._reader.readexactly(size)))
+            except (asyncio.IncompleteReadError, ValueError) as error:
+                raise ConnectionError("it ended") from error
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class EnvironmentPool:
+    """Up to `limits.processes` copies, made when they are needed.
+
+    Args:
+        search_path: folders that are imported from first.
+
+    Raises:
+        ManifestError: the environment or a tool cannot be imported.
+    """
+
+    def __init__(
+        self, target: EnvironmentTarget, *, limits: EnvironmentLimits | None = None, search_path: Sequence[str] = ()
+    ) -> None:
+        self._target = target
+        self._limits = limits or EnvironmentLimits()
+        self._search_path = search_path
+        self._free: list[Cell] = []
+        self._cells: set[Cell] = set()
+        self._is_closed = False
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="environment-pool", daemon=True)
+        self._thread.start()
+        try:
+            self.tools: tuple[dict[str, Any], ...] = tuple(self._submit(self._start()).result())
+            """JSON schema of each tool."""
+        except BaseException:
+            self.close()
+            raise
+
+    async def call_tool(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
+        """What the tool answers, or what is wrong, in words for the policy: also where it hung, died or took too much.
+
+        May be awaited in any event loop.
+        """
+        return await asyncio.wrap_future(self._submit(self._call_tool(name, arguments)))
+
+    def open_episode(self) -> EpisodeProcess:
+        """A process for one episode, once one is free. `close` must be awaited."""
+        return EpisodeProcess(self)
+
+    def close(self) -> None:
+        """Ends every copy, whatever it is doing. Safe to call twice."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        with contextlib.suppress(OrbitError):
+            self._submit(self._end_all()).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _submit(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    # Everything below runs in the pool's loop.
+
+    async def _start(self) -> list[dict[str, Any]]:
+        self._places = asyncio.Semaphore(self._limits.processes)
+        self._turn = asyncio.Lock()
+        """One command at a time is answered by the template."""
+        self._control, theirs = socket.socketpair()
+        output_read, output_write = os.pipe()
+        with theirs:
+            self._template = subprocess.Popen(
+                [sys.executable, "-P", "-m", TEMPLATE_MODULE, str(theirs.fileno()), str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                stdout=output_write,
+                stderr=output_write,
+                pass_fds=(theirs.fileno(),),
+                env=child_environment(),
+                start_new_session=True,  # Ctrl-C of the terminal does not reach it
+            )
+        os.close(output_write)
+        self._output = output_read
+        self._printed = 0
+        self._loop.add_reader(output_read, self._pass_on)
+        self._control.setblocking(False)
+        head = {
+            "path": search_path_of(self._search_path),
+            "environment": self._target.environment,
+            "arguments": dict(self._target.arguments),
+            "tools": list(self._target.tools),
+            "limits": dataclasses.asdict(self._limits),
+        }
+        body = json.dumps(head).encode()
+        self._answers = asyncio.StreamReader(limit=1 << 26)
+        self._reading = self._loop.create_task(self._read_control())
+        try:
+            async with asyncio.timeout(self._limits.start_seconds):
+                await self._loop.sock_sendall(self._control, len(body).to_bytes(4, "big") + body)
+                answer = await self._answer()
+        except TimeoutError:
+            raise ManifestError(
+                f"importing the environment took longer than {self._limits.start_seconds:g} s",
+                where="spec.environment",
+                fix="do slow work in reset, or raise spec.environment.limits.startSeconds",
+            ) from None
+        except ConnectionError:
+            raise ManifestError(
+                "the process that imports the environment ended", where="spec.environment", fix="see its output above"
+            ) from None
+        if "error" in answer:
+            is_tool = answer["target"] in self._target.tools
+            raise ManifestError(
+                answer["error"],
+                where=f"spec.environment.{'tools' if is_tool else 'entrypoint'}",
+                fix=f"name an importable 'module:{'function' if is_tool else 'Class'}'",
+            )
+        return list(answer["tools"])
+
+    async def _read_control(self) -> None:
+        while data := await self._loop.sock_recv(self._control, 1 << 16):
+            self._answers.feed_data(data)
+        self._answers.feed_eof()
+
+    async def _answer(self) -> dict[str, Any]:
+        line = await self._answers.readline()
+        if not line:
+            raise ConnectionError("the template ended")
+        return dict(json.loads(line))
+
+    def _pass_on(self) -> None:
+        """What environments print, until it is too much."""
+        data = os.read(self._output, 1 << 16)
+        if not data:
+            self._loop.remove_reader(self._output)
+            return
+        before, self._printed = self._printed, self._printed + len(data)
+        with contextlib.suppress(OSError):
+            os.write(2, data[: max(0, OUTPUT_BYTES - before)])
+            if before <= OUTPUT_BYTES < self._printed:
+                os.write(2, b"\n(environments printed too much: nothing more of it is shown)\n")
+
+    async def _fork(self) -> Cell:
+        ours, theirs = socket.socketpair()
+        try:
+            async with self._turn:
+                with theirs:
+                    socket.send_fds(self._control, [b"F\0\0\0\0"], [theirs.fileno()])
+                pid = int((await self._answer())["forked"])
+        except (ConnectionError, OSError) as error:
+            ours.close()
+            raise RewardsFailingError(
+                "the process that environments are copies of ended",
+                where="spec.environment",
+                fix="look for code that ends or replaces its parent, and for the kernel's out-of-memory killer",
+            ) from error
+        ours.setblocking(False)
+        cell = Cell(pid, *await asyncio.open_connection(sock=ours, limit=2 * MAX_MESSAGE))
+        self._cells.add(cell)
+        return cell
+
+    async def _take(self) -> Cell:
+        """A free copy, or a new one."""
+        await self._places.acquire()
+        try:
+            return self._free.pop() if self._free else await self._fork()
+        except BaseException:
+            self._places.release()
+            raise
+
+    def _give_back(self, cell: Cell) -> None:
+        cell.served += 1
+        self._free.append(cell)
+        self._places.release()
+
+    async def _retire(self, cell: Cell) -> str:
+        """Ends a copy and says how it had ended."""
+        self._cells.discard(cell)
+        cell.close()
+        try:
+            async with self._turn:
+                await self._loop.sock_sendall(self._control, b"E" + cell.pid.to_bytes(4, "big"))
+                status = int((await self._answer())["ended"])
+        except (ConnectionError, OSError):
+            return "its template ended"
+        finally:
+            self._places.release()
+        code = os.waitstatus_to_exitcode(status)
+        return (
+            f"its process was ended by {signal.Signals(-code).name}" if code < 0 else f"its process exited with {code}"
+        )
+
+    async def _ask(self, cell: Cell, message: Mapping[str, Any], seconds: float | None = None) -> dict[str, Any]:
+        """Raises EnvironmentFailed; the copy is ended then, and also where whoever asked was cancelled."""
+        allowed = self._limits.step_seconds if seconds is None else min(seconds, self._limits.step_seconds)
+        try:
+            return await cell.ask(message, allowed)
+        except TimeoutError:
+            await self._retire(cell)
+            raise EnvironmentFailed("timeout", f"no answer within {allowed:g} s; its process was killed") from None
+        except ConnectionError:
+            raise EnvironmentFailed("crash", await self._retire(cell)) from None
+        except BaseException:
+            await asyncio.shield(self._retire(cell))
+            raise
+
+    async def _call_tool(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
+        cell = await self._take()
+        try:
+            answer = await self._ask(cell, {"tool": name, "arguments": dict(arguments)})
+        except EnvironmentFailed as failure:
+            return ToolResult(f"Error: {name}: {failure.reason}", is_error=True)
+        await self._end_use(cell)
+        return ToolResult(str(answer["text"]), bool(answer["is_error"]))
+
+    async def _end_use(self, cell: Cell) -> None:
+        if cell.served + 1 >= EPISODES_PER_CELL:
+            await self._retire(cell)
+        else:
+            self._give_back(cell)
+
+    async def _end_all(self) -> None:
+        if not hasattr(self, "_template"):
+            return
+        self._reading.cancel()
+        for cell in self._cells:
+            cell.close()
+        # The template ends its copies when this closes, and is killed where it does not.
+        self._control.close()
+        try:
+            await asyncio.to_thread(self._template.wait, 5.0)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._template.pid, signal.SIGKILL)
+            self._template.wait()
+        self._loop.remove_reader(self._output)
+        os.close(self._output)
+
+
+class EpisodeProcess:
+    """One episode's environment, in a copy that is its own until `close`. Its methods may be awaited in any loop."""
+
+    def __init__(self, pool: EnvironmentPool) -> None:
+        self._pool = pool
+        self._cell: Cell | None = None
+
+    async def reset(self, prompt: Sequence[Mapping[str, Any]], fields: Mapping[str, Any], seed: int) -> dict[str, Any]:
+        """The first messages; waits for a free copy. Raises EnvironmentFailed, as all of them do."""
+        given = {"prompt": [dict(message) for message in prompt], "fields": dict(fields), "seed": seed}
+        return await self._run({"reset": given})
+
+    async def step(self, completion: str) -> dict[str, Any]:
+        return await self._run({"step": completion})
+
+    async def finish(self) -> dict[str, Any]:
+        """What an episode that was ended from outside is worth."""
+        return await self._run({"finish": True})
+
+    async def close(self) -> None:
+        """Gives the copy back; one that does not answer is ended."""
+        cell, self._cell = self._cell, None
+        if cell is not None:
+            await asyncio.wrap_future(self._pool._submit(self._close(cell)))
+
+    async def _run(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        return dict(await asyncio.wrap_future(self._pool._submit(self._ask(message))))
+
+    async def _ask(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        if self._cell is None:
+            self._cell = await self._pool._take()
+        try:
+            answer = await self._pool._ask(self._cell, message)
+        except BaseException:
+            self._cell = None
+            raise
+        if "crash" in answer:
+            cell, self._cell = self._cell, None
+            await self._pool._retire(cell)
+            raise EnvironmentFailed("crash", str(answer["crash"]))
+        return answer
+
+    async def _close(self, cell: Cell) -> None:
+        with contextlib.suppress(EnvironmentFailed):
+            await self._pool._ask(cell, {"close": True})
+            await self._pool._end_use(cell)

@@ -1,0 +1,140 @@
+"""The process that environments are copies of: `python -P -m orbit_runtime.workers.environment_template FD PARENT_PID`.
+
+Belongs here: importing once, forking, and ending what was forked. Does not belong here: what a copy does
+(`environment_cell`), who asks for copies (`environment_pool`).
+
+In:  first 4-byte length and JSON `{"path", "environment", "arguments", "tools", "limits"}`, then commands of five bytes:
+     `F` and four zeros, with a socket for the new process; `E` and the number of one to end.
+Out: JSON lines. First `{"tools": [...]}` or `{"error": ..., "target": ...}`, then `{"forked": pid}` and
+     `{"ended": status}`, one for each command.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import json
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+from orbit_runtime.workers.environment_cell import Loaded, serve
+from orbit_runtime.workers.environment_protocol import EnvironmentLimits
+from orbit_runtime.workers.reward_function import TargetError, load_object
+from orbit_runtime.workers.reward_worker import confine_rewards, end_with_parent, read_message
+from orbit_runtime.workers.tool_schema import tool_schema
+
+COMMAND = 5
+PR_SET_CHILD_SUBREAPER = 36
+
+
+def main(control_fd: int, parent_pid: int) -> int:
+    """Serves until the parent closes the socket."""
+    end_with_parent(parent_pid)
+    confine_rewards()
+    if sys.platform == "linux":
+        # Whatever an environment leaves behind becomes this process's child, and is ended with it.
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    os.set_inheritable(control_fd, False)
+    control = socket.socket(fileno=control_fd)
+    with control.makefile("rb", buffering=0) as stream:
+        head = read_message(stream)
+    if head is None:
+        return 0
+    sys.path[:0] = [folder for folder in head["path"] if folder not in sys.path]
+    try:
+        loaded = _load(head)
+    except TargetError as error:
+        _say(control, {"error": str(error), "target": error.args[-1]})
+        return 1
+    limits = EnvironmentLimits(**head["limits"])
+    _say(control, {"tools": [tool_schema(name, function) for name, function in loaded.tools.items()]})
+    gc.freeze()  # collections in the copies leave shared pages alone
+    cells: set[int] = set()
+    while True:
+        command, sockets, _, _ = socket.recv_fds(control, COMMAND, 1)
+        if len(command) < COMMAND:
+            break
+        if command[:1] == b"F":
+            pid = _fork(control, sockets[0], loaded, limits)
+            cells.add(pid)
+            _say(control, {"forked": pid})
+        else:
+            pid = int.from_bytes(command[1:], "big")
+            cells.discard(pid)
+            _say(control, {"ended": _end(pid, cells)})
+    for pid in list(cells):
+        cells.discard(pid)
+        _end(pid, cells)
+    return 0
+
+
+def _load(head: Any) -> Loaded:
+    """Raises TargetError with the message and the target."""
+    target = head["environment"]
+    try:
+        environment = load_object(target) if target else None
+        if environment is not None and not callable(environment):
+            raise TargetError(f"{target!r} is not a class")
+        tools = {}
+        for target in head["tools"]:
+            function = load_object(target)
+            if not callable(function):
+                raise TargetError(f"{target!r} is not a function but {type(function).__name__}")
+            tools[target.partition(":")[2].rpartition(".")[2]] = function
+    except TargetError as error:
+        raise TargetError(str(error), target) from error
+    return Loaded(environment, head["arguments"], tools)
+
+
+def _fork(control: socket.socket, descriptor: int, loaded: Loaded, limits: EnvironmentLimits) -> int:
+    pid = os.fork()
+    if pid:
+        os.close(descriptor)
+        return pid
+    status = 1
+    try:
+        control.close()
+        serve(socket.socket(fileno=descriptor), loaded, limits, os.getppid())
+        status = 0
+    finally:
+        os._exit(status)
+
+
+def _end(pid: int, cells: set[int]) -> int:
+    """Kills a copy's whole group, and what left the group; returns the copy's wait status."""
+    try:
+        # One that ended by itself says how; a signal afterwards would hide it.
+        ended, status = os.waitpid(pid, os.WNOHANG)
+    except ChildProcessError:
+        return 0
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+    if not ended:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)  # it may not have made its group yet
+        _, status = os.waitpid(pid, 0)
+    while strays := _children() - cells:
+        for stray in strays:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(stray, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(stray, 0)
+    return status
+
+
+def _children() -> set[int]:
+    path = Path(f"/proc/self/task/{os.getpid()}/children")
+    return {int(pid) for pid in path.read_text().split()} if path.exists() else set()
+
+
+def _say(control: socket.socket, message: Any) -> None:
+    control.sendall(json.dumps(message).encode() + b"\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main(*(int(argument) for argument in sys.argv[1:3])))
