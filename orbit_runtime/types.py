@@ -159,6 +159,8 @@ class Rollout:
     reward_parts: Mapping[str, float | None]
     finish_reason: FinishReason
     routed_experts: RoutedExperts | None = None
+    counts: Mapping[str, float] = field(default_factory=dict)
+    """What its environment counted, such as `tool_calls` and `tool_errors`."""
 
     def __post_init__(self) -> None:
         _hold_arrays(self, token_ids_T=TOKENS, loss_mask_T=FLAGS, logprobs_T=FLOATS, versions_T=TOKENS)

@@ -49,6 +49,7 @@ def rollout_from_line(line: bytes | str) -> Rollout:
         reward_parts=row["reward_parts"],
         finish_reason=row["finish_reason"],
         routed_experts=_build_experts(row["routed_experts"]),
+        counts=row.get("counts", {}),
     )
 
 

@@ -1,4 +1,4 @@
-"""Calls of tools in a completion, in the format of Hermes and Qwen: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`.
+"""Calls of tools in a completion, in the format of Hermes and Qwen: `<tool_call>{"name": …}</tool_call>`.
 
 Belongs here: text → calls, and what is wrong with one, in words for the policy. Does not belong here: making the calls
 (`workers`).
@@ -39,7 +39,7 @@ def parse_tool_calls(text: str, names: Collection[str]) -> list[ToolCall]:
     Args:
         names: of the tools that there are.
     """
-    calls = []
+    calls: list[ToolCall] = []
     for piece in text.split(OPEN)[1:]:
         body = piece.partition(CLOSE)[0]
         if len(calls) >= MAX_CALLS:

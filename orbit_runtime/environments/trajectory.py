@@ -21,10 +21,10 @@ class Trajectory:
 
     def __init__(self) -> None:
         self.turns: list[Turn] = []
-        self.token_ids_T = array(TOKENS)
-        self.loss_mask_T = array(FLAGS)
-        self.logprobs_T = array(FLOATS)
-        self.versions_T = array(TOKENS)
+        self.token_ids_T: array[int] = array(TOKENS)
+        self.loss_mask_T: array[int] = array(FLAGS)
+        self.logprobs_T: array[float] = array(FLOATS)
+        self.versions_T: array[int] = array(TOKENS)
 
     def add_given(self, role: str, text: str, ids_T: Sequence[int]) -> None:
         """Tokens of the prompt, of the environment, of the template."""

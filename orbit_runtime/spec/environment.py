@@ -10,9 +10,22 @@ from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue
 
-from orbit_runtime.spec.block import IDENTITY, LAYOUT, AsTuple, Block, Contradiction, Uri, check_scheme
+from orbit_runtime.spec.block import (
+    IDENTITY,
+    LATER_IDENTITY,
+    LAYOUT,
+    AsTuple,
+    Block,
+    Contradiction,
+    Uri,
+    check_scheme,
+)
+from orbit_runtime.spec.environment_limits import EnvironmentLimits
 
 CODE_SCHEMES = ("file", "s3", "pvc", "configmap")
+EnvironmentType = Literal["SingleTurn", "MultiTurn", "Gymnasium", "SkyRLGym", "Verifiers"]
+PLAIN_TYPES = ("SingleTurn", "MultiTurn")
+"""Those that are no package's."""
 RewardType = Literal["ExactMatch", "Math"]
 Entrypoint = Annotated[
     str, Field(min_length=3, max_length=256, pattern=r"^[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_.]*$")
@@ -55,10 +68,10 @@ class Reward(Block):
 
 
 class Code(Block):
-    """Rewards of your own, beside what is installed."""
+    """Rewards and environments of your own, beside what is installed."""
 
     uri: Annotated[Uri, LAYOUT, Field(examples=["s3://bucket/my-rewards"])]
-    """A folder or a `.zip` file that is put first where reward workers look for modules: a path (such as one of the
+    """A folder or a `.zip` file that is put first where workers look for modules: a path (such as one of the
     image), `file:///…`, `s3://bucket/prefix`, on a cluster `pvc://claim/path` or `configmap://name`. It may move on
     resume: a run knows its code by digest."""
 
@@ -69,22 +82,44 @@ class Code(Block):
 class Environment(Block):
     """What the policy acts in."""
 
-    type: Annotated[Literal["SingleTurn"], IDENTITY] = "SingleTurn"
-    """`SingleTurn`: one prompt, one completion, scored."""
+    type: Annotated[EnvironmentType, IDENTITY] = "SingleTurn"
+    """`SingleTurn`: one prompt, one completion, scored. `MultiTurn`: the policy uses `tools`, or acts in the environment
+    of yours that `entrypoint` names. The others are environments of these packages, unchanged: docs/guides/environments.md."""
+    entrypoint: Annotated[Entrypoint | None, LATER_IDENTITY, Field(examples=["my_games:Guess"])] = None
+    """With `type: MultiTurn`: a class of yours, `module:Class`."""
+    name: Annotated[str | None, LATER_IDENTITY, Field(min_length=1, max_length=256, examples=["gsm8k"])] = None
+    """With a package's environments: the one of this name, as the package registers it."""
+    arguments: Annotated[dict[str, JsonValue], LATER_IDENTITY, Field(max_length=64)] = Field(default_factory=dict)
+    """Keyword arguments of the environment."""
+    tools: Annotated[
+        tuple[Entrypoint, ...],
+        AsTuple,
+        LATER_IDENTITY,
+        Field(max_length=64, examples=[["orbit_runtime.environments.tools.calculator:calculate"]]),
+    ] = ()
+    """With `type: MultiTurn`: functions that the policy may call, `module:function`."""
+    limits: EnvironmentLimits = EnvironmentLimits()
+    """What an episode and its processes may take."""
     code: Code | None = None
-    """Where the modules of `entrypoint` are; unset, on the Python path and beside the manifest."""
+    """Where the modules of `entrypoint` and `tools` are; unset, on the Python path and beside the manifest."""
     rewards: Annotated[
         tuple[Reward, ...],
         AsTuple,
         Field(
-            min_length=1,
             max_length=32,
             examples=[[{"name": "correct", "type": "ExactMatch", "arguments": {"field": "answer"}}]],
         ),
     ]
-    """Functions that score a completion."""
+    """Functions that score a completion, which is the last answer of an episode. What an environment gives itself is
+    added, as the part `environment`; beside it the list may be empty."""
     failure_limit: Annotated[float, IDENTITY, Field(ge=0, le=1)] = 0.1
-    """Largest share of a step's samples whose reward may time out or crash; above it the run stops (86)."""
+    """Largest share of a step's samples whose reward or environment may time out or crash; above it the run stops
+    (86)."""
+
+    @property
+    def gives_reward(self) -> bool:
+        """Whether it scores by itself, besides `rewards`."""
+        return self.entrypoint is not None or self.name is not None
 
     def contradictions(self) -> Iterator[Contradiction]:
         names = [reward.name for reward in self.rewards]
@@ -97,3 +132,34 @@ class Environment(Block):
                     f"`{name}` is already the name of rewards[{first}]",
                     "give each reward its own name",
                 )
+        yield from self._kind_contradictions()
+        if not self.rewards and not self.gives_reward and self.type in PLAIN_TYPES:
+            message = "nothing scores the policy"
+            involved, fix = (("type",), ("entrypoint",), ("name",)), "add `{name: correct, type: ExactMatch}`"
+            yield Contradiction(("rewards",), involved, message, fix)
+        if self.gives_reward and "environment" in names:
+            at = ("rewards", names.index("environment"), "name")
+            message = "`environment` is the name of what the environment itself gives"
+            yield Contradiction(at, (("type",),), message, "give the reward another name")
+
+    def _kind_contradictions(self) -> Iterator[Contradiction]:
+        is_package = self.type not in PLAIN_TYPES
+        if self.entrypoint is not None and self.type != "MultiTurn":
+            message = f"`type: {self.type}` has no environment of yours"
+            yield Contradiction(("entrypoint",), (("type",),), message, "remove it, or write `type: MultiTurn`")
+        if self.tools and (self.type != "MultiTurn" or self.entrypoint is not None):
+            message = "only `type: MultiTurn` without `entrypoint` makes calls of tools"
+            fix = "remove them, or write `type: MultiTurn` without `entrypoint`"
+            yield Contradiction(("tools",), (("type",), ("entrypoint",)), message, fix)
+        if self.type == "MultiTurn" and self.entrypoint is None and not self.tools:
+            message, fix = "nothing answers the policy", "add `tools`, or `entrypoint: module:Class`"
+            yield Contradiction(("type",), (("tools",), ("entrypoint",)), message, fix)
+        if is_package and self.name is None:
+            message, fix = f"`type: {self.type}` needs the name of an environment", "add `name`"
+            yield Contradiction(("type",), (("name",),), message, fix)
+        if self.name is not None and not is_package:
+            message = f"`type: {self.type}` has no environment of a package"
+            yield Contradiction(("name",), (("type",),), message, "remove it, or write `type: Gymnasium`")
+        if self.arguments and not self.gives_reward:
+            message = "there is no environment that could take them"
+            yield Contradiction(("arguments",), (("type",),), message, "remove them, or add `entrypoint` or `name`")

@@ -105,6 +105,38 @@ CHECKS: dict[str, tuple[Rule, ...]] = {
         ),
     ),
     "spec.data.prompts[]": (_uri_rule(PROMPT_SCHEMES),),
+    "spec.environment": (
+        Rule(
+            "!has(self.entrypoint) || self.type == 'MultiTurn'", "remove it, or write type: MultiTurn", ".entrypoint"
+        ),
+        Rule(
+            "!has(self.tools) || size(self.tools) == 0 || (self.type == 'MultiTurn' && !has(self.entrypoint))",
+            "remove them, or write type: MultiTurn without entrypoint",
+            ".tools",
+        ),
+        Rule(
+            "self.type != 'MultiTurn' || has(self.entrypoint) || (has(self.tools) && size(self.tools) > 0)",
+            "add tools, or entrypoint: module:Class",
+            ".type",
+        ),
+        Rule("self.type in ['SingleTurn', 'MultiTurn'] || has(self.name)", "add name", ".type"),
+        Rule(
+            "!has(self.name) || !(self.type in ['SingleTurn', 'MultiTurn'])",
+            "remove it, or write type: Gymnasium",
+            ".name",
+        ),
+        Rule(
+            "has(self.entrypoint) || has(self.name) || !(self.type in ['SingleTurn', 'MultiTurn'])"
+            " || size(self.rewards) > 0",
+            "add {name: correct, type: ExactMatch}",
+            ".rewards",
+        ),
+        Rule(
+            "!(has(self.entrypoint) || has(self.name)) || self.rewards.all(r, r.name != 'environment')",
+            "give the reward environment another name",
+            ".rewards",
+        ),
+    ),
     "spec.environment.code": (_uri_rule(CODE_SCHEMES),),
     "spec.environment.rewards[]": (
         Rule("has(self.type) || has(self.entrypoint)", "add type: ExactMatch, or entrypoint: module:function"),

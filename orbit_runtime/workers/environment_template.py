@@ -3,8 +3,8 @@
 Belongs here: importing once, forking, and ending what was forked. Does not belong here: what a copy does
 (`environment_cell`), who asks for copies (`environment_pool`).
 
-In:  first 4-byte length and JSON `{"path", "environment", "arguments", "tools", "limits"}`, then commands of five bytes:
-     `F` and four zeros, with a socket for the new process; `E` and the number of one to end.
+In:  first 4-byte length and JSON `{"path", "environment", "arguments", "tools", "limits"}`, then commands of five
+     bytes: `F` and four zeros, with a socket for the new process; `E` and the number of one to end.
 Out: JSON lines. First `{"tools": [...]}` or `{"error": ..., "target": ...}`, then `{"forked": pid}` and
      `{"ended": status}`, one for each command.
 """
@@ -25,7 +25,7 @@ from typing import Any
 from orbit_runtime.workers.environment_cell import Loaded, serve
 from orbit_runtime.workers.environment_protocol import EnvironmentLimits
 from orbit_runtime.workers.reward_function import TargetError, load_object
-from orbit_runtime.workers.reward_worker import confine_rewards, end_with_parent, read_message
+from orbit_runtime.workers.reward_worker import confine_rewards, end_with_parent
 from orbit_runtime.workers.tool_schema import tool_schema
 
 COMMAND = 5
@@ -41,8 +41,9 @@ def main(control_fd: int, parent_pid: int) -> int:
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     os.set_inheritable(control_fd, False)
     control = socket.socket(fileno=control_fd)
-    with control.makefile("rb", buffering=0) as stream:
-        head = read_message(stream)
+    # Not buffered: the commands after it come with sockets.
+    size = int.from_bytes(control.recv(4, socket.MSG_WAITALL), "big")
+    head = json.loads(control.recv(size, socket.MSG_WAITALL) or b"null")
     if head is None:
         return 0
     sys.path[:0] = [folder for folder in head["path"] if folder not in sys.path]

@@ -113,6 +113,7 @@ def test_the_defaults_are_those_of_the_models() -> None:
         del reward["arguments"]
     del by_model["rollout"]["engineArguments"], by_model["rollout"]["sampling"]["logitBias"]
     del by_model["placement"]["nodeSelector"], by_model["data"]["chat"]["templateArguments"]
+    del by_model["environment"]["arguments"]
     assert filled == by_model
 
 

@@ -1,0 +1,259 @@
+"""Episodes of several turns: the policy answers, something answers it, until one of them is done or a limit is reached.
+
+Belongs here: the order of turns, limits, and the rollout that comes of them. Does not belong here: what answers the
+policy (`tool_turns`, an environment's process), sampling (`rollout`), which step an episode is of (`loop`).
+
+Token in, token out: what the policy sampled goes into the next prompt as the tokens that it was. Only the text between,
+which the chat template writes, is encoded.
+
+Legend: `_P` prompts, `_T` tokens.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from orbit_runtime.environments.scoring import Scoring
+from orbit_runtime.environments.single_turn import FAILED, Episode, Played, combine
+from orbit_runtime.environments.trajectory import Trajectory
+from orbit_runtime.seeds import stream_key
+from orbit_runtime.types import FinishReason, Prompt, Rollout, RoutedExperts, Sampling, Tokenizer, TokenSource
+from orbit_runtime.workers.environment_protocol import EnvironmentFailed
+from orbit_runtime.workers.reward_protocol import RewardCall, RewardResult, RewardScorer
+
+OWN_PART = "environment"
+"""Name of what the environment itself gives, among the parts of a reward."""
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeLimits:
+    """What one episode may take; whichever is reached first ends it, and it is scored as it is."""
+
+    turns: int = 8
+    """Answers of the policy."""
+    tokens: int | None = None
+    """That the policy samples; None: as many as the model's context leaves."""
+    context: int = 4096
+    """Longest sequence of the model."""
+    seconds: float = 3600.0
+    """Looked at between turns: a turn under way is finished."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """What an answer of the policy was answered with."""
+
+    messages: Sequence[Mapping[str, Any]] = ()
+    reward: float = 0.0
+    done: bool = False
+    parts: Mapping[str, float] | None = None
+    tools: Sequence[Mapping[str, Any]] = ()
+    """Schemas for the chat template; read from `reset` only."""
+
+
+class Opponent(Protocol):
+    """What answers the policy in one episode. Every method may raise EnvironmentFailed."""
+
+    async def reset(self, prompt: Prompt, seed: int) -> Answered:
+        """What the policy reads first."""
+        ...
+
+    async def step(self, completion: str) -> Answered: ...
+
+    async def finish(self) -> Answered:
+        """A limit has ended the episode: what it is worth besides."""
+        ...
+
+    async def close(self) -> None: ...
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """Calls of tools, and those that failed; empty where it has none."""
+        ...
+
+
+@dataclass
+class _State:
+    """An episode that is being played."""
+
+    track: Trajectory
+    messages: list[Mapping[str, Any]]
+    reward: float = 0.0
+    parts: dict[str, float | None] | None = None
+    finish: FinishReason = "stop"
+    experts: RoutedExperts | None = None
+
+
+class MultiTurn:
+    """Builds episodes of prompts, and plays each: any number of them at the same time, in one event loop."""
+
+    def __init__(
+        self,
+        run: str,
+        tokenizer: Tokenizer,
+        scorer: RewardScorer,
+        weights: Mapping[str, float],
+        sampling: Sampling,
+        limits: EpisodeLimits,
+        opponent: Callable[[], Opponent],
+        *,
+        group_size: int,
+        seed: int,
+        gives_reward: bool,
+    ) -> None:
+        """Args: gives_reward: the opponent's own rewards count, as the part `environment`."""
+        self._run = run
+        self._tokenizer = tokenizer
+        self._scoring = Scoring(scorer)
+        self._weights = dict(weights)
+        """Reward name → its factor in the sum, in the manifest's order."""
+        self._sampling = sampling
+        self._limits = limits
+        self._opponent = opponent
+        self._group_size = group_size
+        self._seed = seed
+        self._gives_reward = gives_reward
+
+    def build_episodes(self, prompts_P: Sequence[Prompt], step: int) -> list[Episode]:
+        """`group_size` episodes per prompt, in the prompts' order. Their tokens are known once they are played."""
+        return [Episode(step, prompt, sample, ()) for prompt in prompts_P for sample in range(self._group_size)]
+
+    async def play(self, episode: Episode, tokens: TokenSource) -> Played:
+        """Plays it to its end and has it scored. An opponent that fails ends it without a score."""
+        state = _State(Trajectory(), [])
+        opponent = self._opponent()
+        try:
+            await self._converse(episode, state, opponent, tokens)
+        except EnvironmentFailed as failure:
+            lost = RewardResult(failure.outcome, None, failure.reason)
+            names = [*([OWN_PART] if self._gives_reward else []), *self._weights]
+            return Played(_rollout(self._run, episode, state, opponent, [lost] * len(names), names, None), (failure.reason,))
+        finally:
+            await opponent.close()
+        return await self._scored(episode, state, opponent)
+
+    async def _converse(self, episode: Episode, state: _State, opponent: Opponent, tokens: TokenSource) -> None:
+        prompt, limits, track = episode.prompt, self._limits, state.track
+        started = time.monotonic()
+        keys = (self._seed, "sample", prompt.prompt_id, prompt.visit, episode.sample_index)
+        # Episodes of one group start alike: their rewards are compared.
+        first = await opponent.reset(prompt, stream_key(self._seed, "environment", prompt.prompt_id, prompt.visit))
+        self._count(state, first)
+        state.messages += first.messages
+        (ids,) = self._tokenizer.encode_many([state.messages], tools=first.tools)
+        track.add_given(_role(first.messages), _text(first.messages), ids)
+        turn, is_done = 0, first.done
+        while not is_done:
+            room = min(self._sampling.max_new_tokens, limits.context - len(track.token_ids_T))
+            if limits.tokens is not None:
+                room = min(room, limits.tokens - track.sampled)
+            ended = _limit_reached(room, turn, limits, time.monotonic() - started)
+            if ended is not None:
+                state.finish = ended
+                self._count(state, await opponent.finish())
+                return
+            completion = await tokens.sample(
+                track.token_ids_T, replace(self._sampling, max_new_tokens=room), key=stream_key(*keys, turn)
+            )
+            track.add_answer(completion)
+            state.experts = completion.routed_experts
+            state.finish = completion.finish_reason
+            state.messages.append({"role": "assistant", "content": completion.text})
+            turn += 1
+            if completion.finish_reason != "stop":
+                # What it would have said is not known, and so nothing answers it.
+                self._count(state, await opponent.finish())
+                return
+            answered = await opponent.step(completion.text)
+            self._count(state, answered)
+            is_done = answered.done
+            if not is_done:
+                self._append(state, answered.messages, first.tools)
+
+    def _append(self, state: _State, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> None:
+        if not messages:
+            raise EnvironmentFailed("crash", "the environment answered nothing, and is not done")
+        last = len(state.messages) - 1
+        state.messages += messages
+        last_id = state.track.token_ids_T[-1] if state.track.token_ids_T else None
+        ids = self._tokenizer.encode_continuation(state.messages, last, last_id, tools=tools)
+        state.track.add_given(_role(messages), _text(messages), ids)
+
+    def _count(self, state: _State, answered: Answered) -> None:
+        state.reward += answered.reward
+        if answered.parts:
+            state.parts = {**(state.parts or {}), **answered.parts}
+
+    async def _scored(self, episode: Episode, state: _State, opponent: Opponent) -> Played:
+        """Rewards of the manifest see the last answer as the completion, and all before it as the prompt."""
+        fields = episode.prompt.fields
+        is_answered = bool(state.messages) and state.messages[-1]["role"] == "assistant"
+        completion = _content(state.messages[-1]) if is_answered else ""
+        before = state.messages[:-1] if is_answered else state.messages
+        calls = [RewardCall(name, completion, before, fields) for name in self._weights]
+        results = await self._scoring.score(calls) if calls else []
+        names, weights = list(self._weights), list(self._weights.values())
+        if self._gives_reward:
+            results = [RewardResult("value", state.reward), *results]
+            names, weights = [OWN_PART, *names], [1.0, *weights]
+        rollout = _rollout(self._run, episode, state, opponent, results, names, weights)
+        reasons = tuple(result.reason for result in results if result.outcome in FAILED)
+        if rollout.outcome in FAILED and not reasons:
+            reasons = ("the weighted sum of the rewards is not finite",)
+        return Played(rollout, reasons)
+
+
+def _limit_reached(room: int, turn: int, limits: EpisodeLimits, seconds: float) -> FinishReason | None:
+    if room < 1 or turn >= limits.turns:
+        return "length"
+    return "deadline" if seconds >= limits.seconds else None
+
+
+def _rollout(
+    run: str,
+    episode: Episode,
+    state: _State,
+    opponent: Opponent,
+    results: Sequence[RewardResult],
+    names: Sequence[str],
+    weights: Sequence[float] | None,
+) -> Rollout:
+    """Args: weights: None: the episode was lost."""
+    reward, outcome = combine(results, weights or [0.0] * len(results))
+    track = state.track
+    return Rollout(
+        run=run,
+        step=episode.step,
+        prompt_id=episode.prompt.prompt_id,
+        sample_index=episode.sample_index,
+        turns=tuple(track.turns),
+        token_ids_T=track.token_ids_T,
+        loss_mask_T=track.loss_mask_T,
+        logprobs_T=track.logprobs_T,
+        versions_T=track.versions_T,
+        reward=reward,
+        outcome=outcome,
+        reward_parts={name: result.value for name, result in zip(names, results, strict=True)},
+        finish_reason=state.finish,
+        routed_experts=state.experts,
+        counts={**opponent.counts, **(state.parts or {})},
+    )
+
+
+def _role(messages: Sequence[Mapping[str, Any]]) -> str:
+    return str(messages[-1]["role"]) if messages else "user"
+
+
+def _text(messages: Sequence[Mapping[str, Any]]) -> str:
+    return "\n".join(_content(message) for message in messages)
+
+
+def _content(message: Mapping[str, Any]) -> str:
+    """The text of a message; of parts, that of those which are text."""
+    content = message.get("content") or ""
+    if isinstance(content, str):
+        return content
+    return "\n".join(str(part["text"]) for part in content if part.get("type") == "text")
