@@ -15,6 +15,8 @@ from orbit_runtime.data.rows import PromptSource
 from orbit_runtime.environments.rewards import REWARDS
 from orbit_runtime.spec.run import RunSpec
 from orbit_runtime.storage.inputs import code_digest
+from orbit_runtime.workers.environment_pool import EnvironmentPool
+from orbit_runtime.workers.environment_protocol import EnvironmentLimits, EnvironmentTarget
 from orbit_runtime.workers.reward_pool import RewardPool
 from orbit_runtime.workers.reward_protocol import RewardTarget
 
@@ -30,6 +32,32 @@ def reward_targets(spec: RunSpec, functions: Mapping[str, Callable[..., Any]]) -
         )
         for reward in spec.environment.rewards
     ]
+
+
+BRIDGES = {
+    "Gymnasium": "orbit_runtime.environments.bridges.gymnasium_text:GymnasiumEpisode",
+    "SkyRLGym": "orbit_runtime.environments.bridges.skyrl:SkyRLEpisode",
+    "Verifiers": "orbit_runtime.environments.bridges.verifiers_rollout:VerifiersEpisode",
+}
+"""`environment.type` → what plays such a package's environments."""
+
+
+def environment_target(spec: RunSpec) -> EnvironmentTarget | None:
+    """What the processes of the environment import; None: the policy is answered by nothing."""
+    environment = spec.environment
+    if environment.type == "SingleTurn":
+        return None
+    if environment.type in BRIDGES:
+        arguments = {"name": environment.name, "arguments": environment.arguments}
+        return EnvironmentTarget(BRIDGES[environment.type], arguments)
+    return EnvironmentTarget(environment.entrypoint, environment.arguments, environment.tools)
+
+
+def process_limits(spec: RunSpec) -> EnvironmentLimits:
+    limits = spec.environment.limits
+    return EnvironmentLimits(
+        limits.start_seconds, limits.step_seconds, to_bytes(limits.memory), limits.processes, limits.may_fork
+    )
 
 
 def fields_read(spec: RunSpec, functions: Mapping[str, Callable[..., Any]]) -> dict[str, str]:
@@ -59,8 +87,12 @@ def check_local_inputs(spec: RunSpec, folders: Sequence[str]) -> list[str]:
     code = spec.environment.code
     if code is not None and not _is_here(code.uri):
         return [*unopened, code.uri]
+    search_path = [*_code_path(spec), *folders]
     if written:
-        RewardPool(written, num_workers=1, search_path=[*_code_path(spec), *folders]).close()
+        RewardPool(written, num_workers=1, search_path=search_path).close()
+    target = environment_target(spec)
+    if target is not None:
+        EnvironmentPool(target, limits=process_limits(spec), search_path=search_path).close()
     return unopened
 
 

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from orbit_runtime.environments.episodes import Episode, Played, build_played
 from orbit_runtime.environments.scoring import Scoring
-from orbit_runtime.environments.single_turn import FAILED, Episode, Played, combine
 from orbit_runtime.environments.trajectory import Trajectory
 from orbit_runtime.seeds import stream_key
-from orbit_runtime.types import FinishReason, Prompt, Rollout, RoutedExperts, Sampling, Tokenizer, TokenSource
+from orbit_runtime.types import FinishReason, Prompt, Sampling, Tokenizer, TokenSource
 from orbit_runtime.workers.environment_protocol import EnvironmentFailed
 from orbit_runtime.workers.reward_protocol import RewardCall, RewardResult, RewardScorer
 
@@ -49,7 +49,7 @@ class Answered:
     messages: Sequence[Mapping[str, Any]] = ()
     reward: float = 0.0
     done: bool = False
-    parts: Mapping[str, float] | None = None
+    parts: Mapping[str, float] = field(default_factory=dict)
     tools: Sequence[Mapping[str, Any]] = ()
     """Schemas for the chat template; read from `reset` only."""
 
@@ -82,9 +82,7 @@ class _State:
     track: Trajectory
     messages: list[Mapping[str, Any]]
     reward: float = 0.0
-    parts: dict[str, float | None] | None = None
-    finish: FinishReason = "stop"
-    experts: RoutedExperts | None = None
+    parts: dict[str, float] = field(default_factory=dict)
 
 
 class MultiTurn:
@@ -116,6 +114,7 @@ class MultiTurn:
         self._group_size = group_size
         self._seed = seed
         self._gives_reward = gives_reward
+        self._all_weights = {**({OWN_PART: 1.0} if gives_reward else {}), **self._weights}
 
     def build_episodes(self, prompts_P: Sequence[Prompt], step: int) -> list[Episode]:
         """`group_size` episodes per prompt, in the prompts' order. Their tokens are known once they are played."""
@@ -125,15 +124,16 @@ class MultiTurn:
         """Plays it to its end and has it scored. An opponent that fails ends it without a score."""
         state = _State(Trajectory(), [])
         opponent = self._opponent()
+        lost: RewardResult | None = None
         try:
             await self._converse(episode, state, opponent, tokens)
         except EnvironmentFailed as failure:
             lost = RewardResult(failure.outcome, None, failure.reason)
-            names = [*([OWN_PART] if self._gives_reward else []), *self._weights]
-            return Played(_rollout(self._run, episode, state, opponent, [lost] * len(names), names, None), (failure.reason,))
         finally:
             await opponent.close()
-        return await self._scored(episode, state, opponent)
+        results = [lost] * len(self._all_weights) if lost else await self._score(episode.prompt, state)
+        counts = {**opponent.counts, **state.parts}
+        return build_played(self._run, episode, state.track, results, self._all_weights, counts)
 
     async def _converse(self, episode: Episode, state: _State, opponent: Opponent, tokens: TokenSource) -> None:
         prompt, limits, track = episode.prompt, self._limits, state.track
@@ -152,15 +152,13 @@ class MultiTurn:
                 room = min(room, limits.tokens - track.sampled)
             ended = _limit_reached(room, turn, limits, time.monotonic() - started)
             if ended is not None:
-                state.finish = ended
+                track.finish_reason = ended
                 self._count(state, await opponent.finish())
                 return
             completion = await tokens.sample(
                 track.token_ids_T, replace(self._sampling, max_new_tokens=room), key=stream_key(*keys, turn)
             )
             track.add_answer(completion)
-            state.experts = completion.routed_experts
-            state.finish = completion.finish_reason
             state.messages.append({"role": "assistant", "content": completion.text})
             turn += 1
             if completion.finish_reason != "stop":
@@ -184,63 +182,22 @@ class MultiTurn:
 
     def _count(self, state: _State, answered: Answered) -> None:
         state.reward += answered.reward
-        if answered.parts:
-            state.parts = {**(state.parts or {}), **answered.parts}
+        state.parts |= answered.parts
 
-    async def _scored(self, episode: Episode, state: _State, opponent: Opponent) -> Played:
+    async def _score(self, prompt: Prompt, state: _State) -> list[RewardResult]:
         """Rewards of the manifest see the last answer as the completion, and all before it as the prompt."""
-        fields = episode.prompt.fields
         is_answered = bool(state.messages) and state.messages[-1]["role"] == "assistant"
         completion = _content(state.messages[-1]) if is_answered else ""
         before = state.messages[:-1] if is_answered else state.messages
-        calls = [RewardCall(name, completion, before, fields) for name in self._weights]
+        calls = [RewardCall(name, completion, before, prompt.fields) for name in self._weights]
         results = await self._scoring.score(calls) if calls else []
-        names, weights = list(self._weights), list(self._weights.values())
-        if self._gives_reward:
-            results = [RewardResult("value", state.reward), *results]
-            names, weights = [OWN_PART, *names], [1.0, *weights]
-        rollout = _rollout(self._run, episode, state, opponent, results, names, weights)
-        reasons = tuple(result.reason for result in results if result.outcome in FAILED)
-        if rollout.outcome in FAILED and not reasons:
-            reasons = ("the weighted sum of the rewards is not finite",)
-        return Played(rollout, reasons)
+        return [RewardResult("value", state.reward), *results] if self._gives_reward else results
 
 
 def _limit_reached(room: int, turn: int, limits: EpisodeLimits, seconds: float) -> FinishReason | None:
     if room < 1 or turn >= limits.turns:
         return "length"
     return "deadline" if seconds >= limits.seconds else None
-
-
-def _rollout(
-    run: str,
-    episode: Episode,
-    state: _State,
-    opponent: Opponent,
-    results: Sequence[RewardResult],
-    names: Sequence[str],
-    weights: Sequence[float] | None,
-) -> Rollout:
-    """Args: weights: None: the episode was lost."""
-    reward, outcome = combine(results, weights or [0.0] * len(results))
-    track = state.track
-    return Rollout(
-        run=run,
-        step=episode.step,
-        prompt_id=episode.prompt.prompt_id,
-        sample_index=episode.sample_index,
-        turns=tuple(track.turns),
-        token_ids_T=track.token_ids_T,
-        loss_mask_T=track.loss_mask_T,
-        logprobs_T=track.logprobs_T,
-        versions_T=track.versions_T,
-        reward=reward,
-        outcome=outcome,
-        reward_parts={name: result.value for name, result in zip(names, results, strict=True)},
-        finish_reason=state.finish,
-        routed_experts=state.experts,
-        counts={**opponent.counts, **(state.parts or {})},
-    )
 
 
 def _role(messages: Sequence[Mapping[str, Any]]) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-from orbit_runtime.types import FLAGS, FLOATS, TOKENS, Completion, Turn
+from orbit_runtime.types import FLAGS, FLOATS, TOKENS, Completion, FinishReason, RoutedExperts, Turn
 
 
 class Trajectory:
@@ -21,6 +21,8 @@ class Trajectory:
 
     def __init__(self) -> None:
         self.turns: list[Turn] = []
+        self.finish_reason: FinishReason = "stop"
+        self.routed_experts: RoutedExperts | None = None
         self.token_ids_T: array[int] = array(TOKENS)
         self.loss_mask_T: array[int] = array(FLAGS)
         self.logprobs_T: array[float] = array(FLOATS)
@@ -43,6 +45,9 @@ class Trajectory:
         self.logprobs_T.extend(completion.logprobs_T)
         self.versions_T.extend(completion.versions_T)
         self.turns.append(Turn("assistant", start, start + count, completion.text))
+        self.finish_reason = completion.finish_reason
+        # Of everything before it as well.
+        self.routed_experts = completion.routed_experts
 
     @property
     def sampled(self) -> int:

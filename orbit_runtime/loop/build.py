@@ -61,7 +61,7 @@ class Parts:
     store: Store
     execution: Execution
     prompts: PromptStream
-    environment: SingleTurn
+    environment: Environment
     engine: Engine
     side: TrainerSide
     publisher: Publisher

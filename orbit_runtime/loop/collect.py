@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from orbit_runtime.environments.single_turn import SingleTurn
+from orbit_runtime.environments.episodes import Environment
 from orbit_runtime.errors import RewardsFailingError, StoppedOnRequest
 from orbit_runtime.loop.asking import Asking
 from orbit_runtime.loop.publish import Publication
@@ -33,7 +33,7 @@ class Collected:
 
 async def collect(
     prompts_P: Sequence[Prompt],
-    environment: SingleTurn,
+    environment: Environment,
     engine: Engine,
     *,
     step: int,

@@ -134,6 +134,8 @@ def _value_of(schema: Schema) -> Any:
 
 
 def _item(schema: Schema, index: int) -> Any:
+    if ":" in schema.get("pattern", ""):
+        return f"a:b{index}"
     return index + 1 if schema["type"] == "integer" else f"a{index}"
 
 

@@ -20,6 +20,7 @@ JSON_VALUES = st.recursive(
 )
 PATTERNS = {
     "entrypoint": st.just("a.b:c"),
+    "tools": st.lists(st.just("a.b:c"), max_size=3),
     "name": st.from_regex(r"\A[a-z][a-z0-9]{0,7}\Z"),
     "uri": PLACES,
     "cidr": st.sampled_from(["10.0.0.0/8", "fd00::/8"]),

@@ -1,0 +1,44 @@
+"""The environment that a manifest asks for.
+
+Belongs here: choosing among those of this folder. Does not belong here: starting processes and loading models (`loop`).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from orbit_runtime.environments.episodes import Environment
+from orbit_runtime.environments.multi_turn import EpisodeLimits, MultiTurn
+from orbit_runtime.environments.opponents import OwnProcess, ToolUse
+from orbit_runtime.environments.single_turn import SingleTurn
+from orbit_runtime.spec.run import RunSpec
+from orbit_runtime.types import Sampling, Tokenizer
+from orbit_runtime.workers.environment_pool import EnvironmentPool
+from orbit_runtime.workers.reward_protocol import RewardScorer
+
+
+def build_environment(
+    run: str,
+    spec: RunSpec,
+    tokenizer: Tokenizer,
+    scorer: RewardScorer,
+    pool: EnvironmentPool | None,
+    sampling: Sampling,
+) -> Environment:
+    """Args: pool: of what `asked.environment_target` says; None where that is None."""
+    weights = {reward.name: reward.weight for reward in spec.environment.rewards}
+    if pool is None:
+        return SingleTurn(run, tokenizer, scorer, weights, sampling, spec.algorithm.group_size, spec.data.seed)
+    limits = spec.environment.limits
+    return MultiTurn(
+        run,
+        tokenizer,
+        scorer,
+        weights,
+        sampling,
+        EpisodeLimits(limits.turns, limits.tokens, spec.model.max_sequence_length, limits.seconds),
+        partial(ToolUse, pool) if pool.tools else lambda: OwnProcess(pool.open_episode()),
+        group_size=spec.algorithm.group_size,
+        seed=spec.data.seed,
+        gives_reward=spec.environment.gives_reward,
+    )
