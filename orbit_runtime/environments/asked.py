@@ -13,6 +13,7 @@ from typing import Any
 from orbit_runtime.data.prompts import check_fields, load_prompts
 from orbit_runtime.data.rows import PromptSource
 from orbit_runtime.environments.rewards import REWARDS
+from orbit_runtime.spec.quantities import read_quantity
 from orbit_runtime.spec.run import RunSpec
 from orbit_runtime.storage.inputs import code_digest
 from orbit_runtime.workers.environment_pool import EnvironmentPool
@@ -56,7 +57,7 @@ def environment_target(spec: RunSpec) -> EnvironmentTarget | None:
 def process_limits(spec: RunSpec) -> EnvironmentLimits:
     limits = spec.environment.limits
     return EnvironmentLimits(
-        limits.start_seconds, limits.step_seconds, to_bytes(limits.memory), limits.processes, limits.may_fork
+        limits.start_seconds, limits.step_seconds, read_quantity(limits.memory), limits.processes, limits.may_fork
     )
 
 

@@ -37,7 +37,8 @@ class ToolUse:
         self._calls += len(calls)
         self._errors += sum(result.is_error for result in results)
         messages: list[Mapping[str, Any]] = [
-            {"role": "tool", "name": call.name, "content": result.text} for call, result in zip(calls, results, strict=True)
+            {"role": "tool", "name": call.name, "content": result.text}
+            for call, result in zip(calls, results, strict=True)
         ]
         return Answered(messages, done=not calls)
 

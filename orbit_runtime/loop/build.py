@@ -11,13 +11,15 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from orbit_runtime.data.prompts import PromptStream, PromptTable, check_fields, check_lengths, load_prompts
 from orbit_runtime.data.rows import PromptSource
-from orbit_runtime.environments.asked import fields_read, reward_targets
-from orbit_runtime.environments.single_turn import SingleTurn
+from orbit_runtime.environments.asked import environment_target, fields_read, process_limits, reward_targets
+from orbit_runtime.environments.build import build_environment
+from orbit_runtime.environments.episodes import Environment
 from orbit_runtime.loop.content import Names, content_digests
 from orbit_runtime.loop.engines import (
     build_engine,
@@ -40,6 +42,7 @@ from orbit_runtime.spec.run import RunSpec
 from orbit_runtime.storage import Execution, Store
 from orbit_runtime.storage.cache import Cache, default_cache
 from orbit_runtime.types import Engine, Tokenizer, Trainer
+from orbit_runtime.workers.environment_pool import EnvironmentPool
 from orbit_runtime.workers.garbage_collection import gc_paused, unfreeze_objects
 from orbit_runtime.workers.reward_protocol import RewardScorer
 
@@ -131,6 +134,7 @@ def build_parts(
     read = fields_read(spec, rewards or {})
     check_fields(table, read)
     scorer = closing.enter_context(_build_scorer(spec, rewards or {}, inputs.search_path()))
+    pool = _build_pool(spec, inputs.search_path(), closing)
     show.stage("fetching the model")
     folder = inputs.model()
     show.stage(f"loading the model, {_amount(folder)}")
@@ -140,7 +144,8 @@ def build_parts(
 
         tokenizer = ChatTokenizer(folder, spec.data.chat.template_arguments)
         new_tokens = spec.rollout.sampling.max_new_tokens
-        check_lengths(table, tokenizer.encode_many, max_prompt_tokens=spec.model.max_sequence_length - new_tokens)
+        encode = partial(tokenizer.encode_many, tools=pool.tools if pool else ())
+        check_lengths(table, encode, max_prompt_tokens=spec.model.max_sequence_length - new_tokens)
         side = build_torch_side(resolved, folder, names.model, show.note)
         check_token_ids(spec, side.facts.vocabulary)
         check_replay(spec, side.facts)
@@ -171,15 +176,7 @@ def build_parts(
         else math.inf,
         max_unproven=spec.parity.max_unproven,
     )
-    environment = SingleTurn(
-        run.name,
-        tokenizer,
-        scorer,
-        {reward.name: reward.weight for reward in spec.environment.rewards},
-        sampling_of(spec),
-        spec.algorithm.group_size,
-        spec.data.seed,
-    )
+    environment = build_environment(run.name, spec, tokenizer, scorer, pool, sampling_of(spec))
     stream = PromptStream(table, seed=spec.data.seed, shuffle=spec.data.shuffle, epochs=spec.data.epochs)
     return Parts(
         run=run,
@@ -219,6 +216,14 @@ def _build_scorer(
     from orbit_runtime.workers.reward_pool import RewardPool
 
     return RewardPool(targets, search_path=search_path)
+
+
+def _build_pool(spec: RunSpec, search_path: Sequence[str], closing: ExitStack) -> EnvironmentPool | None:
+    """Processes of the environment or of the tools, ended with the run; None: it needs none."""
+    target = environment_target(spec)
+    if target is None:
+        return None
+    return closing.enter_context(EnvironmentPool(target, limits=process_limits(spec), search_path=search_path))
 
 
 def _sequences(table: PromptTable, tokenizer: Tokenizer, count: int = 8) -> tuple[tuple[int, ...], ...]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from orbit_runtime.errors import GateError
 from orbit_runtime.loop.collect import Collected
@@ -52,6 +52,9 @@ def step_row(
         reward_crash=outcomes["crash"],
         response_tokens_mean=tokens / max(1, len(rollouts)),
         truncated_fraction=sum(rollout.finish_reason == "length" for rollout in rollouts) / max(1, len(rollouts)),
+        turns_mean=_mean(sum(turn.role == "assistant" for turn in rollout.turns) for rollout in rollouts),
+        tool_calls=round(sum(rollout.counts.get("tool_calls", 0) for rollout in rollouts)),
+        tool_errors=round(sum(rollout.counts.get("tool_errors", 0) for rollout in rollouts)),
         tokens=tokens,
         tokens_per_second=tokens / seconds_total if seconds_total > 0 else None,
         parity_limit=state.parity_limit,
@@ -64,6 +67,11 @@ def step_row(
         seconds_total=seconds_total,
         **reward_parts(rollouts),
     )
+
+
+def _mean(numbers: Iterable[float]) -> float | None:
+    values = list(numbers)
+    return statistics.fmean(values) if values else None
 
 
 def reward_parts(rollouts: Sequence[Rollout]) -> dict[str, float | None]:

@@ -83,8 +83,9 @@ class Environment(Block):
     """What the policy acts in."""
 
     type: Annotated[EnvironmentType, IDENTITY] = "SingleTurn"
-    """`SingleTurn`: one prompt, one completion, scored. `MultiTurn`: the policy uses `tools`, or acts in the environment
-    of yours that `entrypoint` names. The others are environments of these packages, unchanged: docs/guides/environments.md."""
+    """`SingleTurn`: one prompt, one completion, scored. `MultiTurn`: the policy uses `tools`, or acts in the
+    environment of yours that `entrypoint` names. The others are environments of these packages, unchanged:
+    docs/guides/environments.md."""
     entrypoint: Annotated[Entrypoint | None, LATER_IDENTITY, Field(examples=["my_games:Guess"])] = None
     """With `type: MultiTurn`: a class of yours, `module:Class`."""
     name: Annotated[str | None, LATER_IDENTITY, Field(min_length=1, max_length=256, examples=["gsm8k"])] = None

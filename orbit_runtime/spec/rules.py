@@ -106,9 +106,7 @@ CHECKS: dict[str, tuple[Rule, ...]] = {
     ),
     "spec.data.prompts[]": (_uri_rule(PROMPT_SCHEMES),),
     "spec.environment": (
-        Rule(
-            "!has(self.entrypoint) || self.type == 'MultiTurn'", "remove it, or write type: MultiTurn", ".entrypoint"
-        ),
+        Rule("!has(self.entrypoint) || self.type == 'MultiTurn'", "remove it, or write type: MultiTurn", ".entrypoint"),
         Rule(
             "!has(self.tools) || size(self.tools) == 0 || (self.type == 'MultiTurn' && !has(self.entrypoint))",
             "remove them, or write type: MultiTurn without entrypoint",

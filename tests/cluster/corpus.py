@@ -78,9 +78,11 @@ GOOD_BLOCKS: dict[str, tuple[str, ...]] = {
         "{code: {uri: s3://bucket/code}, rewards: [{name: a, entrypoint: m:f}]}",
         "{code: {uri: configmap://code}, rewards: [{name: a, type: Math}]}",
         "{type: MultiTurn, tools: ['a.b:f', 'c:g'], rewards: [{name: a, type: Math}]}",
-        "{type: MultiTurn, entrypoint: a:B, arguments: {x: 1}, limits: {turns: 2, tokens: 9, memory: 2Gi}, rewards: []}",
+        "{type: MultiTurn, entrypoint: a:B, arguments: {x: 1}, limits: {turns: 2, tokens: 9, memory: 2Gi},"
+        " rewards: []}",
         "{type: MultiTurn, entrypoint: a:B, tools: [], rewards: []}",
-        "{type: Gymnasium, name: FrozenLake-v1, rewards: [{name: a, type: Math}]}", "{type: Verifiers, name: x, rewards: []}",
+        "{type: Gymnasium, name: FrozenLake-v1, rewards: [{name: a, type: Math}]}",
+        "{type: Verifiers, name: x, rewards: []}",
     ),
     "rollout": (
         "{sampling: {}}", "{sampling: {stop: []}}", "{sampling: {stop: ['終わり', '🛑']}}",
@@ -175,7 +177,8 @@ BAD_BLOCKS: dict[str, tuple[tuple[str, str], ...]] = {
         ("{type: MultiTurn, entrypoint: a:B, tools: [a:f], rewards: []}", "tools"),
         ("{type: SkyRLGym, name: a, tools: [a:f], rewards: []}", "tools"),
         ("{entrypoint: a:B, rewards: []}", "entrypoint"), ("{name: x, rewards: [{name: a, type: Math}]}", "name"),
-        ("{type: MultiTurn, tools: [a:f], rewards: []}", "rewards"), ("{tools: [a:f], rewards: [{name: a, type: Math}]}", "tools"),
+        ("{type: MultiTurn, tools: [a:f], rewards: []}", "rewards"),
+        ("{tools: [a:f], rewards: [{name: a, type: Math}]}", "tools"),
     ),
     "rollout": (
         ("{sampling: {maxNewTokens: 2048}}", "sampling.maxNewTokens"),

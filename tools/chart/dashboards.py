@@ -210,6 +210,15 @@ RUN = Dashboard(
             Panel("Seconds of a step, whole", "line", {"step": "orbit_run_step_seconds{@}"}, unit="s"),
             Panel("Length of completions", "line", {"tokens": "orbit_run_response_tokens_mean{@}"}),
             Panel("Completions cut off", "line", {"share": "orbit_run_truncated_fraction{@}"}, unit="percentunit"),
+            Panel("Turns of an episode", "line", {"mean": "orbit_run_turns_mean{@}"}),
+            Panel(
+                "Calls of tools",
+                "line",
+                {
+                    "made": "60 * rate(orbit_run_tool_calls_total{@}[$__rate_interval])",
+                    "failed": "60 * rate(orbit_run_tool_errors_total{@}[$__rate_interval])",
+                },
+            ),
             Panel("Tokens sampled", "line", {"per minute": "60 * rate(orbit_run_tokens_total{@}[$__rate_interval])"}),
         ),
     },

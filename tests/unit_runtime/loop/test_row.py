@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from orbit_runtime.environments.single_turn import combine
+from orbit_runtime.environments.episodes import combine
 from orbit_runtime.loop.row import reward_parts
 from orbit_runtime.types import Rollout
 from orbit_runtime.workers.reward_protocol import RewardResult
