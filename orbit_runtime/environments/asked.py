@@ -61,10 +61,15 @@ def process_limits(spec: RunSpec) -> EnvironmentLimits:
     )
 
 
+READS = {"ExactMatch": "answer", "Math": "answer", "MultipleChoice": "answer", "Code": "tests"}
+"""Shipped reward → the column that it reads where its arguments name none."""
+
+
 def fields_read(spec: RunSpec, functions: Mapping[str, Callable[..., Any]]) -> dict[str, str]:
     """Column → the reward that reads it. Known of the shipped rewards only; what a user's function reads is its own."""
     shipped = [each for each in spec.environment.rewards if each.type and each.name not in functions]
-    return {str(each.arguments.get("field", "answer")): each.name for each in shipped}
+    read = [(each.arguments.get("field", READS.get(str(each.type))), each.name) for each in shipped]
+    return {str(field): name for field, name in read if field is not None}
 
 
 def check_local_inputs(spec: RunSpec, folders: Sequence[str]) -> list[str]:

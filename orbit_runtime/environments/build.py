@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import partial
 
 from orbit_runtime.environments.episodes import Environment
-from orbit_runtime.environments.multi_turn import EpisodeLimits, MultiTurn
+from orbit_runtime.environments.multi_turn import EpisodeLimits, EpisodeSettings, MultiTurn
 from orbit_runtime.environments.opponents import OwnProcess, ToolUse
 from orbit_runtime.environments.single_turn import SingleTurn
 from orbit_runtime.spec.run import RunSpec
@@ -30,15 +30,13 @@ def build_environment(
     if pool is None:
         return SingleTurn(run, tokenizer, scorer, weights, sampling, spec.algorithm.group_size, spec.data.seed)
     limits = spec.environment.limits
-    return MultiTurn(
+    settings = EpisodeSettings(
         run,
-        tokenizer,
-        scorer,
-        weights,
         sampling,
         EpisodeLimits(limits.turns, limits.tokens, spec.model.max_sequence_length, limits.seconds),
-        partial(ToolUse, pool) if pool.tools else lambda: OwnProcess(pool.open_episode()),
-        group_size=spec.algorithm.group_size,
-        seed=spec.data.seed,
-        gives_reward=spec.environment.gives_reward,
+        spec.algorithm.group_size,
+        spec.data.seed,
+        spec.environment.gives_reward,
     )
+    opponent = partial(ToolUse, pool) if pool.tools else lambda: OwnProcess(pool.open_episode())
+    return MultiTurn(settings, tokenizer, scorer, weights, opponent)

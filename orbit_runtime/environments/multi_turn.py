@@ -43,6 +43,19 @@ class EpisodeLimits:
 
 
 @dataclass(frozen=True, slots=True)
+class EpisodeSettings:
+    """What all episodes of a run share."""
+
+    run: str
+    sampling: Sampling
+    limits: EpisodeLimits
+    group_size: int
+    seed: int
+    gives_reward: bool
+    """The opponent's own rewards count, as the part `environment`."""
+
+
+@dataclass(frozen=True, slots=True)
 class Answered:
     """What an answer of the policy was answered with."""
 
@@ -90,35 +103,26 @@ class MultiTurn:
 
     def __init__(
         self,
-        run: str,
+        settings: EpisodeSettings,
         tokenizer: Tokenizer,
         scorer: RewardScorer,
         weights: Mapping[str, float],
-        sampling: Sampling,
-        limits: EpisodeLimits,
         opponent: Callable[[], Opponent],
-        *,
-        group_size: int,
-        seed: int,
-        gives_reward: bool,
     ) -> None:
-        """Args: gives_reward: the opponent's own rewards count, as the part `environment`."""
-        self._run = run
+        """Args: opponent: makes one for each episode."""
+        self._settings = settings
         self._tokenizer = tokenizer
         self._scoring = Scoring(scorer)
         self._weights = dict(weights)
         """Reward name → its factor in the sum, in the manifest's order."""
-        self._sampling = sampling
-        self._limits = limits
         self._opponent = opponent
-        self._group_size = group_size
-        self._seed = seed
-        self._gives_reward = gives_reward
-        self._all_weights = {**({OWN_PART: 1.0} if gives_reward else {}), **self._weights}
+        self._all_weights = {**({OWN_PART: 1.0} if settings.gives_reward else {}), **self._weights}
 
     def build_episodes(self, prompts_P: Sequence[Prompt], step: int) -> list[Episode]:
         """`group_size` episodes per prompt, in the prompts' order. Their tokens are known once they are played."""
-        return [Episode(step, prompt, sample, ()) for prompt in prompts_P for sample in range(self._group_size)]
+        return [
+            Episode(step, prompt, sample, ()) for prompt in prompts_P for sample in range(self._settings.group_size)
+        ]
 
     async def play(self, episode: Episode, tokens: TokenSource) -> Played:
         """Plays it to its end and has it scored. An opponent that fails ends it without a score."""
@@ -133,21 +137,23 @@ class MultiTurn:
             await opponent.close()
         results = [lost] * len(self._all_weights) if lost else await self._score(episode.prompt, state)
         counts = {**opponent.counts, **state.parts}
-        return build_played(self._run, episode, state.track, results, self._all_weights, counts)
+        return build_played(self._settings.run, episode, state.track, results, self._all_weights, counts)
 
     async def _converse(self, episode: Episode, state: _State, opponent: Opponent, tokens: TokenSource) -> None:
-        prompt, limits, track = episode.prompt, self._limits, state.track
+        prompt, limits, track = episode.prompt, self._settings.limits, state.track
         started = time.monotonic()
-        keys = (self._seed, "sample", prompt.prompt_id, prompt.visit, episode.sample_index)
+        keys = (self._settings.seed, "sample", prompt.prompt_id, prompt.visit, episode.sample_index)
         # Episodes of one group start alike: their rewards are compared.
-        first = await opponent.reset(prompt, stream_key(self._seed, "environment", prompt.prompt_id, prompt.visit))
+        first = await opponent.reset(
+            prompt, stream_key(self._settings.seed, "environment", prompt.prompt_id, prompt.visit)
+        )
         self._count(state, first)
         state.messages += first.messages
         (ids,) = self._tokenizer.encode_many([state.messages], tools=first.tools)
         track.add_given(_role(first.messages), _text(first.messages), ids)
         turn, is_done = 0, first.done
         while not is_done:
-            room = min(self._sampling.max_new_tokens, limits.context - len(track.token_ids_T))
+            room = min(self._settings.sampling.max_new_tokens, limits.context - len(track.token_ids_T))
             if limits.tokens is not None:
                 room = min(room, limits.tokens - track.sampled)
             ended = _limit_reached(room, turn, limits, time.monotonic() - started)
@@ -156,7 +162,7 @@ class MultiTurn:
                 self._count(state, await opponent.finish())
                 return
             completion = await tokens.sample(
-                track.token_ids_T, replace(self._sampling, max_new_tokens=room), key=stream_key(*keys, turn)
+                track.token_ids_T, replace(self._settings.sampling, max_new_tokens=room), key=stream_key(*keys, turn)
             )
             track.add_answer(completion)
             state.messages.append({"role": "assistant", "content": completion.text})
@@ -191,7 +197,7 @@ class MultiTurn:
         before = state.messages[:-1] if is_answered else state.messages
         calls = [RewardCall(name, completion, before, prompt.fields) for name in self._weights]
         results = await self._scoring.score(calls) if calls else []
-        return [RewardResult("value", state.reward), *results] if self._gives_reward else results
+        return [RewardResult("value", state.reward), *results] if self._settings.gives_reward else results
 
 
 def _limit_reached(room: int, turn: int, limits: EpisodeLimits, seconds: float) -> FinishReason | None:

@@ -26,7 +26,7 @@ CODE_SCHEMES = ("file", "s3", "pvc", "configmap")
 EnvironmentType = Literal["SingleTurn", "MultiTurn", "Gymnasium", "SkyRLGym", "Verifiers"]
 PLAIN_TYPES = ("SingleTurn", "MultiTurn")
 """Those that are no package's."""
-RewardType = Literal["ExactMatch", "Math"]
+RewardType = Literal["ExactMatch", "Math", "MultipleChoice", "Pattern", "Length", "Code", "Judge"]
 Entrypoint = Annotated[
     str, Field(min_length=3, max_length=256, pattern=r"^[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_.]*$")
 ]

@@ -16,6 +16,7 @@ import ctypes
 import os
 import struct
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
@@ -23,6 +24,11 @@ CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
 VERSION_FLAG = 1
 RULE_PATH_BENEATH = 1
 READ_FILE, READ_DIR, MAKE_BLOCK = 1 << 2, 1 << 3, 1 << 11
+ALL_FILES, EXECUTE, WRITABLE = (1 << 16) - 1, 1 << 0, (1 << 15) - 1 & ~(1 << 0)
+"""Every right on files of ABI 5 (with devices' ioctl); what a scratch folder gives: all but running what lies there and
+ioctl."""
+BIND_TCP, CONNECT_TCP = 1 << 0, 1 << 1
+NETWORK_SINCE, IOCTL_SINCE = 4, 5
 SCOPE_ABSTRACT_SOCKET, SCOPE_SIGNAL = 1 << 0, 1 << 1
 SCOPES_SINCE = 6
 """ABI, of Linux 6.12. Before it Landlock only knows rules on files, and whoever is held to those may not mount."""
@@ -60,6 +66,33 @@ def confine(hidden: Path | None = None, *, may_mount: bool = True) -> bool:
         if hidden:
             for path in _beside(hidden.resolve()):
                 _allow(ruleset, path, files)
+        ctypes.CDLL(None).prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+        return _call(RESTRICT_SELF, ruleset, 0) == 0
+    finally:
+        os.close(ruleset)
+
+
+def confine_files(readable: Sequence[Path], writable: Sequence[Path]) -> bool:
+    """From now on this process sees no other files than these, and no TCP. Whether the kernel did it.
+
+    Args:
+        readable: files, and folders with all below them; those that are not there are left out.
+        writable: folders.
+    """
+    version = landlock_version()
+    if version < NETWORK_SINCE:
+        return False
+    files = ALL_FILES if version >= IOCTL_SINCE else ALL_FILES >> 1
+    scopes = SCOPE_ABSTRACT_SOCKET | SCOPE_SIGNAL if version >= SCOPES_SINCE else 0
+    attributes = struct.pack("=QQQ", files, BIND_TCP | CONNECT_TCP, scopes)[: 24 if version >= SCOPES_SINCE else 16]
+    ruleset = _call(CREATE_RULESET, attributes, len(attributes), 0)
+    if ruleset < 0:
+        return False
+    try:
+        for path in readable:
+            _allow(ruleset, path, READ_FILE | READ_DIR | EXECUTE)
+        for path in writable:
+            _allow(ruleset, path, files & WRITABLE)
         ctypes.CDLL(None).prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
         return _call(RESTRICT_SELF, ruleset, 0) == 0
     finally:

@@ -10,6 +10,7 @@ reward by its path.
 
 from __future__ import annotations
 
+import copy
 import queue
 import threading
 from collections.abc import Sequence
@@ -101,8 +102,11 @@ class RewardThreads:
         function = target.target
         answer: queue.SimpleQueue[RewardResult] = queue.SimpleQueue()
 
+        # What one call changes, another does not see: as in processes.
+        prompt, fields = copy.deepcopy(call.prompt), copy.deepcopy(dict(call.fields))
+
         def work() -> None:
-            answer.put(call_reward(function, target.arguments, call.completion, call.prompt, call.fields))
+            answer.put(call_reward(function, target.arguments, call.completion, prompt, fields))
 
         threading.Thread(target=work, name=f"reward-{target.name}", daemon=True).start()
         try:

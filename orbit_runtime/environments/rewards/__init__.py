@@ -15,4 +15,9 @@ __all__ = ["REWARDS", "WrongAnswer"]
 REWARDS: Mapping[str, str] = {
     "ExactMatch": "orbit_runtime.environments.rewards.exact_match:exact_match",
     "Math": "orbit_runtime.environments.rewards.math_answer:math_answer",
+    "MultipleChoice": "orbit_runtime.environments.rewards.multiple_choice:multiple_choice",
+    "Pattern": "orbit_runtime.environments.rewards.pattern:pattern",
+    "Length": "orbit_runtime.environments.rewards.length:length",
+    "Code": "orbit_runtime.environments.rewards.code_tests:code_tests",
+    "Judge": "orbit_runtime.environments.rewards.judge:judge",
 }

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orbit_runtime.environments.episodes import Played
-from orbit_runtime.environments.multi_turn import Answered, EpisodeLimits, MultiTurn
+from orbit_runtime.environments.multi_turn import Answered, EpisodeLimits, EpisodeSettings, MultiTurn
 from orbit_runtime.environments.opponents import ToolUse
 from orbit_runtime.types import Completion, FinishReason, Prompt, Sampling
 from orbit_runtime.workers.environment_protocol import EnvironmentFailed, ToolResult
@@ -119,18 +119,9 @@ def play(
     max_new_tokens: int = 256,
 ) -> Played:
     scorer = RewardThreads([RewardTarget(name, function) for name, function in (rewards or {}).items()])
-    environment = MultiTurn(
-        "run",
-        Written(),
-        scorer,
-        dict.fromkeys(rewards or {}, 0.5),
-        Sampling(max_new_tokens=max_new_tokens),
-        limits or EpisodeLimits(),
-        lambda: opponent,
-        group_size=1,
-        seed=0,
-        gives_reward=gives_reward,
-    )
+    sampling = Sampling(max_new_tokens=max_new_tokens)
+    settings = EpisodeSettings("run", sampling, limits or EpisodeLimits(), 1, 0, gives_reward)
+    environment = MultiTurn(settings, Written(), scorer, dict.fromkeys(rewards or {}, 0.5), lambda: opponent)
     (episode,) = environment.build_episodes([PROMPT], 3)
     return asyncio.run(environment.play(episode, policy))
 
