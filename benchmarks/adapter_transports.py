@@ -98,7 +98,7 @@ def an_adapter(megabytes: int) -> AdapterFiles:
     """As a trainer publishes it: BF16 tensors of 8 MiB, in the memory that it was written to."""
     values = torch.zeros(4 << 20, dtype=torch.bfloat16)
     values.view(torch.int16).random_()
-    count = max(1, megabytes // 8)
+    count = -(-megabytes // 8)
     tensors = {f"layer.{number}.weight": values[: megabytes * 2**19 // count] for number in range(count)}
     buffer, file = AdapterBuffer(), tensorfile.build(tensors, torch.bfloat16)
     manifest = AdapterManifest({

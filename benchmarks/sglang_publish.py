@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import harness
 from benchmarks.running_answers import Gaps, watch
 from orbit_runtime.rollout.requests import sample
+from orbit_runtime.rollout.served import Server
 from orbit_runtime.types import Request, Sampling
 from orbit_runtime.workers.waiting import wait_asleep
 
@@ -83,10 +84,10 @@ def measure_one(adapter: str, repetitions: int, size: Size) -> tuple[list[harnes
         rig.move(0, 0.02)
         rig.publish()
         publishing = _publishing(rig, size)
-        url = rig.engine.replicas[0].server.url
+        server = rig.engine.replicas[0].server
         # Answers run on an adapter that stays: a publish waits for its predecessor's answers before it unloads it.
         rig.engine.load_adapter("stays", rig.publication.adapter)
-        gaps = _gaps(rig, url, adapter, size.watches)
+        gaps = _gaps(rig, server, adapter, size.watches)
         name = rig.publication.name
         sampling = Sampling(max_new_tokens=size.tokens)
         prompts = [
@@ -109,7 +110,9 @@ def measure_one(adapter: str, repetitions: int, size: Size) -> tuple[list[harnes
                 "sampling_params": {"n": samples, "temperature": 1.0, "max_new_tokens": size.tokens,
                                     "stop_token_ids": list(rig.tokenizer.eos_ids)},
             }  # fmt: skip
-            answer = httpx.post(f"{url}/generate", json=body, timeout=None, trust_env=False)
+            answer = httpx.post(
+                f"{server.url}/generate", json=body, headers=dict(server.headers), timeout=None, trust_env=False
+            )
             assert answer.status_code == 200, answer.text
             assert len(answer.json()) == size.requests
 
@@ -172,13 +175,13 @@ def _publishing(rig: Any, size: Size) -> dict[str, float]:
             "over the load ms": over * 1e3, "whole publish ms": statistics.median(whole) * 1e3}  # fmt: skip
 
 
-def _gaps(rig: Any, url: str, adapter: str, watches: int) -> dict[str, float]:
+def _gaps(rig: Any, server: Server, adapter: str, watches: int) -> dict[str, float]:
     """Of all turns together."""
     gaps = {name: Gaps() for name in ("nothing", "own", "ours")}
-    with _engines_own(rig, url, adapter) as load_and_prefill:
+    with _engines_own(rig, server, adapter) as load_and_prefill:
         acts = {"nothing": lambda: time.sleep(0.1), "own": load_and_prefill, "ours": lambda: _publish(rig)}
         for _ in range(watches):
-            watch(url, "stays", acts, gaps)
+            watch(server, "stays", acts, gaps)
     nothing, own, ours = gaps["nothing"], gaps["own"], gaps["ours"]
     return {
         "gap p50 ms": nothing.at(50), "gap p99 ms": nothing.at(99),
@@ -189,19 +192,22 @@ def _gaps(rig: Any, url: str, adapter: str, watches: int) -> dict[str, float]:
 
 
 @contextmanager
-def _engines_own(rig: Any, url: str, adapter: str) -> Iterator[Callable[[], None]]:
+def _engines_own(rig: Any, server: Server, adapter: str) -> Iterator[Callable[[], None]]:
     """What any client would do with a new adapter: load it, ask it as much as the proof does, unload it."""
     from benchmarks.sglang_rig import small_lora
 
     files = rig.publication.adapter.files if adapter == "LoRA" else small_lora()
     prompts = [list(rig.publisher.canary_T)] * 4
     names = (f"own-{number}" for number in count())
-    with TemporaryDirectory() as folder, httpx.Client(timeout=None, trust_env=False) as client:
+    with (
+        TemporaryDirectory() as folder,
+        httpx.Client(base_url=server.url, headers=dict(server.headers), timeout=None, trust_env=False) as client,
+    ):
         for name, content in files.items():
             (Path(folder) / name).write_bytes(content)
 
         def post(path: str, body: dict[str, Any]) -> None:
-            answer = client.post(f"{url}{path}", json=body)
+            answer = client.post(path, json=body)
             assert answer.status_code == 200, answer.text
 
         def load_and_prefill() -> None:

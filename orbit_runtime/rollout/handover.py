@@ -20,13 +20,12 @@ from typing import Literal, Protocol
 
 from orbit_runtime.adapters.buffer import shared
 from orbit_runtime.adapters.group import Group, Opening
+from orbit_runtime.adapters.patience import seconds_for, total_bytes
 from orbit_runtime.adapters.ticket import as_tensor, blocks, carried_bytes, write_ticket
 from orbit_runtime.types import AdapterFiles
 
 BROADCAST_SECONDS = 30.0
 """Longest that joining may take; a server answers nobody meanwhile."""
-SLOWEST_BYTES_PER_SECOND = 50e6
-"""What a broadcast is waited for, beyond that: a tenth of what one core of a busy machine moves."""
 STEP_BYTES = 10_000_000
 """Sizes are told apart by so much, so that one of nearly the same size goes through the group that is open."""
 LOOPBACK = "127.0.0.1"
@@ -109,8 +108,7 @@ class Broadcast:
             yield None
             return
         parts = [*carried_bytes(adapter)]
-        steps = sum(memoryview(part).nbytes for part in parts) // STEP_BYTES
-        seconds = self._seconds + steps * STEP_BYTES / SLOWEST_BYTES_PER_SECOND
+        seconds = self._seconds + seconds_for(total_bytes(parts) // STEP_BYTES * STEP_BYTES)
         generation = self._open(copies, seconds)
         publish = secrets.token_hex(8)
         write_ticket(folder, adapter, "Broadcast", generation.source | {"publish": publish})

@@ -10,11 +10,13 @@ plug-in by its digest, and where there is none by the log-probs that it gave whe
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from orbit_runtime.adapters.patience import seconds_for
 from orbit_runtime.adapters.ticket import NOT_ARRIVED
 from orbit_runtime.errors import EngineDiedError, GateError, OrbitError, UnsupportedError
 from orbit_runtime.rollout.handover import Handover
@@ -22,13 +24,15 @@ from orbit_runtime.rollout.served import About, Api, Call, Loaded, LostError, Pi
 from orbit_runtime.types import AdapterFiles, Scored, ServerReading
 from orbit_runtime.workers.sglang_launch import PINNED_SGLANG
 
-FACTS_VERSION = 3
-"""Of what the plug-in tells in `/server_info`."""
+FACTS_VERSION = 4
+"""Of what the plug-in is asked for and tells."""
 TRIES = 3
 CHECKS = 3
 """Times in a row that a server must show no progress before it counts as hung."""
 PATIENCE_SECONDS = 60.0
 """A request that takes longer makes its server be asked whether it still computes."""
+HEALTH_SECONDS = 1.0
+"""Between two questions to a server that is busy with an adapter's bytes."""
 
 
 class Replica:
@@ -65,6 +69,8 @@ class Replica:
         """Called when it came back, or could not."""
         self._adapters = adapters
         self._held: set[str] = set()
+        self._begun: set[str] = set()
+        """Those whose load was asked for, and of which no answer came: the server may hold them."""
         self._witnesses: dict[str, tuple[tuple[int, ...], tuple[float, ...]]] = {}
         self._tolerance = tolerance
         self._patience = patience
@@ -74,6 +80,15 @@ class Replica:
     @property
     def is_up(self) -> bool:
         return self._revival is None and self.failure is None
+
+    def num_bytes(self, names: Collection[str] | None = None) -> int:
+        """Of these adapters, or of all that it must hold."""
+        return sum(loaded.num_bytes for name, loaded in self._adapters.items() if names is None or name in names)
+
+    @property
+    def _busy_seconds(self) -> float:
+        """Longest that a server may show nothing because it works on its adapters' bytes."""
+        return seconds_for(self.num_bytes())
 
     @property
     def reads_back(self) -> bool:
@@ -192,14 +207,15 @@ class Replica:
     async def _watched[T](self, work: Awaitable[T]) -> T:
         """A server that hangs takes requests and answers none: while one waits long, it is asked for progress."""
         task = asyncio.ensure_future(work)
-        silent = 0
+        silent, since = 0, 0.0
         try:
             while True:
                 done, _ = await asyncio.wait({task}, timeout=self._patience)
                 if done:
                     return task.result()
+                since = since if silent else time.monotonic()
                 silent = 0 if await self.api.makes_progress() else silent + 1
-                if silent == CHECKS:
+                if silent >= CHECKS and time.monotonic() - since >= self._busy_seconds:
                     raise LostError(f"{self.server.url} answers, but shows no progress")
         finally:
             task.cancel()
@@ -212,12 +228,16 @@ class Replica:
         """Safe to call again: a server that came back meanwhile holds it already."""
         if name in self._held:
             return
-        loaded = self._adapters[name]
+        loaded, was_begun = self._adapters[name], name in self._begun
+        self._begun.add(name)
         try:
             if loaded.handover is None or not await self._take(name, loaded.adapter, loaded.handover):
                 await self.api.load(name, loaded.adapter, loaded.write_files(loaded.folder))
         except GateError as error:
-            raise GateError(f"{self.name} refused adapter {name}: {error.message}", where="publish") from None
+            # The try before took longer than it was waited for, and came to its end. What it holds, the proof tells.
+            if not was_begun or not await self._has(name):
+                raise GateError(f"{self.name} refused adapter {name}: {error.message}", where="publish") from None
+        self._begun.discard(name)
         self._held.add(name)
 
     async def _take(self, name: str, adapter: AdapterFiles, handover: Handover) -> bool:
@@ -263,14 +283,17 @@ class Replica:
         return found
 
     async def facts(self) -> Mapping[str, Mapping[str, Any]]:
-        return await self.api.facts() or {}
+        return await self.api.facts(self.num_bytes()) or {}
 
     async def _holds(self, name: str) -> bool:
         """True where it cannot be asked: then the refusal itself is what to tell."""
         try:
-            return name in await self.api.names()
+            return await self._has(name)
         except (LostError, GateError):
             return True
+
+    async def _has(self, name: str) -> bool:
+        return name in await self.api.names()
 
     # --- coming back ---
 
@@ -292,13 +315,14 @@ class Replica:
 
     async def _bring_back(self) -> None:
         """A new server with the same adapters, each read back before it may answer."""
-        if self.server.is_alive() and await self.api.is_healthy() and self._held <= await self.api.names():
+        if await self._is_well():
             return
         for attempt in range(TRIES):
             await asyncio.to_thread(self.server.stop)
             await asyncio.to_thread(self.server.start)
             self.restarts += 1
             self._held.clear()
+            self._begun.clear()
             self._asleep = False
             try:
                 await self._fill()
@@ -306,6 +330,17 @@ class Replica:
             except LostError:
                 if attempt + 1 == TRIES:
                     raise
+
+    async def _is_well(self) -> bool:
+        """It lives and holds what it must. One that works on an adapter's bytes is waited for, not ended."""
+        until = time.monotonic() + self._busy_seconds
+        while self.server.is_alive():
+            if await self.api.is_healthy():
+                return self._held <= await self.api.names()
+            if time.monotonic() >= until:
+                return False
+            await asyncio.sleep(min(HEALTH_SECONDS, self._busy_seconds))
+        return False
 
     async def _fill(self) -> None:
         await self.introduce()

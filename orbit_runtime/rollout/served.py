@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from orbit_runtime.adapters.patience import total_bytes
 from orbit_runtime.errors import GateError
 from orbit_runtime.rollout.handover import Handover
 from orbit_runtime.types import AdapterFiles, FinishReason, Request, RoutedExperts, Scored
@@ -31,6 +32,10 @@ class Loaded:
     """For its files, as Orbit and the server see them; they are written when a server first takes them so."""
     handover: Handover | None = None
     """The other way, while it is open."""
+
+    @property
+    def num_bytes(self) -> int:
+        return total_bytes(self.adapter.files.values())
 
     @property
     def ticket(self) -> Path:
@@ -202,8 +207,12 @@ class Api(Protocol):
         """By adapter, computed anew, without digests. `prefix_length`: as for a `Copy`, where there is such a way."""
         ...
 
-    async def facts(self) -> Mapping[str, Mapping[str, Any]] | None:
-        """By adapter: what the plug-in reads in the slots; None: it runs without."""
+    async def facts(self, num_bytes: int = 0) -> Mapping[str, Mapping[str, Any]] | None:
+        """By adapter: what the plug-in reads in the slots; None: it runs without.
+
+        Args:
+            num_bytes: of the adapters that it holds, and hashes first.
+        """
         ...
 
     async def sleep(self, parts: Sequence[Sleeping]) -> None:

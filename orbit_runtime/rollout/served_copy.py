@@ -59,7 +59,8 @@ class ServedCopy:
         replica, named = self._replica, sorted({name for name in adapters if name})
 
         async def readings() -> list[Scored]:
-            asked = asked_facts(replica.taps, token_ids_T, named, standing) if replica.taps and named else None
+            held = replica.num_bytes({*named, *standing})
+            asked = asked_facts(replica.taps, token_ids_T, named, standing, held) if replica.taps and named else None
             with asked or nullcontext() as told:
                 scores = await replica.ask(partial(replica.score, token_ids_T, adapters, prefix_length))
                 told_now = await told() if told else None

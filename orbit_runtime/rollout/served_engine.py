@@ -66,6 +66,8 @@ class ServedEngine:
         self._retired: set[str] = set()
         self.replicas: tuple[Replica, ...] = ()
         self.explaining = threading.Lock()
+        self._handing_over = threading.Lock()
+        """A transport carries one adapter at a time; who publishes another meanwhile waits."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollout-client", daemon=True)
         self._thread.start()
@@ -84,7 +86,11 @@ class ServedEngine:
     # --- slots ---
 
     def load_adapter(self, name: str, adapter: AdapterFiles) -> None:
-        """Hands the published bytes to every copy under a name that was never used before."""
+        """Hands the published bytes to every copy under a name that was never used before; one adapter at a time."""
+        with self._handing_over:
+            self._load_everywhere(name, adapter)
+
+    def _load_everywhere(self, name: str, adapter: AdapterFiles) -> None:
         if name in self.loaded or name in self._retired:
             raise GateError(f"adapter name {name!r} was used before", fix="publish every version under a new name")
         loaded = Loaded(adapter, self._folder / name)

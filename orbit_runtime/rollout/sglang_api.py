@@ -19,6 +19,7 @@ from typing import Any, Literal
 import numpy as np
 
 from orbit_runtime.adapters import tensorfile
+from orbit_runtime.adapters.patience import total_bytes
 from orbit_runtime.adapters.state import CONFIG_FILE, MODEL_FILE
 from orbit_runtime.data.routing import pack_experts
 from orbit_runtime.errors import GateError
@@ -99,19 +100,20 @@ class SGLangApi:
         return await adapter_names(self._wire)
 
     async def load(self, name: str, adapter: AdapterFiles, folder: Path) -> None:
+        files, num_bytes = adapter.files, total_bytes(adapter.files.values())
         if self._method == "Folder":
-            await self._wire.post("/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
+            body = {"lora_name": name, "lora_path": str(folder)}
+            await self._wire.post("/load_lora_adapter", body, num_bytes=num_bytes)
             return
-        files = adapter.files
         # SGLang's own format for this endpoint; it unpickles nothing but tensors, and we unpickle nothing of its.
         tensors = pickle.dumps(dict(tensorfile.parse(files[MODEL_FILE], where=MODEL_FILE)))
-        body = {
+        uploaded = {
             "lora_name": name,
             "config_dict": json.loads(bytes(files[CONFIG_FILE])),
             # Each of the server's processes takes the one of its number, and cuts out its part by itself.
             "serialized_named_tensors": [base64.b64encode(tensors).decode()] * self._ranks,
         }
-        await self._wire.post("/load_lora_adapter_from_tensors", body)
+        await self._wire.post("/load_lora_adapter_from_tensors", uploaded, num_bytes=num_bytes * self._ranks)
 
     async def unload(self, name: str) -> None:
         await self._wire.post("/unload_lora_adapter", {"lora_name": name})
@@ -213,8 +215,8 @@ class SGLangApi:
             for each, end, top_T, routed in zip(whole, ends, top, experts, strict=True)
         ]
 
-    async def facts(self) -> Mapping[str, Mapping[str, Any]] | None:
-        states = (await self._wire.get("/server_info")).get("internal_states") or ()
+    async def facts(self, num_bytes: int = 0) -> Mapping[str, Mapping[str, Any]] | None:
+        states = (await self._wire.get("/server_info", num_bytes=num_bytes)).get("internal_states") or ()
         if not states or any("orbit" not in state for state in states):
             return None
         return merge_facts([state["orbit"] for state in states])

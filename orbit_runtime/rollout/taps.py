@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from orbit_runtime.adapters import tensorfile
+from orbit_runtime.adapters.patience import seconds_for
 from orbit_runtime.errors import GateError
 from orbit_runtime.model_info.headers import parse_header
 from orbit_runtime.policy.snapshot import Part, Snapshot
@@ -29,7 +30,7 @@ ANSWER_SECONDS = 900.0
 """Longest that a process may digest its share of a base: 100 GB at 0.2 GB/s would be 500 s."""
 FACTS_REQUEST, FACTS = "facts-request.json", "facts-{name}.json"
 FACTS_SECONDS = 60.0
-"""Longest that digesting what a slot holds may take."""
+"""Longest that digesting what slots hold may take, besides what their number of bytes takes."""
 LOOK_SECONDS = 0.001
 
 
@@ -40,7 +41,7 @@ def write_request(folder: Path, token_ids_T: Sequence[int], adapter: str | None,
 
 @contextmanager
 def asked_facts(
-    folder: Path, token_ids_T: Sequence[int], adapters: Sequence[str], standing: Sequence[str] = ()
+    folder: Path, token_ids_T: Sequence[int], adapters: Sequence[str], standing: Sequence[str] = (), num_bytes: int = 0
 ) -> Iterator[Callable[[], Awaitable[Mapping[str, Any] | None]]]:
     """Of the first pass in this block that reads these tokens under all these adapters. What it gives waits for it.
 
@@ -48,14 +49,17 @@ def asked_facts(
 
     Args:
         standing: adapters that are told of as well, and need not be in the pass.
+        num_bytes: of all these adapters.
     """
-    name = secrets.token_hex(8)
+    name, seconds = secrets.token_hex(8), FACTS_SECONDS + seconds_for(num_bytes)
     asked = {"name": name, "token_ids": list(token_ids_T), "adapters": list(adapters), "standing": list(standing)}
+    # A process of the server's waits for the others half as long as it is waited for itself.
+    asked["seconds"] = seconds / 2
     answer = folder / FACTS.format(name=name)
     _write(folder / FACTS_REQUEST, asked)
 
     async def told() -> Mapping[str, Any] | None:
-        until = time.monotonic() + FACTS_SECONDS
+        until = time.monotonic() + seconds
         while time.monotonic() < until:
             try:
                 found: Mapping[str, Any] = json.loads(answer.read_bytes())

@@ -13,6 +13,7 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
+from orbit_runtime.adapters.patience import total_bytes
 from orbit_runtime.errors import GateError, UnsupportedError
 from orbit_runtime.rollout.request_fields import given_fields
 from orbit_runtime.rollout.served import About, Call, Piece, Sleeping, build_piece, number
@@ -52,7 +53,8 @@ class VllmApi:
         return await adapter_names(self._wire)
 
     async def load(self, name: str, adapter: AdapterFiles, folder: Path) -> None:
-        await self._wire.act("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
+        body = {"lora_name": name, "lora_path": str(folder)}
+        await self._wire.act("/v1/load_lora_adapter", body, num_bytes=total_bytes(adapter.files.values()))
 
     async def unload(self, name: str) -> None:
         await self._wire.act("/v1/unload_lora_adapter", {"lora_name": name})
@@ -114,7 +116,7 @@ class VllmApi:
             found.append(number(entry[str(token)]["logprob"]))
         return Scored((0.0, *found), None, top_T=_read_top(entries))
 
-    async def facts(self) -> Mapping[str, Mapping[str, Any]] | None:
+    async def facts(self, num_bytes: int = 0) -> Mapping[str, Mapping[str, Any]] | None:
         return None
 
     async def sleep(self, parts: Sequence[Sleeping]) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 
+from orbit_runtime.adapters.patience import seconds_for
 from orbit_runtime.errors import CredentialsError, GateError, UnsupportedError
 from orbit_runtime.rollout.served import LostError, Server
 
@@ -19,6 +20,7 @@ REQUEST_SECONDS = 3600.0
 """Longest that one request other than a completion may take. A server that hangs is noticed long before, by asking for
 its progress."""
 ASK_SECONDS = 60.0
+"""Longest that a question may take. What has an adapter's bytes to work on gets more, by their number."""
 METRICS_SECONDS = 2.0
 """A scrape waits for it, and Prometheus gives up after ten by default."""
 CONNECT_SECONDS = 10.0
@@ -44,13 +46,22 @@ class Wire:
     def url(self) -> str:
         return self._server.url
 
-    async def post(self, path: str, body: Mapping[str, Any]) -> Any:
-        """Raises LostError, or GateError for a request that the server refuses."""
-        return _read(path, await self._send("POST", path, json=body))
+    async def post(self, path: str, body: Mapping[str, Any], *, num_bytes: int = 0) -> Any:
+        """Raises LostError, or GateError for a request that the server refuses.
 
-    async def act(self, path: str, body: Mapping[str, Any]) -> None:
+        Args:
+            num_bytes: that the server moves or reads before it answers.
+        """
+        return _read(path, await self._send("POST", path, json=body, timeout=self._longest(num_bytes)))
+
+    async def act(self, path: str, body: Mapping[str, Any], *, num_bytes: int = 0) -> None:
         """`post` where the answer is only that it was done."""
-        _check(path, await self._send("POST", path, json=body))
+        _check(path, await self._send("POST", path, json=body, timeout=self._longest(num_bytes)))
+
+    def _longest(self, num_bytes: int) -> httpx.Timeout:
+        default = self._client.timeout
+        read = None if default.read is None else default.read + seconds_for(num_bytes)
+        return httpx.Timeout(connect=default.connect, write=default.write, pool=default.pool, read=read)
 
     async def stream(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any]]:
         """Events of an answer that comes bit by bit (`text/event-stream`), as JSON, until `[DONE]` or its end.
@@ -82,8 +93,8 @@ class Wire:
         except httpx.RequestError as error:
             raise LostError(f"{url}: {error or type(error).__name__}") from None
 
-    async def get(self, path: str) -> Any:
-        return _read(path, await self._send("GET", path, timeout=ASK_SECONDS))
+    async def get(self, path: str, *, num_bytes: int = 0) -> Any:
+        return _read(path, await self._send("GET", path, timeout=ASK_SECONDS + seconds_for(num_bytes)))
 
     async def text(self, path: str, seconds: float) -> str:
         """Raises LostError, or GateError where it is refused."""

@@ -1,6 +1,6 @@
 """How an adapter's files come into SGLang's process: from their folder, from shared memory, or by broadcast.
 
-However they come, they are checked and parsed by the same code, and SGLang takes LoRA's tensors by its own way for
+However they come, they are parsed by the same code, and SGLang takes LoRA's tensors by its own way for
 tensors that are there already.
 
 Belongs here: receiving. Does not belong here: sending (`rollout.handover`), what OFT makes of the files (`rotation`).
@@ -8,12 +8,12 @@ Belongs here: receiving. Does not belong here: sending (`rollout.handover`), wha
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections.abc import Buffer, Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from orbit_runtime.adapters.buffer import read_place
 from orbit_runtime.adapters.group import Group, join
@@ -23,9 +23,9 @@ from orbit_runtime.adapters.ticket import (
     Ticket,
     as_tensor,
     blocks,
-    check_arrived,
     read_ticket,
     split_carried,
+    with_config,
 )
 from orbit_runtime.errors import ModelError
 
@@ -55,9 +55,9 @@ def receive(ticket: Ticket, folder: Path) -> dict[str, Buffer]:
     """
     Raises:
         NotArrivedError: they did not come.
-        ModelError: they are not what was published.
+        ModelError: they are not as long as what was published.
     """
-    return check_arrived(ticket, folder, RECEIVERS[ticket.kind](ticket))
+    return with_config(ticket, folder, RECEIVERS[ticket.kind](ticket))
 
 
 def _from_memory(ticket: Ticket) -> dict[str, Buffer]:
@@ -83,11 +83,10 @@ def _from_group(ticket: Ticket) -> dict[str, Buffer]:
     group = _joined.get(name) or join(ticket.source)
     # One that fails is over, so it is kept only after it served.
     _joined.clear()
-    data = torch.empty(ticket.num_bytes, dtype=torch.uint8)
     try:
         sent = group.carries(ticket.source["publish"])
         if sent:
-            files = split_carried(ticket, data.numpy())
+            files = split_carried(ticket, _fresh_memory(ticket.num_bytes))
             for block in (block for file in files.values() for block in blocks(file)):
                 group.broadcast(as_tensor(block))
     except RuntimeError as error:
@@ -96,6 +95,15 @@ def _from_group(ticket: Ticket) -> dict[str, Buffer]:
     if not sent:
         raise NotArrivedError("its broadcast is over")
     return files
+
+
+def _fresh_memory(num_bytes: int) -> mmap.mmap:
+    """In large pages, where the system has them: the kernel clears and maps each when it is first written."""
+    memory = mmap.mmap(-1, max(1, num_bytes))
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
 
 
 RECEIVERS: Mapping[str, Callable[[Ticket], dict[str, Buffer]]] = {

@@ -41,7 +41,7 @@ from orbit_runtime.sglang_plugin.rotation import Published, Rotations, parts
 from orbit_runtime.sglang_plugin.shards import Piece, join, pack, with_pieces
 from orbit_runtime.sglang_plugin.weights import Held
 
-VERSION = 3
+VERSION = 4
 """Of the facts below; a client that knows another one refuses."""
 EXPLAIN_FILE = "explain"
 """Put beside an adapter's files by a client that wants the difference between them and the slot in words."""

@@ -36,7 +36,6 @@ VARIABLE = "ORBIT_SGLANG_TAPS"
 """The folder; set by Orbit for the servers it starts."""
 REQUEST, SEEN, ANSWER = "request.json", "seen-{rank}", "answer-{rank}.safetensors"
 FACTS_REQUEST, FACTS, TOLD = "facts-request.json", "facts-{name}.json", "told-{name}-{rank}"
-OTHERS_SECONDS = 30.0
 LOOK_SECONDS = 0.001
 TAPPED = (
     "embed_tokens", "input_layernorm", "qkv_proj", "q_proj", "k_proj", "v_proj", "fused_qkv_a_proj_with_mqa",
@@ -132,7 +131,7 @@ def tell(runner: Any, forward_batch: Any, take: Callable[[Any, Collection[str], 
     if not ranks.own_rank():
         _write(file.parent / FACTS.format(name=name), b"{}")
     taken = take(runner, request["adapters"], request["standing"])
-    _worker.submit(_end, file.parent, name, taken)
+    _worker.submit(_end, file.parent, name, taken, request["seconds"])
 
 
 class TellsFacts(Protocol):
@@ -159,18 +158,18 @@ def _read_whole(runner: Any, forward_batch: Any, token_ids_T: Sequence[int]) -> 
     return names
 
 
-def _end(folder: Path, name: str, taken: TellsFacts) -> None:
+def _end(folder: Path, name: str, taken: TellsFacts, seconds: float) -> None:
     own, rank = taken.own(), ranks.own_rank()
     if rank:
         _write(folder / TOLD.format(name=name, rank=rank), pickle.dumps(own))
         return
-    others = [_receive(folder / TOLD.format(name=name, rank=rank)) for rank in range(1, ranks.count())]
+    others = [_receive(folder / TOLD.format(name=name, rank=rank), seconds) for rank in range(1, ranks.count())]
     _write(folder / FACTS.format(name=name), json.dumps({"facts": taken.facts([own, *others])}).encode())
 
 
-def _receive(file: Path) -> Any:
+def _receive(file: Path, seconds: float) -> Any:
     """What another rank of this server put there, as its own kind and in its own words."""
-    until = time.monotonic() + OTHERS_SECONDS
+    until = time.monotonic() + seconds
     while time.monotonic() < until:
         try:
             told = pickle.loads(file.read_bytes())
@@ -179,7 +178,7 @@ def _receive(file: Path) -> Any:
             continue
         file.unlink()
         return told
-    return {"unhooked": [], "reports": {}, "error": f"told nothing of the pass within {OTHERS_SECONDS:.0f} s"}
+    return {"unhooked": [], "reports": {}, "error": f"told nothing of the pass within {seconds:.0f} s"}
 
 
 _answered: set[str] = set()

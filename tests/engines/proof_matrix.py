@@ -39,7 +39,7 @@ from orbit_runtime.rollout.served_engine import ServedEngine
 from orbit_runtime.types import AdapterFiles, Scored
 from tests.engines.inside_server import inside_environment, run_inside
 from tests.engines.servers import LORA, OFT, Adder, attach, load_adder, plain_servers, server_of, start_server
-from tests.fakes.faulty_engine import drop_one, swap_two, wrong_prefix, zero_one
+from tests.fakes.faulty_engine import drop_one, swap_two, zero_one
 from tests.integration.engine_inputs import random_adapter
 
 Outcome = Literal["caught", "unproven", "whole", "proven"]
@@ -119,6 +119,8 @@ class Fault:
     plant: str = ""
     """Code that runs in the second server, once the adapter is loaded."""
     heal: str = ""
+    is_in_slot: bool = False
+    """The code changes the adapter's slot, which a first pass fills."""
     act: Callable[[Case], None] | None = None
     """Something that is done to the second server from outside."""
     is_part: bool = False
@@ -136,6 +138,11 @@ def spoiled(
         return {**given, file: save(change(load(bytes(given[file]))))}
 
     return files
+
+
+def of_no_layer(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Names in which SGLang finds no layer, so that it leaves them out. What stands before `layers.` it never reads."""
+    return {name.replace(".layers.", ".h."): tensor for name, tensor in tensors.items()}
 
 
 def other_layout(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -181,15 +188,17 @@ COMMON: Mapping[str, Fault] = {
 FAULTS: Mapping[str, Mapping[str, Fault]] = {
     "LoRA": {
         **COMMON,
-        "wrong name prefix": Fault(spoiled(wrong_prefix)),
+        "wrong names": Fault(spoiled(of_no_layer)),
         "factor transposed": Fault(spoiled(other_layout), is_part=True),
         "scale doubled": Fault(doubled_alpha),
     },
     "OFT": {
         **COMMON,
-        "wrong name prefix": Fault(spoiled(lambda tensors: {f"model.{name}": t for name, t in tensors.items()})),
-        "R transposed": Fault(plant=ROTATION + "table.copy_(table.transpose(-1, -2).clone())", is_part=True),
-        "scale doubled": Fault(plant=ROTATION + "table.mul_(2)", is_part=True),
+        "wrong names": Fault(spoiled(lambda tensors: {f"model.{name}": t for name, t in tensors.items()})),
+        "R transposed": Fault(
+            plant=ROTATION + "table.copy_(table.transpose(-1, -2).clone())", is_in_slot=True, is_part=True
+        ),
+        "scale doubled": Fault(plant=ROTATION + "table.mul_(2)", is_in_slot=True, is_part=True),
     },
 }
 
@@ -268,6 +277,8 @@ class Bench:
         except GateError:
             return "caught"
         words = {"{before}": case.before, "{now}": case.now}
+        if fault.is_in_slot:
+            assert self.engine.copies()[-1].adapter_digest(case.now) == case.second.digest
         if fault.plant:
             run_inside(self.pids[-1], self.code, filled(fault.plant, words))
         try:

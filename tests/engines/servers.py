@@ -11,8 +11,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+import httpx
 import pytest
 
 from orbit_runtime.adapters.config import AdapterConfig
@@ -154,6 +155,12 @@ def plain_servers(folder: Path, number: int, *, code: Path, context: int) -> Ite
     finally:
         for _, server in servers:
             server.stop()
+
+
+def post_to(engine: ServedEngine, path: str, body: Mapping[str, Any], index: int = 0) -> httpx.Response:
+    """Behind the engine's back, with the run's token."""
+    server = server_of(engine, index)
+    return httpx.post(f"{server.url}{path}", json=body, headers=dict(server.headers), timeout=120, trust_env=False)
 
 
 def server_of(engine: ServedEngine, index: int = 0) -> SGLangServer:

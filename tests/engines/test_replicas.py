@@ -20,7 +20,7 @@ from orbit_runtime.parity.liveness import Limits, Reading, check_proofs, prove
 from orbit_runtime.rollout.requests import sample
 from orbit_runtime.rollout.served_engine import ServedEngine
 from orbit_runtime.types import AdapterFiles, Sampling
-from tests.engines.servers import Adder, server_of, start_server
+from tests.engines.servers import Adder, post_to, server_of, start_server
 from tests.engines.test_contract import policy_logprobs
 from tests.engines.test_sglang_faults import canary, policy_scores
 from tests.integration.engine_inputs import by_id, random_adapter, requests_for
@@ -110,7 +110,8 @@ def test_the_runs_metrics_hold_what_the_dashboard_asks_of_every_server(engine: S
 
 
 def _metric(engine: ServedEngine, index: int) -> float:
-    text = httpx.get(f"{server_of(engine, index).url}/metrics", timeout=30, trust_env=False).text
+    server = server_of(engine, index)
+    text = httpx.get(f"{server.url}/metrics", headers=dict(server.headers), timeout=30, trust_env=False).text
     return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith("sglang:generation_tokens_tot"))
 
 
@@ -171,11 +172,10 @@ def test_a_fault_of_one_replica_is_named_by_the_next_proof(
     adapters = {old: random_adapter(policy, 1), new: random_adapter(policy, 2)}
     engine.load_adapter(old, adapters[old])
     before = publish(engine, lora_adder, old, adapters[old], None)
-    url = server_of(engine, 1).url
     if fault == "shared cache":
         run_inside(engine, SHARE, index=1)
         # Nothing that was computed before the fault is left: what is shared is shared among what comes.
-        httpx.post(f"{url}/flush_cache", timeout=60, trust_env=False)
+        assert post_to(engine, "/flush_cache", {}, index=1).status_code == 200
         engine.copies()[1].score(canary(tokenizer), [old])
     engine.load_adapter(new, adapters[new])
     base = server_of(engine, 1)._settings.model
@@ -183,9 +183,9 @@ def test_a_fault_of_one_replica_is_named_by_the_next_proof(
         engine.copies()[1].score(canary(tokenizer), [old, new])
         run_inside(engine, COPY.format(old=old, new=new), index=1)
     elif fault == "evicted":
-        httpx.post(f"{url}/unload_lora_adapter", json={"lora_name": old}, timeout=60, trust_env=False)
+        assert post_to(engine, "/unload_lora_adapter", {"lora_name": old}, index=1).status_code == 200
     elif fault == "other base":
-        _other_base(base, tmp_path / "base", url)
+        _other_base(base, tmp_path / "base", engine)
     says = {
         "stale": "replica 1: the engine's slot holds .*has other values",
         "shared cache": "replica 1: versions share cached keys and values",
@@ -198,17 +198,17 @@ def test_a_fault_of_one_replica_is_named_by_the_next_proof(
     finally:
         if fault == "shared cache":
             run_inside(engine, UNSHARE, index=1)
-            httpx.post(f"{url}/flush_cache", timeout=60, trust_env=False)
+            assert post_to(engine, "/flush_cache", {}, index=1).status_code == 200
         elif fault == "evicted":
             body = {"lora_name": old, "lora_path": str(engine.loaded[old].folder)}
-            httpx.post(f"{url}/load_lora_adapter", json=body, timeout=60, trust_env=False)
+            assert post_to(engine, "/load_lora_adapter", body, index=1).status_code == 200
         elif fault == "other base":
-            _update_weights(url, base)
+            _update_weights(engine, base)
     assert caught.value.exit_code == 84
     assert "replica 0" not in str(caught.value)
 
 
-def _other_base(healthy: Path, folder: Path, url: str) -> None:
+def _other_base(healthy: Path, folder: Path, engine: ServedEngine) -> None:
     import shutil
 
     from safetensors.torch import load_file, save_file
@@ -218,10 +218,10 @@ def _other_base(healthy: Path, folder: Path, url: str) -> None:
     tensors = load_file(file)
     tensors["model.layers.1.mlp.up_proj.weight"] *= 1.2
     save_file(tensors, file, metadata={"format": "pt"})
-    _update_weights(url, folder)
+    _update_weights(engine, folder)
 
 
-def _update_weights(url: str, folder: Path) -> None:
+def _update_weights(engine: ServedEngine, folder: Path) -> None:
     body = {"model_path": str(folder), "flush_cache": True}
-    answer = httpx.post(f"{url}/update_weights_from_disk", json=body, timeout=120, trust_env=False)
+    answer = post_to(engine, "/update_weights_from_disk", body, index=1)
     assert answer.json()["success"], answer.text

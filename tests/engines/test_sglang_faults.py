@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import httpx
 import pytest
 from safetensors.torch import load, save
 
@@ -26,7 +25,7 @@ from orbit_runtime.rollout.requests import sample
 from orbit_runtime.rollout.served_engine import ServedEngine
 from orbit_runtime.types import AdapterFiles, Engine, Sampling, Scored
 from orbit_runtime.workers.server_process import ServerProcess
-from tests.engines.servers import server_of
+from tests.engines.servers import post_to, server_of
 from tests.integration.engine_inputs import by_id, random_adapter, requests_for
 
 Adder = tuple[Policy, ChatTokenizer]
@@ -46,8 +45,7 @@ def sglang(engine: Engine) -> ServedEngine:
 
 
 def post(engine: ServedEngine, path: str, body: dict) -> dict:
-    answer = httpx.post(f"{server_of(engine).url}{path}", json=body, timeout=60, trust_env=False)
-    return dict(answer.json())
+    return dict(post_to(engine, path, body).json())
 
 
 def canary(tokenizer: ChatTokenizer) -> list[int]:
@@ -100,7 +98,7 @@ def test_an_adapter_that_the_server_dropped_comes_back_as_the_same_bytes_and_a_r
     assert sglang.copies()[0].adapter_digest(name) == adapter.digest
     sglang.unload_adapter(name)
     body = {"input_ids": canary(tokenizer), "lora_path": name, "sampling_params": {"max_new_tokens": 1}}
-    answer = httpx.post(f"{server_of(sglang).url}/generate", json=body, timeout=60, trust_env=False)
+    answer = post_to(sglang, "/generate", body)
     assert answer.status_code == 400, answer.text
 
 

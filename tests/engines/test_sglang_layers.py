@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import httpx
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -20,7 +19,7 @@ from orbit_runtime.policy import Policy
 from orbit_runtime.policy.snapshot import ROTARY, take_snapshot
 from orbit_runtime.rollout.served_engine import ServedEngine
 from orbit_runtime.types import AdapterFiles
-from tests.engines.servers import Adder, server_of, start_server
+from tests.engines.servers import Adder, post_to, server_of, start_server
 from tests.integration.engine_inputs import random_adapter
 
 
@@ -140,10 +139,7 @@ def test_another_configuration_is_named(
 
 def update_weights(engine: ServedEngine, folder: Path) -> None:
     body = {"model_path": str(folder), "flush_cache": True}
-    server = server_of(engine)
-    answer = httpx.post(
-        f"{server.url}/update_weights_from_disk", json=body, headers=dict(server.headers), timeout=120, trust_env=False
-    )
+    answer = post_to(engine, "/update_weights_from_disk", body)
     assert answer.json()["success"], answer.text
 
 

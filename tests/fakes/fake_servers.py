@@ -64,7 +64,6 @@ class FakeServer:
     served: list[list[int]] = field(default_factory=list)
     """Prompts that were answered with samples, once for each sample."""
     calls: int = 0
-    """That asked for samples."""
     incremental: bool = True
     """Its events hold what is new; else all from the beginning."""
     piece_tokens: int = 2
@@ -84,6 +83,7 @@ class FakeServer:
     refuses_to_start: bool = False
     stays_away: bool = False
     _http: ThreadingHTTPServer | None = None
+    _ending: ThreadingHTTPServer | None = None
     _port: int = 0
 
     # --- a process, as far as an engine sees it ---
@@ -103,6 +103,7 @@ class FakeServer:
         self.held.clear()
         self.cached.clear()
         self.asleep.clear()
+        self.hangs = False
         self._http = _listen(self)
         self._port = self._http.server_address[1]
 
@@ -127,8 +128,6 @@ class FakeServer:
         """Ends the process that this was; one that was started since lives."""
         if self._http is http:
             self.stop()
-
-    # --- what it knows ---
 
     def answer(self, path: str, body: dict) -> Answer:
         for fault in list(self.faults):
@@ -159,9 +158,11 @@ def dies_at(path: str, when: Callable[[dict], bool] = lambda _: True) -> Fault:
     """The process ends while it works on a request to `path`."""
 
     def die(server: FakeServer, asked: str, given: dict) -> Answer | None:
-        if asked != path or not when(given):
+        http = server._http
+        if asked != path or not when(given) or server._ending is http:
             return None
-        threading.Thread(target=server.end, args=(server._http,)).start()
+        server._ending = http
+        threading.Thread(target=server.end, args=(http,)).start()
         time.sleep(0.05)
         return CUT
 
@@ -175,12 +176,11 @@ def _server_info(fake: FakeServer, _: dict) -> Answer:
     state: dict[str, Any] = {}
     if fake.plugin:
         adapters = {name: _slot(folder) for name, folder in fake.held.items() if folder is not None}
-        state["orbit"] = {"version": 3, "unhooked": list(fake.unhooked), "adapters": adapters}
+        state["orbit"] = {"version": 4, "unhooked": list(fake.unhooked), "adapters": adapters}
     return 200, {
         "version": fake.version, "enable_lora": fake.lora, "max_lora_rank": fake.rank, "lora_target_modules": ["all"],
         "enable_deterministic_inference": fake.deterministic, "incremental_streaming_output": fake.incremental,
-        "context_length": fake.max_tokens,
-        "internal_states": [state],
+        "context_length": fake.max_tokens, "internal_states": [state],
     }  # fmt: skip
 
 
@@ -335,9 +335,8 @@ def _metrics(fake: FakeServer, _: dict) -> Answer:
 
 
 SGLANG: dict[str, Callable[[FakeServer, dict], Answer]] = {
-    "/health": lambda *_: (200, None),
+    **dict.fromkeys(("/health", "/health_generate"), lambda fake, _: (503 if fake.hangs else 200, None)),
     "/metrics": _metrics,
-    "/health_generate": lambda fake, _: (503 if fake.hangs else 200, None),
     "/server_info": _server_info,
     "/model_info": _model_info,
     "/v1/models": _models,

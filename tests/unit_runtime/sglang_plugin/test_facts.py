@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import Collection
 from pathlib import Path
@@ -198,12 +199,21 @@ def test_the_first_rank_waits_for_what_the_others_tell_of_the_same_pass(
 
 def test_a_rank_that_tells_nothing_is_said_to(folder: Path, held: Held, monkeypatch: pytest.MonkeyPatch) -> None:
     be_rank(monkeypatch, 0, 2)
-    monkeypatch.setattr(taps, "OTHERS_SECONDS", 0.05)
 
     async def ask() -> Any:
         with asked_facts(folder, TOKENS, ["policy-v2"]) as told:
+            request = folder / taps.FACTS_REQUEST
+            asked = json.loads(request.read_text())
+            # Half of what the client itself waits; with 10 GB of adapters it is that much more.
+            assert asked["seconds"] == 30.0
+            request.write_text(json.dumps(asked | {"seconds": 0.05}))
             taps.tell(*passed(("policy-v2", TOKENS)), held.take)
             return await told()
 
     (_, silent) = asyncio.run(ask())["every"]
     assert "told nothing of the pass" in silent["error"]
+
+
+def test_the_longest_wait_for_facts_follows_from_the_bytes_that_are_hashed(folder: Path) -> None:
+    with asked_facts(folder, TOKENS, ["policy-v2"], num_bytes=10_000_000_000):
+        assert json.loads((folder / taps.FACTS_REQUEST).read_text())["seconds"] == 30.0 + 100.0

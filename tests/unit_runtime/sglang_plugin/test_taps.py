@@ -147,7 +147,7 @@ def test_the_pass_that_is_asked_about_is_computed_by_modules_and_tells_every_poi
 
 def test_the_canarys_pass_is_computed_by_modules_once(runner: Runner, folder: Path) -> None:
     runner.lora_manager = SimpleNamespace(lora_refs={"key": SimpleNamespace(lora_name="policy-v1")})
-    asked = {"name": "first", "token_ids": TOKENS, "adapters": ["policy-v1"], "standing": []}
+    asked = {"name": "first", "token_ids": TOKENS, "adapters": ["policy-v1"], "standing": [], "seconds": 1}
     (folder / taps.FACTS_REQUEST).write_text(json.dumps(asked))
     for batch in (batch_of(TOKENS, ("other",)), batch_of(TOKENS, ("key",)), batch_of(TOKENS, ("key",))):
         taps.around_forward(Runner.forward, runner, batch)
