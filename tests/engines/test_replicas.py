@@ -150,6 +150,13 @@ COPY = (
     "        for table in layers:\n"
     "            table[new].copy_(table[old])\n"
 )
+CHANGE = (
+    "key = next(key for key, each in manager.lora_refs.items() if each.lora_name == {old!r})\n"
+    "slot = manager.memory_pool.uid_to_buffer_id[key]\n"
+    "for layers in manager.memory_pool.B_buffer.values():\n"
+    "    for table in layers:\n"
+    "        table[slot].mul_(2)\n"
+)
 SHARE = (
     "import sglang.srt.mem_cache.radix_cache as cache\n"
     "cache.RadixKey.kept = cache.RadixKey.__init__\n"
@@ -163,7 +170,7 @@ UNSHARE = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", ["stale", "shared cache", "evicted", "other base"])
+@pytest.mark.parametrize("fault", ["stale", "changed since", "shared cache", "evicted", "other base"])
 def test_a_fault_of_one_replica_is_named_by_the_next_proof(
     engine: ServedEngine, lora_adder: Adder, new_name: NewName, run_inside: RunInside, tmp_path: Path, fault: str
 ) -> None:
@@ -182,12 +189,15 @@ def test_a_fault_of_one_replica_is_named_by_the_next_proof(
     if fault == "stale":
         engine.copies()[1].score(canary(tokenizer), [old, new])
         run_inside(engine, COPY.format(old=old, new=new), index=1)
+    elif fault == "changed since":
+        run_inside(engine, CHANGE.format(old=old), index=1)
     elif fault == "evicted":
         assert post_to(engine, "/unload_lora_adapter", {"lora_name": old}, index=1).status_code == 200
     elif fault == "other base":
         _other_base(base, tmp_path / "base", engine)
     says = {
         "stale": "replica 1: the engine's slot holds .*has other values",
+        "changed since": f"replica 1: {old}, which sampled until now, no longer stands as .*: .*other values",
         "shared cache": "replica 1: versions share cached keys and values",
         "evicted": f"replica 1: {old}, which sampled until now, .*evicted",
         "other base": "replica 1: the engine's base is another one than at the previous publish",
