@@ -381,6 +381,11 @@ def accuracy(folder: Path, *, samples: int, seed: int) -> tuple[float, float]:
     return answer(rows, greedy=False), answer(rows, greedy=True)
 
 
+def shipped() -> dict[str, Any]:
+    """Model → `digests`, as they stand beside the models."""
+    return dict(json.loads((BUILTIN / "digests.json").read_text(encoding="utf-8")))
+
+
 def digests(root: Path) -> dict[str, dict[str, str]]:
     """SHA-256 of every file below `root`, by variant and file name."""
     return {
@@ -404,12 +409,12 @@ def make(root: Path) -> None:
 
 def check(root: Path) -> int:
     """0 when the folders made anew in `root` equal the shipped ones; else prints each file that differs."""
-    made, shipped = digests(root), json.loads((BUILTIN / "digests.json").read_text())[NAME]
+    made, known = digests(root), shipped()[NAME]
     differing = sorted(
         f"{variant}/{file}"
-        for variant in made.keys() | shipped.keys()
-        for file in made.get(variant, {}).keys() | shipped.get(variant, {}).keys()
-        if made.get(variant, {}).get(file) != shipped.get(variant, {}).get(file)
+        for variant in made.keys() | known.keys()
+        for file in made.get(variant, {}).keys() | known.get(variant, {}).keys()
+        if made.get(variant, {}).get(file) != known.get(variant, {}).get(file)
     )
     print("same bits as shipped" if not differing else f"differ from shipped: {', '.join(differing)}")
     return 1 if differing else 0
@@ -423,7 +428,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.repack:
         repack(BUILTIN / NAME)
-        write_json(BUILTIN / "digests.json", {NAME: digests(BUILTIN / NAME)})
+        write_json(BUILTIN / "digests.json", shipped() | {NAME: digests(BUILTIN / NAME)})
         return 0
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as temporary:
@@ -435,7 +440,7 @@ def main() -> int:
             print(f"{variant}: right in {sampled:.1%} of samples; the most likely answer in {greedy:.1%}")
         if arguments.check:
             return check(root)
-    write_json(BUILTIN / "digests.json", {NAME: digests(BUILTIN / NAME)})
+    write_json(BUILTIN / "digests.json", shipped() | {NAME: digests(BUILTIN / NAME)})
     return 0
 
 

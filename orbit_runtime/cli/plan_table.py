@@ -19,10 +19,22 @@ GROUPS = (
     ("base", ("base",), "blue", "B"),
     ("adapter", ("adapter", "optimizer", "gradients"), "green", "A"),
     ("KV cache", ("KV cache",), "yellow", "K"),
-    ("activations", ("activations", "layer", "logits", "dequantisation", "engine workspace"), "magenta", "X"),
+    (
+        "activations",
+        ("activations", "layer", "logits", "dequantisation", "engine workspace"),
+        "magenta",
+        "X",
+    ),
     ("runtime", ("runtime", "CUDA graphs", "reserve", "loading"), "bright_black", "R"),
 )
 GIB, MIB = 2**30, 2**20
+
+FITS = {
+    "works": "fits",
+    "planned": "fits; the notes say what has not run on hardware",
+    "missing": "fits, but this version cannot run it yet",
+}
+"""By the state of support; what is refused does not fit."""
 
 
 def print_plan(made: Plan, console: Console | None = None) -> None:
@@ -138,7 +150,7 @@ def _tail(made: Plan) -> list[str]:
         lines.append(line)
     lines += [f"note: {note}" for note in made.notes]
     if made.fits:
-        lines.append("fits" if made.support.state == "works" else "fits, but this version cannot run it yet")
+        lines.append(FITS[made.support.state])
     return lines
 
 

@@ -140,7 +140,7 @@ def _run(
     parts = build_parts(resolved, store, execution, show, rewards=rewards, inputs=inputs, names=names, closing=closing)
     if before:
         check_content(store.uri, before, parts.content)
-        changes += explain_rounding(before["rounding"][-1:], rounding_facts()) if "rounding" in before else []
+        changes += explain_rounding(before["rounding"][-1:], _rounding(parts)) if "rounding" in before else []
     state = RunState(trainable_parameters=parts.facts.report.trainable_parameters, base_digest=parts.side.base_digest())
     if bundle is not None:
         restore(parts, state, bundle)
@@ -165,6 +165,10 @@ def _run(
     report = _finish(store, ended)
     show.progress.finish(report)
     return ended, report
+
+
+def _rounding(parts: Parts) -> Mapping[str, str]:
+    return {**rounding_facts(), **parts.side.rounding}
 
 
 def _nothing_left(done: int, total: int) -> str:
@@ -270,7 +274,7 @@ def _write_run_file(
             "python": platform.python_version(),
             **installed_versions(),
         },
-        "rounding": add_rounding_facts((before or {}).get("rounding", []), rounding_facts()),
+        "rounding": add_rounding_facts((before or {}).get("rounding", []), _rounding(parts)),
         "started": (before or {}).get("started", time.time()),
         "execution": parts.execution.number,
     }

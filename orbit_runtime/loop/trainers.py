@@ -6,11 +6,12 @@ Belongs here: what a manifest asks of a trainer, and what each kind is made of. 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from orbit_runtime.errors import OrbitError, UnsupportedError
@@ -22,6 +23,7 @@ from orbit_runtime.types import Probe, Trainer
 if TYPE_CHECKING:
     from orbit_runtime.adapters.config import AdapterConfig
     from orbit_runtime.algorithms.table import Algorithm
+    from orbit_runtime.planner.layout import Layout
     from orbit_runtime.policy.facts import PolicyFacts
     from orbit_runtime.policy.model import Policy
     from orbit_runtime.policy.recompute import Recompute
@@ -43,45 +45,180 @@ class TrainerSide:
     """`policy.snapshot.take_snapshot` of this side."""
     policy: Policy | None
     """In this process: what the torch engine samples with."""
+    rounding: Mapping[str, str]
+    """What decides the order of its sums beyond the facts of this process."""
 
 
-def build_torch_side(resolved: Resolved, folder: Path, base_model: str, note: Callable[[str], None]) -> TrainerSide:
-    """Args: base_model: named in published files."""
+@dataclass(frozen=True, slots=True)
+class Division:
+    """Who holds the model, decided."""
+
+    trainer: str
+    """`Torch` or `Megatron`."""
+    layout: Layout
+    micro_batch_tokens: int
+    recompute: Recompute
+    gpus: tuple[int, ...] | None
+    """Of each rank; None: on the CPU."""
+
+
+def decide_division(resolved: Resolved, folder: Path) -> Division:
+    """What the manifest leaves open is as the plan of this machine has it; a torch trainer takes what it is told.
+
+    Raises:
+        OrbitError: of the planner, where ranks were asked for and the model cannot be planned or divided.
+    """
+    from orbit_runtime.loop.machine import planned_machine
+    from orbit_runtime.model_info.checkpoint import folder_facts
+    from orbit_runtime.planner.layout import Layout
+    from orbit_runtime.planner.verdict import plan_as_run
+
+    training = resolved.run.spec.training
+    alone = Division(
+        "Torch",
+        Layout(),
+        training.micro_batch_tokens,
+        "None" if training.recompute == "Auto" else training.recompute,
+        None,
+    )
+    if training.trainer == "Torch" and training.recompute != "Auto":
+        return alone
+    try:
+        machine = planned_machine(resolved.run.spec.placement, resolved.device)
+        made = plan_as_run(resolved.asked, folder_facts(folder), machine)
+    except OrbitError:
+        if training.trainer == "Torch":
+            # A model that cannot be planned keeps everything.
+            return alone
+        raise
+    if training.trainer == "Torch" or made.trainer == "Torch":
+        return replace(alone, recompute=made.recompute)
+    gpus = tuple(made.devices.trainer) if resolved.device == "cuda" else None
+    return Division("Megatron", made.layout, made.micro_batch_tokens, made.recompute, gpus)
+
+
+def build_side(
+    resolved: Resolved, folder: Path, base_model: str, note: Callable[[str], None], closing: ExitStack
+) -> TrainerSide:
+    """As the first step finds it.
+
+    Args:
+        base_model: named in published files.
+        closing: ranks are ended there.
+    """
+    _check_torch()
+    division = decide_division(resolved, folder)
+    if division.recompute != "None":
+        note(f"layers are computed again in the backward pass: training.recompute is {division.recompute}")
+    if division.trainer == "Megatron":
+        return _build_ranks(resolved, folder, base_model, division, note, closing)
+    return _build_alone(resolved, folder, base_model, division, note)
+
+
+def _build_ranks(
+    resolved: Resolved,
+    folder: Path,
+    base_model: str,
+    division: Division,
+    note: Callable[[str], None],
+    closing: ExitStack,
+) -> TrainerSide:
+    from orbit_runtime.training.megatron.groups import Sizes
+    from orbit_runtime.training.megatron.rank import RankSettings
+    from orbit_runtime.training.megatron.trainer import MegatronTrainer
+    from orbit_runtime.workers.ranks import Group, start_ranks
+
+    spec, layout = resolved.run.spec, division.layout
+    sizes = Sizes(
+        layout.num_gpus,
+        tensor=layout.tensor,
+        expert=layout.expert if layout.expert > 1 else 1,
+        pipeline=layout.pipeline,
+        context=layout.context,
+        sequence_parallel=layout.tensor > 1,
+    )
+    sizes.check()
+    settings = RankSettings(
+        folder,
+        _adapter_config(spec),
+        sizes,
+        replace(_trainer_settings(resolved, base_model), micro_batch_tokens=division.micro_batch_tokens),
+        policy=_policy_settings(resolved),
+        recompute=division.recompute,
+        loss=algorithm_of(resolved).loss,
+    )
+    threads = _threads_of_a_rank(sizes.world, resolved.device)
+    where = "on the CPU" if division.gpus is None else f"on GPUs {division.gpus[0]} to {division.gpus[-1]}"
+    note(f"{sizes.world} ranks {where}: {layout.text()}, {threads} threads each")
+    logs = Path(closing.enter_context(TemporaryDirectory(prefix="orbit-ranks-")))
+    ranks = start_ranks(
+        Group(
+            target="orbit_runtime.training.megatron.rank:MegatronRank",
+            arguments={"settings": settings},
+            count=sizes.world,
+            devices=division.gpus,
+            environment={name: str(threads) for name in THREAD_VARIABLES},
+        ),
+        logs,
+    )
+    closing.callback(ranks.close)
+    trainer = MegatronTrainer(ranks, base_model)
+    note(trainer.facts.report.text())
+    return TrainerSide(
+        trainer,
+        trainer.facts,
+        base_digest=trainer.base_digest,
+        probing=partial(trainer.probing, seed=spec.data.seed),
+        snapshot=trainer.snapshot,
+        policy=None,
+        rounding={"ranks": f"{layout.text()}, {threads} threads each"},
+    )
+
+
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+
+
+def _threads_of_a_rank(world: int, device: str) -> int:
+    """Ranks on one CPU share its cores; beside a GPU a rank needs few."""
+    import torch
+
+    return max(1, torch.get_num_threads() // (world if device == "cpu" else 1))
+
+
+def _build_alone(
+    resolved: Resolved, folder: Path, base_model: str, division: Division, note: Callable[[str], None]
+) -> TrainerSide:
     from orbit_runtime.policy.facts import describe
     from orbit_runtime.policy.snapshot import take_snapshot
 
     policy = build_policy(resolved, folder, note)
+    policy.recompute(division.recompute)
     trainer, _ = build_trainer(resolved, policy, base_model=base_model)
-    seed = resolved.run.spec.data.seed
     return TrainerSide(
         trainer,
         describe(policy),
         base_digest=policy.base_digest,
-        probing=partial(policy.injected.masters.probing, seed=seed),
+        probing=partial(policy.injected.masters.probing, seed=resolved.run.spec.data.seed),
         snapshot=partial(take_snapshot, policy),
         policy=policy,
+        rounding={},
     )
 
 
 def build_policy(resolved: Resolved, folder: Path, note: Callable[[str], None]) -> Policy:
-    """The frozen base with a new adapter. Raises UnsupportedError (78) where torch is not installed."""
-    _check_torch()
+    """The frozen base with a new adapter, in this process."""
     from orbit_runtime.policy.load import load_policy
 
-    policy = load_policy(
+    return load_policy(
         folder,
         _adapter_config(resolved.run.spec),
         **_policy_settings(resolved),
         announce=lambda report: note(report.text()),
     )
-    recompute = _choose_recompute(resolved, folder)
-    if recompute != "None":
-        note(f"layers are computed again in the backward pass: training.recompute is {recompute}")
-    policy.recompute(recompute)
-    return policy
 
 
 def _check_torch() -> None:
+    """Raises UnsupportedError (78) where torch is not installed."""
     try:
         import torch  # noqa: F401
     except ImportError:
@@ -123,22 +260,6 @@ def _policy_settings(resolved: Resolved) -> dict[str, Any]:
         "compute_dtype": getattr(torch, resolved.compute_dtype),
         "kernel": spec.training.decided_attention(spec.model.max_sequence_length),
     }
-
-
-def _choose_recompute(resolved: Resolved, folder: Path) -> Recompute:
-    """`Auto` is what the plan says; a model that cannot be planned keeps everything."""
-    from orbit_runtime.loop.machine import planned_machine
-    from orbit_runtime.model_info.checkpoint import folder_facts
-    from orbit_runtime.planner.verdict import plan_as_run
-
-    asked = resolved.run.spec.training.recompute
-    if asked != "Auto":
-        return asked
-    try:
-        machine = planned_machine(resolved.run.spec.placement, resolved.device)
-        return plan_as_run(resolved.asked, folder_facts(folder), machine).recompute
-    except OrbitError:
-        return "None"
 
 
 def build_trainer(resolved: Resolved, policy: Policy, *, base_model: str) -> tuple[Trainer, Algorithm]:

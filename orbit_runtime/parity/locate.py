@@ -159,7 +159,7 @@ def locate(trainer: Snapshot, again: Snapshot, engine: Snapshot, *, dtype: torch
     differing, unknown = _compare_tensors(trainer, engine)
     names = sorted(differing, key=lambda name: _place(name, order))
     causes = [*_tensor_causes(names, differing, trainer, engine, group), *_constant_causes(trainer, engine)]
-    causes += _router_causes(trainer, engine)
+    causes += [*_router_causes(trainer, engine), *_copy_causes(trainer)]
     causes.sort(key=lambda cause: _place(cause.name, order))
     missing = _missing(trainer, engine)
     return Location(point, difference, limit, tuple(causes), missing, unknown, _rerouted(trainer))
@@ -201,14 +201,15 @@ def _difference(a: Tensor, b: Tensor) -> float:
 def _compare_tensors(trainer: Snapshot, engine: Snapshot) -> tuple[dict[str, int], tuple[str, ...]]:
     """By name which of the engine's parts is the first that differs; and what it did not tell, or not all of."""
     differing, unknown = {}, []
-    for name, (whole,) in trainer.tensors.items():
+    for name, held in trainer.tensors.items():
         parts = engine.tensors.get(name, ())
-        if not _covers(parts, whole.shape):
+        if not _covers(parts, _whole_shape(held)):
             unknown.append(name)
         ours: Tensor | None = None
         for index, part in enumerate(parts):
-            if part.shape == whole.shape:
-                is_same = part.digest == whole.digest
+            twin = next((each for each in held if _place_of(each) == _place_of(part)), None)
+            if twin is not None:
+                is_same = part.digest == twin.digest
             else:
                 ours = trainer.values((name,))[name][0] if ours is None else ours
                 is_same = part.digest == _digest_of(ours, part)
@@ -216,6 +217,18 @@ def _compare_tensors(trainer: Snapshot, engine: Snapshot) -> tuple[dict[str, int
                 differing[name] = index
                 break
     return differing, tuple(unknown)
+
+
+def _place_of(part: Part) -> tuple[tuple[int, ...], int, int]:
+    """Which values of the tensor it has; the axis says nothing where it is the first of all."""
+    return part.shape, part.start, part.axis if part.start else 0
+
+
+def _whole_shape(parts: Sequence[Part]) -> tuple[int, ...]:
+    shape, axis = list(parts[0].shape), parts[0].axis
+    if shape:
+        shape[axis] = max(part.start + part.shape[axis] for part in parts)
+    return tuple(shape)
 
 
 def _covers(parts: Sequence[Part], shape: tuple[int, ...]) -> bool:
@@ -255,7 +268,39 @@ def _tensor_causes(
             part = engine.tensors[name][differing[name]]
             detail = _values_detail(ours[name][0], theirs[name][differing[name]], part, group)
             detail += f", on rank {part.rank}" if len(engine.tensors[name]) > 1 else ""
+            detail += _holders(name, part, trainer)
         causes.append(Cause(_kind(name), name, detail))
+    return causes
+
+
+def _holders(name: str, part: Part, trainer: Snapshot) -> str:
+    """Which ranks of a divided trainer hold what is compared with the engine's part."""
+    if not _is_divided(trainer) or _kind(name) == "adapter tensor":
+        return ""
+    first, last = part.start, part.start + part.shape[part.axis]
+    ranks = [
+        each.rank
+        for each in trainer.tensors[name]
+        if each.axis != part.axis or (each.start < last and each.start + each.shape[each.axis] > first)
+    ]
+    return f"; rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} of the trainer hold it"
+
+
+def _is_divided(trainer: Snapshot) -> bool:
+    return any(part.rank for parts in trainer.tensors.values() for part in parts)
+
+
+def _copy_causes(trainer: Snapshot) -> list[Cause]:
+    """Ranks of a divided trainer that hold the same part must hold the same values."""
+    causes = []
+    for name, parts in trainer.tensors.items():
+        first: dict[tuple[tuple[int, ...], int, int], Part] = {}
+        for part in parts:
+            other = first.setdefault(_place_of(part), part)
+            if other.digest != part.digest:
+                detail = f"ranks {other.rank} and {part.rank} of the trainer hold different values"
+                causes.append(Cause(_kind(name), name, detail))
+                break
     return causes
 
 

@@ -35,7 +35,7 @@ def _elsewhere(choice: Choice, machine: Machine) -> str:
             f"no change of the manifest is enough on {machine.gpu.name}; it fits on {machine.num_gpus} x {fitting[0]}"
         )
     if fitting_later := [card.name for card in BY_SIZE if _fits_on(smaller, replace(machine, gpu=card))]:
-        return f"with a small adapter and one copy of the base it fits on {machine.num_gpus} x {fitting_later[0]}"
+        return f"with a small adapter it fits on {machine.num_gpus} x {fitting_later[0]}"
     return "use more GPUs (placement.gpus), or a smaller model"
 
 
@@ -46,7 +46,7 @@ def _changes(setting: Setting) -> Iterator[tuple[str, Setting]]:
     while micro // 2 >= max(256, job.max_sequence):
         micro //= 2
         yield f"write training.microBatchTokens: {micro}", replace(setting, micro_batch_tokens=micro)
-    if job.trainer == "Torch" and setting.recompute != "PerLayer":
+    if setting.recompute != "PerLayer":
         yield "write training.recompute: PerLayer", replace(setting, recompute="PerLayer")
     if job.in_process:
         for running in (job.running // 2, job.running // 4, job.running // 8, 1):
@@ -57,12 +57,9 @@ def _changes(setting: Setting) -> Iterator[tuple[str, Setting]]:
                     f"write rollout.maxRunningRequests: {running} and training.microBatchTokens: {micro}",
                     replace(changed, micro_batch_tokens=micro),
                 )
-    elif not job.is_split:
-        if job.engine == "SGLang" and setting.machine.gpu is not None and job.sleep == "None":
-            for sleep in ("Cache", "All"):
-                yield f"write rollout.sleep: {sleep}", replace(setting, job=replace(job, sleep=sleep))
-        if setting.copies == "Two" and job.can_share:
-            yield "write placement.baseCopies: Shared", replace(setting, copies="Shared")
+    elif not job.is_split and job.engine == "SGLang" and setting.machine.gpu is not None and job.sleep == "None":
+        for sleep in ("Cache", "All"):
+            yield f"write rollout.sleep: {sleep}", replace(setting, job=replace(job, sleep=sleep))
     if setting.adapter.experts and job.experts not in ("Shared", "None"):
         fewer = "Shared" if job.adapter == "OFT" else "None"
         yield f"write adapter.experts: {fewer}", _with_experts(setting, fewer)
@@ -74,10 +71,7 @@ def _with_experts(setting: Setting, experts: str) -> Setting:
 
 
 def _smallest(setting: Setting) -> Setting:
-    keeps = setting.job.is_split or setting.job.in_process or not setting.job.can_share
-    copies = setting.copies if keeps else "Shared"
-    job = replace(setting.job, is_micro_batch_fixed=False, copies=copies)
-    return replace(_with_experts(replace(setting, job=job), "None"), copies=copies)
+    return _with_experts(replace(setting, job=replace(setting.job, is_micro_batch_fixed=False)), "None")
 
 
 def _fits_on(setting: Setting, machine: Machine) -> bool:

@@ -41,10 +41,8 @@ SERVER_SLOTS = ADAPTER_VERSIONS + 2
 """Of an SGLang server, which takes memory for all of them at its start: one more for preflight's random adapter, and
 one that holds nothing, for the bare base."""
 MASTER_BYTES, MOMENT_BYTES, GRADIENT_BYTES = 4, 8, 4
-"""Per adapter parameter with the torch trainer: fp32 master, Adam's two moments, fp32 gradient."""
+"""Per adapter parameter: fp32 master, Adam's two moments, fp32 gradient."""
 ROTATION_GRAPH_BYTES = 12
 """Per element of OFT's R while a pass runs: Q and its second and third powers in fp32, for the five-term series."""
-MEGATRON_WEIGHT_BYTES, MEGATRON_GRADIENT_BYTES, MEGATRON_OPTIMIZER_BYTES = 2, 2, 12
-"""Per adapter parameter with Megatron: BF16 weight and gradient, fp32 master and moments, these over all GPUs."""
 CHECKPOINT_BYTES = 12
 """Per adapter parameter in a checkpoint: fp32 master and Adam's moments."""

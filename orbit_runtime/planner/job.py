@@ -40,6 +40,7 @@ class Asked:
     expert: int | None = None
     pipeline: int | None = None
     context: int | None = None
+    data: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +96,8 @@ class Job:
 
     @property
     def can_share(self) -> bool:
-        """Whether one copy of the base could serve both: the torch trainer's is no other process's."""
-        return self.in_process or self.trainer != "Torch"
+        """Whether one copy of the base can serve both: no other process reads a trainer's."""
+        return self.in_process
 
     @property
     def in_process(self) -> bool:
@@ -110,7 +111,7 @@ class Job:
 
 
 def build_job(run: OrbitRun, machine: Machine, *, may_choose: bool = True, devices: Devices | None = None) -> Job:
-    """`Auto`: torch for both on the CPU and on one GPU, Megatron and SGLang on several.
+    """`Auto`: torch for both on the CPU and on one GPU, Megatron and SGLang on several; SGLang beside Megatron.
 
     Args:
         devices: where they are not what `placement` makes of the machine.
@@ -122,9 +123,10 @@ def build_job(run: OrbitRun, machine: Machine, *, may_choose: bool = True, devic
     devices = devices or split_devices(placement, machine.num_gpus)
     parallel = training.parallel
     samples = training.prompts_per_step * spec.algorithm.group_size
+    trainer = _decide(training.trainer, "Megatron" if len(devices.trainer) > 1 else "Torch")
     return Job(
-        trainer=_decide(training.trainer, "Megatron" if len(devices.trainer) > 1 else "Torch"),
-        engine=_decide(spec.rollout.engine, "SGLang" if several else "Torch"),
+        trainer=trainer,
+        engine=_decide(spec.rollout.engine, "SGLang" if several or training.trainer == "Megatron" else "Torch"),
         precision=spec.model.precision,
         adapter=adapter.type,
         rank=adapter.lora.rank if adapter.lora else adapter.oft.block_size if adapter.oft else 0,
@@ -138,7 +140,7 @@ def build_job(run: OrbitRun, machine: Machine, *, may_choose: bool = True, devic
         recompute=training.recompute,
         attention=training.decided_attention(spec.model.max_sequence_length),
         step_tokens=samples * spec.model.max_sequence_length,
-        asked=Asked(parallel.tensor, parallel.expert, parallel.pipeline, parallel.context),
+        asked=Asked(parallel.tensor, parallel.expert, parallel.pipeline, parallel.context, parallel.data),
         copies=placement.base_copies,
         replicas=spec.rollout.replicas if machine.gpu is None else 1,
         servers=spec.rollout.replicas,

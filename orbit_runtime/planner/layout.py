@@ -8,8 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from orbit_runtime.model_info.weights import Architecture
-from orbit_runtime.planner.job import Asked
+from orbit_runtime.model_info.weights import ModelFacts, StoredWeight
+from orbit_runtime.planner.job import Asked, Job
+
+KEYS = ("k_proj", "v_proj")
+CUT_BY_COLUMNS = ("o_proj", "down_proj")
+"""What writes the hidden state; of other linears that are divided, the rows."""
+DIVIDED = ("attention", "dense_mlp", "shared_expert")
+"""Roles of weights that tensor parallelism cuts; experts are dealt out whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,30 +35,79 @@ class Layout:
     def text(self) -> str:
         return f"TP{self.tensor} EP{self.expert} PP{self.pipeline} CP{self.context} DP{self.data}"
 
+    @property
+    def token_sets(self) -> int:
+        """Into how many parts the tokens of ranks that divide the same experts are divided."""
+        return max(1, self.expert // self.tensor)
 
-def possible_layouts(model: Architecture, num_gpus: int, asked: Asked) -> Iterator[Layout]:
+
+def asked_layout(asked: Asked) -> Layout:
+    """Where ranks are as many as the sizes need: on the CPU. What is not asked for is 1."""
+    tensor, pipeline, context = asked.tensor or 1, asked.pipeline or 1, asked.context or 1
+    # Matrices in parts need experts in as many, or more.
+    expert = asked.expert or tensor
+    data = asked.data or max(1, expert // (tensor * context))
+    return Layout(tensor, expert, pipeline, context, data)
+
+
+def possible_layouts(model: ModelFacts, num_gpus: int, job: Job) -> Iterator[Layout]:
     """Least divided first: what is not divided needs no communication, and replicas multiply the throughput.
 
-    Experts are always divided as far as they go, because routed tokens travel anyway. The layers are divided only where
-    the manifest says so: within one node dividing matrices costs less.
+    Experts are always divided as far as they go, because routed tokens travel anyway. Layers and sequences are divided
+    only where the manifest says so.
     """
-    for context in _choices(asked.context, num_gpus, most=num_gpus):
-        for pipeline in [asked.pipeline or 1]:
-            for tensor in _choices(asked.tensor, num_gpus, most=num_gpus):
-                group = tensor * pipeline * context
-                if num_gpus % group or model.num_heads % tensor or pipeline > model.num_layers:
-                    continue
-                expert = asked.expert or _widest(model.num_experts, num_gpus // pipeline)
-                if model.num_experts and (model.num_experts % expert or (num_gpus // pipeline) % expert):
-                    continue
-                yield Layout(tensor, expert, pipeline, context, num_gpus // group)
+    asked, num_experts = job.asked, model.architecture.num_experts
+    pipeline, context = asked.pipeline or 1, asked.context or 1
+    for tensor in [asked.tensor] if asked.tensor else _divisors(num_gpus):
+        group = tensor * pipeline * context
+        if num_gpus % group or (asked.data or num_gpus // group) != num_gpus // group:
+            continue
+        widest = [asked.expert] if asked.expert else _divisors(num_gpus // pipeline)[::-1] if num_experts else [1]
+        layouts = (Layout(tensor, expert, pipeline, context, num_gpus // group) for expert in widest)
+        yield from [layout for layout in layouts if objection(model, job, layout) is None][:1]
 
 
-def _choices(asked: int | None, num_gpus: int, *, most: int) -> list[int]:
-    return [asked] if asked else [size for size in range(1, most + 1) if num_gpus % size == 0]
+def objection(model: ModelFacts, job: Job, layout: Layout) -> str | None:
+    """Why the model cannot be divided so; None where it can."""
+    return next(_objections(model, job, layout), None)
 
 
-def _widest(num_experts: int, num_gpus: int) -> int:
-    """1 for a model without experts, which any number would divide."""
-    fitting = (size for size in range(1, num_gpus + 1) if num_gpus % size == 0 and num_experts % size == 0)
-    return max(fitting) if num_experts else 1
+def _objections(model: ModelFacts, job: Job, layout: Layout) -> Iterator[str]:
+    shape, tensor, expert = model.architecture, layout.tensor, layout.expert
+    if shape.num_heads % tensor:
+        yield f"{shape.num_heads} attention heads cannot be dealt out to {tensor} ranks"
+    if any(weight.target in KEYS for weight in shape.weights) and shape.kv.heads % tensor:
+        yield f"{shape.kv.heads} heads of keys and values cannot be dealt out to {tensor} ranks"
+    if layout.pipeline > shape.num_layers:
+        yield f"{shape.num_layers} layers cannot be dealt out to {layout.pipeline} stages"
+    if shape.num_experts and shape.num_experts % expert:
+        yield f"{shape.num_experts} experts cannot be dealt out to {expert} ranks"
+    if shape.num_experts and (expert % tensor or (layout.num_gpus // layout.pipeline) % expert):
+        yield (
+            f"experts in {expert} parts and matrices in {tensor} do not fit {layout.num_gpus} ranks: the experts' "
+            "number must be a multiple of the matrices' and divide the ranks"
+        )
+    for stored in model.weights if tensor > 1 else ():
+        if stored.weight.is_linear and stored.weight.is_split and stored.weight.role in DIVIDED:
+            yield from _cuts(stored, tensor, job)
+
+
+def _cuts(stored: StoredWeight, tensor: int, job: Job) -> Iterator[str]:
+    weight, by_columns = stored.weight, stored.weight.target in CUT_BY_COLUMNS
+    width = weight.shape[1 if by_columns else 0]
+    side = "columns" if by_columns else "rows"
+    if width % tensor:
+        yield f"the {width} {side} of {weight.module} cannot be cut in {tensor}"
+        return
+    block = stored.block[1 if by_columns else 0] if stored.block else 1
+    if width // tensor % block:
+        yield f"each of {tensor} ranks would have {width // tensor} {side} of {weight.module}, one scale is for {block}"
+    if by_columns and job.adapter == "OFT" and width // tensor % job.rank:
+        yield (
+            f"each of {tensor} ranks would have {width // tensor} inputs of {weight.module}, and OFT's blocks are of "
+            f"{job.rank}"
+        )
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]

@@ -42,9 +42,10 @@ class Setting:
 
     @property
     def engine_layout(self) -> Layout:
-        """Our own servers cut experts as they cut the rest. On the CPU, and where the base is shared, the trainer's."""
-        if self.machine.gpu is None or self.job.engine != "SGLang" or self.copies == "Shared":
-            return self.layout
+        """Our own servers cut experts as they cut the rest. Who is in the trainer's process cuts nothing; on the CPU
+        all parts are in one memory."""
+        if self.machine.gpu is None or self.job.engine != "SGLang":
+            return Layout()
         return Layout(tensor=self.server_gpus, expert=self.server_gpus, data=self.job.servers)
 
     @property
@@ -52,6 +53,11 @@ class Setting:
         """Of a server's GPUs, each with the whole of the attention (`attn-dp-size`)."""
         groups = self.job.engine_arguments.get("attn-dp-size", 1) if self.job.engine == "SGLang" else 1
         return groups if self.engine_layout.tensor % groups == 0 else 1
+
+    @property
+    def ranks_here(self) -> int:
+        """Of the trainer, in the memory of one device: on the CPU all of them."""
+        return 1 if self.machine.gpu else self.layout.num_gpus
 
     @property
     def compute_bytes(self) -> int:
@@ -77,8 +83,8 @@ def size_parts(setting: Setting) -> Sizes:
     """Bytes on the fullest device."""
     job = setting.job
     trainer, server = _trainer_side(setting), _server_side(setting)
-    passes = _training(setting)
-    exported = {"adapter export": _exported(setting) * 2}
+    passes = _times(setting.ranks_here, _training(setting))
+    exported = {"adapter export": _local_adapter(setting) * 2 * setting.ranks_here}
     per_sequence, running = _kv(setting)
     work = _engine_work(setting)
     alone = job.is_split or job.is_elsewhere
@@ -122,8 +128,8 @@ def _trainer_side(setting: Setting) -> TrainerSide:
     if setting.copies == "Shared" and not setting.job.is_elsewhere and not setting.job.is_split:
         # The one copy is the engine's: it holds what the trainer does not need as well.
         base = _base(setting, "engine")
-    loaded = {**base, **_runtime(setting, "trainer")}
-    return TrainerSide(loaded, {**loaded, **_optimizer(setting)})
+    loaded = _times(setting.ranks_here, {**base, **_runtime(setting, "trainer")})
+    return TrainerSide(loaded, {**loaded, **_times(setting.ranks_here, _optimizer(setting))})
 
 
 def _server_side(setting: Setting) -> Parts:
@@ -181,6 +187,9 @@ def _base(setting: Setting, side: Literal["trainer", "engine"]) -> Parts:
             continue
         groups = setting.attention_groups if side == "engine" and weight.role == "attention" else 1
         ways = _ways(stored, setting, layout.tensor // groups)
+        if side == "trainer" and weight.role in ("embedding", "head"):
+            # Ranks of a trainer hold the vocabulary whole.
+            ways = 1
         even += size / layout.tensor
         whole += size / ways - size / layout.tensor
     named = "base" if setting.copies == "Shared" or setting.job.is_split else f"base ({side})"
@@ -199,7 +208,7 @@ def _resident_bytes(stored: StoredWeight, setting: Setting) -> int:
     """Our own loader keeps norms and other small parameters in the compute dtype."""
     small = not stored.weight.is_linear and stored.weight.role != "embedding"
     is_bias = stored.weight.name.endswith(".bias")
-    if setting.job.trainer == "Torch" and small and not is_bias:
+    if small and not is_bias:
         return stored.weight.num_parameters * setting.compute_bytes
     return stored.num_bytes
 
@@ -222,22 +231,13 @@ def _loading(setting: Setting) -> int:
 
 
 def _optimizer(setting: Setting) -> Parts:
-    size, layout = setting.adapter, setting.layout
-    if setting.job.trainer == "Torch":
-        return {"adapter": size.total * known.MASTER_BYTES, "optimizer": size.total * known.MOMENT_BYTES}
-    local = size.dense + _local_experts(setting)
-    gpus = max(1, layout.num_gpus)
-    return {
-        "adapter": local * known.MEGATRON_WEIGHT_BYTES,
-        "optimizer": math.ceil(size.total * known.MEGATRON_OPTIMIZER_BYTES / gpus),
-    }
+    local = _local_adapter(setting)
+    return {"adapter": local * known.MASTER_BYTES, "optimizer": local * known.MOMENT_BYTES}
 
 
-def _exported(setting: Setting) -> int:
-    """BF16 copies of what a rank publishes; ranks write their own shares."""
-    if setting.job.trainer == "Torch":
-        return setting.adapter.total
-    return math.ceil(setting.adapter.dense / max(1, setting.layout.num_gpus)) + _local_experts(setting)
+def _local_adapter(setting: Setting) -> int:
+    """Parameters on one rank. What is cut with its layer is counted whole: a part of what is small beside the base."""
+    return setting.adapter.dense + _local_experts(setting)
 
 
 def _local_experts(setting: Setting, ways: int | None = None) -> int:
@@ -301,24 +301,24 @@ def _training(setting: Setting) -> Parts:
     model, layout, job = setting.model.architecture, setting.layout, setting.job
     tokens, width = min(setting.micro_batch_tokens, job.step_tokens), setting.compute_bytes
     share = layout.tensor * layout.context
-    inputs = tokens * model.hidden_size * model.streams * width * model.num_layers
-    live = tokens * live_elements(model) * width
-    parts: Parts = {}
-    if job.trainer == "Torch":
-        parts["activations"] = math.ceil(tokens * saved_elements(model, job, setting.recompute) * width)
-        parts["layer recomputed"] = math.ceil(tokens * recomputed_elements(model, job, setting.recompute) * width)
-        parts["gradients"] = setting.adapter.total * known.GRADIENT_BYTES
-        parts["adapter, rounded"] = setting.adapter.total * width
-        if job.adapter == "OFT":
-            parts["adapter, rounded"] = setting.adapter.rotation_elements * (width + known.ROTATION_GRAPH_BYTES)
-    else:
-        parts["activations"] = math.ceil(inputs / share)
-        parts["layer recomputed"] = math.ceil(live / share)
-        local = setting.adapter.dense + _local_experts(setting)
-        parts["gradients"] = local * known.MEGATRON_GRADIENT_BYTES
+    local = _local_adapter(setting)
+    parts: Parts = {
+        "activations": math.ceil(tokens * saved_elements(model, job, setting.recompute) * width / share),
+        "layer recomputed": math.ceil(tokens * recomputed_elements(model, job, setting.recompute) * width / share),
+        "gradients": local * known.GRADIENT_BYTES,
+        "adapter, rounded": local * width,
+    }
+    if layout.token_sets > 1 and model.num_experts:
+        # The tokens of all ranks that divide the same experts, gathered before each layer of them.
+        layers = len({w.layer for w in model.weights if w.role == "routed_expert"})
+        kept = layers if setting.recompute == "None" else 1
+        parts["activations gathered"] = tokens * model.hidden_size * width * layout.token_sets * kept
+    if job.adapter == "OFT":
+        whole = setting.adapter.rotation_elements * local // max(1, setting.adapter.total)
+        parts["adapter, rounded"] = whole * (width + known.ROTATION_GRAPH_BYTES)
     parts["dequantisation"] = _dequantisation(setting)
     rows = min(tokens, max(1, known.LOGIT_ELEMENTS // model.vocab_size))
-    parts["logits"] = math.ceil(rows * model.vocab_size * 4 * known.LOGIT_COPIES / layout.tensor)
+    parts["logits"] = math.ceil(rows * model.vocab_size * 4 * known.LOGIT_COPIES)
     return parts
 
 

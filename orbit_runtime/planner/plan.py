@@ -21,7 +21,7 @@ from orbit_runtime.planner.job import Job, Machine, build_job
 from orbit_runtime.planner.layout import Layout
 from orbit_runtime.planner.parts import PHASES, Copies, Parts, Phase, base_bytes
 from orbit_runtime.planner.sampling import check_engine
-from orbit_runtime.planner.search import Choice, capacity_of, choose, why_one_copy
+from orbit_runtime.planner.search import Choice, capacity_of, choose
 from orbit_runtime.planner.serving import find_objection, find_refusal, server_gpus
 from orbit_runtime.planner.serving_memory import ServerMemory, server_memory
 from orbit_runtime.planner.support import Combination, Support, find_support
@@ -141,6 +141,8 @@ def plan(
         *_sampling_problem(run, job),
         *(() if refusal is None else (Problem(refusal.message, refusal.where or "spec", refusal.fix or ""),)),
         *_copies_problem(job),
+        *_undivided(choice.setting.layout),
+        *_wrong_number(choice.setting.layout, job, machine),
         *(
             Problem(message, f"{FIELD}.{name}", fix)
             for name, message, fix in find_contradictions(model, job, machine, size)
@@ -211,8 +213,24 @@ def _sampling_problem(run: OrbitRun, job: Job) -> list[Problem]:
 def _copies_problem(job: Job) -> list[Problem]:
     if job.copies != "Shared" or job.can_share or job.is_elsewhere:
         return []
-    message = "the torch trainer and SGLang's servers are processes of their own, and each holds the base"
+    message = "the trainer and SGLang's servers are processes of their own, and each holds the base"
     return [Problem(message, "spec.placement.baseCopies", "write Auto or Two, or rollout.engine: Torch")]
+
+
+def _undivided(layout: Layout) -> list[Problem]:
+    return [
+        Problem(f"this version does not divide a model by {name}", f"spec.training.parallel.{name}", "write 1")
+        for name, size in (("pipeline", layout.pipeline), ("context", layout.context))
+        if size > 1
+    ]
+
+
+def _wrong_number(layout: Layout, job: Job, machine: Machine) -> list[Problem]:
+    gpus = len(job.devices.trainer)
+    if job.trainer == "Torch" or machine.gpu is None or layout.num_gpus == gpus:
+        return []
+    message = f"the sizes of training.parallel are for {layout.num_gpus} ranks, and the trainer has {gpus} GPUs"
+    return [Problem(message, "spec.training.parallel", "leave the block out, or write sizes for that many")]
 
 
 def _idle(model: ModelFacts, job: Job, size: int, gpus: int) -> list[str]:
@@ -254,12 +272,9 @@ def _notes(choice: Choice, model: ModelFacts, job: Job, machine: Machine, suppor
     setting = choice.setting
     if support.state in ("planned", "missing"):
         notes += support.reasons
-    reason = why_one_copy(choice, machine)
-    if reason:
-        notes.append(reason)
     if setting.micro_batch_tokens < job.micro_batch_tokens:
         notes.append(f"{job.micro_batch_tokens} tokens a micro-batch do not fit: {setting.micro_batch_tokens} do")
-    if job.trainer == "Torch" and job.recompute == "Auto" and setting.recompute != "None" and choice.fits:
+    if job.recompute == "Auto" and setting.recompute != "None" and choice.fits:
         notes.append(f"what a backward pass needs does not fit: training.recompute is {setting.recompute}")
     held = choice.sizes.phases["rollout"].get("KV cache", 0) // max(1, choice.sizes.kv_bytes_per_sequence)
     if held < choice.sizes.running:

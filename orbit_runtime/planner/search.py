@@ -14,12 +14,12 @@ from orbit_runtime.errors import ManifestError
 from orbit_runtime.model_info.weights import ModelFacts
 from orbit_runtime.planner.activations import Recompute
 from orbit_runtime.planner.adapter_size import AdapterSize
-from orbit_runtime.planner.assumptions import GIB
 from orbit_runtime.planner.job import Job, Machine
-from orbit_runtime.planner.layout import Layout, possible_layouts
+from orbit_runtime.planner.layout import Layout, asked_layout, objection, possible_layouts
 from orbit_runtime.planner.parts import PHASES, Copies, Phase, Setting, Sizes, size_parts
 
 SMALLEST_MICRO_BATCH = 1024
+FIELD = "spec.training.parallel"
 
 
 @dataclass(frozen=True)
@@ -84,21 +84,6 @@ def try_setting(setting: Setting) -> Choice:
     return Choice(setting, sizes, capacity)
 
 
-def why_one_copy(choice: Choice, machine: Machine) -> str | None:
-    """Why the base is shared although the manifest leaves it open."""
-    setting = choice.setting
-    if setting.copies == "Two" or setting.job.in_process or setting.job.copies != "Auto" or not choice.capacity:
-        return None
-    two = try_setting(replace(setting, copies="Two"))
-    bases = sum(size for name, size in two.sizes.phases["train"].items() if name.startswith("base"))
-    phase = two.binding
-    over = f"two need {bases / GIB:.1f} GiB a GPU for the base alone"
-    if bases <= choice.capacity:
-        over = f"with two, phase {phase} needs {two.needed(phase) / GIB:.1f} GiB a GPU, {bases / GIB:.1f} of it base"
-    name = machine.gpu.name if machine.gpu else "machine"
-    return f"trainer and engine share one copy of the base: {over}, and one {name} has {choice.capacity / GIB:.2f}"
-
-
 def _settings(
     model: ModelFacts, job: Job, machine: Machine, adapter: AdapterSize, server_gpus: int
 ) -> Iterator[Setting]:
@@ -109,17 +94,26 @@ def _settings(
 
 
 def _layouts(model: ModelFacts, job: Job, machine: Machine) -> list[Layout]:
-    if machine.gpu is None or job.trainer == "Torch":
+    if job.trainer == "Torch":
         return [Layout()]
-    gpus = len(job.devices.trainer)
-    found = list(possible_layouts(model.architecture, gpus, job.asked))
+    if machine.gpu is None:
+        asked = asked_layout(job.asked)
+        why = objection(model, job, asked)
+        if why is not None:
+            raise ManifestError(why, where=FIELD, fix="write sizes that divide the model, or leave the block out")
+        return [asked]
+    found = list(possible_layouts(model, len(job.devices.trainer), job))
     if not found:
-        raise ManifestError(
-            f"{gpus} GPUs, {model.architecture.num_heads} heads and {model.architecture.num_experts} experts cannot be "
-            "divided like this",
-            where="spec.training.parallel",
-            fix="leave the block out, and the planner chooses",
-        )
+        asked = asked_layout(job.asked)
+        why = objection(model, job, asked)
+        if why is not None:
+            raise ManifestError(
+                f"{model.name} cannot be divided like this: {why}",
+                where=FIELD,
+                fix="leave the block out, and the planner chooses",
+            )
+        # It would do with another number of GPUs: the plan says so.
+        return [asked]
     return found
 
 
@@ -132,9 +126,7 @@ def _copies(job: Job) -> tuple[Copies, ...]:
 
 
 def _recomputes(job: Job) -> tuple[Recompute, ...]:
-    """From the least to the most work. Megatron's layers are always computed again."""
-    if job.trainer != "Torch":
-        return ("PerLayer",)
+    """From the least to the most work."""
     return get_args(Recompute) if job.recompute == "Auto" else (job.recompute,)
 
 

@@ -145,9 +145,13 @@ LIMITS: tuple[Limit, ...] = (
         experts=("SharedOuter", "Shared", "PerExpert"), engine=("OpenAI",),
     ),
     Limit(
-        "missing", "this version of Orbit trains on one GPU, and has no Megatron trainer for what one GPU cannot hold",
-        "choose a model that fits one GPU, or a GPU with more memory (placement.gpuProduct)", "training.trainer",
-        trainer=("Megatron",),
+        "missing", "this version does not divide the attention of DeepSeek-V4 among GPUs: it keeps a state of its own",
+        "write training.trainer: Torch where one GPU is enough", "training.trainer",
+        family=("deepseek_v4",), trainer=("Megatron",),
+    ),
+    Limit(
+        "planned", "ranks that hold a model in parts have run on CPUs, not on hardware",
+        trainer=("Megatron",), on_gpu=True,
     ),
     Limit(
         "planned",

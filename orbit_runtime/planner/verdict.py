@@ -73,10 +73,13 @@ def check_verdict(verdict: Verdict) -> None:
 
 
 def plan_as_run(run: OrbitRun, model: ModelFacts, machine: Machine) -> Plan:
-    """The plan of what would be started; where one GPU is not enough, of the trainer that it would take.
+    """The plan of what would be started.
 
-    `Auto` is the torch trainer, which works on one GPU and takes the micro-batch that the manifest says.
+    `Auto` is the torch trainer on one GPU where that is enough, with the micro-batch that the manifest says; else
+    ranks on all GPUs that the trainer may have.
     """
+    if run.spec.training.trainer == "Megatron":
+        return _with_device_problem(plan(run, model, machine), run, machine)
     whole = split_devices(run.spec.placement, machine.num_gpus)
     one_trainer = replace(whole, trainer=whole.trainer[:1])
     used = replace(machine, num_gpus=min(2 if whole.are_apart else 1, machine.num_gpus))
@@ -87,6 +90,10 @@ def plan_as_run(run: OrbitRun, model: ModelFacts, machine: Machine) -> Plan:
         made = replace(made, machine=machine.name, notes=(*made.notes, *([idle] if idle else [])))
     else:
         made = plan(run, model, machine)
+    return _with_device_problem(made, run, machine)
+
+
+def _with_device_problem(made: Plan, run: OrbitRun, machine: Machine) -> Plan:
     why = device_problem(run.spec.placement, machine.num_gpus)
     if why is None:
         return made
@@ -103,10 +110,10 @@ def _idle(made: Plan, num_gpus: int, whole: Devices) -> str | None:
     names = ", ".join(map(str, idle))
     told = f"{len(idle)} of {num_gpus} GPUs stand idle ({names})"
     if whole.are_apart and any(gpu in whole.trainer for gpu in idle):
-        return f"{told}: this version trains on one GPU; write placement.trainerGpus: 1, and the engine gets the others"
+        return f"{told}: one is enough for the trainer; write placement.trainerGpus: 1 or training.trainer: Megatron"
     if whole.are_apart:
         return f"{told}: the engine's servers do not take them (rollout.replicas, tensorParallel)"
     return (
-        f"{told}: this version trains on one GPU; lower placement.gpus, or give them to the engine "
-        "(rollout.engine: SGLang, replicas, tensorParallel)"
+        f"{told}: one is enough for the trainer; lower placement.gpus, give them to the engine "
+        "(rollout.engine: SGLang, replicas, tensorParallel), or write training.trainer: Megatron"
     )

@@ -41,6 +41,10 @@ class Routing:
         self._given_TLC: Tensor | None = None
         self._noted: dict[int, Tensor] | None = None
         self._preferred: dict[int, Tensor] | None = None
+        self.meet: Callable[[Tensor], Tensor] = _same
+        """Rows of this process's tokens → of all tokens that its routers see."""
+        self.own: Callable[[Tensor], Tensor] = _same
+        """The other way."""
         for place, router in enumerate(routers.values()):
             router.register_forward_hook(self._hook(place))
 
@@ -93,18 +97,22 @@ class Routing:
                 return None
             logits, weights, chosen = result
             if self._preferred is not None:
-                self._preferred[place] = chosen.to(torch.int16)
+                self._preferred[place] = self.own(chosen).to(torch.int16)
             if self._given_TLC is not None:
-                given_TC = self._given_TLC[:, place].to(chosen.dtype)
+                given_TC = self.meet(self._given_TLC[:, place].to(chosen.dtype))
                 if given_TC.shape != chosen.shape:
                     raise InternalError(f"experts of {tuple(given_TC.shape)} were given to {tuple(chosen.shape)}")
                 chosen = torch.where(given_TC == OWN_CHOICE, chosen, given_TC)
                 weights = self._weigh(router, logits, chosen)
             if self._noted is not None:
-                self._noted[place] = chosen.to(torch.int16)
+                self._noted[place] = self.own(chosen).to(torch.int16)
             return logits, weights, chosen
 
         return choose
+
+
+def _same(rows: Tensor) -> Tensor:
+    return rows
 
 
 def build_routing(model: nn.Module, weigh: GateWeights | None) -> Routing | None:

@@ -87,6 +87,27 @@ def take_snapshot(
         copies: as many equal rows in one batch: another shape of the same work, for a floor; points only.
         routed_TLC: experts that tokens are sent to, as an engine sent them; None: where the routers choose.
     """
+    rows = len(token_ids_T) - 1
+    points, preferred = record(policy, token_ids_T, adapter, copies=copies, routed_TLC=routed_TLC)
+    if copies > 1:
+        return Snapshot(points, {}, {}, lambda _: {})
+    tensors = dict(base_tensors(policy.model))
+    if adapter is not None:
+        tensors |= {name: partial(_same, tensor) for name, tensor in published_tensors(files).items()}
+    return Snapshot(
+        points,
+        {name: (part_of(read()),) for name, read in tensors.items()},
+        constants(policy, rows),
+        lambda names: {name: (tensors[name]().float().cpu(),) for name in names},
+        routed_TLC=routed_TLC,
+        preferred_TLC=preferred,
+    )
+
+
+def record(
+    policy: Policy, token_ids_T: Sequence[int], adapter: str | None, *, copies: int, routed_TLC: np.ndarray | None
+) -> tuple[dict[str, Tensor], np.ndarray | None]:
+    """The points of `take_snapshot`, and the experts that routers would have chosen where others were given."""
     points: dict[str, Tensor] = {}
     first, rest = tuple(token_ids_T[:1]), tuple(token_ids_T[1:])
     branches = [Branch(number, first, rest) for number in range(copies)]
@@ -103,22 +124,7 @@ def take_snapshot(
     ):
         plan = _TappedPlan(PackedPlan(batch, policy.kernel), _latent_layers(policy.model), points, rows, decoder)
         policy.hidden(batch.token_ids_T[None], batch.position_T[None], plan)
-    if copies > 1:
-        return Snapshot(points, {}, {}, lambda _: {})
-    tensors = dict(_base_tensors(policy.model))
-    if adapter is not None:
-        tensors |= {name: partial(_same, tensor) for name, tensor in published_tensors(files).items()}
-    if getattr(policy.model.config, "tie_word_embeddings", False):
-        # One matrix under two names; the other side may know it under the first alone.
-        tensors.pop("lm_head.weight", None)
-    return Snapshot(
-        points,
-        {name: (_part(read()),) for name, read in tensors.items()},
-        _constants(policy, decoder, rows),
-        lambda names: {name: (tensors[name]().float().cpu(),) for name in names},
-        routed_TLC=routed_TLC,
-        preferred_TLC=preferred().cpu().numpy() if preferred else None,
-    )
+    return points, preferred().cpu().numpy() if preferred else None
 
 
 @contextmanager
@@ -217,15 +223,20 @@ def _recorder(name: str, points: dict[str, Tensor], rows: int) -> Callable[..., 
     return record
 
 
-def _base_tensors(model: nn.Module) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+def base_tensors(model: nn.Module) -> Iterator[tuple[str, Callable[[], Tensor]]]:
     """Every weight and bias of the base under its checkpoint's name; packed ones are dequantised when they are asked
-    for, of routed experts one expert at a time."""
+    for, of routed experts one expert at a time, and of those that are held."""
+    tied = getattr(model.config, "tie_word_embeddings", False)
     for name, module in model.named_modules():
         plain = name.removesuffix(".base")
         if isinstance(module, (AdaptedLinear, AdaptedExpertLinear)) or name.endswith("rotary_emb"):
             continue
         if isinstance(module, FrozenExpertLinear):
-            yield from _expert_tensors(plain, module)
+            experts = plain.rpartition(".")[0]
+            yield from _expert_tensors(plain, module, model.get_submodule(experts).held.start)  # type: ignore[union-attr,operator]
+            continue
+        if tied and plain == "lm_head":
+            # One matrix under two names; the other side may know it under the first alone.
             continue
         if isinstance(module, FrozenLinear):
             yield f"{plain}.weight", partial(_dense, module)
@@ -238,12 +249,12 @@ def _base_tensors(model: nn.Module) -> Iterator[tuple[str, Callable[[], Tensor]]
                 yield f"{plain}.{key}", partial(_same, tensor)
 
 
-def _expert_tensors(name: str, module: FrozenExpertLinear) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+def _expert_tensors(name: str, module: FrozenExpertLinear, first: int) -> Iterator[tuple[str, Callable[[], Tensor]]]:
     experts, _, projection = name.removesuffix(".base").rpartition(".")
     for index in range(module.num_experts):
-        yield f"{experts}.{index}.{projection}.weight", partial(_dense_expert, module, index)
+        yield f"{experts}.{first + index}.{projection}.weight", partial(_dense_expert, module, index)
         if module.bias is not None:
-            yield f"{experts}.{index}.{projection}.bias", partial(_same, module.bias[index])
+            yield f"{experts}.{first + index}.{projection}.bias", partial(_same, module.bias[index])
 
 
 def _same(tensor: Tensor) -> Tensor:
@@ -258,11 +269,13 @@ def _dense_expert(linear: FrozenExpertLinear, index: int) -> Tensor:
     return FORMATS[linear.format].dequantize(linear.stack.expert(index))
 
 
-def _part(tensor: Tensor) -> Part:
-    return Part(tensor_digest(tensor), tuple(tensor.shape))
+def part_of(tensor: Tensor, axis: int = 0, start: int = 0, rank: int = 0) -> Part:
+    return Part(tensor_digest(tensor), tuple(tensor.shape), axis, start, rank)
 
 
-def _constants(policy: Policy, decoder: str, rows: int) -> dict[str, Tensor]:
+def constants(policy: Policy, rows: int) -> dict[str, Tensor]:
+    """Args: rows: of the rotary angles."""
+    decoder = str(policy.model.base_model_prefix)
     found: dict[str, Tensor] = {}
     for name, module in policy.model.named_modules():
         eps = getattr(module, "eps", getattr(module, "variance_epsilon", None))

@@ -41,8 +41,9 @@ class Resolved:
     """As in the file, after `--set` and `${VAR}`."""
     run: OrbitRun
     """The same with `Auto` decided and the paths of model and prompts absolute. `precision` of a model folder stays
-    `Auto` where the manifest does not claim one: the checkpoint says it. So does
-    `training.recompute`: the plan says it; and `observability.logFormat`, which depends on who watches each start."""
+    `Auto` where the manifest does not claim one: the checkpoint says it. So do `training.recompute` and, on several
+    GPUs, `training.trainer`: the plan says them; and `observability.logFormat`, which depends on who watches each
+    start."""
     device: Literal["cpu", "cuda"]
     compute_dtype: Literal["float32", "bfloat16"]
 
@@ -99,14 +100,15 @@ def resolve(run: OrbitRun, machine: MachineFacts, *, folder: Path | None = None)
     if environment.code is not None:
         code = _changed(environment.code, uri=absolute_uri(environment.code.uri, base))
         environment = _changed(environment, code=code)
+    rollout = _decide_rollout(spec.rollout, spec.placement.layout, training.trainer)
     decided = _with_spec(
         decided,
         model=_changed(decided.spec.model, uri=absolute_uri(spec.model.uri, base)),
         data=_changed(spec.data, prompts=prompts),
         environment=environment,
-        rollout=_decide_rollout(spec.rollout, spec.placement.layout),
-        training=_changed(training, trainer="Torch", attention=attention),
-        placement=_changed(spec.placement, base_copies=_decide_copies(spec.rollout)),
+        rollout=rollout,
+        training=_changed(training, trainer=_decide_trainer(training.trainer, machine), attention=attention),
+        placement=_changed(spec.placement, base_copies=_decide_copies(rollout)),
     )
     if machine.has_cuda:
         return Resolved(run, decided, "cuda", "bfloat16")
@@ -209,12 +211,19 @@ def _decide_copies(rollout: Rollout) -> str:
     return "Two" if rollout.engine == "SGLang" else "Shared"
 
 
-def _decide_rollout(rollout: Rollout, layout: str) -> Rollout:
+def _decide_trainer(asked: str, machine: MachineFacts) -> str:
+    return "Torch" if asked == "Auto" and machine.num_gpus <= 1 else asked
+
+
+def _decide_rollout(rollout: Rollout, layout: str, trainer: str) -> Rollout:
+    engine = rollout.engine
+    if engine == "Auto":
+        # Ranks hold no whole model that an engine could sample with.
+        engine = "SGLang" if trainer == "Megatron" else "Torch"
     transport = rollout.adapter_transport
     if transport == "Auto":
         # The memory of one container has no name in another.
-        transport = "SharedMemory" if rollout.engine == "SGLang" and layout == "Colocated" else "File"
-    engine = "Torch" if rollout.engine == "Auto" else rollout.engine
+        transport = "SharedMemory" if engine == "SGLang" and layout == "Colocated" else "File"
     return _changed(rollout, engine=engine, adapter_transport=transport)
 
 

@@ -44,7 +44,8 @@ class Schedule(Block):
 
 
 class Parallel(Block):
-    """How a pass is divided among GPUs. Unset, the planner chooses; on the CPU and on one GPU all are 1."""
+    """How a model and its samples are divided among ranks, a process for each GPU. Unset, the planner chooses; on the
+    CPU, where ranks are as many as these sizes need, unset is 1."""
 
     tensor: Annotated[int | None, LAYOUT, Field(ge=1, le=1024)] = None
     """Ways that matrices are divided, the experts' apart; it must divide the number of heads."""
@@ -54,13 +55,20 @@ class Parallel(Block):
     """Ways that the layers are divided."""
     context: Annotated[int | None, LAYOUT, Field(ge=1, le=1024)] = None
     """Ways that a sequence is divided."""
+    data: Annotated[int | None, LAYOUT, Field(ge=1, le=1024)] = None
+    """Replicas, which train on other samples of a step. Unset, what remains of the GPUs, and on the CPU 1, or as many
+    as `expert` needs."""
 
 
 class Training(Block):
     """Batches and the optimiser (AdamW)."""
 
-    trainer: Annotated[Literal["Auto", "Torch"], LAYOUT] = "Auto"
-    """What trains."""
+    trainer: Annotated[Literal["Auto", "Torch", "Megatron"], LAYOUT] = "Auto"
+    """What trains: `Torch` is one process with the whole model; `Megatron` are ranks that hold it in parts, over
+    Megatron-Core, beside an engine of their own. The result is the same to rounding, and a run may change it on resume.
+
+    `Auto` is `Torch` where one GPU is enough, and on the CPU.
+    """
     steps: Annotated[int, DISPLAY, Field(ge=1, le=100_000_000, examples=[100])]
     """Steps of the whole run: collect, train, publish, checkpoint. May grow on resume."""
     prompts_per_step: Annotated[int, IDENTITY, Field(ge=1, le=1_000_000)] = 32
@@ -80,7 +88,7 @@ class Training(Block):
     micro_batch_tokens: Annotated[int, LAYOUT, Field(ge=1, le=100_000_000)] = 16384
     """Tokens of one forward pass; lower it to save memory, the result stays the same."""
     parallel: Parallel = Parallel()
-    """How a pass is divided among GPUs; what remains are data-parallel replicas."""
+    """How `Megatron` divides the model among ranks."""
     attention: Annotated[Literal["Auto", "Eager", "SDPA", "Chunked"], LAYOUT] = "Auto"
     """Attention kernels: `Eager` is plain matrix products, `SDPA` torch's fused attention, with a mask of a sequence's
     length squared where answers share a prompt; `Chunked` needs none, in memory that grows with the length.

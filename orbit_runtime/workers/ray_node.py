@@ -40,6 +40,8 @@ def set_environment(environment: MutableMapping[str, str]) -> None:
         # All of the store at the start: a full /dev/shm is found then, and not as a bus error later.
         RAY_preallocate_plasma_memory="1",
         RAY_enable_metrics_collection="0",
+        # Ray would have workers give way to everything else, such as an engine's idle scheduler.
+        RAY_worker_niceness="0",
         GLOO_SOCKET_IFNAME=environment.get("GLOO_SOCKET_IFNAME", "lo"),
     )
     environment.pop("RAY_ADDRESS", None)

@@ -69,7 +69,7 @@ def test_an_ending_that_is_final(team: Team, code: int, reason: str, owner: str,
 
 
 def test_a_run_that_does_not_fit_its_gpus_gets_no_pod(team: Team) -> None:
-    """Kimi-K2.6 on eight H100: the condition has the number; on eight B200: that no trainer here spans them."""
+    """Kimi-K2.6 on eight H100: the condition has the number. DeepSeek-V4-Flash: no trainer here divides it."""
     model = {"uri": "hf://moonshotai/Kimi-K2.6", "precision": "INT4"}
     adapter = {"type": "LoRA", "targets": ["q_a_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]}
     model |= {"maxSequenceLength": 16384}
@@ -80,7 +80,11 @@ def test_a_run_that_does_not_fit_its_gpus_gets_no_pod(team: Team) -> None:
     refused = condition(status, "PlanAccepted")
     assert (refused["status"], refused["reason"]) == ("False", "DoesNotFit")
     assert "one H100 has 79.1" in refused["message"]
-    team.start_run("too-early", **asked, placement={"gpus": 8, "gpuProduct": "NVIDIA-B200"})
+    flash = {"uri": "hf://deepseek-ai/DeepSeek-V4-Flash", "precision": "MXFP4", "maxSequenceLength": 16384}
+    rotated = {"type": "OFT", "oft": {"blockSize": 32}, "targets": ["q_a_proj", "gate_proj", "up_proj"]}
+    rotated |= {"experts": "Shared"}
+    placement = {"gpus": 8, "gpuProduct": "NVIDIA-H100-80GB-HBM3"}
+    team.start_run("too-early", model=flash, adapter=rotated, placement=placement)
     status = team.wait_phase("too-early", "Failed")
     assert (status["reason"], status["whoActs"]) == ("NotInThisVersion", "User")
     team.start_run("fits", placement={"gpus": 1, "gpuProduct": "NVIDIA-B200"})

@@ -25,8 +25,12 @@ class WorldRanks:
         self._world = world
         world.call(start, settings)
 
-    def call(self, method: str, *arguments: Any) -> Sequence[Any]:
+    def call(self, method: str, *arguments: Any, patience: float | None = None) -> Sequence[Any]:
         return self._world.call(ask, method, *arguments)
+
+
+def rank_here() -> MegatronRank:
+    return _HERE["rank"]
 
 
 def start(groups: Groups, settings: RankSettings) -> None:

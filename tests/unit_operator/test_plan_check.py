@@ -73,10 +73,10 @@ def test_plan_run_and_operator_give_one_verdict_on_one_machine(
 
 
 def test_a_flagship_that_no_trainer_of_this_version_can_run_gets_no_job() -> None:
-    run = load_manifest(EXAMPLES / "kimi-k2-6.yaml")
+    run = with_machine(load_manifest(EXAMPLES / "deepseek-v4-flash.yaml"), "NVIDIA-H100-80GB-HBM3", 8, "2Ti")
     status, reason, message = check_plan(run)
     assert (status, reason) == ("False", "NotInThisVersion")
-    assert message.startswith("spec.training.trainer: this version of Orbit trains on one GPU")
+    assert message.startswith("spec.training.trainer: this version does not divide the attention of DeepSeek-V4")
     cluster = build_cluster()
     chosen = plan(cluster.run, cluster.observe(), cluster.now, cluster.limits, (status, reason, message))
     assert chosen.actions == ()

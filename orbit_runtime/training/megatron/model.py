@@ -32,5 +32,8 @@ def load_rank_policy(folder: Path, adapter: AdapterConfig, groups: Groups, **set
             where="spec.training.trainer",
             fix="write Torch",
         )
-    Regions(groups).install(policy.model)
+    regions = Regions(groups)
+    regions.install(policy.model)
+    if policy.routing is not None:
+        policy.routing.meet, policy.routing.own = regions.meet, regions.own
     return policy

@@ -7,12 +7,14 @@ the arithmetic of a step (`training.updater`).
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, distributed
 
 from orbit_runtime.policy.model import Policy
+from orbit_runtime.policy.routing import OWN_CHOICE
 from orbit_runtime.training.megatron.gradients import RankGradients
 from orbit_runtime.training.megatron.groups import Groups
 from orbit_runtime.training.micro_batches import MicroBatch
@@ -35,10 +37,23 @@ class RankPasses:
         self.replica = (groups.replicas.rank(), groups.replicas.size())
 
     def logprobs(self, micro: MicroBatch, sampling: Sampling, *, adapter: bool, routed_TLC: Tensor | None) -> Tensor:
-        return no_gradient(self._policy, micro, sampling, adapter=adapter, routed_TLC=routed_TLC)
+        return no_gradient(self._policy, micro, sampling, adapter=adapter, routed_TLC=self._met(micro, routed_TLC))
 
     def forward_backward(self, passes: Iterable[TrainingPass], sampling: Sampling, loss_of: LossOf) -> None:
-        accumulate(self._policy, passes, sampling, loss_of)
+        met = (replace(each, routed_TLC=self._met(each.micro, each.routed_TLC)) for each in passes)
+        accumulate(self._policy, met, sampling, loss_of)
+
+    def _met(self, micro: MicroBatch, routed_TLC: Tensor | None) -> Tensor | None:
+        """Where routers see other ranks' tokens as well, all of them are given experts or none is."""
+        routing, group = self.routing, self._groups.tokens
+        if routing is None or group.size() == 1:
+            return routed_TLC
+        given = torch.tensor([routed_TLC is not None], dtype=torch.int32, device=self.device)
+        distributed.all_reduce(given, op=distributed.ReduceOp.MAX, group=group)
+        if routed_TLC is not None or not int(given):
+            return routed_TLC
+        shape = (len(micro.packed.token_ids_T), len(routing.layers), routing.experts_per_token)
+        return torch.full(shape, OWN_CHOICE, dtype=torch.int16, device=self.device)
 
     def finish_gradients(self) -> Tensor:
         self._gradients.finish(self.masters.parameters)

@@ -9,32 +9,38 @@ from __future__ import annotations
 import os
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
 from orbit_runtime.adapters import tensorfile
 from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.adapters.expert_layer import AdaptedExpertLinear
-from orbit_runtime.adapters.inject import InjectReport
 from orbit_runtime.adapters.layer import TRAINER_SLOT, Applied
 from orbit_runtime.adapters.masters import Place
 from orbit_runtime.adapters.names import join_tensors
 from orbit_runtime.algorithms.losses import policy_loss
 from orbit_runtime.errors import InternalError
+from orbit_runtime.policy.facts import PolicyFacts, describe
 from orbit_runtime.policy.packed import Branch
 from orbit_runtime.policy.recompute import Recompute
+from orbit_runtime.policy.snapshot import base_tensors, constants, record
 from orbit_runtime.training.megatron.groups import Groups, Sizes, join, leave
 from orbit_runtime.training.megatron.model import load_rank_policy
 from orbit_runtime.training.megatron.outline import Outline, What, outline_of
 from orbit_runtime.training.megatron.passes import RankPasses
+from orbit_runtime.training.megatron.sent import Sent, receive, send
+from orbit_runtime.training.megatron.snapshots import RankSnapshot, rank_tensors
 from orbit_runtime.training.settings import TrainerSettings
 from orbit_runtime.training.updater import Updater
-from orbit_runtime.types import Sample, UpdateResult
+from orbit_runtime.types import Probe, Sample, UpdateResult
+from orbit_runtime.workers.rank_notes import note
 
 LISTENER_VARIABLE = "ORBIT_RENDEZVOUS_FD"
 """In rank 0, by whoever started it: a socket that already listens where the ranks meet."""
@@ -61,10 +67,8 @@ class RankFacts:
     """What a rank tells once it stands."""
 
     outline: Outline
-    config: AdapterConfig
-    """With its targets, where the settings left them to the model."""
-    report: InjectReport
-    """Of the layers that this rank has a part of, in whole sizes."""
+    policy: PolicyFacts
+    sizes: Sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +86,9 @@ class RankScore:
 
     adapted: tuple[float, ...]
     base: tuple[float, ...]
+    adapted_top: tuple[int, ...]
+    """The most probable token in each place."""
+    base_top: tuple[int, ...]
     applied: Mapping[str, AppliedPart]
     """`<module>.<kind>` of this rank's layers → its part."""
     scalings: frozenset[float | None]
@@ -101,22 +108,23 @@ class MegatronRank:
         """
         self._settings = settings
         self._groups = groups if groups is not None else join_by_environment(settings)
-        self._policy = load_rank_policy(settings.folder, settings.adapter, self._groups, **settings.policy)
-        self._policy.recompute(settings.recompute)
-        self._masters = self._policy.injected.masters
-        self._updater = Updater(RankPasses(self._policy, self._groups), settings.trainer, settings.loss)
-        self._outline = outline_of(self._policy.injected)
+        self.policy = load_rank_policy(settings.folder, settings.adapter, self._groups, **settings.policy)
+        self.policy.recompute(settings.recompute)
+        self._masters = self.policy.injected.masters
+        self._updater = Updater(RankPasses(self.policy, self._groups), settings.trainer, settings.loss)
+        self._outline = outline_of(self.policy.injected)
         self._rotations: dict[str, Tensor] = {}
         self._applied: dict[str, Tensor] = {}
+        self._probing = ExitStack()
 
     def facts(self) -> RankFacts:
-        injected = self._policy.injected
-        return RankFacts(self._outline, injected.config, injected.report)
+        return RankFacts(self._outline, describe(self.policy), self._groups.sizes)
 
     # --- training ---
 
     def update(self, samples_D: Sequence[Sample]) -> UpdateResult:
         """The same numbers on every rank."""
+        note(step=self._updater.steps + 1)
         return self._updater.update(samples_D)
 
     def reference_logprobs(self, samples_D: Sequence[Sample]) -> dict[int, array[float]]:
@@ -127,23 +135,30 @@ class MegatronRank:
     def score(self, token_ids_T: Sequence[int]) -> RankScore:
         """Every replica computes the same tokens, once with the masters' published rounding and once with the base."""
         first, rest = tuple(token_ids_T[:1]), tuple(token_ids_T[1:])
-        policy = self._policy
+        policy = self.policy
         batch = policy.pack([Branch(0, first, rest)])
         with torch.no_grad():
             with policy.injected.selection.use(TRAINER_SLOT), policy.traced() as trace:
-                adapted, _ = policy.logprobs(batch)
+                adapted, adapted_top = policy.scores(batch)
             with policy.injected.selection.use(None):
-                base, _ = policy.logprobs(batch)
+                base, base_top = policy.scores(batch)
         self._applied = self._keep(trace)
         parts = {key: AppliedPart(tuple(each.shape), _digest(each)) for key, each in self._applied.items()}
         scalings = frozenset(entry.scaling for entry in trace)
-        return RankScore(tuple(adapted.tolist()), tuple(base.tolist()), parts, scalings)
+        return RankScore(
+            tuple(adapted.tolist()),
+            tuple(base.tolist()),
+            tuple(adapted_top.tolist()),
+            tuple(base_top.tolist()),
+            parts,
+            scalings,
+        )
 
     def _keep(self, trace: Sequence[Applied]) -> dict[str, Tensor]:
         """The very tensors, as this rank holds parameters: experts stacked."""
         applied: dict[str, Tensor] = {}
         for entry in trace:
-            layer = self._policy.injected.layers[entry.module]
+            layer = self.policy.injected.layers[entry.module]
             for kind in layer.shapes():
                 names = layer.held_names(kind) if isinstance(layer, AdaptedExpertLinear) else layer.file_names(kind)
                 tensor = join_tensors(names, entry.tensors).detach()
@@ -152,6 +167,31 @@ class MegatronRank:
                     raise InternalError(f"one pass applied two different values of {key}")
                 applied[key] = tensor
         return applied
+
+    def begin_probing(self, probe: Probe, seed: int) -> None:
+        """From now on the masters hold an adapter that nobody trained."""
+        self._probing.enter_context(self._masters.probing(probe, seed))
+
+    def end_probing(self) -> None:
+        """The masters' own values again, bit for bit."""
+        self._probing.close()
+
+    def snapshot(
+        self, token_ids_T: Sequence[int], adapter: bool, copies: int, routed_TLC: np.ndarray | None
+    ) -> RankSnapshot:
+        """Of one pass that every replica computes; of several copies the points alone."""
+        slot = TRAINER_SLOT if adapter else None
+        points, preferred = record(self.policy, token_ids_T, slot, copies=copies, routed_TLC=routed_TLC)
+        if copies > 1:
+            return RankSnapshot(send(points), None, {}, {})
+        tensors = rank_tensors(self.policy, self._groups.share(), distributed.get_rank())
+        return RankSnapshot(send(points), preferred, tensors, send(constants(self.policy, len(token_ids_T) - 1)))
+
+    def base_values(self, holders: Mapping[str, Sequence[int]]) -> dict[str, Sent]:
+        """fp32, this rank's parts of those base tensors that it is to give."""
+        rank = distributed.get_rank()
+        wanted = {name for name, ranks in holders.items() if rank in ranks}
+        return send({name: read().float() for name, read in base_tensors(self.policy.model) if name in wanted})
 
     # --- reading and writing ---
 
@@ -162,13 +202,13 @@ class MegatronRank:
                 built = self._masters.rotations()
             self._rotations = {f"{name}.oft_R": value.to(torch.bfloat16) for name, value in built.items()}
 
-    def read(self, what: What, keys: Sequence[str]) -> dict[str, Tensor]:
-        """This rank's parts, on the CPU; of what several ranks hold alike, from one of them."""
+    def read(self, what: What, keys: Sequence[str]) -> dict[str, Sent]:
+        """This rank's parts; of what several ranks hold alike, from one of them."""
         told = [key for key in keys if key in self._outline and self._tells(self._outline[key].place)]
         values = {key: self._value(what, key) for key in told}
         if what == "applied":
             values = dict(tensorfile.narrowed(values))
-        return {key: value.detach().cpu().contiguous() for key, value in values.items()}
+        return send(values)
 
     def _value(self, what: What, key: str) -> Tensor:
         if what == "rotations":
@@ -186,14 +226,14 @@ class MegatronRank:
         division, copies = (groups.expert, groups.expert_replicas) if by_expert else (groups.tensor, groups.replicas)
         return copies.rank() == 0 and (division.rank() == 0 or not (place.is_whole or place.part.group == "none"))
 
-    def write(self, values: Mapping[tuple[What, str], Tensor], updates: int) -> None:
+    def write(self, values: Mapping[tuple[What, str], Sent], updates: int) -> None:
         """Masters and moments from whole tensors, of which each rank takes its part.
 
         Args:
             updates: of the optimizer, that the moments have seen.
         """
         with torch.no_grad():
-            for (what, key), whole in values.items():
+            for (what, key), whole in receive(values).items():
                 master = self._masters.parameters.get(key)
                 if master is None:
                     continue
@@ -215,7 +255,7 @@ class MegatronRank:
 
     def base_digest(self) -> str:
         """Of this rank's part of the base."""
-        return self._policy.base_digest()
+        return self.policy.base_digest()
 
     def close(self) -> None:
         """Safe to call twice."""

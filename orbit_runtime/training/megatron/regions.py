@@ -24,6 +24,7 @@ from torch import Tensor, distributed, nn
 
 from orbit_runtime.errors import InternalError, UnsupportedError
 from orbit_runtime.training.megatron.groups import Groups
+from orbit_runtime.workers.rank_notes import note
 
 Change = Callable[[Tensor], Tensor]
 
@@ -62,16 +63,14 @@ class Regions:
             decoder.get_input_embeddings().register_forward_hook(lambda _, __, hidden: self.scatter(hidden))
             decoder.norm.register_forward_hook(lambda _, __, hidden: self.gather(hidden))
 
-    def _begin(self, _: nn.Module, __: tuple[Any, ...], given: dict[str, Any]) -> None:
-        self.begin(given["input_ids"].shape[1])
-
     def begin(self, num_tokens: int) -> None:
         """A pass over so many tokens."""
         self.num_tokens = num_tokens
         group = self.groups.tokens
         self._counts = [num_tokens]
         if group.size() > 1:
-            counts = torch.zeros(group.size(), dtype=torch.long)
+            # As Megatron-Core does: NCCL adds up only what is on its device.
+            counts = torch.zeros(group.size(), dtype=torch.long, device=torch.cuda.current_device())
             counts[group.rank()] = num_tokens
             distributed.all_reduce(counts, group=group)
             self._counts = counts.tolist()
@@ -119,6 +118,13 @@ class Regions:
         before = sum(self._counts[: self.groups.tokens.rank()])
         after = sum(self._counts) - before - own_1TN.shape[1]
         return own_1TN if len(self._counts) == 1 else nn.functional.pad(own_1TN, (0, 0, before, after))
+
+    def meet(self, own_TC: Tensor) -> Tensor:
+        """Given experts of this rank's tokens → of all tokens that its routers see."""
+        return own_TC if len(self._counts) == 1 else _gathered(own_TC, self._counts, self.groups.tokens)
+
+    def own(self, all_TC: Tensor) -> Tensor:
+        return all_TC if len(self._counts) == 1 else all_TC.split(self._counts)[self.groups.tokens.rank()]
 
     # --- sequence parallelism ---
 
@@ -189,15 +195,22 @@ class _Return(torch.autograd.Function):
 
 
 def _surround(module: nn.Module, enter: Change, leave: Change) -> None:
-    """The hidden state is the first argument or `hidden_states`, and the first of several results."""
+    """The hidden state is the first argument or `hidden_states`, and the first of several results.
+
+    A pass over a long sequence takes minutes: that it got here is noted, in both directions.
+    """
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        note()
         if args:
             return (enter(args[0]), *args[1:]), kwargs
         return args, {**kwargs, "hidden_states": enter(kwargs["hidden_states"])}
 
     def after(_: nn.Module, __: Any, result: Any) -> Any:
-        return (leave(result[0]), *result[1:]) if isinstance(result, tuple) else leave(result)
+        left = leave(result[0] if isinstance(result, tuple) else result)
+        if left.requires_grad:
+            left.register_hook(lambda _: note())
+        return (left, *result[1:]) if isinstance(result, tuple) else left
 
     module.register_forward_pre_hook(before, with_kwargs=True)
     module.register_forward_hook(after)

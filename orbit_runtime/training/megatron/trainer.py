@@ -10,15 +10,18 @@ import json
 import threading
 from array import array
 from collections import ChainMap
-from collections.abc import Buffer, Mapping, Sequence
+from collections.abc import Buffer, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from hashlib import sha256
 from itertools import groupby
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from orbit_runtime.adapters import tensorfile
-from orbit_runtime.adapters.inject import InjectReport
 from orbit_runtime.adapters.part import Part
 from orbit_runtime.adapters.state import (
     CONFIG_FILE,
@@ -28,8 +31,10 @@ from orbit_runtime.adapters.state import (
     config_json,
     digest_applied,
 )
-from orbit_runtime.digests import Pieces, cut
+from orbit_runtime.digests import Piece, Pieces, cut, tree_digest
 from orbit_runtime.errors import GateError, InternalError
+from orbit_runtime.policy.facts import PolicyFacts
+from orbit_runtime.policy.snapshot import Snapshot
 from orbit_runtime.training.megatron.outline import (
     DividedFile,
     Entry,
@@ -44,15 +49,24 @@ from orbit_runtime.training.megatron.outline import (
     whole_shape,
 )
 from orbit_runtime.training.megatron.rank import RankFacts, RankScore
+from orbit_runtime.training.megatron.sent import receive, send
+from orbit_runtime.training.megatron.snapshots import RankSnapshot, join_snapshots
 from orbit_runtime.training.state import MOMENTS, PART, parse_state
-from orbit_runtime.types import AdapterManifest, AdapterSink, Sample, Scored, StateWriter, UpdateResult
+from orbit_runtime.types import AdapterManifest, AdapterSink, Probe, Sample, Scored, StateWriter, UpdateResult
+
+PATIENCE_SECONDS = 1800.0
+"""Ranks tell of every layer that they begin. Longer than a collective waits, which knows more of what is wrong."""
 
 
 class Ranks(Protocol):
     """Processes that hold a `MegatronRank` each."""
 
-    def call(self, method: str, *arguments: Any) -> Sequence[Any]:
-        """Of every rank; results in the order of ranks. Raises an `OrbitError` where a rank fails."""
+    def call(self, method: str, *arguments: Any, patience: float | None = None) -> Sequence[Any]:
+        """Of every rank; results in the order of ranks. Raises an `OrbitError` where a rank fails.
+
+        Args:
+            patience: seconds in which no rank need finish or tell how far it is; None: for ever.
+        """
         ...
 
 
@@ -85,17 +99,18 @@ class MegatronTrainer:
         self._turn = threading.Lock()
         """Held while ranks are asked: a checkpoint is read beside the next step, by another thread."""
         facts: list[RankFacts] = self._call("facts")
-        self._config = facts[0].config
+        self.facts: PolicyFacts = facts[0].policy
+        self._sizes = facts[0].sizes
+        self._config = self.facts.adapter
         self._outlines = [each.outline for each in facts]
         self._held: Mapping[str, Held] = ChainMap(*[dict(outline) for outline in self._outlines])
         self._master_keys = sorted(key for key, held in self._held.items() if _module(key) == held.owner)
-        self.report: InjectReport = facts[0].report
         self._reader: StateWriter | None = None
         """Who may still be reading masters and moments."""
 
     @property
     def trainable_parameters(self) -> int:
-        return self.report.trainable_parameters
+        return self.facts.report.trainable_parameters
 
     def update(self, samples_D: Sequence[Sample]) -> UpdateResult:
         self._let_be_read()
@@ -108,10 +123,10 @@ class MegatronTrainer:
 
     def _call(self, method: str, *arguments: Any) -> list[Any]:
         with self._turn:
-            return list(self._ranks.call(method, *arguments))
+            return list(self._ranks.call(method, *arguments, patience=PATIENCE_SECONDS))
 
     def _fetch(self, what: What, keys: Sequence[str]) -> Mapping[str, Tensor]:
-        parts = self._call("read", what, tuple(keys))
+        parts = [receive(each) for each in self._call("read", what, tuple(keys))]
         return assemble(what, keys, self._outlines, parts, self._config)
 
     # --- publishing and proof ---
@@ -152,8 +167,8 @@ class MegatronTrainer:
         first = results[0]
         scalings = frozenset[float | None]().union(*(each.scalings for each in results))
         return (
-            Scored((0.0, *first.adapted), self._applied_digest(scalings)),
-            Scored((0.0, *first.base), None),
+            Scored((0.0, *first.adapted), self._applied_digest(scalings), top_T=(-1, *first.adapted_top)),
+            Scored((0.0, *first.base), None, top_T=(-1, *first.base_top)),
         )
 
     def _applied_digest(self, scalings: frozenset[float | None]) -> str:
@@ -164,6 +179,40 @@ class MegatronTrainer:
             shapes |= {name: tuple(tensor.shape) for name, tensor in tensors.items()}
             pieces |= tensorfile.tensor_pieces(tensors)
         return digest_applied(shapes, pieces, scalings)
+
+    @contextmanager
+    def probing(self, probe: Probe, seed: int) -> Iterator[None]:
+        """As `Masters.probing`, on every rank."""
+        self._call("begin_probing", probe, seed)
+        try:
+            yield
+        finally:
+            self._call("end_probing")
+
+    def snapshot(
+        self,
+        token_ids_T: Sequence[int],
+        adapter: str | None,
+        files: Mapping[str, Buffer],
+        *,
+        copies: int = 1,
+        routed_TLC: np.ndarray | None = None,
+    ) -> Snapshot:
+        """As `policy.snapshot.take_snapshot`."""
+        tokens, applied = tuple(token_ids_T), adapter is not None
+        parts: list[RankSnapshot] = self._call("snapshot", tokens, applied, copies, routed_TLC)
+        found = join_snapshots(parts, self._sizes, len(tokens) - 1, files if applied else {}, self._base_values)
+        return replace(found, routed_TLC=routed_TLC)
+
+    def _base_values(self, holders: Mapping[str, Sequence[int]]) -> dict[str, list[Tensor]]:
+        given = self._call("base_values", holders)
+        values = [receive(each) for each in given]
+        return {name: [values[rank][name] for rank in ranks] for name, ranks in holders.items()}
+
+    def base_digest(self) -> str:
+        """`tree:…` over what each rank holds of the base, which follows from how the model is divided."""
+        titles = {f"rank {rank}": digest for rank, digest in enumerate(self._call("base_digest"))}
+        return tree_digest({name: (Piece(len(digest), _sha256(digest)),) for name, digest in titles.items()})
 
     # --- checkpoint ---
 
@@ -195,8 +244,12 @@ class MegatronTrainer:
         places = [(kind, key) for kind, _, key in (name.partition("/") for name in sorted(tensors))]
         for _, group in groupby(places, key=lambda place: (place[0], layer_of(place[1]))):
             values = {(kind, key): tensors[f"{kind}/{key}"] for kind, key in group}
-            self._call("write", values, counters["updates"])
+            self._call("write", send(values), counters["updates"])
         self._call("set_counters", counters)
+
+
+def _sha256(text: str) -> str:
+    return sha256(text.encode()).hexdigest()
 
 
 def _module(key: str) -> str:

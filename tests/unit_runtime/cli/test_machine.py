@@ -76,7 +76,7 @@ def test_before_a_run_trainer_and_engine_of_a_split_pod_are_judged_apart(
         assert "KV cache" not in split.phases["train"]
         assert "optimizer" not in split.phases["rollout"]
         assert split.total("train") < shared.total("train"), "on one GPU both stand at once"
-    assert any(note.startswith("3 of 8 GPUs stand idle (1, 2, 3): this version") for note in pod.notes)
+    assert any(note.startswith("3 of 8 GPUs stand idle (1, 2, 3): one is enough") for note in pod.notes)
     assert any(note.startswith("1 of 4 GPUs stand idle") for note in machine.notes)
 
 
@@ -85,10 +85,11 @@ def test_what_no_trainer_of_this_version_can_run_does_not_start(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(cli_plan, "find_facts", lambda *_: card_facts("Qwen/Qwen3-30B-A3B-FP8"))
-    run = load_manifest(ROOT / "examples/qwen3-30b-a3b.yaml")
-    with pytest.raises(UnsupportedError, match="has no Megatron trainer") as caught:
+    overrides = ["spec.training.trainer=Megatron", "spec.training.parallel={pipeline: 2}"]
+    run = load_manifest(ROOT / "examples/qwen3-30b-a3b.yaml", overrides)
+    with pytest.raises(UnsupportedError, match="does not divide a model by pipeline") as caught:
         check_before_run(run, tmp_path)
-    assert (caught.value.exit_code, caught.value.where) == (78, "spec.training.trainer")
+    assert (caught.value.exit_code, caught.value.where) == (78, "spec.training.parallel.pipeline")
 
 
 @pytest.mark.usefixtures("four_gpus")

@@ -31,7 +31,7 @@ def planned(name: str, *overrides: str, gpu: str | None = None) -> Plan:
     return plan(run, facts, Machine(card, run.spec.placement.gpus))
 
 
-@pytest.mark.parametrize("name", FLAGSHIPS)
+@pytest.mark.parametrize("name", [name for name in FLAGSHIPS if name != "deepseek-v4-pro"])
 def test_every_flagship_fits_its_node(name: str) -> None:
     made = planned(name)
     assert made.problems == ()
@@ -47,13 +47,15 @@ def test_every_flagship_fits_its_node(name: str) -> None:
         ("deepseek-v4-pro", 100.7, ()),
         ("qwen3-235b-a22b", 15.6, ()),
         ("qwen3-235b-a22b", 54.7, ("model.uri=hf://Qwen/Qwen3-235B-A22B", "model.precision=BF16")),
-        # 8 ways of the published 31.2 GB; the whole of the published 4.41 GB.
-        ("qwen3-30b-a3b", 31.2e9 / 8 / GIB, ("training.parallel.tensor=8",)),
+        # The whole of the published 31.2 and 4.41 GB.
+        ("qwen3-30b-a3b", 31.2e9 / GIB, ("training.trainer=Torch", "rollout.engine=Torch")),
         ("qwen3-4b", 4.41e9 / GIB, ()),
     ],
 )
 def test_one_copy_of_the_base_takes_the_published_size(name: str, one_copy: float, overrides: tuple[str, ...]) -> None:
-    assert planned(name, *overrides).base_bytes() / GIB == pytest.approx(one_copy, rel=0.03)
+    load = planned(name, *overrides).phases["load"]
+    # The engine's servers divide all by the node; the trainer's ranks by as many as share the heads of keys evenly.
+    assert load.get("base (engine)", load.get("base", 0)) / GIB == pytest.approx(one_copy, rel=0.03)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +64,7 @@ def test_one_copy_of_the_base_takes_the_published_size(name: str, one_copy: floa
 )
 def test_with_experts_divided_and_the_rest_whole(name: str, size: float) -> None:
     """The published figures hold the MTP layer, whole, on every GPU; neither trainer nor engine loads it."""
-    made = planned(name, "training.parallel.tensor=1", "placement.baseCopies=Shared")
+    made = planned(name, "training.parallel.tensor=1")
     assert (made.layout.tensor, made.layout.expert) == (1, 8)
     facts = find_card_facts(manifest(name).spec.model.uri)
     assert facts is not None
@@ -73,24 +75,21 @@ def test_with_experts_divided_and_the_rest_whole(name: str, size: float) -> None
 
 @pytest.mark.parametrize(
     ("name", "both"),
-    [("kimi-k2-6", 138.6), ("deepseek-v4-flash", 37.0), ("deepseek-v4-pro", 201.4), ("qwen3-235b-a22b", 31.0)],
+    [("kimi-k2-6", 138.6), ("deepseek-v4-flash", 37.0), ("deepseek-v4-pro", 201.4)],
 )
 def test_two_copies_take_twice_that(name: str, both: float) -> None:
-    train = planned(name, "placement.baseCopies=Two").phases["train"]
-    found = train["base (trainer)"] + train["base (engine)"]
+    load = planned(name, "placement.baseCopies=Two").phases["load"]
+    found = load["base (trainer)"] + load["base (engine)"]
     assert found / GIB == pytest.approx(both, rel=0.03)
 
 
-def test_v4_pro_fits_eight_b200_only_with_one_copy_and_says_why() -> None:
+def test_v4_pro_would_need_one_copy_of_the_base_for_both_sides() -> None:
     made = planned("deepseek-v4-pro")
-    assert (made.fits, made.base_copies) == (True, "Shared")
-    (why,) = [note for note in made.notes if "one copy of the base" in note]
-    assert "two need 203.9 GiB a GPU for the base alone, and one B200 has 178.35" in why
-    two = planned("deepseek-v4-pro", "placement.baseCopies=Two")
-    assert not two.fits
-    assert two.problems[0].fix == "write placement.baseCopies: Shared"
-    with pytest.raises(UnsupportedError, match="too much"):
-        check_fits(two)
+    assert (made.fits, made.base_copies) == (False, "Two")
+    with pytest.raises(UnsupportedError, match=r"needs 2\d\d\.\d GiB in phase train, one B200 has 178\.3"):
+        check_fits(made)
+    shared = planned("deepseek-v4-pro", "placement.baseCopies=Shared")
+    assert any(problem.where == "spec.placement.baseCopies" for problem in shared.problems)
 
 
 def test_kimi_fits_eight_b200_with_two_copies() -> None:
@@ -100,11 +99,11 @@ def test_kimi_fits_eight_b200_with_two_copies() -> None:
 def test_kimi_is_refused_on_eight_h100_with_the_number() -> None:
     made = planned("kimi-k2-6", gpu="H100")
     assert not made.fits
-    with pytest.raises(UnsupportedError, match=r"needs 9\d\.\d GiB in phase train, one H100 has 79\.1") as refused:
+    with pytest.raises(UnsupportedError, match=r"needs 1\d\d\.\d GiB in phase publish, one H100 has 79\.1") as refused:
         check_fits(made)
     assert refused.value.exit_code == 78
     assert refused.value.fix is not None
-    assert "H200" in refused.value.fix
+    assert "B200" in refused.value.fix
 
 
 @pytest.mark.parametrize(
@@ -135,7 +134,8 @@ def test_an_adapter_of_kimi_has_the_published_number_of_parameters(adapter: str,
 def test_saved_activations_are_the_published_ones() -> None:
     # 16K tokens on one GPU: 14.3, 23 and 57 GB, an eighth of it with the sequence divided by eight.
     for name, size in (("kimi-k2-6", 14.3e9), ("deepseek-v4-flash", 23e9), ("deepseek-v4-pro", 57e9)):
-        assert planned(name).phases["train"]["activations"] * 8 == pytest.approx(size, rel=0.03)
+        made = planned(name, "training.recompute=PerLayer")
+        assert made.phases["train"]["activations"] * 8 == pytest.approx(size, rel=0.03)
 
 
 @pytest.mark.parametrize("card", CARDS, ids=lambda card: card.name)

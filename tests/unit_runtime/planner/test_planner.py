@@ -15,8 +15,8 @@ from orbit_runtime.model_info.gpus import find_gpu
 from orbit_runtime.model_info.quantization import PRECISIONS
 from orbit_runtime.planner import Machine, Plan, check_fits, plan
 from orbit_runtime.planner.activations import Recompute
-from orbit_runtime.planner.job import Asked
-from orbit_runtime.planner.layout import possible_layouts
+from orbit_runtime.planner.job import Asked, build_job
+from orbit_runtime.planner.layout import Layout, possible_layouts
 from orbit_runtime.planner.support import (
     FAMILY_NAMES,
     FORMATS,
@@ -59,7 +59,10 @@ def test_one_device_runs_torch_and_several_run_megatron_and_sglang() -> None:
 
 
 def test_a_model_that_fits_whole_is_replicated_and_not_divided() -> None:
-    assert planned(Machine(H100, 8)).layout.text() == "TP1 EP1 PP1 CP1 DP8"
+    recomputed = {"recompute": "PerLayer"}
+    assert planned(Machine(H100, 8), training=recomputed).layout.text() == "TP1 EP1 PP1 CP1 DP8"
+    # Rather than to compute layers again, which takes a third longer.
+    assert planned(Machine(H100, 8)).layout.text() == "TP2 EP1 PP1 CP1 DP4"
 
 
 def test_a_larger_model_is_divided_as_little_as_it_must() -> None:
@@ -69,16 +72,66 @@ def test_a_larger_model_is_divided_as_little_as_it_must() -> None:
     assert 1 < made.layout.tensor <= 8
 
 
+def layouts(repository: str, asked: Asked, **blocks: dict) -> list[Layout]:
+    job = build_job(build(repository, **blocks), Machine(H100, 8))
+    return list(possible_layouts(card_facts(repository), 8, replace(job, asked=asked)))
+
+
 def test_layouts_divide_heads_experts_and_gpus() -> None:
-    model = card_facts("moonshotai/Kimi-K2.6").architecture
-    found = list(possible_layouts(model, 8, Asked()))
-    assert found
+    kimi = "moonshotai/Kimi-K2.6"
+    model = card_facts(kimi).architecture
+    found = layouts(kimi, Asked())
+    assert [layout.tensor for layout in found] == [1, 2, 4, 8]
     for layout in found:
         assert layout.num_gpus == 8
         assert model.num_heads % layout.tensor == 0
-        assert model.num_experts % layout.expert == 0
-    assert {layout.tensor for layout in possible_layouts(model, 8, Asked(tensor=4))} == {4}
-    assert list(possible_layouts(model, 8, Asked(tensor=3))) == []
+        assert model.num_experts % layout.expert == layout.expert % layout.tensor == 0
+    assert {layout.tensor for layout in layouts(kimi, Asked(tensor=4))} == {4}
+    assert layouts(kimi, Asked(tensor=3)) == []
+    assert layouts(kimi, Asked(tensor=4, data=4)) == [], "sixteen ranks"
+    assert layouts(kimi, Asked(tensor=4, expert=2)) == [], "experts in fewer parts than matrices"
+
+
+def test_heads_of_keys_and_scales_are_dealt_out_whole() -> None:
+    # Four heads of keys and values: eight ranks would share them.
+    assert [layout.tensor for layout in layouts("Qwen/Qwen3-30B-A3B", Asked())] == [1, 2, 4]
+    # Eight heads; of 9,728 rows of a feed-forward part, an eighth is 1,216, and blocks of FP8 have 128.
+    assert [layout.tensor for layout in layouts("Qwen/Qwen3-4B", Asked())] == [1, 2, 4, 8]
+    assert [layout.tensor for layout in layouts("Qwen/Qwen3-4B-FP8", Asked())] == [1, 2, 4]
+    oft = {"adapter": {"type": "OFT", "oft": {"blockSize": 128}}}
+    assert [layout.tensor for layout in layouts("Qwen/Qwen3-4B", Asked(), **oft)] == [1, 2, 4]
+
+
+def test_ranks_on_a_cpu_are_as_many_as_the_sizes_need_and_all_in_one_memory() -> None:
+    def of(**parallel: int) -> Plan:
+        return planned(
+            Machine(None, 0, 1024 * GIB), "Qwen/Qwen3-30B-A3B", training={"trainer": "Megatron", "parallel": parallel}
+        )
+
+    assert of().layout.text() == "TP1 EP1 PP1 CP1 DP1"
+    assert of(tensor=2).layout.text() == "TP2 EP2 PP1 CP1 DP1"
+    assert of(expert=4).layout.text() == "TP1 EP4 PP1 CP1 DP4"
+    one, two = of(), of(expert=2)
+    assert two.engine == "SGLang", "ranks hold no whole model that an engine could sample with"
+    # Each replica holds all but the experts, of which it has half.
+    assert one.phases["train"]["base (trainer)"] < two.phases["train"]["base (trainer)"]
+    assert two.phases["train"]["runtime"] == one.phases["train"]["runtime"] * 3 // 2, "two ranks and a server"
+    with pytest.raises(ManifestError, match="4 heads of keys and values cannot be dealt out to 8 ranks"):
+        of(tensor=8)
+
+
+def test_sizes_for_another_number_of_gpus_are_said_with_both_numbers() -> None:
+    made = planned(Machine(H100, 2), training={"trainer": "Megatron", "parallel": {"tensor": 4}})
+    (problem,) = [each for each in made.problems if each.where == "spec.training.parallel"]
+    assert problem.message == "the sizes of training.parallel are for 4 ranks, and the trainer has 2 GPUs"
+
+
+@pytest.mark.parametrize("name", ["pipeline", "context"])
+def test_what_ranks_do_not_divide_yet_is_refused(name: str) -> None:
+    made = planned(Machine(H100, 8), training={"trainer": "Megatron", "parallel": {name: 2}})
+    assert [problem.where for problem in made.problems if "does not divide" in problem.message] == [
+        f"spec.training.parallel.{name}"
+    ]
 
 
 def test_an_impossible_division_is_the_manifests_error() -> None:
@@ -212,7 +265,11 @@ def test_every_family_of_the_tables_has_a_place_in_the_support_table() -> None:
         (Combination("NVFP4", "deepseek_v3", "OFT", "PerExpert", "Torch", "Torch"), "works", ""),
         (Combination("INT4", "gpt_oss", "OFT", "Shared", "Torch", "Torch"), "refused", "MXFP4, as released"),
         (Combination("INT4", "deepseek_v4", "OFT", "Shared", "Torch", "Torch"), "refused", "FP4 and FP8"),
-        (Combination("MXFP4", "deepseek_v4", "LoRA", "SharedOuter", "SGLang", "Megatron", 8), "missing", "Megatron"),
+        (
+            Combination("MXFP4", "deepseek_v4", "LoRA", "SharedOuter", "SGLang", "Megatron", 8),
+            "missing",
+            "state of its own",
+        ),
         (
             Combination("MXFP4", "deepseek_v4", "LoRA", "PerExpert", "SGLang", "Torch", 1, gpu="H200"),
             "planned",
@@ -232,7 +289,8 @@ def test_every_family_of_the_tables_has_a_place_in_the_support_table() -> None:
         (Combination("MXFP4", "deepseek_v4", "LoRA", "None", "SGLang", "Torch", 1, True), "refused", "deterministic"),
         (Combination("BF16", "deepseek_v4", "OFT", "None", "SGLang", "Torch", 0), "refused", "on GPUs only"),
         (Combination("MXFP4", "gpt_oss", "LoRA", "SharedOuter", "SGLang", "Megatron", 8), "refused", "MXFP4 experts"),
-        (Combination("INT4", "kimi_k2", "LoRA", "SharedOuter", "SGLang", "Megatron", 8), "missing", "Megatron"),
+        (Combination("INT4", "kimi_k2", "LoRA", "SharedOuter", "SGLang", "Megatron", 8), "planned", "on CPUs"),
+        (Combination("INT4", "qwen3_moe", "OFT", "Shared", "SGLang", "Megatron", 0), "works", ""),
         (Combination("BF16", "qwen3", "LoRA", "None", "Torch", "Torch", 8), "works", ""),
         (Combination("INT4", "qwen3", "LoRA", "None", "SGLang", "Torch", 0), "works", ""),
         (Combination("NVFP4", "llama", "OFT", "None", "SGLang", "Torch", 0), "works", ""),

@@ -27,19 +27,22 @@ MACHINES = {
     "8 B200": Machine(find_gpu("B200"), 8, 2048 * GIB),
 }
 YES, SMALL, LATER = "Fits", "DoesNotFit", "NotInThisVersion"
-NEEDS_NODE = (SMALL, SMALL, SMALL, SMALL, SMALL, LATER)
+NEEDS_NODE = (SMALL, SMALL, SMALL, SMALL, SMALL, YES)
 WANTED = {
     "quickstart": (YES,) * 6,
     "quickstart-oft": (YES,) * 6,
     "qwen3-4b": (SMALL, SMALL, YES, YES, YES, YES),
     # With fewer requests at a time these two would do on one B200.
-    "qwen3-30b-a3b": (SMALL, SMALL, SMALL, SMALL, LATER, SMALL),
-    "qwen3-235b-a22b": (SMALL, SMALL, SMALL, SMALL, LATER, LATER),
+    "qwen3-30b-a3b": (SMALL, SMALL, SMALL, SMALL, YES, SMALL),
+    "qwen3-235b-a22b": (SMALL, SMALL, SMALL, SMALL, YES, YES),
     "deepseek-v4-flash": (SMALL, SMALL, SMALL, SMALL, LATER, SMALL),
-    "deepseek-v4-pro": NEEDS_NODE,
+    "deepseek-v4-pro": (SMALL,) * 6,
     "kimi-k2-6": NEEDS_NODE,
+    # Two ranks: a machine without a GPU starts as many as are asked for.
+    "ranks": (YES, SMALL, SMALL, SMALL, YES, YES),
 }
 """By example, the reason on each machine."""
+NEEDS_RANKS = ("qwen3-30b-a3b", "qwen3-235b-a22b", "kimi-k2-6", "ranks")
 
 
 def facts_of(run: OrbitRun) -> ModelFacts:
@@ -64,7 +67,8 @@ def test_every_example_on_every_machine(name: str, machine: str) -> None:
     assert verdict.accepted == (verdict.reason == YES)
     assert verdict.plan is not None
     if verdict.accepted:
-        assert (verdict.plan.trainer, verdict.problem) == ("Torch", None)
+        assert verdict.problem is None
+        assert verdict.plan.trainer == ("Megatron" if name in NEEDS_RANKS else "Torch")
         check_verdict(verdict)
     else:
         assert verdict.problem is not None
@@ -86,7 +90,7 @@ def test_what_one_gpu_trains_does_so_on_a_node_of_eight_and_says_what_stands_idl
     assert (alone.accepted, alone.plan.trainer, alone.plan.engine) == (True, "Torch", "Torch")
     (idle,) = [note for note in alone.plan.notes if "idle" in note]
     assert idle.startswith(
-        "7 of 8 GPUs stand idle (1, 2, 3, 4, 5, 6, 7): this version trains on one GPU; lower placement.gpus"
+        "7 of 8 GPUs stand idle (1, 2, 3, 4, 5, 6, 7): one is enough for the trainer; lower placement.gpus"
     )
     served = judge(build(**small, rollout={"engine": "SGLang", "replicas": 8}), facts, eight)
     assert served.plan is not None
@@ -95,7 +99,7 @@ def test_what_one_gpu_trains_does_so_on_a_node_of_eight_and_says_what_stands_idl
     split = judge(build(**small, rollout={"engine": "SGLang"}, placement={"layout": "Split"}), facts, eight)
     assert split.plan is not None
     assert [note.partition(";")[0] for note in split.plan.notes if "idle" in note] == [
-        "3 of 8 GPUs stand idle (1, 2, 3): this version trains on one GPU"
+        "3 of 8 GPUs stand idle (1, 2, 3): one is enough for the trainer"
     ]
     apart = judge(
         build(**small, rollout={"engine": "SGLang", "replicas": 7}, placement={"layout": "Split", "trainerGpus": 1}),

@@ -169,6 +169,7 @@ def test_the_sets_are_those_of_the_design() -> None:
         "training.parallel.expert",
         "training.parallel.pipeline",
         "training.parallel.context",
+        "training.parallel.data",
         "training.attention",
         "training.recompute",
         "parity.everySteps",

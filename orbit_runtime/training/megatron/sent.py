@@ -1,0 +1,38 @@
+"""Tensors between processes, as bytes: what a rank pickles must not ask its reader for Megatron-Core.
+
+Megatron-Core replaces the function by which torch's storages are unpickled with one of its own, so that a tensor from a
+rank would import all of Megatron-Core, with its warnings, into the process that leads the run.
+
+Belongs here: to bytes and back. Does not belong here: what is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    data: np.ndarray
+    """uint8, flat."""
+
+
+def send[K](tensors: Mapping[K, Tensor]) -> dict[K, Sent]:
+    return {key: _pack(tensor) for key, tensor in tensors.items()}
+
+
+def receive[K](sent: Mapping[K, Sent]) -> dict[K, Tensor]:
+    """On the CPU."""
+    return {key: torch.from_numpy(each.data).view(each.dtype).view(each.shape) for key, each in sent.items()}
+
+
+def _pack(tensor: Tensor) -> Sent:
+    flat = tensor.detach().cpu().contiguous().view(-1)
+    return Sent(tensor.dtype, tuple(tensor.shape), flat.view(torch.uint8).numpy())

@@ -1,0 +1,114 @@
+"""The snapshot of a trainer that is divided: what each rank records of one pass, put together for `parity.locate`.
+
+Belongs here: which results of a divided model are slices, sums or runs of tokens, and which tensors are cut where.
+Does not belong here: what is recorded (`policy.snapshot`), comparing (`parity`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Buffer, Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from orbit_runtime.adapters.state import published_tensors
+from orbit_runtime.policy.model import Policy
+from orbit_runtime.policy.shares import PER_HEAD, READ_HIDDEN, WRITE_HIDDEN, Share
+from orbit_runtime.policy.snapshot import Part, Snapshot, base_tensors, part_of
+from orbit_runtime.training.megatron.groups import Sizes
+from orbit_runtime.training.megatron.sent import Sent, receive
+
+OF_HEADS = {"query", "key", "attended"}
+"""Points that are no module's result, and stand beside each other as heads do."""
+OUTSIDE = {"embed_tokens", "input_layernorm", "post_attention_layernorm", "mlp"}
+"""Whose result is a rank's run of the tokens with sequence parallelism; the last norm's is gathered."""
+
+
+@dataclass(frozen=True)
+class RankSnapshot:
+    """Of one rank, as it lies there."""
+
+    points: Mapping[str, Sent]
+    preferred_TLC: np.ndarray | None
+    tensors: Mapping[str, Part]
+    """Of the base."""
+    constants: Mapping[str, Sent]
+
+
+Values = Callable[[Mapping[str, Sequence[int]]], Mapping[str, Sequence[Tensor]]]
+"""Tensor → ranks to give it; → what they gave, in that order."""
+
+
+def rank_tensors(policy: Policy, share: Share, rank: int) -> dict[str, Part]:
+    """Every tensor of the base that this rank holds a part of."""
+    found = {}
+    for name, read in base_tensors(policy.model):
+        tensor = read()
+        axis, start = _place(name, tuple(tensor.shape), share)
+        found[name] = part_of(tensor, axis, start, rank)
+    return found
+
+
+def join_snapshots(
+    parts: Sequence[RankSnapshot], sizes: Sizes, rows: int, files: Mapping[str, Buffer], values: Values
+) -> Snapshot:
+    """
+    Args:
+        parts: of every rank; all computed the same tokens.
+        files: the adapter that the pass applied, as it was published; none for the bare base.
+    """
+    first, told = parts[0], [receive(each.points) for each in parts[: sizes.tensor]]
+    points = {name: _join(name, [each[name] for each in told], sizes)[:rows] for name in first.points}
+    tensors: dict[str, tuple[Part, ...]] = {}
+    for each in parts:
+        for name, part in each.tensors.items():
+            tensors[name] = (*tensors.get(name, ()), part)
+    adapter = published_tensors(files) if files else {}
+    tensors |= {name: (part_of(tensor),) for name, tensor in adapter.items()}
+
+    def read(names: Sequence[str]) -> Mapping[str, tuple[Tensor, ...]]:
+        known = {name: (tensor.float(),) for name, tensor in adapter.items() if name in names}
+        # Of parts that several ranks hold, the first one's.
+        wanted = {name: _whole_of(tensors[name]) for name in names if name not in known}
+        given = values({name: [part.rank for part in found] for name, found in wanted.items()}) if wanted else {}
+        return known | {name: (torch.cat(list(given[name]), wanted[name][0].axis),) for name in wanted}
+
+    return Snapshot(points, tensors, receive(first.constants), read, preferred_TLC=first.preferred_TLC)
+
+
+def _whole_of(parts: Sequence[Part]) -> list[Part]:
+    by_start: dict[int, Part] = {}
+    for part in parts:
+        by_start.setdefault(part.start, part)
+    return [by_start[start] for start in sorted(by_start)]
+
+
+def _place(name: str, shape: tuple[int, ...], share: Share) -> tuple[int, int]:
+    """(axis, start) in the whole tensor."""
+    rank, count = share.tensor
+    owner, _, kind = name.rpartition(".")
+    is_divided = (".self_attn." in name or ".mlp." in name) and ".experts." not in name
+    if count == 1 or not is_divided:
+        return 0, 0
+    leaf = owner.rpartition(".")[2]
+    if kind in PER_HEAD or leaf in READ_HIDDEN:
+        return 0, rank * shape[0]
+    if leaf in WRITE_HIDDEN and kind == "weight":
+        return 1, rank * shape[1]
+    return 0, 0
+
+
+def _join(name: str, parts: Sequence[Tensor], sizes: Sizes) -> Tensor:
+    last = name.rpartition(".")[2]
+    inside = ".self_attn." in name or ".mlp." in name
+    if len(parts) == 1:
+        return parts[0]
+    if last in OF_HEADS or (inside and last in READ_HIDDEN):
+        return torch.cat(list(parts), -1)
+    if inside and last in WRITE_HIDDEN:
+        return torch.stack(list(parts)).sum(0)
+    if last in OUTSIDE and sizes.sequence_parallel:
+        return torch.cat(list(parts))
+    return parts[0]

@@ -1,0 +1,104 @@
+"""The shape of a large run on a CPU: ranks over Megatron-Core that hold a mixture of experts in parts, and SGLang."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "ranks.yaml"
+pytestmark = pytest.mark.timeout(2400)
+
+_started: list[subprocess.Popen[bytes]] = []
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays() -> Iterator[None]:
+    yield
+    while _started:
+        run = _started.pop()
+        run.kill()
+        run.wait()
+
+
+def start(out: Path, *overrides: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "orbit_runtime.cli", "run", str(EXAMPLE), "--out", str(out)]
+    for each in overrides:
+        command += ["--set", f"spec.{each}"]
+    with log_of(out).open("ab") as log:
+        run = subprocess.Popen(
+            command, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=log, stderr=log, cwd=out.parent
+        )
+    _started.append(run)
+    return run
+
+
+def log_of(out: Path) -> Path:
+    return out.with_suffix(".log")
+
+
+def wait_for_step(out: Path, step: int, run: subprocess.Popen[bytes]) -> None:
+    until = time.monotonic() + 900
+    while not (out / "metrics" / f"step-{step:06d}.json").exists():
+        assert run.poll() is None, log_of(out).read_text()[-3000:]
+        assert time.monotonic() < until
+        time.sleep(0.2)
+
+
+def family(run: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    return psutil.Process(run.pid).children(recursive=True)
+
+
+def ranks(run: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    """Rank 0 first: as its own environment says it once it stands."""
+    found = [each for each in family(run) if "RankActor" in " ".join(each.cmdline() or [each.name()])]
+    return sorted(found, key=lambda each: each.create_time())
+
+
+def check_rows(out: Path, steps: int) -> dict:
+    report = dict(json.loads((out / "report.json").read_text()))
+    assert report["status"] == "done"
+    assert report["publishes"] == report["publishes_proven"]
+    assert report["base_digest_before"] == report["base_digest_after"]
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, steps + 1))
+    assert all(row["parity_mean"] <= row["parity_limit"] <= 1e-4 for row in rows)
+    return report
+
+
+def test_a_rank_that_is_killed_is_named_nothing_stays_and_the_run_goes_on_in_other_divisions(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    run = start(out, "training.steps=4")
+    wait_for_step(out, 2, run)
+    everything, victims = family(run), ranks(run)
+    assert len(victims) == 2, [each.cmdline() for each in everything]
+    assert any("sglang_plugin" in " ".join(each.cmdline()) for each in everything)
+    victims[1].send_signal(signal.SIGKILL)
+    assert run.wait(300) == 81, log_of(out).read_text()[-3000:]
+    said = log_of(out).read_text()
+    assert re.search(r"error: .*rank [01]\b", said), said[-2000:]
+    assert "Traceback" not in said
+    _, alive = psutil.wait_procs(everything, timeout=30)
+    assert alive == []
+    assert not list(Path("/dev/shm").glob("*orbit*"))
+
+    # Two replicas that divide the experts alone, then one process with the whole model, on the same servers' numbers.
+    again = start(out, "training.steps=4", "training.parallel={tensor: 1, expert: 2}")
+    assert again.wait(1200) == 0, log_of(out).read_text()[-3000:]
+    check_rows(out, 4)
+    last = start(out, "training.steps=5", "training.trainer=Torch", "training.parallel={}", "rollout.engine=Torch")
+    assert last.wait(600) == 0, log_of(out).read_text()[-3000:]
+    report = check_rows(out, 5)
+    assert report["executions"] == 3
+    assert report["resumed"] == 2
+    assert "ranks: TP2 EP2 PP1 CP1 DP1" in log_of(out).read_text(), "what decides the last bits has changed: said"
