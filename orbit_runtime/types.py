@@ -21,8 +21,9 @@ FinishReason = Literal["stop", "length", "abort", "deadline"]
 Outcome = Literal["value", "wrong", "timeout", "crash"]
 Probe = Literal["identity", "random"]
 """An adapter that nobody trained, for measuring the two sides with."""
-ColumnName = Literal["sampled", "advantage", "reference"]
-"""What a sample says of each token. `sampled`: its log-prob on the sampling side; `reference`: under the bare base."""
+ColumnName = Literal["sampled", "advantage", "reference", "stale"]
+"""What a sample says of each token. `sampled`: its log-prob on the sampling side; `reference`: under the bare base;
+`stale`: 1 where an older policy than the one that is trained sampled it."""
 
 BASE_VERSION = -1
 """Stands for the bare base where a policy version is told."""
@@ -382,7 +383,10 @@ class ServerReading:
 
 
 class Engine(Protocol):
-    """Answers prompts. Slots hold published adapters under their names; a name once retired cannot come back."""
+    """Answers prompts. Slots hold published adapters under their names; a name once retired cannot come back.
+
+    Requests belong to one thread: `submit`, `completions` and `abort`. Another may load, score and unload meanwhile.
+    """
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Puts requests into the queue and returns at once; what is submitted together may share its prefill.
@@ -444,7 +448,11 @@ class TokenSource(Protocol):
     """Where an episode of an environment gets its tokens from: the engine, under the policy of the step."""
 
     async def sample(self, prompt_ids_T: Sequence[int], sampling: Sampling, *, key: int) -> Completion:
-        """One completion of these tokens. `key` as in `Request`."""
+        """One completion of these tokens. `key` as in `Request`.
+
+        A policy that is published meanwhile samples what is left of it: each token carries its own version. An episode
+        that is played again after a kill gets the completions that it had, as long as it asks the same.
+        """
         ...
 
 

@@ -19,6 +19,7 @@ from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.adapters.lora import LoRASlot, add_lora, dropout
 from orbit_runtime.adapters.oft import OFTSlot, rotate
 from orbit_runtime.adapters.part import WHOLE, Part
+from orbit_runtime.adapters.turn import Turn
 from orbit_runtime.errors import InternalError
 from orbit_runtime.seeds import stream_key
 
@@ -43,7 +44,7 @@ class Applied:
 
 @dataclass(eq=False)
 class Selection:
-    """Shared by all layers of one model. Not for concurrent passes: one pass at a time sets it, with `use`."""
+    """Shared by all layers of one model. One pass at a time sets it, with `use`; others wait for their turn."""
 
     compute_dtype: torch.dtype = torch.float32
     """What slots are widened to."""
@@ -58,6 +59,8 @@ class Selection:
 
     dropout_key: int | None = None
     """Of the training pass under way; None: nothing is left out."""
+    turn: Turn = field(default_factory=Turn)
+    """Held by who selects; an engine samples in another thread than the trainer's."""
 
     @contextmanager
     def use(self, segments: str | Sequence[Segment] | None, *, dropout_key: int | None = None) -> Iterator[None]:
@@ -69,18 +72,19 @@ class Selection:
         Args:
             dropout_key: LoRA's dropout is on, drawn from this stream.
         """
-        before = (self.active, self.trainer, self.dropout_key)
         active = segments if segments is None or isinstance(segments, str) else _checked(segments)
         names = {active} if isinstance(active, str) else {name for name, _, _ in active or ()}
-        if TRAINER_SLOT in names:
-            assert self.applied_masters is not None, "no trainer slot in this model"
-            self.trainer = self.applied_masters()
-        self.active, self.dropout_key = active, dropout_key
-        try:
-            yield
-        finally:
-            self.active, self.trainer, self.dropout_key = before
-            self.rotated = None
+        with self.turn:
+            before = (self.active, self.trainer, self.dropout_key)
+            if TRAINER_SLOT in names:
+                assert self.applied_masters is not None, "no trainer slot in this model"
+                self.trainer = self.applied_masters()
+            self.active, self.dropout_key = active, dropout_key
+            try:
+                yield
+            finally:
+                self.active, self.trainer, self.dropout_key = before
+                self.rotated = None
 
     def remembered(self) -> Callable[[], AbstractContextManager[None]]:
         """A context that applies again what is applied now: for a layer that runs again in the backward pass."""

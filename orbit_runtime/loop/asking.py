@@ -1,101 +1,182 @@
 """Episodes and the engine: many episodes wait for tokens at the same time, one stream of completions serves them all.
 
-Belongs here: which completion is whose. Does not belong here: what an episode does with its tokens (`environments`).
+Belongs here: which completion is whose, and under which policy what is left of it is sampled. Does not belong here:
+what an episode does with its tokens (`environments`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine, Sequence
+from array import array
+from collections.abc import Sequence
 from contextlib import aclosing
-from typing import Any
+from dataclasses import dataclass, replace
 
 from orbit_runtime.errors import GateError, OrbitError
-from orbit_runtime.loop.signals import StopFlag
+from orbit_runtime.loop.buffer import Paid, RolloutBuffer
+from orbit_runtime.loop.publish import Publication
 from orbit_runtime.rollout.requests import end_all
-from orbit_runtime.types import Completion, Engine, Request, Sampling
+from orbit_runtime.types import TOKENS, Completion, Engine, Request, Sampling
 
-STOP_SECONDS = 0.2
-"""How often a stop request is looked for; an answer may take hours, a pod's grace period is short."""
+
+@dataclass(frozen=True, slots=True)
+class EpisodeTokens:
+    """The `TokenSource` of one episode: what was paid for it already, and then the engine."""
+
+    asking: Asking
+    buffer: RolloutBuffer
+    step: int
+    number: int
+
+    async def sample(self, prompt_ids_T: Sequence[int], sampling: Sampling, *, key: int) -> Completion:
+        prompt = tuple(prompt_ids_T)
+        paid = self.buffer.paid(self.step, self.number, key)
+        # An environment may answer otherwise the second time: then what followed is of no use.
+        so_far = paid.completion if paid is not None and paid.prompt_ids_T == prompt else None
+        while so_far is None or so_far.finish_reason == "abort":
+            so_far = await self.asking.ask(prompt, sampling, key, so_far if so_far and so_far.token_ids_T else None)
+            if so_far.token_ids_T or so_far.finish_reason != "abort":
+                self.buffer.pay(self.step, self.number, Paid(key, prompt, so_far))
+        self.asking.answered[self.step] = time.monotonic()
+        return so_far
+
+
+@dataclass(eq=False)
+class _Question:
+    prompt_ids_T: tuple[int, ...]
+    sampling: Sampling
+    key: int
+    so_far: Completion | None
+    answer: asyncio.Future[Completion]
+    policy: Publication | None = None
+    """That samples, once it was submitted."""
 
 
 class Asking:
-    """A `TokenSource` under one policy version, for the episodes of one step. For one event loop.
+    """Asks an engine, for one event loop, always under the newest policy.
 
     Requests of all episodes that ask before the engine's next step are submitted together, in the order they asked:
     the samples of a prompt share its prefill, and the same episodes make the same batches.
     """
 
-    def __init__(self, engine: Engine, adapter: str | None, version: int) -> None:
-        """Args: version: what every token must carry."""
+    def __init__(self, engine: Engine) -> None:
+        self.answered: dict[int, float] = {}
+        """When the newest completion came, by step."""
         self._engine = engine
-        self._adapter = adapter
-        self._version = version
-        self.answered = 0.0
-        """When the newest completion came."""
+        self._policy: Publication | None = None
         self._asked = 0
-        self._new: list[Request] = []
-        self._waiting: dict[int, asyncio.Future[Completion]] = {}
+        self._new: list[_Question] = []
+        self._open: dict[int, _Question] = {}
         self._has_new = asyncio.Event()
-
-    async def sample(self, prompt_ids_T: Sequence[int], sampling: Sampling, *, key: int) -> Completion:
-        """Raises GateError where a token was sampled under another policy version."""
-        loop = asyncio.get_running_loop()
-        request = Request(self._asked, key, tuple(prompt_ids_T), sampling, self._adapter)
-        self._asked += 1
-        if not self._new:
-            # After whoever else asks in this turn of the event loop, and before the engine looks again.
-            loop.call_soon(self._submit)
-        self._new.append(request)
-        self._has_new.set()
-        future = self._waiting[request.request_id] = loop.create_future()
-        completion = await future
-        if set(completion.versions_T) - {self._version}:
-            raise GateError(
-                f"tokens carry versions {sorted(set(completion.versions_T))}, not {self._version}", where="collect"
-            )
-        return completion
+        self._may_ask = asyncio.Event()
+        self._failure: BaseException | None = None
 
     @property
     def is_sampling(self) -> bool:
-        return bool(self._waiting)
+        return bool(self._open)
 
-    async def run[T](self, episodes: Sequence[Coroutine[Any, Any, T]], stop: StopFlag) -> list[T] | None:
-        """Plays all episodes; None: `stop` was set before their end. Nothing of them is under way afterwards.
+    async def ask(
+        self, prompt_ids_T: tuple[int, ...], sampling: Sampling, key: int, so_far: Completion | None
+    ) -> Completion:
+        """Until it ends or is ended; as `abort` it comes back where the policy changed meanwhile.
 
         Raises:
-            OrbitError: what an episode or the engine raised first.
+            GateError: a token does not carry the version that was asked for.
+            OrbitError: what ended the engine.
         """
-        playing = asyncio.gather(*episodes)
-        serving = asyncio.create_task(self._serve())
-        try:
-            while not playing.done() and not stop:
-                await asyncio.wait((playing, serving), timeout=STOP_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-                if serving.done():
-                    serving.result()
-            return playing.result() if playing.done() else None
-        finally:
-            playing.cancel()
-            serving.cancel()
-            await asyncio.gather(playing, serving, return_exceptions=True)
-            if self._waiting:
-                await end_all(self._engine)
+        await self._may_ask.wait()
+        if self._failure is not None:
+            raise self._failure
+        loop = asyncio.get_running_loop()
+        if not self._new:
+            # After whoever else asks in this turn of the event loop, and before the engine looks again.
+            loop.call_soon(self._submit)
+        question = _Question(prompt_ids_T, sampling, key, so_far, loop.create_future())
+        self._new.append(question)
+        return _checked(await question.answer, question)
+
+    async def switch(self, policy: Publication) -> None:
+        """From now on everything is sampled by this policy; returns when nothing samples from an older one.
+
+        What is under way ends where it is, and its episode asks for the rest: keys and values of the tokens so far are
+        computed anew, so that no token depends on those of another policy.
+        """
+        self._policy = policy
+        self._may_ask.set()
+        await self._end(self._open)
+
+    async def pause(self) -> None:
+        """Ends what is under way where it is; who asks waits."""
+        self._may_ask.clear()
+        self._submit()
+        await self._end(self._open)
+
+    async def _end(self, request_ids: dict[int, _Question]) -> None:
+        if not request_ids:
+            return
+        waited = [question.answer for question in request_ids.values()]
+        self._engine.abort([*request_ids])
+        await asyncio.wait(waited)
+
+    async def close(self) -> None:
+        if self._open:
+            await end_all(self._engine)
 
     def _submit(self) -> None:
         new, self._new = self._new, []
-        self._has_new.clear()
+        assert self._policy is not None
+        requests = []
+        for question in new:
+            if question.answer.done():
+                # Its episode was ended before it came to this.
+                continue
+            question.policy = self._policy
+            self._open[self._asked] = question
+            requests.append(
+                Request(
+                    self._asked, question.key, question.prompt_ids_T, question.sampling, self._policy.name,
+                    question.so_far,
+                )
+            )  # fmt: skip
+            self._asked += 1
+        if not requests:
+            return
+        self._has_new.set()
         try:
-            self._engine.submit(new)
+            self._engine.submit(requests)
         except OrbitError as error:
-            for request in new:
-                self._waiting.pop(request.request_id).set_exception(error)
+            for request in requests:
+                self._open.pop(request.request_id).answer.set_exception(error)
 
-    async def _serve(self) -> None:
+    async def serve(self) -> None:
         """Hands completions to the episodes that wait for them, for as long as it is let."""
-        while True:
-            await self._has_new.wait()
-            async with aclosing(self._engine.completions()) as completions:
-                async for completion in completions:
-                    self.answered = time.monotonic()
-                    self._waiting.pop(completion.request_id).set_result(completion)
+        try:
+            while True:
+                await self._has_new.wait()
+                self._has_new.clear()
+                async with aclosing(self._engine.completions()) as completions:
+                    async for completion in completions:
+                        question = self._open.pop(completion.request_id)
+                        if not question.answer.done():
+                            question.answer.set_result(completion)
+        except Exception as error:
+            self._failure = error
+            failed, self._open = [*self._open.values(), *self._new], {}
+            for question in failed:
+                if not question.answer.done():
+                    question.answer.set_exception(error)
+
+
+def _checked(completion: Completion, question: _Question) -> Completion:
+    """Raises GateError where the engine tells another version than it was asked for, or changed what was there."""
+    assert question.policy is not None
+    asked = question.policy.adapter.version
+    before = question.so_far.versions_T if question.so_far else array(TOKENS)
+    told = completion.versions_T
+    if told[: len(before)] != before or set(told[len(before) :]) - {asked}:
+        raise GateError(f"tokens carry versions {sorted(set(told))}, not {asked}", where="collect")
+    if completion.finish_reason == "abort" and len(told) >= question.sampling.max_new_tokens:
+        # Ended in the very step in which it would have ended.
+        return replace(completion, finish_reason="length")
+    return completion

@@ -1,7 +1,7 @@
 """The composition root: a manifest becomes the parts of a run. The only place that knows every package.
 
 Belongs here: choosing and wiring implementations, in the order that finds the cheapest mistakes first.
-Does not belong here: what the parts do, or the order of a step (`sync`).
+Does not belong here: what the parts do, or the order of a step (`steps`).
 """
 
 from __future__ import annotations

@@ -1,23 +1,18 @@
-"""Collecting a step's rollouts: episodes are played, completions scored as they end, groups come back in order.
+"""What was collected for a step, and whether it may train.
 
-Belongs here: the meeting of prompts, environment, engine and rewards. Does not belong here: what an environment makes
-of a completion (`environments`), how episodes get their tokens (`asking`), how rewards run (`workers`).
+Belongs here: groups in the prompts' order, too many failed rewards. Does not belong here: playing episodes
+(`collector`), how old their tokens are (`staleness`).
 
 Legend: `_P` prompts, `_G` the rollouts of one prompt.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from orbit_runtime.environments.episodes import Environment
-from orbit_runtime.errors import RewardsFailingError, StoppedOnRequest
-from orbit_runtime.loop.asking import Asking
-from orbit_runtime.loop.publish import Publication
-from orbit_runtime.loop.signals import StopFlag
-from orbit_runtime.types import Engine, Group, Prompt, Rollout
+from orbit_runtime.errors import RewardsFailingError
+from orbit_runtime.types import Group, Prompt, Rollout
 
 
 @dataclass(frozen=True)
@@ -28,39 +23,13 @@ class Collected:
     reasons: tuple[str, ...]
     """First reasons of rewards that timed out or crashed."""
     seconds_collect: float
+    """That the loop waited for tokens."""
     seconds_score: float
-
-
-async def collect(
-    prompts_P: Sequence[Prompt],
-    environment: Environment,
-    engine: Engine,
-    *,
-    step: int,
-    policy: Publication,
-    stop: StopFlag,
-) -> Collected:
-    """Plays and scores every episode of `prompts_P` under `policy`.
-
-    Raises:
-        StoppedOnRequest: a signal came while sampling or scoring; the step is dropped.
-        GateError: a token was sampled under another policy version.
-    """
-    started = time.monotonic()
-    asking = Asking(engine, policy.name, policy.adapter.version)
-    episodes = environment.build_episodes(prompts_P, step)
-    played = await asking.run([environment.play(each, asking) for each in episodes], stop)
-    if played is None:
-        doing = "sampling" if asking.is_sampling else "being scored"
-        raise StoppedOnRequest(f"{stop.reason} while step {step} was {doing}: the step is dropped")
-    ended = time.monotonic()
-    sampled = max(started, asking.answered)
-    return Collected(
-        build_groups(prompts_P, [each.rollout for each in played]),
-        tuple(dict.fromkeys(reason for each in played for reason in each.reasons)),
-        sampled - started,
-        ended - sampled,
-    )
+    """That it waited for rewards, behind the last token."""
+    waiting: int = 0
+    """Rollouts of later steps that had ended by then."""
+    unfinished: int = 0
+    """Those that had begun, and not ended."""
 
 
 def build_groups(prompts_P: Sequence[Prompt], rollouts: Sequence[Rollout]) -> tuple[Group, ...]:

@@ -14,13 +14,16 @@ from typing import Any
 
 from orbit_runtime.data.records import compress_rollouts
 from orbit_runtime.errors import OrbitError, OutputError, StorageError
+from orbit_runtime.loop.buffer import Kept, dump_kept, load_kept
 from orbit_runtime.loop.keeper import Keeper
 from orbit_runtime.loop.publish import adapter_name
 from orbit_runtime.loop.state import RunState
 from orbit_runtime.observability.metrics import MetricsRow
-from orbit_runtime.storage import Content, Execution, Store, prune_bundles, restate_bundle, write_bundle
+from orbit_runtime.storage import Bundle, Content, Execution, Store, prune_bundles, restate_bundle, write_bundle
 from orbit_runtime.types import Group, Trainer
 
+ROLLOUTS, ROLLOUTS_AT_END = "rollouts.jsonl.zst", "rollouts-at-end.jsonl.zst"
+"""Parts of a checkpoint: rollouts of later steps when its step ended, and when the run was stopped."""
 MAX_REFERENCE = 2000
 """Characters of an expected answer that are kept for the report; rewards see all of it."""
 
@@ -91,8 +94,12 @@ class Checkpoints:
     keep: int
     """How many stay; 0: all."""
 
-    def begin(self, state: RunState, cursor: Mapping[str, Any]) -> None:
+    def begin(self, state: RunState, cursor: Mapping[str, Any], kept: Sequence[Kept]) -> None:
         """Everything an exact resume needs, under one manifest; older checkpoints and adapters beyond `keep` go.
+
+        Args:
+            cursor: behind the prompts of this step; those of later ones are drawn again.
+            kept: rollouts of later steps.
 
         It is written beside the next step. Order: the adapter is stored by its publish, rollouts and row by
         `keep_step`; only then does the step exist.
@@ -104,7 +111,8 @@ class Checkpoints:
 
         def write() -> None:
             try:
-                write_bundle(self.store, self.execution, prefix, parts.contents, facts)
+                rollouts = {ROLLOUTS: dump_kept(kept)} if kept else {}
+                write_bundle(self.store, self.execution, prefix, {**parts.contents, **rollouts}, facts)
             finally:
                 parts.is_read.set()
             prune_bundles(self.store, "checkpoints/", self.keep, newest=prefix)
@@ -119,10 +127,20 @@ class Checkpoints:
         self.keeper.wait()
         state.checkpoint_step = state.checkpoint_begun
 
-    def restate(self, state: RunState, cursor: Mapping[str, Any]) -> None:
-        """The newest checkpoint with what is known by now; its parts stay."""
+    def restate(self, state: RunState, cursor: Mapping[str, Any], kept: Sequence[Kept]) -> None:
+        """The newest checkpoint with what is known by now, `kept` among it; its parts stay."""
         assert state.checkpoint_step == state.step
-        restate_bundle(self.store, self.execution, checkpoint_prefix(state.step), _facts(state, cursor, self.identity))
+        facts = _facts(state, cursor, self.identity)
+        parts = {ROLLOUTS_AT_END: dump_kept(kept)} if kept else {}
+        restate_bundle(self.store, self.execution, checkpoint_prefix(state.step), facts, parts)
+
+
+def load_rollouts(bundle: Bundle) -> tuple[Kept, ...]:
+    """Of later steps than the checkpoint's: the newest that it holds."""
+    for name in (ROLLOUTS_AT_END, ROLLOUTS):
+        if name in bundle.parts:
+            return load_kept(bytes(bundle.parts[name]), where=f"{bundle.prefix}/{name}")
+    return ()
 
 
 class CheckpointParts:

@@ -14,6 +14,7 @@ from typing import Any
 from orbit_runtime.errors import OutputError
 from orbit_runtime.loop.build import Parts
 from orbit_runtime.loop.content import check_digest_scheme
+from orbit_runtime.loop.keep import load_rollouts
 from orbit_runtime.loop.state import RunState
 from orbit_runtime.spec import Resolved, differences
 from orbit_runtime.storage import Bundle, NotFound, Store, newest_readable
@@ -80,4 +81,5 @@ def restore(parts: Parts, state: RunState, bundle: Bundle) -> None:
     parts.prompts.restore(facts["cursor"])
     state.step = state.checkpoint_step = state.checkpoint_begun = int(facts["step"])
     state.policy_version, state.expected_digest = int(facts["policy_version"]), str(facts["adapter_digest"])
+    state.kept = load_rollouts(bundle)
     state.restore(facts["summary"])

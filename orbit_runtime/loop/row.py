@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from orbit_runtime.errors import GateError
 from orbit_runtime.loop.collect import Collected
+from orbit_runtime.loop.staleness import Staleness
 from orbit_runtime.loop.state import RunState
 from orbit_runtime.observability.metrics import FIELDS, MetricsRow, build_row, part_field
 from orbit_runtime.parity.statistics import ParityLimits
@@ -21,6 +22,7 @@ def step_row(
     state: RunState,
     collected: Collected,
     result: UpdateResult,
+    staleness: Staleness,
     *,
     seconds_train: float,
     seconds_publish: float,
@@ -33,11 +35,6 @@ def step_row(
     outcomes = Counter(rollout.outcome for rollout in rollouts)
     lengths = [sum(rollout.loss_mask_T) for rollout in rollouts]
     tokens = sum(lengths)
-    # Rollouts were sampled by the version before the one this step published.
-    sampled_by = state.version - 1
-    oldest = min(
-        (version for rollout in rollouts for version in set(rollout.versions_T) if version >= 0), default=sampled_by
-    )
     trained = {name: value for name, value in result.metrics.items() if name in FIELDS}
     return build_row(
         **trained,
@@ -59,7 +56,10 @@ def step_row(
         tokens_per_second=tokens / seconds_total if seconds_total > 0 else None,
         parity_limit=state.parity_limit,
         parity_top1=min((each.top1 for each in state.publication.proofs if each.top1 is not None), default=None),
-        staleness_max=sampled_by - oldest,
+        staleness_mean=staleness.mean,
+        staleness_max=staleness.max,
+        rollouts_waiting=collected.waiting,
+        rollouts_unfinished=collected.unfinished,
         seconds_collect=collected.seconds_collect,
         seconds_score=collected.seconds_score,
         seconds_train=seconds_train,

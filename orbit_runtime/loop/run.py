@@ -1,6 +1,6 @@
 """`run`: a manifest in, a run folder out. Opens, continues, runs, reports and closes, whatever happens in between.
 
-Belongs here: the life of one execution. Does not belong here: the order of a step (`sync`), wiring (`build`).
+Belongs here: the life of one execution. Does not belong here: the order of a step (`steps`), wiring (`build`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from orbit_runtime.loop.resume import RUN_FILE, check_same_run, find_checkpoint,
 from orbit_runtime.loop.show import Show
 from orbit_runtime.loop.signals import StopFlag, stop_on_signals
 from orbit_runtime.loop.state import RunState
-from orbit_runtime.loop.sync import run_sync
+from orbit_runtime.loop.steps import run_steps
 from orbit_runtime.observability.last_words import add_last_words
 from orbit_runtime.observability.metrics import RunMetrics
 from orbit_runtime.observability.progress import Progress, build_progress
@@ -160,7 +160,7 @@ def _run(
     _start_policy(parts, state)
     show.status.update(phase="Running")
     show.target(total, state.step)
-    ended = run_sync(parts, state, stop)
+    ended = run_steps(parts, state, stop)
     show.status.update(phase="Stopped" if ended == "stopped" else "Done", exit_code=75 if ended == "stopped" else 0)
     report = _finish(store, ended)
     show.progress.finish(report)
@@ -206,7 +206,8 @@ def _build_show(
     status = RunStatus(spec.name, namespace=namespace, attempt=number, total=spec.spec.training.steps)
     status.update(execution=number)
     metrics = RunMetrics(run=spec.name, namespace=namespace, attempt=number)
-    show = Show(progress or build_progress(spec.name, log_format=spec.spec.observability.log_format), status, metrics)
+    progress = progress or build_progress(spec.name, log_format=spec.spec.observability.log_format)
+    show = Show(progress, status, metrics, keeps_rollouts=spec.spec.rollout.max_staleness > 0)
     closing.callback(lambda: add_last_words({**status.snapshot(), "message": None, "reason": None}))
     port = spec.spec.observability.metrics_port
     if port >= 0:

@@ -18,7 +18,11 @@ from orbit_runtime.observability.status import RunStatus
 class Show:
     """The run's displays. Safe to call from the loop's thread only, but for `stopping`."""
 
-    def __init__(self, progress: Progress, status: RunStatus, metrics: RunMetrics) -> None:
+    def __init__(
+        self, progress: Progress, status: RunStatus, metrics: RunMetrics, *, keeps_rollouts: bool = False
+    ) -> None:
+        """Args: keeps_rollouts: a stop keeps those of a step that is not complete."""
+        self.keeps_rollouts = keeps_rollouts
         self.progress = progress
         self.status = status
         self.metrics = metrics
@@ -38,7 +42,7 @@ class Show:
 
     def stopping(self) -> None:
         """What a request to stop leads to, said at once. Safe to call from any thread."""
-        self.progress.note(stop_sentence(self.current, self.step_now))
+        self.progress.note(stop_sentence(self.current, self.step_now, keeps_rollouts=self.keeps_rollouts))
 
     def step(self, row: MetricsRow, state: RunState) -> None:
         self.status.observe(row)
@@ -58,10 +62,12 @@ class Show:
         self.progress.start(total=total, resumed_at=resumed_at)
 
 
-def stop_sentence(stage: str, step: int | None) -> str:
+def stop_sentence(stage: str, step: int | None, *, keeps_rollouts: bool = False) -> str:
     """Example: `stopping: finishing step 12 (train) first; press Ctrl-C again to drop it`"""
     if step is None:
         return f"stopping as soon as this is done: {stage}; press Ctrl-C again to end it at once"
+    if stage == "collect" and keeps_rollouts:
+        return "stopping: what was sampled of later steps is kept, finished or not"
     if stage == "collect":
         return f"stopping: step {step} is dropped, as its answers are not complete; the steps before it are kept"
     return f"stopping: finishing step {step} ({stage}) first; press Ctrl-C again to drop it"

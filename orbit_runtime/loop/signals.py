@@ -1,6 +1,6 @@
 """SIGINT and SIGTERM as a flag that the loop reads between stages.
 
-Belongs here: turning signals into a request to stop. Does not belong here: what stopping does (`sync`).
+Belongs here: turning signals into a request to stop. Does not belong here: what stopping does (`steps`).
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from orbit_runtime.loop.buffer import Kept
 from orbit_runtime.loop.publish import Publication
 from orbit_runtime.observability.metrics import MetricsRow
 
@@ -32,6 +33,8 @@ class RunState:
     """Newest step that is durable."""
     checkpoint_begun: int = 0
     """Newest step whose checkpoint is written, or being written."""
+    kept: tuple[Kept, ...] = ()
+    """Rollouts of later steps, as the checkpoint that this execution began with had them."""
     row: MetricsRow | None = None
     """The newest step's row with what keeping it took; it is stored with the step after it, or at the end."""
     parity_limit: float = 0.0

@@ -35,8 +35,7 @@ LOGIT_COPIES = 3
 PREFILL_TOKENS = {"Torch": 16384, "SGLang": 8192}
 """Prompt tokens of one prefill pass: `rollout.decoding.PREFILL_TOKENS`, SGLang's `chunked_prefill_size`."""
 ADAPTER_VERSIONS = 2
-"""Policy versions in an engine while a new one is published, `maxStaleness` + 2 of them: the newest, the one that runs
-still use, and those between, of which the synchronous loop has none."""
+"""Policy versions in an engine while a new one is published: that one, and the one that samples until then."""
 SERVER_SLOTS = ADAPTER_VERSIONS + 2
 """Of an SGLang server, which takes memory for all of them at its start: one more for preflight's random adapter, and
 one that holds nothing, for the bare base."""

@@ -138,11 +138,13 @@ class Policy:
     def traced(self) -> Iterator[list[Applied]]:
         """Within it, every adapted layer notes the tensors it multiplied by."""
         selection = self.injected.selection
-        selection.trace, before = [], selection.trace
-        try:
-            yield selection.trace
-        finally:
-            selection.trace = before
+        # Of this thread's passes alone.
+        with selection.turn:
+            selection.trace, before = [], selection.trace
+            try:
+                yield selection.trace
+            finally:
+                selection.trace = before
 
     def base_digest(self) -> str:
         """`tree:…` over every frozen tensor's name, dtype, shape and bytes, adapters left out; see `digests`.

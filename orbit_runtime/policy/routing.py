@@ -96,7 +96,7 @@ class Routing:
             if self._given_TLC is None and self._noted is None:
                 return None
             logits, weights, chosen = result
-            if self._preferred is not None:
+            if self._preferred is not None and self._given_TLC is not None:
                 self._preferred[place] = self.own(chosen).to(torch.int16)
             if self._given_TLC is not None:
                 given_TC = self.meet(self._given_TLC[:, place].to(chosen.dtype))

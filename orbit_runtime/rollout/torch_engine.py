@@ -50,7 +50,12 @@ class Slot:
 
 
 class TorchEngine:
-    """An `Engine` in this process. Not safe for use by two threads at once."""
+    """An `Engine` in this process. One thread asks for completions; another may load, prove and unload meanwhile.
+
+    Passes of the trainer and of the engine take turns (`Selection.turn`): they share one device, and the layers of one
+    model apply one selection at a time. A decode step waits for the micro-batch under way, and the next micro-batch for
+    that step.
+    """
 
     def __init__(
         self,
@@ -63,6 +68,7 @@ class TorchEngine:
     ) -> None:
         """Args: notes_experts: completions bring the experts that their tokens went to."""
         self._policy = policy
+        self._turn = policy.injected.selection.turn
         self._tokenizer = tokenizer
         self._clock = clock
         notes = policy.routing if notes_experts else None
@@ -82,16 +88,18 @@ class TorchEngine:
         """Fills slot `name` from the published bytes; a name that is loaded or retired is refused."""
         if name in self._slots or name in self._retired:
             raise GateError(f"adapter name {name!r} was used before", fix="publish every version under a new name")
-        load_slot(self._policy.injected.layers, name, adapter.files)
+        with self._turn:
+            load_slot(self._policy.injected.layers, name, adapter.files)
         self._slots[name] = Slot(adapter.version, adapter.digest, bytes(adapter.files[CONFIG_FILE]))
 
     def unload_adapter(self, name: str) -> None:
         self._slot(name)
-        if any(item.request.adapter == name for item in self._decoding.under_way()):
-            raise GateError(f"requests under way still sample from {name!r}", fix="abort them, or wait for them")
-        del self._slots[name]
-        self._retired.add(name)
-        remove_slot(self._policy.injected.layers, name)
+        with self._turn:
+            if any(item.request.adapter == name for item in self._decoding.under_way()):
+                raise GateError(f"requests under way still sample from {name!r}", fix="abort them, or wait for them")
+            del self._slots[name]
+            self._retired.add(name)
+            remove_slot(self._policy.injected.layers, name)
 
     def adapter_digest(self, name: str) -> str:
         return slot_digest(self._policy.injected.layers, name, self._slot(name).config)
@@ -144,7 +152,8 @@ class TorchEngine:
             under_way.add(request.request_id)
         self._under_way, now = under_way, self._clock()
         self._due |= {each.request_id: now + each.deadline_seconds for each in requests if each.deadline_seconds}
-        self._decoding.add([Work(request) for request in requests])
+        with self._turn:
+            self._decoding.add([Work(request) for request in requests])
 
     def abort(self, request_ids: Collection[int] | None = None) -> None:
         self._end({*self._under_way} if request_ids is None else {*request_ids}, "abort")
@@ -156,7 +165,8 @@ class TorchEngine:
             await asyncio.sleep(0)
             self._end_late()
             if not self._ended and len(self._decoding):
-                self._ended.extend(self._decoding.step())
+                with self._turn:
+                    self._ended.extend(self._decoding.step())
             if not self._ended and not len(self._decoding):
                 return
             while self._ended:
@@ -171,7 +181,8 @@ class TorchEngine:
             self._end(late, "deadline")
 
     def _end(self, request_ids: Collection[int], reason: FinishReason) -> None:
-        self._ended.extend(self._decoding.remove(request_ids, reason))
+        with self._turn:
+            self._ended.extend(self._decoding.remove(request_ids, reason))
 
     def score(
         self,
@@ -190,14 +201,14 @@ class TorchEngine:
         told = Told()
         tails: dict[int, list[float]] = {}
         # A batch of its own: requests may be under way.
-        self._scoring.add(work)
-        try:
-            with self._policy.traced() as trace:
+        with self._policy.traced() as trace:
+            self._scoring.add(work)
+            try:
                 while len(self._scoring):
                     for finished in self._scoring.step(told):
                         tails[finished.request.request_id] = finished.logprobs_T
-        finally:
-            self._scoring.remove(range(len(work)), "abort")
+            finally:
+                self._scoring.remove(range(len(work)), "abort")
         return [
             Scored(
                 (0.0, *told.logprobs[name], *tails[index]),

@@ -147,6 +147,10 @@ class Rollout(Block):
     """The same `data.seed`, policy and prompt give the same completions, whatever else is in the batch, in any order,
     on any server and after a restart. `SGLang` does it by slower kernels, on GPUs, for BF16 bases; not run on hardware.
     `Torch` draws by that seed in any case: nothing changes, and another batch may still round otherwise."""
+    max_staleness: Annotated[int, LATER_IDENTITY, Field(ge=0, le=64)] = 0
+    """How many policy versions a token may be behind when it is trained on. 0: a step is sampled, then trained, and
+    equal runs have equal bits. With k, up to k later steps are sampled meanwhile; a publish moves what is under way to
+    the new version, and checkpoints keep it: docs/guides/asynchrony.md."""
     router_replay: Annotated[Literal["None", "Record", "Replay"], IDENTITY] = "None"
     """`Replay`: the trainer sends each token to the experts that sampling chose for it, weighed by its own router, so
     that rounding cannot send it elsewhere. `Record` only keeps the choice with the rollouts. Both measure parity with
@@ -179,6 +183,9 @@ class Rollout(Block):
         if self.sleep != "None" and self.engine != "SGLang":
             message = f"with `engine: {self.engine}` there is no server of ours that could sleep"
             yield Contradiction(("sleep",), (("engine",),), message, "remove `sleep`, or write `engine: SGLang`")
+        if self.sleep != "None" and self.max_staleness:
+            message = "an engine that sleeps while the trainer works samples nothing meanwhile"
+            yield Contradiction(("maxStaleness",), (("sleep",),), message, "remove one of the two")
         if self.engine_version != "Pinned" and self.engine == "Torch":
             message = "`engine: Torch` asks no SGLang"
             yield Contradiction(("engineVersion",), (("engine",),), message, "remove `engineVersion`")

@@ -153,6 +153,7 @@ CHECKS: dict[str, tuple[Rule, ...]] = {
             ".adapterTransport",
         ),
         Rule("self.sleep == 'None' || self.engine == 'SGLang'", "remove sleep, or write engine: SGLang", ".sleep"),
+        Rule("self.sleep == 'None' || self.maxStaleness == 0", "remove sleep or maxStaleness", ".maxStaleness"),
         Rule(
             "self.engineVersion == 'Pinned' || self.engine != 'Torch'",
             "remove engineVersion",

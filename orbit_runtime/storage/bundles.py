@@ -116,8 +116,14 @@ def write_bundle(
     return manifest
 
 
-def restate_bundle(store: Store, execution: Execution, prefix: str, facts: Mapping[str, Any]) -> None:
-    """Gives a complete bundle of this execution other facts; its parts stay as they are.
+def restate_bundle(
+    store: Store,
+    execution: Execution,
+    prefix: str,
+    facts: Mapping[str, Any],
+    parts: Mapping[str, Buffer] | None = None,
+) -> None:
+    """Gives a complete bundle other facts, and parts that it lacks; those that stand stay as they are.
 
     Raises:
         OutputError: another execution took over.
@@ -126,7 +132,11 @@ def restate_bundle(store: Store, execution: Execution, prefix: str, facts: Mappi
     standing = read_manifest(store, folder)
     _refuse_higher(store, standing, execution)
     execution.check()
-    manifest = replace(standing, facts=dict(facts), written=store.clock())
+    keys = {name: f"{folder}{_numbered(name, execution.number)}" for name in parts or {}}
+    assert not {part.key for part in standing.parts.values()} & {*keys.values()}, "a part that stands is not replaced"
+    written = _write_parts(store, {keys[name]: _content(part) for name, part in (parts or {}).items()})
+    listed = {**standing.parts, **{name: written[key] for name, key in keys.items()}}
+    manifest = replace(standing, execution=execution.number, parts=listed, facts=dict(facts), written=store.clock())
     _put_manifest(store, folder, manifest, execution, replace=True)
 
 

@@ -20,8 +20,10 @@ class ParitySums:
     def __init__(self) -> None:
         self._parts: list[torch.Tensor] = []
 
-    def add(self, trainer_R: torch.Tensor, sampler_R: torch.Tensor) -> None:
-        self._parts.append(trainer_R - sampler_R)
+    def add(self, trainer_R: torch.Tensor, sampler_R: torch.Tensor, stale_R: torch.Tensor | None) -> None:
+        """Args: stale_R: 1 where another policy sampled; None: nowhere."""
+        d_R = trainer_R - sampler_R
+        self._parts.append(d_R if stale_R is None else d_R[stale_R == 0])
 
     def metrics(self, collect: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, float]:
         """Of all tokens; empty without any.

@@ -143,9 +143,11 @@ def accumulate(
 ) -> None:
     """`Passes.forward_backward` of such a policy: one micro-batch after the other."""
     for each in passes:
-        micro = each.micro
-        with policy.injected.selection.use(TRAINER_SLOT, dropout_key=each.dropout_key):
-            logprobs_R, entropy_R = policy.logprobs(
-                micro.packed, sampling=sampling, seen=micro.seen, routed_TLC=each.routed_TLC
-            )
-        loss_of(micro, logprobs_R, entropy_R).backward()
+        micro, selection = each.micro, policy.injected.selection
+        # Layers that are computed again select again: an engine in another thread waits for the backward pass too.
+        with selection.turn:
+            with selection.use(TRAINER_SLOT, dropout_key=each.dropout_key):
+                logprobs_R, entropy_R = policy.logprobs(
+                    micro.packed, sampling=sampling, seen=micro.seen, routed_TLC=each.routed_TLC
+                )
+            loss_of(micro, logprobs_R, entropy_R).backward()

@@ -130,7 +130,7 @@ class Updater:
             if not micro.counts:
                 return 0.0 * loss
             if parity is not None:
-                parity.add(logprobs_R.detach(), sampled_R)
+                parity.add(logprobs_R.detach(), sampled_R, micro.columns_R.get("stale"))
             values = {name: float(value) for name, value in sums.items()}
             values["entropy"] = float(entropy_R[micro.trained_R].sum())
             for name, value in values.items():

@@ -165,7 +165,13 @@ RUN = Dashboard(
             ),
             Panel("Top-1 agreement", "line", {"share": "orbit_run_top1_agreement{@}"}, unit="percentunit"),
             Panel("Policy version", "line", {"version": "orbit_run_policy_version{@}"}),
-            Panel("Staleness", "line", {"versions behind": "orbit_run_staleness_max{@}"}),
+            Panel("Staleness", "line", {"most": "orbit_run_staleness_max{@}", "mean": "orbit_run_staleness_mean{@}"}),
+            Panel(
+                "Samples of later steps",
+                "line",
+                {"waiting": "orbit_run_rollouts_waiting{@}", "unfinished": "orbit_run_rollouts_unfinished{@}"},
+                text="With rollout.maxStaleness above 0, when a step was taken to be trained.",
+            ),
             Panel("Routers that agree", "line", {"share": "orbit_run_router_agreement{@}"}, unit="percentunit"),
         ),
         "Engine": (

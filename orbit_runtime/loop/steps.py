@@ -1,36 +1,57 @@
-"""The synchronous loop, one screen: collect → advantages → train → publish → keep.
+"""The loop, one screen: collect → advantages → train → publish → keep.
 
-Belongs here: the order of a step. Does not belong here: anything a stage does.
+Belongs here: the order of a step, and when a later one may begin. Does not belong here: anything a stage does.
 """
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from orbit_runtime.errors import OrbitError, StoppedOnRequest
 from orbit_runtime.loop.advantages import build_batch
+from orbit_runtime.loop.buffer import Kept
 from orbit_runtime.loop.build import Parts
-from orbit_runtime.loop.collect import check_failures, collect
+from orbit_runtime.loop.collect import Collected, check_failures
+from orbit_runtime.loop.collector import Collector
 from orbit_runtime.loop.keep import keep_failure, keep_row, keep_step
 from orbit_runtime.loop.parity import check_again, step_limits
 from orbit_runtime.loop.row import check_parity, step_row, with_checkpoint
 from orbit_runtime.loop.signals import StopFlag
 from orbit_runtime.loop.sleep import check_first_wake, engine_asleep
+from orbit_runtime.loop.staleness import check_staleness, measure_staleness, with_stale
 from orbit_runtime.loop.state import RunState
 from orbit_runtime.types import Group
 
 
-def run_sync(parts: Parts, state: RunState, stop: StopFlag) -> str:
+def run_steps(parts: Parts, state: RunState, stop: StopFlag) -> str:
     """Runs steps until the last one; returns why it ended: `done`, `exhausted` or `stopped`.
 
     A step is finished or dropped, never half kept: on a stop request the newest finished step is made durable.
     """
+    assert state.publication is not None
+    with Collector(parts.environment, parts.engine, taken=state.step, restored=state.kept) as collector:
+        collector.switch(state.publication)
+        first, cursors = state.step, {state.step: parts.prompts.state()}
+        ended = _run(parts, state, stop, collector, cursors)
+        _settle(parts, state)
+        kept: Sequence[Kept] = ()
+        if ended == "stopped" and parts.spec.rollout.max_staleness:
+            collector.pause()
+            kept = collector.keep()
+    if state.step > first:
+        _keep_newest(parts, state, cursors[state.step], kept)
+    elif kept and state.step:
+        parts.checkpoints.restate(state, cursors[state.step], kept)
+    return ended
+
+
+def _run(
+    parts: Parts, state: RunState, stop: StopFlag, collector: Collector, cursors: dict[int, Mapping[str, Any]]
+) -> str:
+    """Args: cursors: of the prompts behind each step that has begun."""
     training, checkpoint = parts.spec.training, parts.spec.checkpoint
-    cursor = parts.prompts.state()
-    ended, first = "done", state.step
     while state.step < training.steps:
         assert state.publication is not None
         started = time.monotonic()
@@ -39,23 +60,21 @@ def run_sync(parts: Parts, state: RunState, stop: StopFlag) -> str:
         try:
             if stop:
                 raise StoppedOnRequest(f"{stop.reason} after step {state.step}")
-            prompts_P = parts.prompts.take(training.prompts_per_step)
-            if not prompts_P:
-                ended = "exhausted"
-                break
+            _begin_steps(parts, state, collector, cursors)
+            if step not in cursors:
+                return "exhausted"
             parts.show.stage("collect", step)
-            with parts.versions.using() as policy:
-                collected = asyncio.run(
-                    collect(prompts_P, parts.environment, parts.engine, step=step, policy=policy, stop=stop)
-                )
+            collected = _take(parts, collector, step, stop)
             groups = collected.groups_P
             check_failures(collected, parts.spec.environment.failure_limit)
+            staleness = measure_staleness(groups, state.version)
+            check_staleness(staleness, parts.spec.rollout.max_staleness)
 
             parts.show.stage("train", step)
             training_started = time.monotonic()
             with engine_asleep(parts, state):
                 samples_D = build_batch(parts.spec, parts.algorithm, parts.trainer, groups)
-                result = parts.trainer.update(samples_D)
+                result = parts.trainer.update(with_stale(samples_D, groups, state.version))
             check_parity(result, step_limits(parts, state), enforce=parts.spec.parity.preflight == "Enforce")
 
             # The step before was written beside this one so far; this one is kept once that one is durable.
@@ -64,6 +83,7 @@ def run_sync(parts: Parts, state: RunState, stop: StopFlag) -> str:
             parts.show.stage("publish", step)
             publish_started = time.monotonic()
             state.publication = parts.publisher.publish(state.version + 1, state.publication)
+            collector.switch(state.publication)
             parts.versions.activate(state.publication)
             state.publishes += 1
             state.publishes_proven += state.publication.is_proven
@@ -71,11 +91,12 @@ def run_sync(parts: Parts, state: RunState, stop: StopFlag) -> str:
             check_again(parts, state, step)
 
             keep_started = time.monotonic()
-            state.step, cursor = step, parts.prompts.state()
+            state.step = step
             row = step_row(
                 state,
                 collected,
                 result,
+                staleness,
                 seconds_train=settling_started - training_started,
                 seconds_publish=keep_started - publish_started,
                 seconds_total=keep_started - started - (publish_started - settling_started),
@@ -88,22 +109,45 @@ def run_sync(parts: Parts, state: RunState, stop: StopFlag) -> str:
                 before=state.row,
                 reference_fields=parts.reference_fields,
             )
+            cursors.pop(step - 1)
             if step % checkpoint.every_steps == 0 and step < training.steps:
-                parts.checkpoints.begin(state, cursor)
+                parts.checkpoints.begin(state, cursors[step], collector.keep())
             state.row = with_checkpoint(row, time.monotonic() - keep_started)
             if step < training.steps:
                 parts.show.step(state.row, state)
         except StoppedOnRequest as request:
             parts.show.note(str(request))
-            ended = "stopped"
-            break
+            return "stopped"
         except OrbitError as error:
             keep_failure(parts.store, step, error, groups)
             raise
-    _settle(parts, state)
-    if state.step > first:
-        _keep_newest(parts, state, cursor)
-    return ended
+    return "done"
+
+
+def _begin_steps(parts: Parts, state: RunState, collector: Collector, cursors: dict[int, Mapping[str, Any]]) -> None:
+    """Starts every step that may begin by now.
+
+    Step s trains the policy that s - 1 updates made. With `maxStaleness` k it begins once s - 1 - k of them are
+    published, so that none of its tokens can be more than k versions old when it is its turn: nothing that was paid for
+    is ever dropped for its age.
+    """
+    training = parts.spec.training
+    last = min(training.steps, state.step + 1 + parts.spec.rollout.max_staleness)
+    for step in range(max(cursors) + 1, last + 1):
+        prompts_P = parts.prompts.take(training.prompts_per_step)
+        if not prompts_P:
+            break
+        cursors[step] = parts.prompts.state()
+        collector.begin(step, prompts_P)
+
+
+def _take(parts: Parts, collector: Collector, step: int, stop: StopFlag) -> Collected:
+    """Raises StoppedOnRequest where the run is to stop before the step's rollouts are there."""
+    collected = collector.take(step, stop)
+    if collected is None:
+        fate = "its rollouts are kept" if parts.spec.rollout.max_staleness else "the step is dropped"
+        raise StoppedOnRequest(f"{stop.reason} while step {step} was {collector.doing}: {fate}")
+    return collected
 
 
 def _settle(parts: Parts, state: RunState) -> None:
@@ -116,14 +160,14 @@ def _settle(parts: Parts, state: RunState) -> None:
         state.row = with_checkpoint(state.row, time.monotonic() - started)
 
 
-def _keep_newest(parts: Parts, state: RunState, cursor: Mapping[str, Any]) -> None:
+def _keep_newest(parts: Parts, state: RunState, cursor: Mapping[str, Any], kept: Sequence[Kept]) -> None:
     """However it ended, the newest finished step is durable, and says that the base is still the one it started on."""
     assert state.row is not None
     state.base_digest_after = parts.side.base_digest()
     if state.checkpoint_step == state.step:
-        parts.checkpoints.restate(state, cursor)
+        parts.checkpoints.restate(state, cursor, kept)
     else:
-        parts.checkpoints.begin(state, cursor)
+        parts.checkpoints.begin(state, cursor, kept)
         _settle(parts, state)
     keep_row(parts.store, parts.execution, state.row)
     if state.step == parts.spec.training.steps:

@@ -1,0 +1,52 @@
+"""Whose turn it is to compute with a model that two threads share.
+
+Belongs here: the lock. Does not belong here: what is computed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from types import TracebackType
+
+
+class Turn:
+    """A lock that is given in the order it was asked for; who holds it may take it again.
+
+    `threading.RLock` lets a thread that gives it back and at once takes it again pass all that wait: a decode loop
+    would keep the trainer waiting for as long as there is something to sample.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition(threading.Lock())
+        self._asked: deque[object] = deque()
+        self._holder: int | None = None
+        self._depth = 0
+
+    def __enter__(self) -> None:
+        me = threading.get_ident()
+        if self._holder == me:
+            self._depth += 1
+            return
+        mine = object()
+        with self._changed:
+            self._asked.append(mine)
+            try:
+                self._changed.wait_for(lambda: self._asked[0] is mine)
+            except BaseException:
+                # Ctrl-C while it waited: the others must not wait for it.
+                self._asked.remove(mine)
+                self._changed.notify_all()
+                raise
+            self._holder, self._depth = me, 1
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._depth -= 1
+        if self._depth:
+            return
+        with self._changed:
+            self._holder = None
+            self._asked.popleft()
+            self._changed.notify_all()

@@ -1,0 +1,156 @@
+"""The task that plays episodes while the loop trains: a thread with an event loop of its own.
+
+Belongs here: which steps are under way, and handing them over. Does not belong here: an episode (`environments`), its
+tokens (`asking`), when a step may begin (`steps`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Coroutine, Sequence
+from concurrent.futures import Future, wait
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from orbit_runtime.environments.episodes import Environment, Episode, Played
+from orbit_runtime.loop.asking import Asking, EpisodeTokens
+from orbit_runtime.loop.buffer import Kept, RolloutBuffer
+from orbit_runtime.loop.collect import Collected, build_groups
+from orbit_runtime.loop.publish import Publication
+from orbit_runtime.loop.signals import StopFlag
+from orbit_runtime.types import Engine, Prompt
+
+STOP_SECONDS = 0.2
+"""How often a stop request is looked for; an answer may take hours, a pod's grace period is short."""
+END_SECONDS = 60.0
+"""What ending may take: a decode step, or servers that are told to end what they sample."""
+
+
+@dataclass(frozen=True)
+class _Step:
+    prompts_P: Sequence[Prompt]
+    playing: Future[None]
+
+
+class Collector:
+    """Plays the episodes of several steps at the same time.
+
+    Consumes: prompts of steps that may begin (`begin`). Waits for: tokens and scores. Unblocked by: `switch`, with the
+    policy that samples from then on. Produces: steps, whole and in order, for `take`. It holds no more steps than were
+    begun and not taken: that bounds what waits, and how old it is.
+    """
+
+    def __init__(
+        self, environment: Environment, engine: Engine, *, taken: int = 0, restored: Sequence[Kept] = ()
+    ) -> None:
+        """
+        Args:
+            taken: the newest step that was trained.
+            restored: what a checkpoint kept of later ones.
+        """
+        self._environment = environment
+        self._buffer = RolloutBuffer(taken, restored)
+        self._asking = Asking(engine)
+        self._steps: dict[int, _Step] = {}
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="orbit-collector", daemon=True)
+        self._thread.start()
+        self._serving = self._start(self._asking.serve())
+
+    def __enter__(self) -> Collector:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # --- the loop's thread ---
+
+    def begin(self, step: int, prompts_P: Sequence[Prompt]) -> None:
+        """Starts the step's episodes, and returns at once."""
+        episodes = self._environment.build_episodes(prompts_P, step)
+        self._start(self._begin(step, episodes)).result()
+        self._steps[step] = _Step(prompts_P, self._start(self._play_all(step, episodes)))
+
+    def switch(self, policy: Publication) -> None:
+        """From now on `policy` samples; returns when nothing samples from an older one any more."""
+        self._start(self._asking.switch(policy)).result()
+
+    def take(self, step: int, stop: StopFlag) -> Collected | None:
+        """Waits for the step's rollouts, which leave; None: `stop` was set before they were there.
+
+        Raises:
+            OrbitError: what an episode or the engine raised first.
+        """
+        waited = time.monotonic()
+        playing = self._steps[step].playing
+        while not playing.done() and not stop:
+            wait((playing,), STOP_SECONDS)
+        if not playing.done():
+            return None
+        playing.result()
+        ended = time.monotonic()
+        sampled = min(ended, max(waited, self._asking.answered.pop(step, waited)))
+        played, counts = self._start(self._take(step)).result()
+        return Collected(
+            build_groups(self._steps.pop(step).prompts_P, [each.rollout for each in played]),
+            tuple(dict.fromkeys(reason for each in played for reason in each.reasons)),
+            sampled - waited,
+            ended - sampled,
+            *counts,
+        )
+
+    @property
+    def doing(self) -> str:
+        return "sampling" if self._asking.is_sampling else "being scored"
+
+    def keep(self) -> tuple[Kept, ...]:
+        """Everything that was paid for and is not taken, as it is now."""
+        return self._start(self._keep()).result()
+
+    def pause(self) -> None:
+        """Ends what is sampled where it is, for a last `keep`."""
+        self._start(self._asking.pause()).result(END_SECONDS)
+
+    def close(self) -> None:
+        """Ends everything that is under way. Safe to call twice."""
+        if self._loop.is_closed():
+            return
+        with suppress(TimeoutError):
+            self._start(self._end()).result(END_SECONDS)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(END_SECONDS)
+        if not self._thread.is_alive():
+            self._loop.close()
+
+    def _start[T](self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    # --- the collector's thread ---
+
+    async def _begin(self, step: int, episodes: Sequence[Episode]) -> None:
+        self._buffer.begin(step, episodes)
+
+    async def _play_all(self, step: int, episodes: Sequence[Episode]) -> None:
+        await asyncio.gather(*(self._play(step, number, episode) for number, episode in enumerate(episodes)))
+
+    async def _play(self, step: int, number: int, episode: Episode) -> None:
+        if self._buffer.played(step, number) is None:
+            tokens = EpisodeTokens(self._asking, self._buffer, step, number)
+            self._buffer.end(step, number, await self._environment.play(episode, tokens))
+
+    async def _take(self, step: int) -> tuple[list[Played], tuple[int, int]]:
+        return self._buffer.take(step), self._buffer.counts
+
+    async def _keep(self) -> tuple[Kept, ...]:
+        return self._buffer.keep()
+
+    async def _end(self) -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        await self._asking.close()
