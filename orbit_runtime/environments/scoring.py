@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 
 from orbit_runtime.errors import OrbitError
@@ -38,17 +40,20 @@ class Scoring:
                 if not future.done():
                     future.set_exception(error)
             return
-        asyncio.wrap_future(submitted).add_done_callback(partial(_hand_out, asked))
+        submitted.add_done_callback(partial(_bring_back, asyncio.get_running_loop(), asked))
 
 
-def _hand_out(
-    asked: Sequence[tuple[Sequence[RewardCall], asyncio.Future[list[RewardResult]]]],
-    submitted: asyncio.Future[list[RewardResult]],
-) -> None:
-    if submitted.cancelled():
-        error: BaseException | None = asyncio.CancelledError()
-    else:
-        error = submitted.exception()
+_Asked = Sequence[tuple[Sequence[RewardCall], asyncio.Future[list[RewardResult]]]]
+
+
+def _bring_back(loop: asyncio.AbstractEventLoop, asked: _Asked, submitted: Future[list[RewardResult]]) -> None:
+    """In the scorer's thread. Rewards may end after everything that waited for them: then nobody listens."""
+    with suppress(RuntimeError):
+        loop.call_soon_threadsafe(_hand_out, asked, submitted)
+
+
+def _hand_out(asked: _Asked, submitted: Future[list[RewardResult]]) -> None:
+    error = submitted.exception()
     results = iter(()) if error else iter(submitted.result())
     for calls, future in asked:
         mine = [next(results) for _ in calls] if not error else []

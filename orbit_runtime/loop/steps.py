@@ -32,6 +32,7 @@ def run_steps(parts: Parts, state: RunState, stop: StopFlag) -> str:
     """
     assert state.publication is not None
     with Collector(parts.environment, parts.engine, taken=state.step, restored=state.kept) as collector:
+        state.kept = ()
         collector.switch(state.publication)
         first, cursors = state.step, {state.step: parts.prompts.state()}
         ended = _run(parts, state, stop, collector, cursors)

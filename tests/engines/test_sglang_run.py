@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from orbit_runtime.cli.main import run_command
+from orbit_runtime.data.records import decompress_rollouts
 from orbit_runtime.storage import open_store
 
 ROOT = Path(__file__).parents[2]
@@ -152,3 +153,26 @@ def test_a_killed_run_leaves_no_server_and_goes_on_without_losing_or_doubling_a_
     assert report["resumed"] == 1
     # What was recorded is what was trained on, before the kill and after it: no engine has a part in this.
     assert run_command(["replay", str(out)]) == 0
+
+
+def test_steps_overlap_within_their_bound_and_a_kill_loses_no_rollout(tmp_path: Path) -> None:
+    out, steps = tmp_path / "run", 5
+    overlapping = ["spec.rollout.maxStaleness=1", "spec.rollout.sampling.maxNewTokens=24", "spec.data.limit=200"]
+    overlapping += ["spec.rollout.sampling.ignoreEos=true", "spec.algorithm.groupSize=4"]
+    run = start(out, *overlapping, steps=steps)
+    wait_for_step(out, 2, run)
+    run.kill()
+    assert run.wait() == -signal.SIGKILL
+    assert start(out, *overlapping, steps=steps).wait() == 0, out.with_suffix(".log").read_text()[-3000:]
+    report = json.loads((out / "report.json").read_text())
+    assert (report["status"], report["publishes"]) == ("done", report["publishes_proven"])
+    seen, store, oldest = set(), open_store(str(out)), 0
+    for row in rows(out):
+        key = f"rollouts/step-{row['step']:06d}.jsonl.zst"
+        rollouts = decompress_rollouts(store.get(key))
+        seen |= {(each.prompt_id, each.sample_index) for each in rollouts}
+        age = [row["step"] - 1 - version for each in rollouts for version in each.versions_T if version >= 0]
+        assert 0 <= min(age) <= max(age) == row["staleness_max"] <= 1
+        oldest = max(oldest, *age)
+    assert len(seen) == steps * 32 * 4, "every rollout counts once"
+    assert oldest == 1, "nothing overlapped: the test shows nothing"

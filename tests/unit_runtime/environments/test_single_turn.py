@@ -143,7 +143,7 @@ def test_a_column_that_is_no_mathematics_is_a_crash_and_not_a_wrong_answer() -> 
         math_answer("4", [], {"answer": ""})
 
 
-def test_a_stop_does_not_wait_for_slow_rewards() -> None:
+def test_a_stop_does_not_wait_for_slow_rewards(caplog: pytest.LogCaptureFixture) -> None:
     slow = RewardTarget("slow", "fakes.bad_rewards:by_text", {}, timeout_seconds=600.0)
     with RewardPool([slow], num_workers=1, search_path=[TESTS]) as pool:
         environment = SingleTurn("run", Letters(), pool, {"slow": 1.0}, Sampling(), 1, 0)
@@ -153,6 +153,7 @@ def test_a_stop_does_not_wait_for_slow_rewards() -> None:
             asyncio.run(asyncio.wait_for(environment.play(episode, Tokens(["hang"])), 0.2))
         pool.close()
         assert time.monotonic() - started < 2.0
+    assert not caplog.records, "what ends after its event loop disturbs nobody"
 
 
 def test_what_ends_the_scorer_reaches_every_episode_that_waits_for_it() -> None:

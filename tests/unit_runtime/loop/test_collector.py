@@ -141,7 +141,7 @@ def test_a_stop_leaves_what_was_sampled_for_the_checkpoint(build: Build) -> None
     collector.switch(policy(0))
     collector.begin(1, prompts(1, 8))
     engine.steps = 50
-    until(lambda: not engine.steps)
+    until(lambda: not engine.steps and collector._buffer.counts[0])
     stop.request("SIGTERM")
     assert collector.take(1, stop) is None
     collector.pause()
