@@ -19,7 +19,7 @@ SGLANG_SAMPLE := tests/engines/test_contract.py tests/engines/test_plain_sglang.
 PURE := errors types seeds spec storage workers model_info planner algorithms data environments observability
 PURE_PATHS = $(wildcard $(PURE:%=orbit_runtime/%.py) $(PURE:%=orbit_runtime/%))
 
-.PHONY: help install dev quickstart test test-models test-megatron test-store test-ray test-sglang test-engines test-bisect test-proofs test-cluster cluster-programs check-chart images images-push check crds docs vendor-table constraints same-bits gpu-wheels gpu-proof bench release-check clean
+.PHONY: help install dev quickstart test test-models test-megatron test-store test-ray test-bridges test-sglang test-engines test-bisect test-proofs test-cluster cluster-programs check-chart images images-push check crds docs vendor-table constraints same-bits gpu-wheels gpu-proof bench release-check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z -]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -47,6 +47,9 @@ test-store: dev ## storage and resume against a real S3 server (needs Go)
 
 test-ray: dev ## ranks of a trainer as Ray's actors: every fault that they can have (Linux)
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest tests/ranks
+
+test-bridges: dev ## environments of Gymnasium, SkyRL-Gym and verifiers, from manifests (makes an environment with these packages, once)
+	ORBIT_BRIDGES_PYTHON="$$(tools/bridges_python.sh)" && OMP_NUM_THREADS=1 "$$ORBIT_BRIDGES_PYTHON" -m pytest tests/bridges
 
 test-sglang: dev ## a sample of test-engines: the contract with LoRA and OFT, SGLang without our plug-in, a killed server (Linux; the same environment)
 	ORBIT_SGLANG_PYTHON="$$(tools/sglang_python.sh)" && export ORBIT_SGLANG_PYTHON && $(BIN)/python -m pytest $(SGLANG_SAMPLE)

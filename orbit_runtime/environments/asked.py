@@ -7,12 +7,14 @@ scoring (`workers`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from orbit_runtime.data.prompts import check_fields, load_prompts
 from orbit_runtime.data.rows import PromptSource
 from orbit_runtime.environments.rewards import REWARDS
+from orbit_runtime.errors import UnsupportedError
 from orbit_runtime.spec.quantities import read_quantity
 from orbit_runtime.spec.run import RunSpec
 from orbit_runtime.storage.inputs import code_digest
@@ -41,6 +43,8 @@ BRIDGES = {
     "Verifiers": "orbit_runtime.environments.bridges.verifiers_rollout:VerifiersEpisode",
 }
 """`environment.type` → what plays such a package's environments."""
+EXTRAS = {"Gymnasium": ("gymnasium", "gym"), "SkyRLGym": ("skyrl_gym", "gym"), "Verifiers": ("verifiers", "verifiers")}
+"""The module that it needs, and the extra that brings it."""
 
 
 def environment_target(spec: RunSpec) -> EnvironmentTarget | None:
@@ -49,6 +53,13 @@ def environment_target(spec: RunSpec) -> EnvironmentTarget | None:
     if environment.type == "SingleTurn":
         return None
     if environment.type in BRIDGES:
+        module, extra = EXTRAS[environment.type]
+        if find_spec(module) is None:
+            raise UnsupportedError(
+                f"`type: {environment.type}` needs the package {module.replace('_', '-')}, which is not installed",
+                where="spec.environment.type",
+                fix=f"pip install 'orbit-rl[{extra}]'",
+            )
         arguments = {"name": environment.name, "arguments": environment.arguments}
         return EnvironmentTarget(BRIDGES[environment.type], arguments)
     return EnvironmentTarget(environment.entrypoint, environment.arguments, environment.tools)

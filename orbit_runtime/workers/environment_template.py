@@ -19,12 +19,13 @@ import os
 import signal
 import socket
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
 from orbit_runtime.workers.environment_cell import Loaded, serve
 from orbit_runtime.workers.environment_protocol import EnvironmentLimits
-from orbit_runtime.workers.reward_function import TargetError, load_object
+from orbit_runtime.workers.reward_function import TargetError, describe, load_object
 from orbit_runtime.workers.reward_worker import confine_rewards, end_with_parent
 from orbit_runtime.workers.tool_schema import tool_schema
 
@@ -81,6 +82,8 @@ def _load(head: Any) -> Loaded:
         environment = load_object(target) if target else None
         if environment is not None and not callable(environment):
             raise TargetError(f"{target!r} is not a class")
+        if hasattr(environment, "prepare"):
+            _prepare(environment, head["arguments"])
         tools = {}
         for target in head["tools"]:
             function = load_object(target)
@@ -92,8 +95,20 @@ def _load(head: Any) -> Loaded:
     return Loaded(environment, head["arguments"], tools)
 
 
+def _prepare(environment: Any, arguments: Any) -> None:
+    """What all copies share, made before there are any."""
+    try:
+        environment.prepare(**arguments)
+    except BaseException as error:  # user code
+        raise TargetError(f"{environment.__name__}.prepare fails: {describe(error)}") from error
+
+
 def _fork(control: socket.socket, descriptor: int, loaded: Loaded, limits: EnvironmentLimits) -> int:
-    pid = os.fork()
+    with warnings.catch_warnings():
+        # Packages that start threads on import are forked without them. Where one held a lock, the copy hangs, and is
+        # ended as what hangs is.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pid = os.fork()
     if pid:
         os.close(descriptor)
         return pid

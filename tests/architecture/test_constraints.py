@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 SETS = {
     "laptop": ("", "train", "dev", "operator"),
+    "bridges": ("", "train", "gym", "verifiers"),
     "node": ("", "train", "sglang", "megatron", "ray", "te", "operator"),
 }
 ENVIRONMENT = {"python_version": "3.12", "python_full_version": "3.12.0", "sys_platform": "linux", "extra": ""}
@@ -61,7 +62,7 @@ def test_the_build_backend_is_pinned() -> None:
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_both_sets_hold_the_shared_versions(name: str) -> None:
+def test_every_set_holds_the_shared_versions(name: str) -> None:
     pinned = pins(f"{name}.txt")
     for distribution, version in pins("shared.in").items():
         assert pinned.get(distribution, version) == version, distribution

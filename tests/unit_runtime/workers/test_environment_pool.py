@@ -235,6 +235,26 @@ def test_what_cannot_be_imported_is_named(target: EnvironmentTarget, where: str,
     assert failed.value.where == where
 
 
+def test_what_all_copies_share_is_prepared_once(tmp_path: Path) -> None:
+    (tmp_path / "shared.py").write_text(
+        "import os\n"
+        "from orbit_runtime.environments import Step\n"
+        "class Shared:\n"
+        "    @classmethod\n"
+        "    def prepare(cls, fail=False):\n"
+        "        cls.made_by = os.getpid() // (not fail)\n"
+        "    def __init__(self, fail=False): pass\n"
+        "    def reset(self, prompt, fields, seed): return f'{self.made_by} {os.getppid()}'\n"
+        "    def step(self, completion): return Step(done=True)\n"
+    )
+    target = EnvironmentTarget("shared:Shared", {"fail": False})
+    with EnvironmentPool(target, limits=LIMITS, search_path=[str(tmp_path)]) as pool:
+        made_by, parent = play(pool)[0]["messages"][0]["content"].split()
+    assert made_by == parent
+    with pytest.raises(ManifestError, match=r"Shared\.prepare fails: ZeroDivisionError"):
+        EnvironmentPool(EnvironmentTarget("shared:Shared", {"fail": True}), search_path=[str(tmp_path)])
+
+
 def test_what_an_environment_starts_ends_with_it(tmp_path: Path) -> None:
     (tmp_path / "starter.py").write_text(
         "import subprocess\n"

@@ -1,0 +1,48 @@
+"""Environments of SkyRL-Gym: text in, text out, with the package's own registry.
+
+Belongs here: its `init` and `step` as ours. Does not belong here: its tokenisation (there is none here).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import skyrl_gym  # type: ignore[import-not-found, unused-ignore]
+
+from orbit_runtime.workers.environment_protocol import Step
+
+
+class SkyRLEpisode:
+    """`skyrl_gym.make(name, env_config=arguments, extras=…)`, the extras being the other columns of the prompt's row.
+
+    `postprocessed_action`, with which an environment may rewrite what was sampled, is not followed: what was sampled
+    is what trains.
+    """
+
+    def __init__(self, name: str, arguments: Mapping[str, Any]) -> None:
+        self._name = name
+        self._arguments = dict(arguments)
+        self._environment: Any = None
+
+    def reset(self, prompt: Sequence[Mapping[str, Any]], fields: Mapping[str, Any], seed: int) -> Any:
+        self._environment = skyrl_gym.make(self._name, env_config=self._arguments, extras=dict(fields))
+        messages, _ = self._environment.init([dict(message) for message in prompt])
+        return messages
+
+    def step(self, completion: str) -> Step:
+        answered = self._environment.step(completion)
+        done = bool(answered["done"])
+        return Step(answered["observations"], float(answered["reward"]), done, self._metrics() if done else {})
+
+    def finish(self) -> Step:
+        return Step(done=True, parts=self._metrics())
+
+    def close(self) -> None:
+        if self._environment is not None:
+            self._environment.close()
+
+    def _metrics(self) -> dict[str, float]:
+        """The numbers among what it counts."""
+        found = self._environment.get_metrics()
+        return {str(name): float(value) for name, value in found.items() if isinstance(value, int | float)}
