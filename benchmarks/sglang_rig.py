@@ -52,7 +52,7 @@ SETTINGS = TrainerSettings(
     loss=PolicyLossSettings(),
     reduction="Token",
     constant_length=4,
-    importance_cap=None,
+    correction=None,
     sampling=Sampling(),
     base_model="builtin://tiny-adder",
 )

@@ -1,54 +1,195 @@
-"""From the rewards of a group to an advantage per rollout.
+"""From the rewards of a step to advantages.
 
-Belongs here: baselines and their normalisation, in plain floats. Does not belong here: rewards themselves, or losses.
-`_G` the rollouts of one prompt.
+Belongs here: baselines and normalisation, in plain floats; the two are separate, and any two go together. Does not
+belong here: what a reward is made of (`shaping`, `kl_reward`), or losses.
+
+`_P` prompts, `_G` the rollouts of one prompt, `_T` the trained tokens of one rollout.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 
 from orbit_runtime.errors import DivergedError
-
-Normalize = Literal["Group", "None"]
+from orbit_runtime.spec.objectives import Baseline, Normalize
 
 STD_EPSILON = 1e-4
-"""Added to the standard deviation, as in TRL 1.16 (`GRPOTrainer`, `scale_rewards="group"`)."""
+"""Added to a group's standard deviation, as in TRL 1.16 (`GRPOTrainer`, `scale_rewards="group"`)."""
+VARIANCE_EPSILON = 1e-8
+"""Added to the variance of a batch, as in verl 0.9 (`masked_whiten`)."""
 REWARD_LIMIT = 3.4028234663852886e38
 """The largest fp32 number: advantages are trained on in fp32."""
 
+Advantage = float | Sequence[float]
+"""Of a rollout: one number for all its trained tokens, or one for each."""
 
-def group_advantages(rewards_G: Sequence[float | None], *, normalize: Normalize) -> list[float]:
-    """A_i = r_i - mean(r), divided by std(r) + 1e-4 when `normalize` is `Group` (GRPO, arXiv:2402.03300, section
-    4.1.2).
 
-    The standard deviation is the unbiased one (n - 1), as `torch.std` and TRL 1.16 have it. `None` normalises
-    nothing, as Dr. GRPO (arXiv:2503.20783) proposes.
+@dataclass(frozen=True, slots=True)
+class ScoredGroup:
+    """The rollouts of one prompt, as advantages see them.
 
-    A reward of `None` (timeout or crash) is no observation: it is left out of mean and deviation and gets advantage
-    0.0. Fewer than two rewards, or rewards that are all equal, compare nothing: every advantage is exactly 0.0.
+    Example: `ScoredGroup([1.0, 0.0, None], [12, 7, 9])`
+    """
+
+    rewards_G: Sequence[float | None]
+    """Shaped, without the divergence. `None` where the reward timed out or crashed."""
+    lengths_G: Sequence[int]
+    """Trained tokens."""
+    penalties_GT: Sequence[Sequence[float]] | None = None
+    """What each trained token pays for its distance from the reference; None: nothing is taken off the reward."""
+
+    @property
+    def totals_G(self) -> list[float | None]:
+        """Rewards with everything taken off that their tokens pay."""
+        if self.penalties_GT is None:
+            return list(self.rewards_G)
+        return [
+            None if reward is None else reward - math.fsum(penalties_T)
+            for reward, penalties_T in zip(self.rewards_G, self.penalties_GT, strict=True)
+        ]
+
+
+AdvantageFunction = Callable[[Sequence[ScoredGroup]], Sequence[Sequence[Advantage]]]
+"""The groups of a step, whole, → an advantage for each rollout of each, 0.0 where it has no reward."""
+
+
+def estimate_advantages(
+    groups_P: Sequence[ScoredGroup], *, baseline: Baseline, normalize: Normalize
+) -> list[list[Advantage]]:
+    """An advantage for each rollout of each group of a step: its reward against a baseline, then normalised.
+
+    ```
+    GroupMean       A_i = r_i - mean(r)                         GRPO, arXiv:2402.03300 section 4.1.2
+    LeaveOneOut     A_i = r_i - mean(r without r_i)             RLOO, arXiv:2402.14740
+    LengthWeighted  A_i = r_i - sum(L_j r_j) / sum(L_j)         OPO, arXiv:2505.23585
+    None            A_it = r_i - what token t and those after it pay      REINFORCE++, arXiv:2501.03262
+
+    Group           A_i / (std(r) + 1e-4), unbiased             GRPO; TRL 1.16
+    Batch           (A - mean) / sqrt(var + 1e-8), over the trained tokens of the step      REINFORCE++; verl 0.9
+    None            as it is                                    Dr. GRPO, arXiv:2503.20783
+    ```
+
+    A reward of `None` (timeout or crash) is no observation: it is left out of every mean and deviation and gets
+    advantage 0.0. In a group of fewer than two rewards, or of rewards that are all equal, a baseline leaves nothing:
+    every advantage is exactly 0.0 before `Batch`.
 
     Raises:
         DivergedError: a reward, after weights and penalties, is no fp32 number.
 
-    Example: `group_advantages([1.0, 0.0, None], normalize="None") == [0.5, -0.5, 0.0]`
+    Example: `estimate_advantages([ScoredGroup([1.0, 0.0, None], [3, 3, 3])], baseline="GroupMean", normalize="None")
+    == [[0.5, -0.5, 0.0]]`
     """
+    if baseline == "None":
+        advantages_PG = [_returns(group) for group in groups_P]
+    else:
+        advantages_PG = [
+            list(compared(group.totals_G, group.lengths_G, baseline, by_deviation=normalize == "Group"))
+            for group in groups_P
+        ]
+    if normalize == "Batch":
+        return _whitened(groups_P, advantages_PG)
+    return advantages_PG
+
+
+def compared(
+    rewards_G: Sequence[float | None], lengths_G: Sequence[int], baseline: Baseline, *, by_deviation: bool
+) -> list[float]:
+    """One group against its own baseline."""
+    check_rewards(rewards_G)
+    if not is_informative(rewards_G):
+        return [0.0] * len(rewards_G)
     valid = [reward for reward in rewards_G if reward is not None]
-    for reward in valid:
-        if not abs(reward) <= REWARD_LIMIT:  # NaN compares false
+    mean = math.fsum(valid) / len(valid)
+    scale = 1.0
+    if by_deviation:
+        variance = math.fsum((reward - mean) ** 2 for reward in valid) / (len(valid) - 1)
+        scale = math.sqrt(variance) + STD_EPSILON
+    known = [(reward, length) for reward, length in zip(rewards_G, lengths_G, strict=True) if reward is not None]
+    against = _BASELINES[baseline](known, mean)
+    return [0.0 if reward is None else (reward - against(reward)) / scale for reward in rewards_G]
+
+
+_Known = Sequence[tuple[float, int]]
+
+
+def _group_mean(known: _Known, mean: float) -> Callable[[float], float]:
+    return lambda reward: mean
+
+
+def _leave_one_out(known: _Known, mean: float) -> Callable[[float], float]:
+    count = len(known)
+    return lambda reward: (count * mean - reward) / (count - 1)
+
+
+def _length_weighted(known: _Known, mean: float) -> Callable[[float], float]:
+    tokens = sum(length for _, length in known)
+    weighted = math.fsum(length * reward for reward, length in known) / tokens if tokens else mean
+    return lambda reward: weighted
+
+
+_BASELINES: Mapping[str, Callable[[_Known, float], Callable[[float], float]]] = {
+    "GroupMean": _group_mean,
+    "LeaveOneOut": _leave_one_out,
+    "LengthWeighted": _length_weighted,
+}
+
+
+def _returns(group: ScoredGroup) -> list[Advantage]:
+    """Each token's reward from there on: the rollout's reward comes with its last token, penalties with each."""
+    check_rewards(group.totals_G)
+    if group.penalties_GT is None:
+        return [0.0 if reward is None else reward for reward in group.rewards_G]
+    return [
+        0.0 if reward is None else [reward - ahead for ahead in [*accumulate(reversed(penalties_T))][::-1]]
+        for reward, penalties_T in zip(group.rewards_G, group.penalties_GT, strict=True)
+    ]
+
+
+def _whitened(groups_P: Sequence[ScoredGroup], advantages_PG: list[list[Advantage]]) -> list[list[Advantage]]:
+    """Mean 0 and deviation 1 over all trained tokens whose rollout has a reward; exactly 0.0 where all are equal."""
+    values: list[tuple[float, int]] = []
+    for group, advantages_G in zip(groups_P, advantages_PG, strict=True):
+        for reward, length, advantage in zip(group.rewards_G, group.lengths_G, advantages_G, strict=True):
+            if reward is not None and length:
+                values += (
+                    [(each, 1) for each in advantage] if isinstance(advantage, Sequence) else [(advantage, length)]
+                )
+    tokens = sum(count for _, count in values)
+    if tokens < 2 or len({value for value, _ in values}) < 2:
+        return [[0.0] * len(advantages_G) for advantages_G in advantages_PG]
+    mean = math.fsum(value * count for value, count in values) / tokens
+    variance = math.fsum(count * (value - mean) ** 2 for value, count in values) / (tokens - 1)
+    scale = math.sqrt(variance + VARIANCE_EPSILON)
+
+    def whitened(reward: float | None, advantage: Advantage) -> Advantage:
+        if reward is None:
+            return 0.0
+        if isinstance(advantage, Sequence):
+            return [(each - mean) / scale for each in advantage]
+        return (advantage - mean) / scale
+
+    return [
+        [whitened(*each) for each in zip(group.rewards_G, advantages_G, strict=True)]
+        for group, advantages_G in zip(groups_P, advantages_PG, strict=True)
+    ]
+
+
+def is_informative(rewards_G: Sequence[float | None]) -> bool:
+    """Whether two rollouts of a group differ in their reward: else nothing in it says what to do more of."""
+    valid = {reward for reward in rewards_G if reward is not None}
+    return len(valid) > 1
+
+
+def check_rewards(rewards_G: Sequence[float | None]) -> None:
+    """Raises DivergedError where a reward is no fp32 number."""
+    for reward in rewards_G:
+        if reward is not None and not abs(reward) <= REWARD_LIMIT:  # NaN compares false
             raise DivergedError(
                 f"a reward of {reward:.3g} is beyond what fp32 can hold",
                 where="spec.environment.rewards",
                 fix="scale the reward or its weight so that values are of the order of 1; the rollouts are kept in "
                 "failures/",
             )
-    if len(valid) < 2 or min(valid) == max(valid):
-        return [0.0] * len(rewards_G)
-    mean = math.fsum(valid) / len(valid)
-    scale = 1.0
-    if normalize == "Group":
-        variance = math.fsum((reward - mean) ** 2 for reward in valid) / (len(valid) - 1)
-        scale = math.sqrt(variance) + STD_EPSILON
-    return [0.0 if reward is None else (reward - mean) / scale for reward in rewards_G]

@@ -1,119 +1,140 @@
 """Policy losses over flat tensors of response tokens.
 
-Belongs here: loss, KL estimators and importance weights, as pure functions of log-probs. Does not belong here:
-computing log-probs, reductions (`reduction` gives the weights), backward passes. `_T` the trained tokens of a
-micro-batch, all samples joined, prompts and masked tokens left out.
+Belongs here: surrogates, each a loss per token, and what all of them are put together with; pure functions of
+log-probs. Does not belong here: computing log-probs, reductions (`reduction` gives the weights), backward passes.
+`_T` the trained tokens of a micro-batch, all samples joined, prompts and masked tokens left out; `_D` its samples.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
+from torch import Tensor
 
-KLEstimator = Literal["K1", "K2", "K3"]
-
-LOG_RATIO_LIMIT = 20.0
-"""Log-ratios are clamped here: e^20 is far outside every clip range, and an infinite ratio times a zero advantage is
-NaN."""
+from orbit_runtime.algorithms.divergence import LOG_RATIO_LIMIT, kl_estimate, weighted_kl
+from orbit_runtime.algorithms.ratios import LogRatio, token_ratio
+from orbit_runtime.spec.objectives import KLEstimator
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyLossSettings:
-    """The constants of the clipped policy loss."""
+    """The constants of a policy loss."""
 
-    clip_low: float = 0.2
+    clip_low: float | None = 0.2
+    """None: no lower bound."""
     clip_high: float = 0.2
     kl_coefficient: float = 0.0
     """Weight of the KL term inside the loss; 0.0 where KL is off or placed in the reward."""
     kl_estimator: KLEstimator = "K3"
+    kl_weighted: bool = False
+    """The KL term is multiplied by the ratio."""
 
 
-def kl_estimate(logprobs_T: torch.Tensor, reference_logprobs_T: torch.Tensor, estimator: KLEstimator) -> torch.Tensor:
-    """Per-token estimate of KL(policy || reference) at tokens the policy sampled (Schulman 2020,
-    joschu.net/blog/kl-approx.html).
+@dataclass(frozen=True, slots=True)
+class LossInputs:
+    """What a loss is computed from: a micro-batch of whole samples. Gradient flows through `logprobs_T` alone."""
 
-    With d = log(reference) - log(policy):
+    logprobs_T: Tensor
+    old_logprobs_T: Tensor
+    advantages_T: Tensor
+    lengths_D: Tensor
+    """Trained tokens of each sample, int64, at least 1; samples lie one after the other."""
+    reference_logprobs_T: Tensor | None = None
+    importance_T: Tensor | None = None
+    """Weights of `corrections`, without gradient."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLosses:
+    """A surrogate's loss of each token, to be minimised."""
+
+    loss_T: Tensor
+    clipped_T: Tensor | None = None
+    """True where the clip took the token's gradient away, or its weight was cut."""
+
+
+Surrogate = Callable[[LossInputs, PolicyLossSettings], TokenLosses]
+"""From log-probs and advantages to a loss per token, before corrections, KL and reduction."""
+
+
+def clipped(inputs: LossInputs, settings: PolicyLossSettings, *, log_ratio: LogRatio = token_ratio) -> TokenLosses:
+    """The clipped surrogate (PPO, arXiv:1707.06347 eq. 7), of tokens or of whole answers (`ratios`).
+
     ```
-    K1  -d            unbiased, high variance, may be negative
-    K2  d^2 / 2       biased, low variance, never negative
-    K3  e^d - 1 - d   unbiased, low variance, never negative
+    l_t = -min(ratio * A, clip(ratio, 1 - low, 1 + high) * A)
     ```
-    That is about the value. As a *loss* only the gradient counts, and it differs (arXiv:2506.09477): E[grad K1] = 0,
-    so K1 in the loss regularises nothing in expectation (use it in the reward); E[grad K2] = grad KL(policy ||
-    reference), the reverse KL; E[grad K3] = grad KL(reference || policy), the forward KL. All three hold on policy
-    only.
     """
-    d_T = (reference_logprobs_T - logprobs_T).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    if estimator == "K1":
-        return -d_T
-    if estimator == "K2":
-        return d_T.square() / 2
-    return torch.exp(d_T) - 1 - d_T
+    advantages_T = inputs.advantages_T
+    log_ratio_T = log_ratio(inputs.logprobs_T - inputs.old_logprobs_T.detach(), inputs.lengths_D)
+    ratio_T = torch.exp(log_ratio_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+    least = None if settings.clip_low is None else 1 - settings.clip_low
+    clipped_T = ratio_T.clamp(least, 1 + settings.clip_high)
+    loss_T = -torch.min(ratio_T * advantages_T, clipped_T * advantages_T)
+    with torch.no_grad():
+        is_clipped_T = (ratio_T > 1 + settings.clip_high) & (advantages_T > 0)
+        if least is not None:
+            is_clipped_T = ((ratio_T < least) & (advantages_T < 0)) | is_clipped_T
+    return TokenLosses(loss_T, is_clipped_T)
 
 
-def truncated_importance(
-    old_trainer_logprobs_T: torch.Tensor, sampled_logprobs_T: torch.Tensor, cap: float
-) -> torch.Tensor:
-    """min(pi_trainer,old / pi_sampler, cap) per token, without gradient: truncated importance sampling.
+def clipped_weights(
+    inputs: LossInputs, settings: PolicyLossSettings, *, log_ratio: LogRatio = token_ratio
+) -> TokenLosses:
+    """REINFORCE with clipped importance weights (CISPO, arXiv:2506.13585 eq. 4 and 5): no token loses its gradient.
 
-    Corrects for a rollout engine whose log-probs differ from the trainer's for the same weights (Yao et al. 2025, "Your
-    efficient RL framework secretly brings you off-policy RL training", and FlashRL, fengyao.notion.site/flash-rl). The
-    truncation is from Ionides 2008. The trainer's old log-probs are those before the step's first update.
+    ```
+    l_t = -sg(clip(ratio, 1 - low, 1 + high)) * A * logprob
+    ```
     """
-    log_ratio_T = (old_trainer_logprobs_T - sampled_logprobs_T).detach()
-    return torch.exp(log_ratio_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)).clamp(max=cap)
+    log_ratio_T = log_ratio((inputs.logprobs_T - inputs.old_logprobs_T).detach(), inputs.lengths_D)
+    ratio_T = torch.exp(log_ratio_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+    least = None if settings.clip_low is None else 1 - settings.clip_low
+    weight_T = ratio_T.clamp(least, 1 + settings.clip_high)
+    return TokenLosses(-weight_T * inputs.advantages_T * inputs.logprobs_T, weight_T != ratio_T)
 
 
 def policy_loss(
-    logprobs_T: torch.Tensor,
-    old_logprobs_T: torch.Tensor,
-    advantages_T: torch.Tensor,
-    weights_T: torch.Tensor,
-    settings: PolicyLossSettings,
-    *,
-    reference_logprobs_T: torch.Tensor | None = None,
-    importance_T: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The clipped surrogate with an optional KL term (PPO, arXiv:1707.06347 eq. 7; GRPO, arXiv:2402.03300 eq. 3).
+    inputs: LossInputs, weights_T: Tensor, settings: PolicyLossSettings, *, surrogate: Surrogate = clipped
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """A surrogate with its correction, the KL term and the reduction: the loss of a micro-batch.
 
     ```
-    ratio = exp(logprobs - old)
-    l_t   = -importance * min(ratio * A, clip(ratio, 1 - low, 1 + high) * A) + kl_coefficient * KL_t
-    loss  = sum_t weights_t * l_t
+    loss = sum_t weights_t * (importance_t * surrogate_t + kl_coefficient * KL_t)
     ```
-    `importance_T` multiplies the surrogate only, not the KL term, as in TRL 1.16. Gradient flows through `logprobs_T`
-    alone.
+    The correction multiplies the surrogate only, not the KL term, as in TRL 1.16.
 
     Returns:
         The scalar loss, and detached SUMS over this micro-batch, so that micro-batches add up: `loss` (weighted, as
         above), `tokens`, and, each to be divided by `tokens`: `kl` (K3 estimate to the reference, whatever estimator is
-        in the loss; absent without a reference), `kl_old` (K3 to the policy that sampled), `clip_fraction` (tokens
-        whose gradient the clip removes).
+        in the loss; absent without a reference), `kl_old` (K3 to the policy that sampled), `clip_fraction` (see
+        `TokenLosses`), `dropped_fraction` (tokens whose correction is 0; absent without a correction).
     """
-    assert settings.kl_coefficient == 0.0 or reference_logprobs_T is not None, "a KL term needs reference log-probs"
-    old_T = old_logprobs_T.detach()
-    ratio_T = torch.exp((logprobs_T - old_T).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
-    clipped_T = ratio_T.clamp(1 - settings.clip_low, 1 + settings.clip_high)
-    loss_T = -torch.min(ratio_T * advantages_T, clipped_T * advantages_T)
-    if importance_T is not None:
-        loss_T = loss_T * importance_T.detach()
-    if settings.kl_coefficient != 0.0 and reference_logprobs_T is not None:
-        kl_T = kl_estimate(logprobs_T, reference_logprobs_T.detach(), settings.kl_estimator)
+    logprobs_T, old_T, reference_T = inputs.logprobs_T, inputs.old_logprobs_T.detach(), inputs.reference_logprobs_T
+    assert settings.kl_coefficient == 0.0 or reference_T is not None, "a KL term needs reference log-probs"
+    losses = surrogate(inputs, settings)
+    loss_T = losses.loss_T
+    if inputs.importance_T is not None:
+        loss_T = loss_T * inputs.importance_T.detach()
+    if settings.kl_coefficient != 0.0 and reference_T is not None:
+        if settings.kl_weighted:
+            kl_T = weighted_kl(logprobs_T, old_T, reference_T.detach(), settings.kl_estimator)
+        else:
+            kl_T = kl_estimate(logprobs_T, reference_T.detach(), settings.kl_estimator)
         loss_T = loss_T + settings.kl_coefficient * kl_T
     loss = (weights_T * loss_T).sum()
 
     with torch.no_grad():
-        is_clipped_T = ((ratio_T < 1 - settings.clip_low) & (advantages_T < 0)) | (
-            (ratio_T > 1 + settings.clip_high) & (advantages_T > 0)
-        )
         metrics = {
             "loss": loss.detach(),
             "tokens": torch.tensor(float(logprobs_T.numel()), device=logprobs_T.device),
             "kl_old": kl_estimate(logprobs_T, old_T, "K3").sum(),
-            "clip_fraction": is_clipped_T.sum().float(),
         }
-        if reference_logprobs_T is not None:
-            metrics["kl"] = kl_estimate(logprobs_T, reference_logprobs_T, "K3").sum()
+        if losses.clipped_T is not None:
+            metrics["clip_fraction"] = losses.clipped_T.sum().float()
+        if inputs.importance_T is not None:
+            metrics["dropped_fraction"] = (inputs.importance_T == 0).sum().float()
+        if reference_T is not None:
+            metrics["kl"] = kl_estimate(logprobs_T, reference_T, "K3").sum()
     return loss, metrics

@@ -7,9 +7,8 @@ same gradient however micro-batches cut it. Does not belong here: the token loss
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
-Reduction = Literal["Token", "Sequence", "Constant"]
+from orbit_runtime.spec.objectives import Reduction
 
 
 def token_weights(lengths_D: Sequence[int], reduction: Reduction, constant_length: int | None = None) -> list[float]:

@@ -1,36 +1,69 @@
-"""The algorithms a manifest can name.
+"""From a row of `spec.objectives` to the functions that it names.
 
-Belongs here: one row per algorithm. Does not belong here: the arithmetic it points to, or its settings' defaults
-(`spec`).
+Belongs here: names → functions and their constants. Does not belong here: the functions, or which names go together.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
-from orbit_runtime.algorithms.advantages import group_advantages
-from orbit_runtime.algorithms.losses import policy_loss
+from orbit_runtime.algorithms.advantages import AdvantageFunction, estimate_advantages
+from orbit_runtime.algorithms.corrections import Correction
+from orbit_runtime.algorithms.losses import PolicyLossSettings, Surrogate, clipped, clipped_weights, policy_loss
+from orbit_runtime.algorithms.ratios import RATIOS
 from orbit_runtime.spec.algorithm import Algorithm as Settings
 from orbit_runtime.types import ColumnName
+
+SURROGATES: Mapping[str, Callable[..., Any]] = {"Clipped": clipped, "ClippedWeights": clipped_weights}
 
 
 @dataclass(frozen=True, slots=True)
 class Algorithm:
     """What a step calls, in this order."""
 
-    needs: Callable[[Settings], frozenset[ColumnName]]
+    needs: frozenset[ColumnName]
     """Columns that must have been scored before advantages are computed."""
-    advantages: Callable[..., list[float]]
-    """Rewards of one group -> an advantage per rollout."""
-    loss: Callable[..., object]
-    """Log-probs, advantages and weights of a micro-batch -> (loss, sums)."""
+    advantages: AdvantageFunction
+    loss: Callable[..., Any]
+    """`losses.policy_loss` with this algorithm's surrogate."""
 
 
-def _needs_reference(settings: Settings) -> frozenset[ColumnName]:
-    return frozenset({"reference"} if settings.kl.coefficient > 0 else ())
+def loss_settings(settings: Settings) -> PolicyLossSettings:
+    """The constants of its loss."""
+    objective = settings.objective
+    return PolicyLossSettings(
+        clip_low=objective.clip_low,
+        clip_high=objective.clip_high,
+        kl_coefficient=settings.kl.coefficient if objective.kl_placement == "Loss" else 0.0,
+        kl_estimator=objective.kl_estimator,
+        kl_weighted=settings.kl.importance_weighted,
+    )
 
 
-ALGORITHMS: Mapping[str, Algorithm] = {
-    "GRPO": Algorithm(needs=_needs_reference, advantages=group_advantages, loss=policy_loss)
-}
+def correction_of(settings: Settings) -> Correction | None:
+    """Of trainer against engine; None: there is none."""
+    asked = settings.importance_sampling
+    return None if asked.type == "None" else Correction(asked.type, *asked.bounds, asked.veto)
+
+
+def build_algorithm(
+    settings: Settings, *, own_loss: Surrogate | None = None, own_advantages: AdvantageFunction | None = None
+) -> Algorithm:
+    """Args: own_loss, own_advantages: functions of the user's, where the manifest names some."""
+    objective = settings.objective
+    if objective.surrogate == "Own":
+        assert own_loss is not None, "an own objective comes with its loss"
+        surrogate = own_loss
+    else:
+        surrogate = partial(SURROGATES[objective.surrogate], log_ratio=RATIOS[objective.ratio])
+    if own_advantages is not None:
+        advantages = own_advantages
+    else:
+        assert objective.baseline is not None
+        assert objective.normalize is not None
+        advantages = partial(estimate_advantages, baseline=objective.baseline, normalize=objective.normalize)
+    needs: frozenset[ColumnName] = frozenset({"reference"} if settings.kl.coefficient > 0 else ())
+    return Algorithm(needs, advantages, partial(policy_loss, surrogate=surrogate))

@@ -6,6 +6,7 @@ Belongs here: what is printed. Does not belong here: training them (`loop.replay
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from orbit_runtime.cli.output import format_table, print_json
@@ -33,7 +34,7 @@ def run_replay(uri: str, *, steps: int | None, as_json: bool) -> int:
     from orbit_runtime.loop.replay import replay
 
     with steps_bar("replaying") as show:
-        found = replay(store, steps=steps, show=show)
+        found = replay(store, steps=steps, show=show, search_path=[str(Path.cwd())])
     if as_json:
         done = [{"step": each.step, "recorded": each.recorded, "replayed": each.replayed} for each in found.steps]
         print_json(

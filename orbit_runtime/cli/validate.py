@@ -18,11 +18,12 @@ def run_validate(file: Path, overrides: list[str], as_json: bool) -> None:
     """Prints what the manifest says.
 
     Raises:
-        ManifestError: with every problem of the file; or a reward function cannot be imported or called.
+        ManifestError: with every problem of the file; or a function of the user's cannot be imported or called.
         UnsupportedError: (78) sampling that the engine it names does not give.
         DataError, UsageError: prompts or code on this machine are not there, or not what the manifest says.
     """
-    from orbit_runtime.environments.asked import check_local_inputs
+    from orbit_runtime.algorithms.own import check_own
+    from orbit_runtime.environments.asked import check_local_inputs, code_path
     from orbit_runtime.planner.sampling import check_engine
     from orbit_runtime.spec import MachineFacts, load_manifest, resolve
 
@@ -32,6 +33,8 @@ def run_validate(file: Path, overrides: list[str], as_json: bool) -> None:
     check_engine(run.spec)
     folders = [str(file.resolve().parent), str(Path.cwd())]
     unopened = check_local_inputs(resolved.run.spec, folders)
+    if resolved.run.spec.environment.code is None or code_path(resolved.run.spec):
+        unopened += check_own(resolved.run.spec.algorithm, [*code_path(resolved.run.spec), *folders])
     if as_json:
         print_json({"valid": True, "name": run.name, "identity": resolved.identity, "not_opened": unopened})
         return
@@ -42,6 +45,8 @@ def run_validate(file: Path, overrides: list[str], as_json: bool) -> None:
 
 
 def _summary(run: OrbitRun) -> list[tuple[str, str]]:
+    from orbit_runtime.spec.algorithms_reference import describe_algorithm
+
     spec = run.spec
     adapter, training = spec.adapter, spec.training
     if adapter.lora is not None:
@@ -54,7 +59,7 @@ def _summary(run: OrbitRun) -> list[tuple[str, str]]:
         ("name", run.name),
         ("model", f"{spec.model.uri} ({spec.model.precision})"),
         ("adapter", f"{adapter.type}: {settings}, {targets}"),
-        ("algorithm", spec.algorithm.type),
+        ("algorithm", describe_algorithm(spec.algorithm)),
         ("prompts", ", ".join(each.uri for each in spec.data.prompts)),
         ("rewards", ", ".join(f"{each.name} ({each.type or each.entrypoint})" for each in spec.environment.rewards)),
         ("steps", f"{training.steps} of {batch}, up to {spec.rollout.sampling.max_new_tokens} tokens each"),

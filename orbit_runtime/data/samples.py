@@ -10,6 +10,8 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from orbit_runtime.types import FLOATS, ColumnName, Group, Rollout, Sample
 
 
@@ -55,9 +57,11 @@ def with_column(samples_D: Sequence[Sample], name: ColumnName, columns_D: Sequen
     ]
 
 
-def spread(value: float, mask_T: array[int]) -> array[float]:
-    """A column that says the same of every token that trains."""
-    return array(FLOATS, [value if flag else 0.0 for flag in mask_T])
+def spread(value: float | Sequence[float], mask_T: array[int]) -> array[float]:
+    """A column that says the same of every token that trains, or to each its own of `value`."""
+    column_T = np.zeros(len(mask_T), np.float32)
+    column_T[np.flatnonzero(mask_T)] = value
+    return array(FLOATS, column_T.tobytes())
 
 
 def trained(column_T: array[float], mask_T: array[int]) -> array[float]:

@@ -104,7 +104,7 @@ def check_local_inputs(spec: RunSpec, folders: Sequence[str]) -> list[str]:
     code = spec.environment.code
     if code is not None and not _is_here(code.uri):
         return [*unopened, code.uri]
-    search_path = [*_code_path(spec), *folders]
+    search_path = [*code_path(spec), *folders]
     if written:
         RewardPool(written, num_workers=1, search_path=search_path).close()
     target = environment_target(spec)
@@ -113,9 +113,14 @@ def check_local_inputs(spec: RunSpec, folders: Sequence[str]) -> list[str]:
     return unopened
 
 
-def _code_path(spec: RunSpec) -> list[str]:
+def code_path(spec: RunSpec) -> list[str]:
+    """Where this machine holds the code that the manifest names; empty where it names none, or it is elsewhere.
+
+    Raises:
+        UsageError: it is not there.
+    """
     code = spec.environment.code
-    if code is None:
+    if code is None or not _is_here(code.uri):
         return []
     path = Path(code.uri.removeprefix("file://"))
     code_digest(path, "spec.environment.code.uri")

@@ -108,6 +108,12 @@ class RolloutBuffer:
         self.taken = step
         return [played for played in found if played is not None]
 
+    def reopen(self, step: int) -> None:
+        """The step that was taken last begins once more, with other episodes."""
+        assert step == self.taken, "only the newest step can have more"
+        assert not self._steps, "a later step has begun"
+        self.taken = step - 1
+
     @property
     def counts(self) -> tuple[int, int]:
         """Episodes that have ended, and that have not."""

@@ -32,7 +32,7 @@ from orbit_runtime.loop.keep import Checkpoints
 from orbit_runtime.loop.keeper import Keeper
 from orbit_runtime.loop.publish import Publisher
 from orbit_runtime.loop.show import Show
-from orbit_runtime.loop.trainers import TrainerSide, algorithm_of, build_side, check_replay
+from orbit_runtime.loop.trainers import TrainerSide, build_side, check_replay, load_algorithm
 from orbit_runtime.loop.versions import PolicyVersions
 from orbit_runtime.model_info.content import kept_weights_digest
 from orbit_runtime.parity.statistics import base_limit
@@ -135,6 +135,7 @@ def build_parts(
     check_fields(table, read)
     scorer = closing.enter_context(_build_scorer(spec, rewards or {}, inputs.search_path()))
     pool = _build_pool(spec, inputs.search_path(), closing)
+    algorithm = load_algorithm(resolved, inputs.search_path)
     show.stage("fetching the model")
     folder = inputs.model()
     show.stage(f"loading the model, {_amount(folder)}")
@@ -146,7 +147,7 @@ def build_parts(
         new_tokens = spec.rollout.sampling.max_new_tokens
         encode = partial(tokenizer.encode_many, tools=pool.tools if pool else ())
         check_lengths(table, encode, max_prompt_tokens=spec.model.max_sequence_length - new_tokens)
-        side = build_side(resolved, folder, names.model, show.note, closing)
+        side = build_side(resolved, folder, algorithm, names.model, show.note, closing)
         check_token_ids(spec, side.facts.vocabulary)
         check_replay(spec, side.facts)
     show.stage("starting the engine")
@@ -189,7 +190,7 @@ def build_parts(
         side=side,
         publisher=publisher,
         versions=PolicyVersions(engine),
-        algorithm=algorithm_of(resolved),
+        algorithm=algorithm,
         names=names,
         content=content_digests(folder, table, weights, inputs.code_digest()),
         inputs=inputs,

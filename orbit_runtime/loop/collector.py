@@ -74,6 +74,11 @@ class Collector:
         self._start(self._begin(step, episodes)).result()
         self._steps[step] = _Step(prompts_P, self._start(self._play_all(step, episodes)))
 
+    def begin_again(self, step: int, prompts_P: Sequence[Prompt]) -> None:
+        """More prompts of the step that was taken last, while no later one is under way."""
+        self._start(self._reopen(step)).result()
+        self.begin(step, prompts_P)
+
     def switch(self, policy: Publication) -> None:
         """From now on `policy` samples; returns when nothing samples from an older one any more."""
         self._start(self._asking.switch(policy)).result()
@@ -129,6 +134,9 @@ class Collector:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     # --- the collector's thread ---
+
+    async def _reopen(self, step: int) -> None:
+        self._buffer.reopen(step)
 
     async def _begin(self, step: int, episodes: Sequence[Episode]) -> None:
         self._buffer.begin(step, episodes)

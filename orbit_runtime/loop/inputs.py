@@ -54,7 +54,8 @@ class Inputs:
         return self._fetch(uri, "prompts", f"spec.data.prompts[{index}].uri").path
 
     def search_path(self) -> list[str]:
-        """Folders and archives for the reward workers; this process imports nothing from them."""
+        """Folders and archives that entry points are imported from: rewards by their workers, an own loss or own
+        advantages by this process."""
         code = self.spec.environment.code
         found = [] if code is None else [str(self._fetch(code.uri, "code", "spec.environment.code.uri").path)]
         return [*found, *self.folders]

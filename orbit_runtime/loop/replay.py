@@ -20,7 +20,7 @@ from orbit_runtime.loop.keep import step_name
 from orbit_runtime.loop.machine import explain_rounding, machine_facts, rounding_facts
 from orbit_runtime.loop.origin import find_origin
 from orbit_runtime.loop.resume import read_run_file
-from orbit_runtime.loop.trainers import build_policy, build_trainer
+from orbit_runtime.loop.trainers import build_policy, build_trainer, load_algorithm
 from orbit_runtime.model_info.content import kept_weights_digest
 from orbit_runtime.observability.metrics import MetricsRow, parse_row
 from orbit_runtime.spec import OrbitRun, resolve
@@ -57,13 +57,16 @@ class ReplayedStep:
         return self.recorded == self.replayed
 
 
-def replay(store: Store, *, steps: int | None, show: Callable[[int, int], None]) -> Replay:
+def replay(
+    store: Store, *, steps: int | None, show: Callable[[int, int], None], search_path: Sequence[str] = ()
+) -> Replay:
     """Ends at the first step that differs: every later one would.
 
     Args:
         store: a run folder; nothing is written to it.
         steps: replay only so many.
         show: is told after each step how many are done, of how many.
+        search_path: folders that an own loss or own advantages are imported from, after `environment.code`.
 
     Raises:
         UsageError: there is no run, or the checkpoint that it began from is gone.
@@ -76,12 +79,14 @@ def replay(store: Store, *, steps: int | None, show: Callable[[int, int], None])
         raise UsageError("there is no run with a finished step here", where=store.uri, fix="name a run folder")
     resolved = resolve(OrbitRun.model_validate(before["resolved"]), machine_facts())
     spec = resolved.run.spec
-    folder = Inputs(spec, before.get("inputs", {}), Patience(), ()).model()
+    inputs = Inputs(spec, before.get("inputs", {}), Patience(), search_path)
+    algorithm = load_algorithm(resolved, inputs.search_path)
+    folder = inputs.model()
     check_weights_known(store.uri, before["identity"])
     if kept_weights_digest(folder, Cache(default_cache(os.environ))) != before["identity"][WEIGHTS]:
         raise ModelError("the base has other bytes than when the run began", where=spec.model.uri)
     policy = build_policy(resolved, folder, lambda _: None)
-    trainer, algorithm = build_trainer(resolved, policy, base_model=before["names"]["model"])
+    trainer = build_trainer(resolved, policy, algorithm, base_model=before["names"]["model"])
     origin = find_origin(resolved.run, before)
     if origin is not None:
         trainer.load_state(origin.bundle.parts)

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from orbit_runtime.errors import GateError
 from orbit_runtime.loop.collect import Collected
+from orbit_runtime.loop.resample import count_groups
 from orbit_runtime.loop.staleness import Staleness
 from orbit_runtime.loop.state import RunState
 from orbit_runtime.observability.metrics import FIELDS, MetricsRow, build_row, part_field
@@ -35,6 +36,7 @@ def step_row(
     outcomes = Counter(rollout.outcome for rollout in rollouts)
     lengths = [sum(rollout.loss_mask_T) for rollout in rollouts]
     tokens = sum(lengths)
+    counts = count_groups(collected.groups_P)
     trained = {name: value for name, value in result.metrics.items() if name in FIELDS}
     return build_row(
         **trained,
@@ -47,6 +49,9 @@ def step_row(
         reward_wrong=outcomes["wrong"],
         reward_timeout=outcomes["timeout"],
         reward_crash=outcomes["crash"],
+        groups=counts.groups,
+        groups_equal=counts.equal,
+        groups_masked=counts.masked,
         response_tokens_mean=tokens / max(1, len(rollouts)),
         truncated_fraction=sum(rollout.finish_reason == "length" for rollout in rollouts) / max(1, len(rollouts)),
         turns_mean=_mean(sum(turn.role == "assistant" for turn in rollout.turns) for rollout in rollouts),

@@ -224,8 +224,15 @@ SMALLEST_USUAL_RATE = 5e-6
 
 
 def _warn(parts: Parts, state: RunState, rewards: Mapping[str, Callable[..., Any]] | None) -> None:
-    if parts.spec.algorithm.group_size == 1:
+    algorithm, objective = parts.spec.algorithm, parts.spec.algorithm.objective
+    if algorithm.group_size == 1 and objective.baseline not in ("None", None):
         state.warn("a group of one has no gradient: set algorithm.groupSize to 2 or more to learn")
+    kl = (algorithm.kl.coefficient > 0, objective.kl_placement, objective.kl_estimator)
+    if kl == (True, "Loss", "K1") and not algorithm.kl.importance_weighted:
+        state.warn(
+            "the gradient of K1 in the loss is 0 on average, so it holds the policy to nothing (arXiv:2506.09477): set "
+            "algorithm.kl.importanceWeighted, or estimator: K2, or placement: Reward"
+        )
     rate = parts.spec.training.learning_rate
     if rate < SMALLEST_USUAL_RATE:
         state.warn(

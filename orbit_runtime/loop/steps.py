@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from orbit_runtime.errors import OrbitError, StoppedOnRequest
@@ -17,12 +18,13 @@ from orbit_runtime.loop.collect import Collected, check_failures
 from orbit_runtime.loop.collector import Collector
 from orbit_runtime.loop.keep import keep_failure, keep_row, keep_step
 from orbit_runtime.loop.parity import check_again, step_limits
+from orbit_runtime.loop.resample import collect_informative, what_is_missing
 from orbit_runtime.loop.row import check_parity, step_row, with_checkpoint
 from orbit_runtime.loop.signals import StopFlag
 from orbit_runtime.loop.sleep import check_first_wake, engine_asleep
 from orbit_runtime.loop.staleness import check_staleness, measure_staleness, with_stale
 from orbit_runtime.loop.state import RunState
-from orbit_runtime.types import Group
+from orbit_runtime.types import Group, Prompt
 
 
 def run_steps(parts: Parts, state: RunState, stop: StopFlag) -> str:
@@ -53,6 +55,7 @@ def _run(
 ) -> str:
     """Args: cursors: of the prompts behind each step that has begun."""
     training, checkpoint = parts.spec.training, parts.spec.checkpoint
+    rounds = parts.spec.algorithm.objective.max_rounds
     while state.step < training.steps:
         assert state.publication is not None
         started = time.monotonic()
@@ -65,7 +68,14 @@ def _run(
             if step not in cursors:
                 return "exhausted"
             parts.show.stage("collect", step)
-            collected = _take(parts, collector, step, stop)
+            collected = collect_informative(
+                _take(parts, collector, step, stop),
+                partial(_take_more, parts, collector, step, stop),
+                parts.prompts.take,
+                max_rounds=rounds,
+            )
+            if rounds:
+                cursors[step] = parts.prompts.state()
             groups = collected.groups_P
             check_failures(collected, parts.spec.environment.failure_limit)
             staleness = measure_staleness(groups, state.version)
@@ -75,6 +85,9 @@ def _run(
             training_started = time.monotonic()
             with engine_asleep(parts, state):
                 samples_D = build_batch(parts.spec, parts.algorithm, parts.trainer, groups)
+                lacking = what_is_missing(groups, samples_D, wanted=training.prompts_per_step, max_rounds=rounds)
+                if lacking:
+                    parts.show.note(f"step {step}: {lacking}")
                 result = parts.trainer.update(with_stale(samples_D, groups, state.version))
             check_parity(result, step_limits(parts, state), enforce=parts.spec.parity.preflight == "Enforce")
 
@@ -149,6 +162,11 @@ def _take(parts: Parts, collector: Collector, step: int, stop: StopFlag) -> Coll
         fate = "its rollouts are kept" if parts.spec.rollout.max_staleness else "the step is dropped"
         raise StoppedOnRequest(f"{stop.reason} while step {step} was {collector.doing}: {fate}")
     return collected
+
+
+def _take_more(parts: Parts, collector: Collector, step: int, stop: StopFlag, prompts_P: Sequence[Prompt]) -> Collected:
+    collector.begin_again(step, prompts_P)
+    return _take(parts, collector, step, stop)
 
 
 def _settle(parts: Parts, state: RunState) -> None:

@@ -6,7 +6,7 @@ Belongs here: what a manifest asks of a trainer, and what each kind is made of. 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,6 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from orbit_runtime.algorithms.own import load_own, own_targets
 from orbit_runtime.errors import OrbitError, UnsupportedError
 from orbit_runtime.planner.sampling import sampling_of
 from orbit_runtime.spec import Resolved
@@ -98,7 +99,12 @@ def decide_division(resolved: Resolved, folder: Path) -> Division:
 
 
 def build_side(
-    resolved: Resolved, folder: Path, base_model: str, note: Callable[[str], None], closing: ExitStack
+    resolved: Resolved,
+    folder: Path,
+    algorithm: Algorithm,
+    base_model: str,
+    note: Callable[[str], None],
+    closing: ExitStack,
 ) -> TrainerSide:
     """As the first step finds it.
 
@@ -111,13 +117,14 @@ def build_side(
     if division.recompute != "None":
         note(f"layers are computed again in the backward pass: training.recompute is {division.recompute}")
     if division.trainer == "Megatron":
-        return _build_ranks(resolved, folder, base_model, division, note, closing)
-    return _build_alone(resolved, folder, base_model, division, note)
+        return _build_ranks(resolved, folder, algorithm, base_model, division, note, closing)
+    return _build_alone(resolved, folder, algorithm, base_model, division, note)
 
 
 def _build_ranks(
     resolved: Resolved,
     folder: Path,
+    algorithm: Algorithm,
     base_model: str,
     division: Division,
     note: Callable[[str], None],
@@ -129,6 +136,12 @@ def _build_ranks(
     from orbit_runtime.workers.ranks import Group, start_ranks
 
     spec, layout = resolved.run.spec, division.layout
+    if spec.algorithm.entrypoint is not None:
+        raise UnsupportedError(
+            "a loss of your own is computed by the torch trainer only: ranks do not import it",
+            where="spec.algorithm.entrypoint",
+            fix="write `trainer: Torch` in spec.training, or a `type` that Orbit ships",
+        )
     sizes = Sizes(
         layout.num_gpus,
         tensor=layout.tensor,
@@ -145,7 +158,7 @@ def _build_ranks(
         replace(_trainer_settings(resolved, base_model), micro_batch_tokens=division.micro_batch_tokens),
         policy=_policy_settings(resolved),
         recompute=division.recompute,
-        loss=algorithm_of(resolved).loss,
+        loss=algorithm.loss,
     )
     threads = _threads_of_a_rank(sizes.world, resolved.device)
     where = "on the CPU" if division.gpus is None else f"on GPUs {division.gpus[0]} to {division.gpus[-1]}"
@@ -186,14 +199,19 @@ def _threads_of_a_rank(world: int, device: str) -> int:
 
 
 def _build_alone(
-    resolved: Resolved, folder: Path, base_model: str, division: Division, note: Callable[[str], None]
+    resolved: Resolved,
+    folder: Path,
+    algorithm: Algorithm,
+    base_model: str,
+    division: Division,
+    note: Callable[[str], None],
 ) -> TrainerSide:
     from orbit_runtime.policy.facts import describe
     from orbit_runtime.policy.snapshot import take_snapshot
 
     policy = build_policy(resolved, folder, note)
     policy.recompute(division.recompute)
-    trainer, _ = build_trainer(resolved, policy, base_model=base_model)
+    trainer = build_trainer(resolved, policy, algorithm, base_model=base_model)
     return TrainerSide(
         trainer,
         describe(policy),
@@ -262,34 +280,28 @@ def _policy_settings(resolved: Resolved) -> dict[str, Any]:
     }
 
 
-def build_trainer(resolved: Resolved, policy: Policy, *, base_model: str) -> tuple[Trainer, Algorithm]:
+def build_trainer(resolved: Resolved, policy: Policy, algorithm: Algorithm, *, base_model: str) -> Trainer:
     """As the first step finds it, in this process."""
     from orbit_runtime.training.torch_trainer import TorchTrainer
 
-    algorithm = algorithm_of(resolved)
-    return TorchTrainer(policy, _trainer_settings(resolved, base_model), algorithm.loss), algorithm
+    return TorchTrainer(policy, _trainer_settings(resolved, base_model), algorithm.loss)
 
 
-def algorithm_of(resolved: Resolved) -> Algorithm:
-    from orbit_runtime.algorithms.table import ALGORITHMS
+def load_algorithm(resolved: Resolved, search_path: Callable[[], Sequence[str]]) -> Algorithm:
+    """Args: search_path: asked only where functions of the user's are imported, into this process."""
+    _check_torch()
+    from orbit_runtime.algorithms.table import build_algorithm
 
-    return ALGORITHMS[resolved.run.spec.algorithm.type]
+    settings = resolved.run.spec.algorithm
+    return build_algorithm(settings, **(load_own(settings, search_path()) if own_targets(settings) else {}))
 
 
 def _trainer_settings(resolved: Resolved, base_model: str) -> TrainerSettings:
-    from orbit_runtime.algorithms.losses import PolicyLossSettings
+    from orbit_runtime.algorithms.table import correction_of, loss_settings
     from orbit_runtime.training.settings import TrainerSettings
 
     spec = resolved.run.spec
     training, algorithm, sampling = spec.training, spec.algorithm, spec.rollout.sampling
-    in_loss = algorithm.kl.placement == "Loss"
-    loss = PolicyLossSettings(
-        clip_low=algorithm.clip.low,
-        clip_high=algorithm.clip.high,
-        kl_coefficient=algorithm.kl.coefficient if in_loss else 0.0,
-        kl_estimator=algorithm.kl.estimator,
-    )
-    importance = algorithm.importance_sampling
     return TrainerSettings(
         peak_learning_rate=training.learning_rate,
         schedule=training.schedule.type,
@@ -300,10 +312,10 @@ def _trainer_settings(resolved: Resolved, base_model: str) -> TrainerSettings:
         micro_batch_tokens=training.micro_batch_tokens,
         mini_batch_prompts=training.mini_batch_prompts,
         update_epochs=training.update_epochs,
-        loss=loss,
-        reduction=algorithm.reduction,
+        loss=loss_settings(algorithm),
+        reduction=algorithm.objective.reduction,
         constant_length=sampling.max_new_tokens,
-        importance_cap=importance.cap if importance.type == "TokenTruncated" else None,
+        correction=correction_of(algorithm),
         sampling=sampling_of(spec),
         base_model=base_model,
         seed=spec.data.seed,

@@ -71,12 +71,20 @@ METRICS: tuple[Metric, ...] = (
     _outcome("wrong", "Samples that were no answer: reward 0, and they train."),
     _outcome("timeout", "Samples whose reward ran out of time: masked, never scored 0."),
     _outcome("crash", "Samples whose reward raised or was no number: masked, never scored 0."),
+    Metric("groups", "groups", "Groups sampled in the step; more than promptsPerStep under dynamic sampling.",
+           "orbit_run_groups", label=("kind", "all"), display="d"),
+    Metric("groups_equal", "groups", "Groups whose rewards are all equal: they teach nothing.", "orbit_run_groups",
+           label=("kind", "equal"), display="d"),
+    Metric("groups_masked", "groups", "Groups of which no rollout trains.", "orbit_run_groups",
+           label=("kind", "masked"), display="d"),
     Metric("loss", "nats", "The algorithm's loss, reduced over the step.", "orbit_run_loss"),
     Metric("kl", "nats", "KL divergence from the reference, which is the adapter switched off.", "orbit_run_kl"),
     Metric("entropy", "nats", "Mean entropy of the sampled positions' distributions.", "orbit_run_entropy"),
     Metric("grad_norm", "norm", "Gradient norm before clipping.", "orbit_run_grad_norm"),
     Metric("clip_fraction", "share", "Share of tokens whose ratio was clipped.", "orbit_run_clip_fraction",
            display=".2%"),
+    Metric("dropped_fraction", "share", "Share of tokens that importance sampling gave weight 0.",
+           "orbit_run_dropped_fraction", display=".2%"),
     Metric("learning_rate", "rate", "Learning rate of the step's last optimizer update.", "orbit_run_learning_rate",
            display=".3g"),
     Metric("oft_series_error", "norm", "Bound on how far OFT's series is from an exact rotation.",
@@ -311,6 +319,7 @@ class RunMetrics:
 
 
 _SHARED_HELP = {
+    "orbit_run_groups": "Groups of the step: all, those with equal rewards, those of which no rollout trains.",
     "orbit_run_reward_outcomes": "Samples by how their reward ended.",
     "orbit_run_parity": "Train-vs-rollout |log-prob difference| of the last step, and its limit.",
     "orbit_run_stage_seconds": "Seconds of each stage of the last step.",

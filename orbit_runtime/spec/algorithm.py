@@ -1,18 +1,40 @@
 """`spec.algorithm`: from scored rollouts to a loss.
 
-Belongs here: the settings of the loss. Does not belong here: the loss (`algorithms`) or the optimiser (`training`).
+Belongs here: the settings of advantages and loss. Does not belong here: what each type is made of (`objectives`), the
+arithmetic (`algorithms`), the optimiser (`training`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from dataclasses import replace
+from typing import Annotated, Any
 
 from pydantic import Field
 
-from orbit_runtime.spec.block import IDENTITY, Block, Contradiction
+from orbit_runtime.spec.block import (
+    IDENTITY,
+    LATER_IDENTITY,
+    Block,
+    Contradiction,
+    Entrypoint,
+    later_identity,
+)
+from orbit_runtime.spec.objectives import (
+    CORRECTIONS,
+    OBJECTIVES,
+    AlgorithmType,
+    Baseline,
+    CorrectionType,
+    KLEstimator,
+    KLPlacement,
+    Normalize,
+    Objective,
+    Reduction,
+)
 
-TRUNCATION_CAP = 2.0
+TRUNCATION_CAP = CORRECTIONS["None"].cap
+BUFFER_SHARE = 0.2
 
 
 class KL(Block):
@@ -20,69 +42,238 @@ class KL(Block):
 
     coefficient: Annotated[float, IDENTITY, Field(ge=0, le=1000)] = 0.0
     """Weight of the divergence; 0 switches it off."""
-    placement: Annotated[Literal["Loss", "Reward"], IDENTITY] = "Loss"
-    """Added to the loss, or subtracted from the reward before the advantage."""
-    estimator: Annotated[Literal["K1", "K2", "K3"], IDENTITY] = "K3"
-    """Per-token estimator of the divergence (J. Schulman, Approximating KL divergence, 2020)."""
+    placement: Annotated[KLPlacement | None, IDENTITY] = None
+    """Added to the loss, or subtracted from the reward before the advantage. Unset, as `type` has it."""
+    estimator: Annotated[KLEstimator | None, IDENTITY] = None
+    """Per-token estimator of the divergence (J. Schulman, Approximating KL divergence, 2020). Unset, as `type` has it.
+    In the loss `K1` alone pulls nowhere on average: https://arxiv.org/abs/2506.09477."""
+    importance_weighted: Annotated[bool, LATER_IDENTITY] = False
+    """In the loss: each term is multiplied by the token's ratio of new to old probability, so that `K1` and `K3` have
+    the gradient of KL(policy || reference): DeepSeek-V3.2, https://arxiv.org/abs/2512.02556."""
 
 
 class Clip(Block):
     """The ratio of new to old probability is clipped to `[1 - low, 1 + high]`."""
 
-    low: Annotated[float, IDENTITY, Field(ge=0, lt=1)] = 0.2
-    """How far below 1 the ratio counts."""
-    high: Annotated[float, IDENTITY, Field(ge=0, le=100)] = 0.2
-    """How far above 1 the ratio counts."""
-
-    def contradictions(self) -> Iterator[Contradiction]:
-        if self.low > self.high:
-            yield Contradiction(
-                ("low",),
-                (("high",),),
-                f"{self.low:g} is above `high` ({self.high:g}): good samples would be clipped before bad ones",
-                f"write `low: {self.high:g}` or less, or raise `high`",
-            )
+    low: Annotated[float | None, IDENTITY, Field(ge=0, lt=1)] = None
+    """How far below 1 the ratio counts. Unset, as `type` has it."""
+    high: Annotated[float | None, IDENTITY, Field(ge=0, le=100)] = None
+    """How far above 1 the ratio counts. Unset, as `type` has it."""
 
 
 class Advantage(Block):
-    """How rewards of a group become advantages."""
+    """How rewards become advantages."""
 
-    normalize: Annotated[Literal["Group", "None"], IDENTITY] = "Group"
-    """Divide by the standard deviation of the group, or only subtract its mean."""
+    baseline: Annotated[Baseline | None, later_identity("GroupMean")] = None
+    """What a reward counts against: the mean of its group, the mean of the others in it, their mean weighted by length,
+    or nothing. Unset, as `type` has it."""
+    normalize: Annotated[Normalize | None, IDENTITY] = None
+    """Divide by the standard deviation of the group; or take the mean of all the step's tokens off and divide by their
+    deviation; or neither. Unset, as `type` has it."""
+    entrypoint: Annotated[Entrypoint | None, LATER_IDENTITY, Field(examples=["my_objective:advantages"])] = None
+    """A function of yours, `module:function`, instead of `baseline` and `normalize`."""
 
 
 class ImportanceSampling(Block):
     """Correction for the difference between the trainer's and the engine's log-probs."""
 
-    type: Annotated[Literal["None", "TokenTruncated"], IDENTITY] = "None"
-    """No correction, or each token weighted by `min(trainer / engine, cap)`."""
-    cap: Annotated[float, IDENTITY, Field(gt=0, le=1000)] = TRUNCATION_CAP
-    """Largest weight of a token under `TokenTruncated`."""
+    type: Annotated[CorrectionType, IDENTITY] = "None"
+    """No correction, or each token weighted by the ratio `trainer / engine`: of the token or of its whole sequence,
+    `min(ratio, cap)` or 0 outside `[floor, cap]`. `GeometricMasked` keeps a sequence or drops it, by the geometric mean
+    of its tokens' ratios."""
+    cap: Annotated[float | None, IDENTITY, Field(gt=0, le=1000)] = None
+    """Largest weight, or largest ratio that is kept. Unset, as `type` has it."""
+    floor: Annotated[float | None, LATER_IDENTITY, Field(gt=0, le=1000)] = None
+    """Smallest ratio that is kept under the masked types. Unset, as `type` has it."""
+    veto: Annotated[float | None, LATER_IDENTITY, Field(gt=0, le=1)] = None
+    """A sequence with one token whose ratio is below this is dropped as a whole; unset, none is."""
+
+    @property
+    def bounds(self) -> tuple[float, float | None]:
+        """Cap and floor, as asked or as the type has them."""
+        usual = CORRECTIONS[self.type]
+        return (usual.cap if self.cap is None else self.cap), (usual.floor if self.floor is None else self.floor)
 
     def contradictions(self) -> Iterator[Contradiction]:
-        if self.type == "None" and self.cap != TRUNCATION_CAP:
+        cap, floor = self.bounds
+        idle = [("cap", self.cap not in (None, TRUNCATION_CAP)), ("floor", self.floor), ("veto", self.veto)]
+        for name, is_set in idle:
+            if self.type == "None" and is_set:
+                yield Contradiction(
+                    (name,),
+                    (("type",),),
+                    "nothing is weighted while `type` is `None`, so this field does nothing",
+                    f"remove `{name}`, or write `type: {'TokenMasked' if name == 'floor' else 'TokenTruncated'}`",
+                )
+        if self.type.endswith("Truncated") and self.floor is not None:
             yield Contradiction(
-                ("cap",),
+                ("floor",),
                 (("type",),),
-                "nothing is weighted while `type` is `None`, so this field does nothing",
-                "remove `cap`, or write `type: TokenTruncated`",
+                f"`type: {self.type}` has no lower bound, so this field does nothing",
+                f"remove `floor`, or write `type: {self.type.replace('Truncated', 'Masked')}`",
             )
+        elif self.type != "None" and floor is not None and floor > cap:
+            yield Contradiction(
+                ("floor",),
+                (("type",), ("cap",)),
+                f"{floor:g} is above `cap` ({cap:g}): every ratio would be dropped",
+                f"write `floor: {cap:g}` or less, or raise `cap`",
+            )
+
+
+class Overlong(Block):
+    """Answers that come near `rollout.sampling.maxNewTokens` pay for it in their reward (DAPO, eq. 13)."""
+
+    penalty: Annotated[float | None, later_identity(0.0), Field(ge=0, le=1_000_000)] = None
+    """What is taken off the reward of an answer of `maxNewTokens`; 0: nothing. Unset, as `type` has it."""
+    buffer_share: Annotated[float, LATER_IDENTITY, Field(gt=0, le=1)] = BUFFER_SHARE
+    """Over the last tokens of this share of `maxNewTokens` the penalty grows from 0 to all of it."""
+
+
+class DynamicSampling(Block):
+    """Groups whose rewards are all equal teach nothing: others are sampled in their place (DAPO, section 3.2)."""
+
+    max_rounds: Annotated[int | None, later_identity(0), Field(ge=0, le=1000)] = None
+    """Times that a step draws further prompts at most; then it trains on what it has. 0: equal groups stay in the
+    batch. Unset, as `type` has it."""
 
 
 class Algorithm(Block):
     """The learning rule."""
 
-    type: Annotated[Literal["GRPO"], IDENTITY] = "GRPO"
-    """`GRPO`: a reward counts against the mean of its group, https://arxiv.org/abs/2402.03300."""
+    type: Annotated[AlgorithmType, IDENTITY] = "GRPO"
+    """What is computed, and the default of every field below that is unset: docs/reference/algorithms.md."""
+    entrypoint: Annotated[Entrypoint | None, LATER_IDENTITY, Field(examples=["my_objective:loss"])] = None
+    """With `type: Custom`, the loss of each token: a function of yours, `module:function`."""
     group_size: Annotated[int, IDENTITY, Field(ge=1, le=4096)] = 8
-    """Rollouts per prompt. A group of one has no gradient."""
+    """Rollouts per prompt. A group of one has no gradient, but under `advantage.baseline: None`."""
     kl: KL = KL()
     """Divergence from the base."""
     clip: Clip = Clip()
     """Limits of the probability ratio."""
     advantage: Advantage = Advantage()
     """From rewards to advantages."""
-    reduction: Annotated[Literal["Token", "Sequence", "Constant"], IDENTITY] = "Token"
-    """Mean over all tokens; mean over sequences of each one's mean; or sum over a constant length."""
+    reduction: Annotated[Reduction | None, IDENTITY] = None
+    """Mean over all tokens; mean over sequences of each one's mean; or sum over a constant length. Unset, as `type` has
+    it."""
     importance_sampling: ImportanceSampling = ImportanceSampling()
     """Trainer against engine."""
+    overlong: Overlong = Overlong()
+    """A penalty on length."""
+    dynamic_sampling: DynamicSampling = DynamicSampling()
+    """Replacing groups that teach nothing."""
+
+    @property
+    def objective(self) -> Objective:
+        """The row of `type`, with what this manifest says in its place."""
+        asked: dict[str, Any] = {
+            "baseline": self.advantage.baseline,
+            "normalize": self.advantage.normalize,
+            "clip_low": self.clip.low,
+            "clip_high": self.clip.high,
+            "reduction": self.reduction,
+            "kl_placement": self.kl.placement,
+            "kl_estimator": self.kl.estimator,
+            "overlong_penalty": self.overlong.penalty,
+            "max_rounds": self.dynamic_sampling.max_rounds,
+        }
+        found = {name: value for name, value in asked.items() if value is not None}
+        if self.advantage.entrypoint is not None:
+            found |= {"baseline": None, "normalize": None}
+        return replace(OBJECTIVES[self.type], **found)
+
+    def decided(self) -> Algorithm:
+        """With every field written out that the type decides; one that it does not read stays unset."""
+        objective = self.objective
+        cap, floor = self.importance_sampling.bounds
+        changes: dict[str, tuple[Block, dict[str, Any]]] = {
+            "kl": (self.kl, {"placement": objective.kl_placement, "estimator": objective.kl_estimator}),
+            "clip": (self.clip, {"low": objective.clip_low, "high": objective.clip_high}),
+            "advantage": (self.advantage, {"baseline": objective.baseline, "normalize": objective.normalize}),
+            "importance_sampling": (self.importance_sampling, {"cap": cap, "floor": floor}),
+            "overlong": (self.overlong, {"penalty": objective.overlong_penalty}),
+            "dynamic_sampling": (self.dynamic_sampling, {"max_rounds": objective.max_rounds}),
+        }
+        blocks = {name: block.model_copy(update=update) for name, (block, update) in changes.items()}
+        return self.model_copy(update={**blocks, "reduction": objective.reduction})
+
+    def contradictions(self) -> Iterator[Contradiction]:
+        objective = self.objective
+        yield from self._entrypoint_contradictions()
+        yield from self._clip_contradictions(objective)
+        if objective.baseline == "None" and objective.normalize == "Group":
+            yield Contradiction(
+                ("advantage", "normalize"),
+                (("type",), ("advantage", "baseline")),
+                "without a baseline nothing is compared within a group",
+                "write `normalize: Batch` or `normalize: None`, or another `baseline`",
+            )
+        if self.kl.importance_weighted and objective.kl_placement == "Reward":
+            yield Contradiction(
+                ("kl", "importanceWeighted"),
+                (("type",), ("kl", "placement")),
+                "a divergence in the reward has no gradient, so this field does nothing",
+                "remove `importanceWeighted`, or write `placement: Loss`",
+            )
+        elif self.kl.importance_weighted and objective.kl_estimator == "K2":
+            yield Contradiction(
+                ("kl", "importanceWeighted"),
+                (("type",), ("kl", "estimator")),
+                "`K2` has the right gradient as it is, and a wrong one when it is weighted",
+                "remove `importanceWeighted`, or write `estimator: K1` or `estimator: K3`",
+            )
+        if objective.overlong_penalty == 0 and self.overlong.buffer_share != BUFFER_SHARE:
+            yield Contradiction(
+                ("overlong", "bufferShare"),
+                (("type",), ("overlong", "penalty")),
+                "nothing is taken off while `penalty` is 0, so this field does nothing",
+                "remove `bufferShare`, or write `penalty: 1`",
+            )
+        if objective.max_rounds > 0 and self.group_size == 1:
+            yield Contradiction(
+                ("dynamicSampling", "maxRounds"),
+                (("type",), ("groupSize",)),
+                "the rewards of a group of one are always equal: every group would be replaced",
+                "write `groupSize: 2` or more, or `maxRounds: 0`",
+            )
+
+    def _entrypoint_contradictions(self) -> Iterator[Contradiction]:
+        if self.type == "Custom" and self.entrypoint is None:
+            yield Contradiction(
+                ("type",),
+                (("entrypoint",),),
+                "`type: Custom` needs the loss that it stands for",
+                "add `entrypoint: module:function`",
+            )
+        elif self.type != "Custom" and self.entrypoint is not None:
+            yield Contradiction(
+                ("entrypoint",),
+                (("type",),),
+                f"`type: {self.type}` has a loss of its own, so this field does nothing",
+                "remove `entrypoint`, or write `type: Custom`",
+            )
+        for name in ("baseline", "normalize"):
+            if self.advantage.entrypoint is not None and getattr(self.advantage, name) is not None:
+                yield Contradiction(
+                    ("advantage", name),
+                    (("advantage", "entrypoint"),),
+                    "advantages come from `entrypoint`, so this field does nothing",
+                    f"remove `{name}` or `entrypoint`",
+                )
+
+    def _clip_contradictions(self, objective: Objective) -> Iterator[Contradiction]:
+        low, high = objective.clip_low, objective.clip_high
+        if OBJECTIVES[self.type].clip_low is None and self.clip.low is not None:
+            yield Contradiction(
+                ("clip", "low"),
+                (("type",),),
+                f"`type: {self.type}` has no lower bound, so this field does nothing",
+                "remove `low`",
+            )
+        elif low is not None and low > high:
+            yield Contradiction(
+                ("clip", "low"),
+                (("type",), ("clip", "high")),
+                f"{low:g} is above `high` ({high:g}): good samples would be clipped before bad ones",
+                f"write `low: {high:g}` or less, or raise `high`",
+            )

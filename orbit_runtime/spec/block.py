@@ -21,6 +21,13 @@ IDENTITY: Any = Field(json_schema_extra={"orbitSet": "identity"})
 LATER_IDENTITY: Any = Field(json_schema_extra={"orbitSet": "identity", "orbitLater": True})
 """The same, of a field that checkpoints of earlier versions do not know: at its default it is no part of the identity,
 so that they can still be resumed."""
+
+
+def later_identity(before: Any) -> Any:
+    """`LATER_IDENTITY` of a field whose default depends on another: `before` is what earlier versions always did."""
+    return Field(json_schema_extra={"orbitSet": "identity", "orbitLater": True, "orbitBefore": before})
+
+
 LAYOUT: Any = Field(json_schema_extra={"orbitSet": "layout"})
 """Changes where and how it is computed, not what: may change on resume."""
 DISPLAY: Any = Field(json_schema_extra={"orbitSet": "display"})
@@ -38,6 +45,10 @@ LabelValue = Annotated[str, Field(max_length=MAX_LABEL_VALUE, pattern=_LABEL_VAL
 """Value of a Kubernetes label."""
 LABEL_KEY = rf"^({_LABEL}(\.{_LABEL})*/)?[A-Za-z0-9]([-A-Za-z0-9_.]{{0,61}}[A-Za-z0-9])?$"
 MAX_LABEL_KEY = 317
+Entrypoint = Annotated[
+    str, Field(min_length=3, max_length=256, pattern=r"^[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_.]*$")
+]
+"""`module:function`."""
 Quantity = Annotated[str, Field(min_length=1, max_length=20, pattern=r"^[1-9][0-9]*(Ki|Mi|Gi|Ti|k|M|G|T)?$")]
 """Bytes as Kubernetes writes them."""
 AsTuple = Strict(False)

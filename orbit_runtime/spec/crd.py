@@ -134,9 +134,9 @@ def _structural(schema: Schema, path: str) -> Schema:
 def _own_defaults(schema: Schema) -> Schema:
     """The API server holds a block's default against its rules before it fills in the defaults of its fields."""
     return {
-        name: child["default"]
+        name: _own_defaults(child) if is_block(child) else child["default"]
         for name, child in schema["properties"].items()
-        if not is_block(child) and "default" in child
+        if "default" in child and not child.get("optional")
     }
 
 

@@ -17,6 +17,7 @@ from orbit_runtime.spec.block import (
     AsTuple,
     Block,
     Contradiction,
+    Entrypoint,
     Uri,
     check_scheme,
 )
@@ -27,9 +28,6 @@ EnvironmentType = Literal["SingleTurn", "MultiTurn", "Gymnasium", "SkyRLGym", "V
 PLAIN_TYPES = ("SingleTurn", "MultiTurn")
 """Those that are no package's."""
 RewardType = Literal["ExactMatch", "Math", "MultipleChoice", "Pattern", "Length", "Code", "Judge"]
-Entrypoint = Annotated[
-    str, Field(min_length=3, max_length=256, pattern=r"^[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_.]*$")
-]
 
 
 class Reward(Block):

@@ -58,7 +58,13 @@ def field_sets() -> dict[str, FieldSet]:
 def later_defaults() -> dict[str, Any]:
     """Path → default of each field that is part of the identity only where it is another (`LATER_IDENTITY`)."""
     later = {field.path: field.schema for field in all_fields() if field.schema.get("orbitLater")}
-    return {path: each.get("default", {} if each["type"] == "object" else None) for path, each in later.items()}
+    return {path: _value_before(schema) for path, schema in later.items()}
+
+
+def _value_before(schema: Schema) -> Any:
+    if "orbitBefore" in schema:
+        return schema["orbitBefore"]
+    return schema.get("default", {} if schema["type"] == "object" else None)
 
 
 def find_schema(path: tuple[str | int, ...]) -> Schema | None:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from orbit_runtime.spec.algorithms_reference import render_algorithms
 from orbit_runtime.spec.crd import GROUP, PLURAL, build_crd
 from orbit_runtime.spec.reference import render_reference, render_status
 
@@ -33,6 +34,7 @@ def render_all() -> dict[str, str]:
     """Path from the repository's root → content."""
     return {
         f"crds/{PLURAL}.{GROUP}.yaml": render_crd(),
+        "docs/reference/algorithms.md": render_algorithms(),
         "docs/reference/manifest.md": render_reference(),
         "docs/reference/status.md": render_status(),
     }

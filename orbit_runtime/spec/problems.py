@@ -38,6 +38,8 @@ _HINTS = {
     "metadata.name": "lower-case letters, digits and `-`, with a letter or digit at both ends",
     "metadata.namespace": "lower-case letters, digits and `-`, with a letter or digit at both ends",
     "metadata.labels.*": _LABEL_VALUE,
+    "spec.algorithm.entrypoint": "`module:function`, such as `my_objective:loss`",
+    "spec.algorithm.advantage.entrypoint": "`module:function`, such as `my_objective:advantages`",
     "spec.environment.entrypoint": "`module:Class`, such as `my_games:Guess`",
     "spec.environment.tools[]": "`module:function`, such as `my_tools:search`",
     "spec.environment.limits.memory": _QUANTITY,

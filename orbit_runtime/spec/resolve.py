@@ -198,6 +198,7 @@ def _decide_identity(run: OrbitRun) -> OrbitRun:
     schedule = run.spec.training.schedule
     if schedule.type != "Constant" and schedule.decay_steps is None:
         run = _with_decay(run, run.spec.training.steps)
+    run = _with_spec(run, algorithm=run.spec.algorithm.decided())
     if run.spec.adapter.experts == "Auto":
         adapter = _changed(run.spec.adapter, experts=run.spec.adapter.expert_layout)
         run = _with_spec(run, adapter=adapter)

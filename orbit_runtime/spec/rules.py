@@ -6,16 +6,17 @@ Does not belong here: what the schema says without them (`crd`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from orbit_runtime.spec.adapter import COFT_EPS, NEUMANN_TERMS
-from orbit_runtime.spec.algorithm import TRUNCATION_CAP
+from orbit_runtime.spec.algorithm import BUFFER_SHARE, TRUNCATION_CAP
 from orbit_runtime.spec.block import LABEL_KEY, MAX_LABEL_KEY
 from orbit_runtime.spec.data import PROMPT_SCHEMES
 from orbit_runtime.spec.environment import CODE_SCHEMES
 from orbit_runtime.spec.lifecycle import Lifecycle
 from orbit_runtime.spec.model import MODEL_SCHEMES
+from orbit_runtime.spec.objectives import CORRECTIONS, OBJECTIVES
 from orbit_runtime.spec.rollout import TOKEN_ID_PATTERN
 from orbit_runtime.spec.run import NAME_LENGTH, NAME_PATTERN, RunSpec
 from orbit_runtime.spec.storage import STORAGE_SCHEMES
@@ -51,6 +52,98 @@ def _keys_rule(name: str) -> Rule:
     )
 
 
+def _by_type(path: str, defaults: Mapping[str, str | float | None]) -> str:
+    """CEL of a field: as it is written, or what its block's type has where it is left out. No default: 0."""
+    types: dict[str, list[str]] = {}
+    for name, value in defaults.items():
+        types.setdefault(f"'{value}'" if isinstance(value, str) else f"{float(value or 0)!r}", []).append(name)
+    (*others, (usual, _)) = sorted(types.items(), key=lambda item: len(item[1]))
+    cases = "".join(f"self.type in {names!r} ? {value} : " for value, names in others)
+    return f"(has(self.{path}) ? self.{path} : {cases}{usual})"
+
+
+def _algorithm_rules() -> tuple[Rule, ...]:
+    def effective(path: str, attribute: str) -> str:
+        return _by_type(path, {name: getattr(row, attribute) for name, row in OBJECTIVES.items()})
+
+    unbounded = [name for name, row in OBJECTIVES.items() if row.clip_low is None]
+    low, high = effective("clip.low", "clip_low"), effective("clip.high", "clip_high")
+    baseline, normalize = (effective(f"advantage.{name}", name) for name in ("baseline", "normalize"))
+    placement, estimator = (effective(f"kl.{name}", f"kl_{name}") for name in ("placement", "estimator"))
+    penalty = effective("overlong.penalty", "overlong_penalty")
+    return (
+        Rule("self.type != 'Custom' || has(self.entrypoint)", "add entrypoint: module:function", ".type"),
+        Rule("self.type == 'Custom' || !has(self.entrypoint)", "remove it, or write type: Custom", ".entrypoint"),
+        *(
+            Rule(
+                f"!has(self.advantage.entrypoint) || !has(self.advantage.{name})",
+                f"remove {name} or entrypoint",
+                f".advantage.{name}",
+            )
+            for name in ("baseline", "normalize")
+        ),
+        Rule(
+            f"!(self.type in {unbounded!r}) || !has(self.clip.low)",
+            "remove it: this type has no lower bound",
+            ".clip.low",
+        ),
+        Rule(
+            f"self.type in {unbounded!r} || {high} < 0.0 || {low} <= {high}",
+            "write low no higher than high, or raise high",
+            ".clip.low",
+        ),
+        Rule(
+            f"has(self.advantage.entrypoint) || {baseline} != 'None' || {normalize} != 'Group'",
+            "write normalize: Batch or normalize: None, or another baseline",
+            ".advantage.normalize",
+        ),
+        Rule(
+            f"!self.kl.importanceWeighted || ({placement} == 'Loss' && {estimator} != 'K2')",
+            "remove it, or write placement: Loss and estimator: K1 or K3",
+            ".kl.importanceWeighted",
+        ),
+        Rule(
+            f"{penalty} != 0.0 || self.overlong.bufferShare == {BUFFER_SHARE}",
+            "remove it, or write penalty: 1",
+            ".overlong.bufferShare",
+        ),
+        Rule(
+            f"self.groupSize != 1 || {_rounds('self')} <= 0",
+            "write groupSize: 2 or more, or maxRounds: 0",
+            ".dynamicSampling.maxRounds",
+        ),
+    )
+
+
+def _correction_rules() -> tuple[Rule, ...]:
+    cap = _by_type("cap", {name: row.cap for name, row in CORRECTIONS.items()})
+    floor = _by_type("floor", {name: row.floor for name, row in CORRECTIONS.items()})
+    return (
+        Rule(
+            f"self.type != 'None' || !has(self.cap) || self.cap == {TRUNCATION_CAP:.1f}",
+            "remove cap, or write type: TokenTruncated",
+            ".cap",
+        ),
+        Rule(
+            "!has(self.floor) || self.type.endsWith('Masked')",
+            "remove floor, or write type: TokenMasked",
+            ".floor",
+        ),
+        Rule(
+            f"!self.type.endsWith('Masked') || {cap} <= 0.0 || {floor} <= {cap}",
+            "write floor no higher than cap, or raise cap",
+            ".floor",
+        ),
+        Rule("self.type != 'None' || !has(self.veto)", "remove veto, or write type: TokenTruncated", ".veto"),
+    )
+
+
+def _rounds(block: str) -> str:
+    """CEL of `dynamicSampling.maxRounds`, a whole number; `block` is the algorithm's."""
+    rounds = _by_type("dynamicSampling.maxRounds", {name: row.max_rounds for name, row in OBJECTIVES.items()})
+    return rounds.replace(".0", "").replace("self.", f"{block}.")
+
+
 CHECKS: dict[str, tuple[Rule, ...]] = {
     "": (
         Rule(
@@ -69,6 +162,11 @@ CHECKS: dict[str, tuple[Rule, ...]] = {
             "self.model.maxSequenceLength < 2 || self.rollout.sampling.maxNewTokens < self.model.maxSequenceLength",
             "leave room for a prompt: lower it, or raise model.maxSequenceLength",
             ".rollout.sampling.maxNewTokens",
+        ),
+        Rule(
+            f"self.rollout.maxStaleness <= 0 || {_rounds('self.algorithm')} <= 0",
+            "write 0, or algorithm.dynamicSampling.maxRounds: 0",
+            ".rollout.maxStaleness",
         ),
         Rule(
             "self.placement.layout != 'Split' || self.rollout.engine == 'SGLang'",
@@ -94,16 +192,8 @@ CHECKS: dict[str, tuple[Rule, ...]] = {
         ),
         Rule(f"self.coft || self.coftEps == {COFT_EPS}", "remove coftEps, or write coft: true", ".coftEps"),
     ),
-    "spec.algorithm.clip": (
-        Rule("self.high < 0.0 || self.low <= self.high", "write low no higher than high, or raise high", ".low"),
-    ),
-    "spec.algorithm.importanceSampling": (
-        Rule(
-            f"self.type != 'None' || self.cap == {TRUNCATION_CAP:.1f}",
-            "remove cap, or write type: TokenTruncated",
-            ".cap",
-        ),
-    ),
+    "spec.algorithm": _algorithm_rules(),
+    "spec.algorithm.importanceSampling": _correction_rules(),
     "spec.data.prompts[]": (_uri_rule(PROMPT_SCHEMES),),
     "spec.environment": (
         Rule("!has(self.entrypoint) || self.type == 'MultiTurn'", "remove it, or write type: MultiTurn", ".entrypoint"),

@@ -109,6 +109,13 @@ class RunSpec(Block):
                 f"{new} leaves no room for a prompt within `spec.model.maxSequenceLength` ({longest})",
                 "lower `maxNewTokens`, or raise `spec.model.maxSequenceLength`",
             )
+        if self.algorithm.objective.max_rounds > 0 and self.rollout.max_staleness > 0:
+            yield Contradiction(
+                ("rollout", "maxStaleness"),
+                (("algorithm", "type"), ("algorithm", "dynamicSampling", "maxRounds")),
+                "prompts that dynamic sampling draws for one step would be those of a step that has begun",
+                "write `maxStaleness: 0`, or `dynamicSampling: {maxRounds: 0}` in `spec.algorithm`",
+            )
         if self.placement.layout == "Split" and self.rollout.engine != "SGLang":
             yield Contradiction(
                 ("placement", "layout"),

@@ -33,6 +33,8 @@ class MicroBatch:
     columns_R: Mapping[ColumnName, torch.Tensor]
     """Of the trained tokens, fp32."""
     weights_R: torch.Tensor
+    lengths_D: torch.Tensor
+    """Trained tokens of each sample, int64."""
     trained_R: torch.Tensor
     """Targets that the loss mask keeps, as indices into the packed targets."""
     seen: Seen | None
@@ -99,6 +101,7 @@ def build_micro_batch(
         pack(branches),
         columns_R,
         weights_R,
+        torch.tensor([len(kept) for kept in kept_D], device=device),
         joined(trained),
         build_seen(branches, device) if sampling.repetition_penalty != 1.0 else None,
         number,

@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from orbit_runtime.algorithms.corrections import Correction
 from orbit_runtime.algorithms.losses import PolicyLossSettings
-from orbit_runtime.algorithms.reduction import Reduction
+from orbit_runtime.spec.objectives import Reduction
 from orbit_runtime.training.schedule import Schedule
 from orbit_runtime.types import Sampling
 
@@ -34,8 +35,8 @@ class TrainerSettings:
     reduction: Reduction
     constant_length: int
     """Tokens that the `Constant` reduction divides by: the longest completion allowed."""
-    importance_cap: float | None
-    """Truncation of trainer/sampler importance weights; `None`: the sampling side's log-probs are the old ones."""
+    correction: Correction | None
+    """Of trainer/sampler importance weights; `None`: the sampling side's log-probs are the old ones."""
     sampling: Sampling
     """What the samples' tokens were drawn by."""
     base_model: str

@@ -1,4 +1,4 @@
-"""The arithmetic of a step: GRPO updates of the adapter over packed micro-batches, whatever computes the passes.
+"""The arithmetic of a step: updates of the adapter over packed micro-batches, whatever computes the passes.
 
 Belongs here: the order of passes within a step, what is summed over them, the optimizer. Does not belong here: each
 pass's arithmetic (`algorithms`, `policy`), where passes run (`passes`), publishing and checkpoints (the trainers).
@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from orbit_runtime.algorithms.losses import policy_loss, truncated_importance
+from orbit_runtime.algorithms.corrections import importance_weights
+from orbit_runtime.algorithms.losses import LossInputs, policy_loss
 from orbit_runtime.algorithms.reduction import token_weights
 from orbit_runtime.data.packing import pack_micro_batches, split_mini_batches
 from orbit_runtime.errors import DivergedError
@@ -82,7 +83,7 @@ class Updater:
         ]
         updates = len(mini_batches) * settings.update_epochs
         # With one update the policy before it is the policy in it, and its log-probs need no pass of their own.
-        old_needed = settings.importance_cap is not None and updates > 1
+        old_needed = settings.correction is not None and updates > 1
         old = [[self._passed(m, adapter=True) for m in micro] for micro in mini_batches] if old_needed else None
         totals: dict[str, float] = {}
         replayed = self._replay_parity(mini_batches[0][0])
@@ -115,18 +116,18 @@ class Updater:
             logprobs_R = all_R[micro.trained_R]
             sampled_R = micro.columns_R["sampled"]
             old_R, importance_R = sampled_R, None
-            if settings.importance_cap is not None:
+            if settings.correction is not None:
                 old_R = old_of.get(micro.number, logprobs_R.detach())
-                importance_R = truncated_importance(old_R, sampled_R, settings.importance_cap)
-            loss, sums = self._loss(
+                importance_R = importance_weights(old_R, sampled_R, micro.lengths_D, settings.correction)
+            inputs = LossInputs(
                 logprobs_R,
                 old_R,
                 micro.columns_R["advantage"],
-                micro.weights_R,
-                settings.loss,
+                micro.lengths_D,
                 reference_logprobs_T=micro.columns_R.get("reference"),
                 importance_T=importance_R,
             )
+            loss, sums = self._loss(inputs, micro.weights_R, settings.loss)
             if not micro.counts:
                 return 0.0 * loss
             if parity is not None:
@@ -184,7 +185,7 @@ class Updater:
     def _metrics(self, totals: Mapping[str, float], norms: float, updates: int) -> dict[str, float]:
         """Token sums become means over tokens, per-update numbers means over updates."""
         tokens = max(1.0, totals.get("tokens", 0.0))
-        means = {name: totals[name] / tokens for name in ("kl", "kl_old", "clip_fraction", "entropy") if name in totals}
+        means = {name: totals[name] / tokens for name in _TOKEN_MEANS if name in totals}
         per_update = {"loss": totals.get("loss", 0.0) / max(1, updates), "grad_norm": norms / max(1, updates)}
         masters = self._passes.masters
         series = {}
@@ -282,6 +283,8 @@ class Updater:
                 columns[index] = array(FLOATS, column_T.tobytes())
         return columns
 
+
+_TOKEN_MEANS = ("kl", "kl_old", "clip_fraction", "dropped_fraction", "entropy")
 
 _DIVERGED_FIX = (
     "lower spec.training.learningRate, or set spec.training.maxGradNorm; the step's evidence is kept in the run folder"

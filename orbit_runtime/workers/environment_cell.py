@@ -25,8 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from orbit_runtime.workers.entrypoints import describe
 from orbit_runtime.workers.environment_protocol import MAX_MESSAGE, EnvironmentLimits, Step
-from orbit_runtime.workers.reward_function import describe
 from orbit_runtime.workers.reward_worker import end_with_parent
 from orbit_runtime.workers.seccomp import forbid_processes
 

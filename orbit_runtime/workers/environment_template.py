@@ -23,9 +23,9 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from orbit_runtime.workers.entrypoints import TargetError, describe, load_object
 from orbit_runtime.workers.environment_cell import Loaded, serve
 from orbit_runtime.workers.environment_protocol import EnvironmentLimits
-from orbit_runtime.workers.reward_function import TargetError, describe, load_object
 from orbit_runtime.workers.reward_worker import confine_rewards, end_with_parent
 from orbit_runtime.workers.tool_schema import tool_schema
 

@@ -6,21 +6,15 @@ can keep.
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import math
 import numbers
-import sys
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from orbit_runtime.workers.entrypoints import TargetError, describe, load_object
 from orbit_runtime.workers.reward_protocol import RewardResult, WrongAnswer
-
-
-class TargetError(Exception):
-    """A reward cannot be loaded or called as the manifest says; the message is for the user."""
 
 
 def load_target(target: str, arguments: Mapping[str, Any]) -> Callable[..., Any]:
@@ -28,31 +22,6 @@ def load_target(target: str, arguments: Mapping[str, Any]) -> Callable[..., Any]
     function = load_object(target)
     check_callable(function, target, arguments)
     return function  # type: ignore[no-any-return]
-
-
-def load_object(target: str) -> Any:
-    """What stands behind `module:name`.
-
-    Raises:
-        TargetError: it names the module or attribute that is missing, and the folders that were searched.
-    """
-    module_name, separator, attribute = target.partition(":")
-    if not separator or not module_name or not attribute:
-        raise TargetError(f"{target!r} is not of the form 'module:function'")
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and (module_name == error.name or module_name.startswith(error.name + ".")):
-            raise TargetError(f"no module {error.name!r}; searched: {', '.join(map(repr, sys.path))}") from error
-        raise TargetError(f"module {module_name!r} needs {error.name!r}, which is not installed") from error
-    except BaseException as error:  # importing runs user code
-        raise TargetError(f"importing {module_name!r} fails: {describe(error)}") from error
-    function: Any = module
-    for part in attribute.split("."):
-        if not hasattr(function, part):
-            raise TargetError(f"module {module_name!r} ({_origin(module)}) has no {attribute!r}")
-        function = getattr(function, part)
-    return function
 
 
 def check_callable(function: Any, target: str, arguments: Mapping[str, Any]) -> None:
@@ -91,14 +60,6 @@ def call_reward(
     return _build_result(value, time.perf_counter() - start)
 
 
-def describe(error: BaseException) -> str:
-    """Type, message and the line of user code that raised, on one line."""
-    text = " ".join(str(error).split())[:300]
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {text}{place}" if text else f"{type(error).__name__}{place}"
-
-
 def _build_result(value: Any, seconds: float) -> RewardResult:
     """Booleans count as 1.0 and 0.0; `None` is `wrong`; anything else that is no finite real number is a crash."""
     if value is None:
@@ -120,7 +81,3 @@ def _shown(value: Any) -> str:
     except Exception:  # a broken __repr__ of the user's must not end the worker
         text = "…"
     return f"{type(value).__name__} {text[:80]}"
-
-
-def _origin(module: Any) -> str:
-    return str(getattr(module, "__file__", None) or "built in")

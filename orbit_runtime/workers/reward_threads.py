@@ -19,7 +19,8 @@ from types import TracebackType
 from typing import Self
 
 from orbit_runtime.errors import ManifestError
-from orbit_runtime.workers.reward_function import TargetError, call_reward, check_callable
+from orbit_runtime.workers.entrypoints import TargetError
+from orbit_runtime.workers.reward_function import call_reward, check_callable
 from orbit_runtime.workers.reward_protocol import (
     MAX_FAILURES_KEPT,
     RewardCall,

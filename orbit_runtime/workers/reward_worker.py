@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from orbit_runtime.workers.confine import confine
-from orbit_runtime.workers.reward_function import TargetError, call_reward, load_target
+from orbit_runtime.workers.entrypoints import TargetError
+from orbit_runtime.workers.reward_function import call_reward, load_target
 from orbit_runtime.workers.run_token import TOKEN_VARIABLE
 
 PR_SET_PDEATHSIG = 1

@@ -70,6 +70,20 @@ GOOD_BLOCKS: dict[str, tuple[str, ...]] = {
     "algorithm": (
         "{importanceSampling: {type: TokenTruncated, cap: 5}}", "{clip: {low: 0.2, high: 0.2}}",
         "{importanceSampling: {cap: 2}}", "{importanceSampling: {cap: 2.0}}",
+        *(
+            f"{{type: {name}}}"
+            for name in (
+                "DrGRPO", "DAPO", "GSPO", "CISPO", "RLOO", "OPO", "ReinforcePlusPlus", "ReinforcePlusPlusBaseline"
+            )
+        ),
+        "{type: Custom, entrypoint: m:f}", "{type: DAPO, clip: {low: 0.28}}", "{type: CISPO, clip: {high: 7}}",
+        "{type: ReinforcePlusPlus, groupSize: 1}", "{type: DAPO, groupSize: 1, dynamicSampling: {maxRounds: 0}}",
+        "{advantage: {baseline: None, normalize: Batch}}", "{advantage: {entrypoint: m:f}}",
+        "{type: ReinforcePlusPlus, advantage: {entrypoint: m:f}}",
+        "{overlong: {penalty: 0.5, bufferShare: 0.1}}", "{type: DAPO, overlong: {bufferShare: 0.5}}",
+        "{kl: {coefficient: 0.1, estimator: K1, importanceWeighted: true}}",
+        "{importanceSampling: {type: TokenMasked, floor: 0.1, cap: 3, veto: 0.0001}}",
+        "{importanceSampling: {type: GeometricMasked, cap: 1.01}}", "{importanceSampling: {type: SequenceTruncated}}",
     ),
     "data": ("{prompts: [{uri: 'süß/数据.jsonl', promptField: 'вопрос'}], limit: }",),
     "environment": (
@@ -158,6 +172,24 @@ BAD_BLOCKS: dict[str, tuple[tuple[str, str], ...]] = {
     "algorithm": (
         ("{clip: {low: 0.3, high: 0.2}}", "clip.low"), ("{clip: {low: 0.3}}", "clip.low"),
         ("{importanceSampling: {cap: 3}}", "importanceSampling.cap"),
+        ("{type: Custom}", "type"), ("{entrypoint: m:f}", "entrypoint"),
+        ("{type: CISPO, clip: {low: 0.1}}", "clip.low"),
+        ("{type: GSPO, clip: {high: 0.0001}}", "clip.low"), ("{type: GSPO, clip: {low: 0.2}}", "clip.low"),
+        ("{advantage: {baseline: None}}", "advantage.normalize"),
+        ("{type: ReinforcePlusPlus, advantage: {normalize: Group}}", "advantage.normalize"),
+        ("{advantage: {entrypoint: m:f, baseline: LeaveOneOut}}", "advantage.baseline"),
+        ("{advantage: {entrypoint: m:f, normalize: None}}", "advantage.normalize"),
+        ("{kl: {importanceWeighted: true, placement: Reward}}", "kl.importanceWeighted"),
+        ("{kl: {importanceWeighted: true, estimator: K2}}", "kl.importanceWeighted"),
+        ("{type: RLOO, kl: {importanceWeighted: true}}", "kl.importanceWeighted"),
+        ("{overlong: {bufferShare: 0.1}}", "overlong.bufferShare"),
+        ("{type: DAPO, groupSize: 1}", "dynamicSampling.maxRounds"),
+        ("{groupSize: 1, dynamicSampling: {maxRounds: 1}}", "dynamicSampling.maxRounds"),
+        ("{importanceSampling: {floor: 0.5}}", "importanceSampling.floor"),
+        ("{importanceSampling: {veto: 0.5}}", "importanceSampling.veto"),
+        ("{importanceSampling: {type: TokenTruncated, floor: 0.5}}", "importanceSampling.floor"),
+        ("{importanceSampling: {type: TokenMasked, cap: 0.25}}", "importanceSampling.floor"),
+        ("{importanceSampling: {type: SequenceMasked, floor: 3}}", "importanceSampling.floor"),
     ),
     "data": (
         ("{prompts: []}", "prompts"), ("{prompts: uri}", "prompts"), ("{prompts: [null]}", "prompts[0]"),
@@ -308,6 +340,12 @@ OTHERS = (
     Case("a spec without a value", HEAD + "spec:\n", ("spec",)),
     Case("a list for the spec", HEAD + "spec: [1]\n", ("spec",)),
     Case("a spec without blocks", HEAD + "spec: {}\n", tuple(f"spec.{name}" for name in sorted(NEEDED))),
+    Case(
+        "dynamic sampling while later steps have begun",
+        manifest(algorithm="{type: DAPO}", rollout="{maxStaleness: 1}"),
+        ("spec.rollout.maxStaleness",),
+    ),
+    Case("later steps without it", manifest(algorithm="{type: OPO}", rollout="{maxStaleness: 1}")),
     Case("no YAML", manifest(training="{steps: 5"), ("",)),
     Case("a list", "[1]\n", ("",)),
     Case("nothing", "\n", ("",)),

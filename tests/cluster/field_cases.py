@@ -30,7 +30,10 @@ LEAST: dict[str, Any] = {
 AROUND: dict[str, dict[str, Any]] = {
     "spec.adapter.oft": {"adapter": {"type": "OFT", "oft": {}}},
     "spec.adapter.lora": {"adapter": {"lora": {}}},
-    "spec.algorithm.importanceSampling": {"algorithm": {"importanceSampling": {"type": "TokenTruncated"}}},
+    "spec.algorithm.type": {"algorithm": {}},
+    "spec.algorithm.entrypoint": {"algorithm": {"type": "Custom"}},
+    "spec.algorithm.importanceSampling": {"algorithm": {"importanceSampling": {"type": "TokenMasked"}}},
+    "spec.algorithm.overlong.bufferShare": {"algorithm": {"overlong": {"penalty": 1.0}}},
     "spec.rollout.replicas": {"rollout": {"engine": "SGLang"}},
     "spec.rollout.tensorParallel": {"rollout": {"engine": "SGLang"}},
     "spec.rollout.adapterTransport": {"rollout": {"engine": "SGLang"}},

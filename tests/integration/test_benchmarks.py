@@ -19,6 +19,8 @@ HERE: dict[str, tuple[str, ...]] = {
     "generation_vs_transformers": (),
     "loading_memory": (),
     "long_attention": (),
+    "objective_vs_trl": (),
+    "objectives": (),
     "parity_by_format": ("--engines", "Torch"),
     "plan_seconds": (),
     "planned_memory": (),

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from orbit_runtime.algorithms.losses import PolicyLossSettings, kl_estimate, policy_loss
+from orbit_runtime.algorithms.divergence import kl_estimate, weighted_kl
+from orbit_runtime.algorithms.kl_reward import kl_penalties
+from orbit_runtime.algorithms.losses import LossInputs, PolicyLossSettings, policy_loss
 
 
 def expected_gradient(estimator: str) -> torch.Tensor:
@@ -38,42 +40,48 @@ def test_k2_follows_the_reverse_kl_and_k3_the_forward_one(estimator: str, direct
     assert expected.abs().max() > 1e-2
 
 
+@pytest.mark.parametrize("estimator", ["K1", "K3"])
+def test_weighted_k1_and_k3_follow_the_reverse_kl_off_policy_too(estimator: str) -> None:
+    logits, reference = policy_and_reference()
+    old = torch.log_softmax(torch.tensor([0.1, 0.2, -0.9, 0.7], dtype=torch.float64), -1)
+    logprobs = torch.log_softmax(logits, -1)
+    terms = weighted_kl(logprobs, old, reference, estimator)  # type: ignore[arg-type]
+    (found,) = torch.autograd.grad((old.exp() * terms).sum(), logits, retain_graph=True)
+    (expected,) = torch.autograd.grad((logprobs.exp() * (logprobs - reference)).sum(), logits, retain_graph=True)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    plain = kl_estimate(logprobs, reference, estimator)  # type: ignore[arg-type]
+    (unweighted,) = torch.autograd.grad((old.exp() * plain).sum(), logits)
+    assert (unweighted - expected).abs().max() > 1e-2, "without the weight it is another gradient"
+
+
+def test_k1_in_the_reward_has_the_gradient_of_the_reverse_kl() -> None:
+    """REINFORCE with the penalty for a reward: E[-(-K1) grad log p], whatever else the reward holds."""
+    logits, reference = policy_and_reference()
+    logprobs = torch.log_softmax(logits, -1)
+    penalties = [
+        kl_penalties([float(policy)], [float(base)], coefficient=1.0, estimator="K1")[0]
+        for policy, base in zip(logprobs, reference, strict=True)
+    ]
+    advantages = -torch.tensor(penalties, dtype=torch.float64)
+    (found,) = torch.autograd.grad(-(logprobs.exp().detach() * advantages * logprobs).sum(), logits, retain_graph=True)
+    (expected,) = torch.autograd.grad((logprobs.exp() * (logprobs - reference)).sum(), logits)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-7)
+
+
 def test_a_good_token_becomes_likelier_and_a_bad_one_less() -> None:
     logprobs = torch.tensor([-1.0, -1.0], requires_grad=True)
-    loss, _ = policy_loss(
-        logprobs, logprobs.detach(), torch.tensor([1.0, -1.0]), torch.tensor([0.5, 0.5]), PolicyLossSettings()
-    )
+    inputs = LossInputs(logprobs, logprobs.detach(), torch.tensor([1.0, -1.0]), torch.tensor([2]))
+    loss, _ = policy_loss(inputs, torch.tensor([0.5, 0.5]), PolicyLossSettings())
     loss.backward()
     assert logprobs.grad is not None
     assert logprobs.grad.tolist() == [-0.5, 0.5]
 
 
-def test_sums_of_micro_batches_are_those_of_the_whole() -> None:
-    generator = torch.Generator().manual_seed(3)
-    logprobs, old, reference, advantages = (torch.randn(12, generator=generator) for _ in range(4))
-    weights = torch.rand(12, generator=generator) / 12
-    settings = PolicyLossSettings(kl_coefficient=0.1)
-
-    def sums(part: slice) -> dict[str, torch.Tensor]:
-        arguments = (logprobs[part], old[part], advantages[part], weights[part], settings)
-        return policy_loss(*arguments, reference_logprobs_T=reference[part])[1]
-
-    whole, pieces = sums(slice(None)), [sums(slice(0, 5)), sums(slice(5, 6)), sums(slice(6, 12))]
-    for name, value in whole.items():
-        torch.testing.assert_close(sum(piece[name] for piece in pieces), value, rtol=1e-5, atol=1e-6)
-
-
 def test_ratios_beyond_every_clip_stay_finite() -> None:
     logprobs = torch.tensor([0.0, -200.0], requires_grad=True)
     old = torch.tensor([-200.0, 0.0])
-    loss, _ = policy_loss(
-        logprobs,
-        old,
-        torch.tensor([0.0, 1.0]),
-        torch.ones(2),
-        PolicyLossSettings(kl_coefficient=0.1),
-        reference_logprobs_T=old,
-    )
+    inputs = LossInputs(logprobs, old, torch.tensor([0.0, 1.0]), torch.tensor([1, 1]), reference_logprobs_T=old)
+    loss, _ = policy_loss(inputs, torch.ones(2), PolicyLossSettings(kl_coefficient=0.1))
     loss.backward()
     assert torch.isfinite(loss)
     assert logprobs.grad is not None

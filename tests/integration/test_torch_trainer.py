@@ -13,6 +13,7 @@ import torch
 
 from orbit_runtime.adapters.buffer import AdapterBuffer, publishable
 from orbit_runtime.adapters.config import AdapterConfig
+from orbit_runtime.algorithms.corrections import Correction
 from orbit_runtime.algorithms.losses import PolicyLossSettings
 from orbit_runtime.data.samples import spread, with_column
 from orbit_runtime.errors import DivergedError, ModelError
@@ -37,7 +38,7 @@ SETTINGS = TrainerSettings(
     loss=PolicyLossSettings(),
     reduction="Token",
     constant_length=16,
-    importance_cap=None,
+    correction=None,
     sampling=Sampling(),
     base_model="base",
 )
@@ -251,8 +252,8 @@ def test_truncated_importance_weights_scale_the_gradient_by_the_cap(folder: Path
     samples = samples_of(3)
     lowered = [array("f", (min(v, -60.0) if v else 0.0 for v in each.columns["sampled"])) for each in samples]
     samples = with_column(samples, "sampled", lowered)
-    capped = gradients(build(folder, importance_cap=3.0, max_grad_norm=1e9), samples)
-    single = gradients(build(folder, importance_cap=1.0, max_grad_norm=1e9), samples)
+    capped = gradients(build(folder, correction=Correction("TokenTruncated", 3.0), max_grad_norm=1e9), samples)
+    single = gradients(build(folder, correction=Correction("TokenTruncated", 1.0), max_grad_norm=1e9), samples)
     for name, value in single.items():
         torch.testing.assert_close(capped[name], 3 * value, rtol=1e-4, atol=1e-7)
 

@@ -13,6 +13,7 @@ import safetensors.torch
 
 from orbit_runtime.adapters.buffer import publishable
 from orbit_runtime.adapters.state import expected_applied_digest
+from orbit_runtime.algorithms.corrections import Correction
 from orbit_runtime.errors import GateError
 from orbit_runtime.policy import load_policy
 from orbit_runtime.training import TorchTrainer
@@ -36,7 +37,13 @@ DIVISIONS = {
     "DP2": Sizes(2),
 }
 CASES = (Case("qwen3_moe", "INT4", "LoRA", "PerExpert"), Case("qwen3_moe", "BF16", "OFT", "SharedOuter"))
-TRAINING = replace(SETTINGS, micro_batch_tokens=25, mini_batch_prompts=2, importance_cap=2.0, peak_learning_rate=1e-3)
+TRAINING = replace(
+    SETTINGS,
+    micro_batch_tokens=25,
+    mini_batch_prompts=2,
+    correction=Correction("TokenTruncated", 2.0),
+    peak_learning_rate=1e-3,
+)
 """Three prompts in two updates, of an odd number of micro-batches."""
 
 

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from orbit_runtime.adapters.buffer import publishable
 from orbit_runtime.adapters.lora import dropout
+from orbit_runtime.algorithms.corrections import Correction
 from orbit_runtime.algorithms.losses import PolicyLossSettings
 from orbit_runtime.data.chat import ChatTokenizer
 from orbit_runtime.policy import Policy, load_policy
@@ -44,7 +45,7 @@ CASES = [
 ]
 # Everything that adds a pass of its own: reference and old log-probs, several updates, both epochs.
 UPDATES = replace(
-    SETTINGS, mini_batch_prompts=2, update_epochs=2, importance_cap=2.0,
+    SETTINGS, mini_batch_prompts=2, update_epochs=2, correction=Correction("TokenTruncated", 2.0),
     sampling=replace(SETTINGS.sampling, temperature=0.8, top_p=0.9),
     loss=PolicyLossSettings(kl_coefficient=0.1),
 )  # fmt: skip

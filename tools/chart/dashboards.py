@@ -147,6 +147,8 @@ RUN = Dashboard(
             Panel("Entropy", "line", {"entropy": "orbit_run_entropy{@}"}),
             Panel("Gradient norm", "line", {"before clipping": "orbit_run_grad_norm{@}"}),
             Panel("Clipped tokens", "line", {"share": "orbit_run_clip_fraction{@}"}, unit="percentunit"),
+            Panel("Dropped tokens", "line", {"share": "orbit_run_dropped_fraction{@}"}, unit="percentunit"),
+            Panel("Groups", "line", {"{{kind}}": "orbit_run_groups{@}"}),
             Panel("Learning rate", "line", {"rate": "orbit_run_learning_rate{@}"}, unit="sci"),
             Panel("Bound of OFT's series", "line", {"distance": "orbit_run_oft_series_error{@}"}, unit="sci"),
             Panel(

@@ -81,7 +81,8 @@ FIELDS = [
         "    groupSize: 8",
         "    xyzzy: 1",
         "run.yaml:11: spec.algorithm.xyzzy: unknown field\n"
-        "  fix: its block has the fields type, groupSize, kl, clip, advantage, reduction, importanceSampling",
+        "  fix: its block has the fields type, entrypoint, groupSize, kl, clip, advantage, "
+        "reduction, importanceSampling, overlong, dynamicSampling",
     ),
     (
         "    type: LoRA",

@@ -20,6 +20,7 @@ from orbit_runtime.spec import (
     resolve,
 )
 from orbit_runtime.spec.fields import all_fields, field_sets
+from orbit_runtime.spec.objectives import CORRECTIONS, OBJECTIVES
 
 TEXT = """\
 apiVersion: orbitrl.dev/v1alpha1
@@ -215,6 +216,9 @@ def test_the_sets_are_those_of_the_design() -> None:
         "model.precision=INT4",
         "data.prompts=[{uri: moved/p.jsonl}]",
         "training.learningRate=0.0001",
+        "algorithm={clip: {low: 0.2, high: 0.2}, reduction: Token, kl: {placement: Loss, estimator: K3}}",
+        "algorithm.advantage={baseline: GroupMean, normalize: Group}",
+        "algorithm={overlong: {penalty: 0}, dynamicSampling: {maxRounds: 0}}",
     ],
 )
 def test_display_layout_and_defaults_written_out_leave_the_identity_alone(override: str) -> None:
@@ -265,6 +269,49 @@ def test_a_field_that_came_later_is_part_of_the_identity_only_where_it_is_not_it
         assert changed.identity != resolved().identity
         (found,) = differences(older, changed.run.to_manifest())
         assert found.set == "identity"
+
+
+def test_what_the_algorithm_leaves_open_is_decided_by_its_type_and_stands_in_the_resolved_manifest() -> None:
+    decided = resolved("algorithm.type=DAPO").run.to_manifest()["spec"]["algorithm"]
+    assert decided["clip"] == {"low": 0.2, "high": 0.28}
+    assert decided["overlong"] == {"penalty": 1.0, "bufferShare": 0.2}
+    assert decided["dynamicSampling"] == {"maxRounds": 10}
+    assert decided["kl"]["estimator"] == "K3"
+    asked = resolved("algorithm={type: DAPO, clip: {high: 0.3}, dynamicSampling: {maxRounds: 0}}")
+    assert asked.run.spec.algorithm.clip.high == 0.3
+    assert asked.run.spec.algorithm.dynamic_sampling.max_rounds == 0
+    cispo = resolved("algorithm.type=CISPO").run.to_manifest()["spec"]["algorithm"]
+    assert cispo["clip"] == {"high": 4.0}, "what a type does not read stays unset"
+
+
+@pytest.mark.parametrize("name", sorted(OBJECTIVES))
+def test_a_resolved_manifest_is_a_manifest_of_the_same_identity(name: str) -> None:
+    own = ["algorithm.entrypoint=m:f"] if name == "Custom" else []
+    for correction in CORRECTIONS:
+        first = resolved(f"algorithm.type={name}", f"algorithm.importanceSampling.type={correction}", *own)
+        again = OrbitRun.model_validate(first.run.to_manifest())
+        assert resolve(again, CPU, folder=Path("/project")).run == first.run
+        assert identity_digest(again) == first.identity
+
+
+def test_every_algorithm_and_correction_has_an_identity_of_its_own() -> None:
+    kinds = [[f"algorithm.type={name}"] for name in OBJECTIVES if name != "Custom"]
+    kinds += [["algorithm={type: Custom, entrypoint: m:f}"], ["algorithm={type: Custom, entrypoint: m:g}"]]
+    kinds += [[f"algorithm.importanceSampling.type={name}"] for name in CORRECTIONS if name != "None"]
+    kinds += [["algorithm.advantage.baseline=LeaveOneOut"], ["algorithm.kl.importanceWeighted=true"]]
+    kinds += [["algorithm.overlong.penalty=1"], ["algorithm.dynamicSampling.maxRounds=3"]]
+    assert len({resolved(*each).identity for each in kinds}) == len(kinds)
+
+
+def test_what_earlier_versions_always_did_is_no_part_of_the_identity() -> None:
+    older = resolved().run.to_manifest()
+    del older["spec"]["algorithm"]["advantage"]["baseline"]
+    for name in ("overlong", "dynamicSampling"):
+        del older["spec"]["algorithm"][name]
+    del older["spec"]["algorithm"]["kl"]["importanceWeighted"]
+    assert differences(older, resolved().run.to_manifest()) == []
+    (found,) = differences(older, resolved("algorithm.advantage.baseline=LeaveOneOut").run.to_manifest())
+    assert (found.path, found.set) == ("spec.algorithm.advantage.baseline", "identity")
 
 
 def test_what_a_run_reads_is_part_of_its_identity_and_where_it_lies_is_not() -> None:

@@ -1,0 +1,85 @@
+"""Every named algorithm on the quickstart's task, with the same number of samples and several seeds: does it learn?
+
+    python -m benchmarks.objectives                             every algorithm, three seeds: an hour on two cores
+    python -m benchmarks.objectives --seeds 0 --types GRPO DAPO
+
+Belongs here: running them, curves and the table of the documentation. Does not belong here: whether their arithmetic is
+right (`tests/integration/test_objectives.py`).
+
+Each run is `examples/quickstart.yaml` with two updates per step, so that ratios and clips do something, and answers of
+up to 8 tokens, so that a right one is not overlong. Rewards are of all samples as they were drawn, in the order of
+drawing; those that dynamic sampling dropped count as well, and every algorithm ends at the same number of samples.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.harness import ROOT, Measured, run
+from orbit_runtime.observability.progress import SilentProgress
+from orbit_runtime.spec.load import load_manifest
+from orbit_runtime.spec.objectives import OBJECTIVES
+
+MEASURES = ("orbit_runtime/algorithms", "orbit_runtime/spec/objectives.py", "orbit_runtime/training/updater.py")
+QUICKSTART = ROOT / "examples" / "quickstart.yaml"
+NAMED = [name for name in OBJECTIVES if name != "Custom"]
+PROMPTS, GROUP, STEPS, POINTS = 32, 16, 60, 6
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--types", nargs="+", choices=NAMED, default=NAMED)
+    parser.add_argument("--steps", type=int, default=STEPS, help="whose samples every algorithm gets")
+
+
+def curve(name: str, seed: int, steps: int, prompts: int) -> list[float]:
+    """Mean reward of each of `POINTS` equal parts of the samples, in the order in which they were drawn."""
+    from orbit_runtime.loop import run as train
+
+    settings = [
+        f"algorithm.type={name}", f"data.seed={seed}", f"training.steps={steps}", f"training.promptsPerStep={prompts}",
+        f"training.miniBatchPrompts={prompts // 2}", "rollout.sampling.maxNewTokens=8", f"algorithm.groupSize={GROUP}",
+        "observability.metricsPort=-1",
+    ]  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        manifest = load_manifest(QUICKSTART, settings)
+        train(manifest, out=f"{folder}/run", progress=SilentProgress(), manifest_folder=QUICKSTART.parent)
+        lines = Path(folder, "run", "metrics.jsonl").read_text().splitlines()
+    return parts_of([json.loads(line) for line in lines], total=steps * prompts)
+
+
+def parts_of(rows: Sequence[Mapping[str, Any]], *, total: int) -> list[float]:
+    """Args: total: groups that count; a step's groups have its mean reward."""
+    by_group = [float(row["reward_mean"]) for row in rows for _ in range(row["groups"])][:total]
+    size = len(by_group) // POINTS
+    return [statistics.fmean(by_group[part * size : (part + 1) * size]) for part in range(POINTS)]
+
+
+def measure(options: argparse.Namespace) -> Measured:
+    steps, prompts = (POINTS, 2) if options.smallest else (options.steps, PROMPTS)
+    types, seeds = (["GRPO"], [0]) if options.smallest else (options.types, options.seeds)
+    figures: dict[str, object] = {}
+    print(f"{'algorithm':<28}{'seed':>5}  reward in each sixth of the samples", flush=True)
+    flat: list[str] = []
+    for name in types:
+        for seed in seeds:
+            points = curve(name, seed, steps, prompts)
+            figures[f"{name} seed {seed}"] = points
+            print(f"{name:<28}{seed:>5}  {' '.join(f'{each:.3f}' for each in points)}", flush=True)
+            if points[-1] <= points[0] and not options.smallest:
+                flat.append(f"{name} with seed {seed}")
+    facts = {"samples": steps * prompts * GROUP, "steps": steps, "seeds": list(seeds)}
+    return Measured(figures=figures, facts=facts, refused=f"no better than before: {', '.join(flat)}" if flat else "")
+
+
+if __name__ == "__main__":
+    raise SystemExit(run(__file__, __doc__, measure, add_options))

@@ -1,0 +1,66 @@
+"""Weights for the difference between the engine that sampled and the trainer, for the same adapter.
+
+Belongs here: importance weights without gradient. Does not belong here: the ratio that an update is clipped by
+(`losses`).
+
+`_T` trained tokens, `_D` samples.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from orbit_runtime.algorithms.divergence import LOG_RATIO_LIMIT
+from orbit_runtime.algorithms.ratios import sample_sums, sequence_mean_ratio, sequence_ratio, spread
+from orbit_runtime.spec.objectives import CorrectionType
+
+
+@dataclass(frozen=True, slots=True)
+class Correction:
+    """What the ratio trainer / engine is taken of, and held against."""
+
+    type: CorrectionType
+    cap: float
+    floor: float | None = None
+    """Of the masked types."""
+    veto: float | None = None
+    """A sample with a token below this counts for nothing."""
+
+
+def importance_weights(
+    old_trainer_logprobs_T: Tensor, sampled_logprobs_T: Tensor, lengths_D: Tensor, correction: Correction
+) -> Tensor:
+    """Weight of each token. The trainer's log-probs are those before the step's first update.
+
+    With r_t = π_trainer,old / π_engine of a token, and its product over an answer:
+    ```
+    TokenTruncated     min(r_t, cap)              FlashRL, fengyao.notion.site/flash-rl; truncation: Ionides 2008
+    TokenMasked        r_t inside [floor, cap], else 0      IcePop, arXiv:2510.18855
+    SequenceTruncated  min(product of r, cap), at each token of the answer      TRL 1.16, verl 0.9
+    SequenceMasked     product of r inside [floor, cap], else 0      TRL 1.16
+    GeometricMasked    1 where (product of r)^(1/|y|) is inside [floor, cap], else 0      richardli.xyz/rl-collapse
+    ```
+    `veto` sets a whole answer to 0 where any of its r_t is below it (the same article). A weight of 0 leaves the
+    reduction's denominators as they are (as in TRL 1.16): how many tokens are dropped changes no other token's weight.
+    """
+    log_ratio_T = (old_trainer_logprobs_T - sampled_logprobs_T).detach()
+    level_T = log_ratio_T
+    if correction.type.startswith("Sequence"):
+        level_T = sequence_ratio(log_ratio_T, lengths_D)
+    elif correction.type.startswith("Geometric"):
+        level_T = sequence_mean_ratio(log_ratio_T, lengths_D)
+    weights_T = torch.exp(level_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+    if correction.type.endswith("Truncated"):
+        weights_T = weights_T.clamp(max=correction.cap)
+    else:
+        assert correction.floor is not None, "a masked type has a floor"
+        inside_T = (weights_T >= correction.floor) & (weights_T <= correction.cap)
+        kept_T = torch.ones_like(weights_T) if correction.type == "GeometricMasked" else weights_T
+        weights_T = torch.where(inside_T, kept_T, 0.0)
+    if correction.veto is not None:
+        below_T = (torch.exp(log_ratio_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)) < correction.veto).to(weights_T)
+        weights_T = torch.where(spread(sample_sums(below_T, lengths_D), lengths_D) > 0, 0.0, weights_T)
+    return weights_T

@@ -1,0 +1,143 @@
+"""Losses and advantages that the user wrote: imported, and what they return held to the contract.
+
+Belongs here: loading them by the manifest's names, and one clear error for whatever they do wrong. Does not belong
+here: the contract itself (`losses.Surrogate`, `advantages.AdvantageFunction`).
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from orbit_runtime.algorithms.advantages import Advantage, ScoredGroup
+from orbit_runtime.errors import ManifestError
+from orbit_runtime.spec.algorithm import Algorithm
+from orbit_runtime.workers.entrypoints import (
+    MissingModuleError,
+    TargetError,
+    check_elsewhere,
+    describe,
+    load_function,
+)
+
+if TYPE_CHECKING:
+    from orbit_runtime.algorithms.losses import LossInputs, PolicyLossSettings, TokenLosses
+
+LOSS, ADVANTAGES = "spec.algorithm.entrypoint", "spec.algorithm.advantage.entrypoint"
+ARGUMENTS = {LOSS: ("inputs", "settings"), ADVANTAGES: ("groups",)}
+
+
+def own_targets(settings: Algorithm) -> dict[str, str]:
+    """Field path → `module:function`, of what the manifest names."""
+    named = {LOSS: settings.entrypoint, ADVANTAGES: settings.advantage.entrypoint}
+    return {where: target for where, target in named.items() if target is not None}
+
+
+def load_own(settings: Algorithm, search_path: Sequence[str]) -> dict[str, Any]:
+    """`own_loss` and `own_advantages` for `algorithms.table.build_algorithm`, as far as the manifest names them.
+
+    Raises:
+        ManifestError: one cannot be imported or called.
+    """
+    targets = own_targets(settings)
+    if targets:
+        # For good: a function may import more when it is called.
+        sys.path[:] = list(dict.fromkeys([*search_path, *sys.path]))
+    names: dict[str, tuple[str, Callable[..., Any]]] = {
+        LOSS: ("own_loss", hold_loss),
+        ADVANTAGES: ("own_advantages", hold_advantages),
+    }
+    found: dict[str, Any] = {}
+    for where, target in targets.items():
+        name, held = names[where]
+        try:
+            function = load_function(target, ARGUMENTS[where])
+        except TargetError as error:
+            raise ManifestError(str(error), where=where) from error
+        found[name] = partial(held, function, target)
+    return found
+
+
+def check_own(settings: Algorithm, search_path: Sequence[str]) -> list[str]:
+    """Imports what the manifest names in another process; returns what could not be, for want of torch.
+
+    Raises:
+        ManifestError: a function is not there or cannot be called.
+    """
+    unopened = []
+    for where, target in own_targets(settings).items():
+        try:
+            check_elsewhere(target, ARGUMENTS[where], search_path)
+        except MissingModuleError as error:
+            # Torch need not be where a manifest is written.
+            if error.name.partition(".")[0] != "torch":
+                raise ManifestError(str(error), where=where) from error
+            unopened.append(f"{target} (needs torch)")
+        except TargetError as error:
+            raise ManifestError(str(error), where=where) from error
+    return unopened
+
+
+def hold_loss(
+    function: Callable[..., Any], target: str, inputs: LossInputs, settings: PolicyLossSettings
+) -> TokenLosses:
+    """The function as a `Surrogate`: a tensor is enough, and anything else is one clear error."""
+    from orbit_runtime.algorithms.losses import TokenLosses
+
+    result = _called(function, target, LOSS, inputs, settings)
+    losses = result if isinstance(result, TokenLosses) else TokenLosses(result)
+    shape = getattr(losses.loss_T, "shape", None)
+    if shape != inputs.logprobs_T.shape:
+        told = type(losses.loss_T).__name__ if shape is None else f"a tensor of shape {tuple(shape)}"
+        raise ManifestError(
+            f"{target!r} returned {told}, not a loss for each of {len(inputs.logprobs_T)} tokens",
+            where=LOSS,
+            fix="return a tensor like `inputs.logprobs_T`, or TokenLosses; the mean is taken by `reduction`",
+        )
+    if inputs.logprobs_T.requires_grad and not losses.loss_T.requires_grad:
+        raise ManifestError(
+            f"{target!r} returned a loss without gradient: it does not depend on `inputs.logprobs_T`",
+            where=LOSS,
+            fix="compute it from `inputs.logprobs_T`, without `detach()` or `torch.no_grad()` around all of it",
+        )
+    return losses
+
+
+def hold_advantages(
+    function: Callable[..., Any], target: str, groups_P: Sequence[ScoredGroup]
+) -> list[list[Advantage]]:
+    """The function as an `AdvantageFunction`."""
+    result = _called(function, target, ADVANTAGES, groups_P)
+    try:
+        return [
+            [_advantage(each, length) for each, length in zip(advantages_G, group.lengths_G, strict=True)]
+            for advantages_G, group in zip(result, groups_P, strict=True)
+        ]
+    except (TypeError, ValueError) as error:
+        raise ManifestError(
+            f"{target!r} returned no advantage for each rollout of each group: {error}",
+            where=ADVANTAGES,
+            fix="return a list for each group: for each of its rollouts a finite number, or one for each trained token",
+        ) from error
+
+
+def _advantage(value: Any, length: int) -> Advantage:
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        numbers = [float(each) for each in value]
+        if len(numbers) != length:
+            raise ValueError(f"{len(numbers)} numbers for {length} trained tokens")
+    else:
+        numbers = [float(value)]
+    if not all(math.isfinite(each) for each in numbers):
+        raise ValueError("a number is not finite")
+    return numbers if isinstance(value, Sequence) else numbers[0]
+
+
+def _called(function: Callable[..., Any], target: str, where: str, *arguments: Any) -> Any:
+    try:
+        return function(*arguments)
+    except Exception as error:
+        raise ManifestError(f"{target!r} fails: {describe(error)}", where=where, fix="mend the function") from error

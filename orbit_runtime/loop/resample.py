@@ -1,0 +1,81 @@
+"""Dynamic sampling: groups that teach nothing are replaced by those of further prompts, up to a bound.
+
+Belongs here: when more is drawn, and what is told of it. Does not belong here: sampling (`collector`), which
+groups train (`advantages`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from orbit_runtime.algorithms.advantages import is_informative
+from orbit_runtime.loop.collect import Collected
+from orbit_runtime.types import Group, Prompt, Sample
+
+
+def collect_informative(
+    collected: Collected,
+    collect: Callable[[Sequence[Prompt]], Collected],
+    take: Callable[[int], Sequence[Prompt]],
+    *,
+    max_rounds: int,
+) -> Collected:
+    """Collects as many further prompts as groups taught nothing, at most `max_rounds` times.
+
+    Every group that was sampled comes back, those that teach nothing too: they are recorded and counted like any other
+    (DAPO, arXiv:2503.14476 section 3.2). It ends early where no prompts are left.
+    """
+    wanted = len(collected.groups_P)
+    for _ in range(max_rounds):
+        missing = wanted - sum(map(teaches, collected.groups_P))
+        further_P = take(missing) if missing else ()
+        if not further_P:
+            break
+        collected = _joined(collected, collect(further_P))
+    return collected
+
+
+def teaches(group: Group) -> bool:
+    """Two of its rollouts differ in their reward."""
+    return is_informative([rollout.reward for rollout in group.rollouts_G])
+
+
+def _joined(one: Collected, other: Collected) -> Collected:
+    return replace(
+        other,
+        groups_P=(*one.groups_P, *other.groups_P),
+        reasons=tuple(dict.fromkeys((*one.reasons, *other.reasons))),
+        seconds_collect=one.seconds_collect + other.seconds_collect,
+        seconds_score=one.seconds_score + other.seconds_score,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class GroupCounts:
+    """Of a step: all groups that were sampled, and those that teach nothing."""
+
+    groups: int
+    equal: int
+    """Two rewards or more, all of them equal."""
+    masked: int
+    """No rollout trains: each timed out, crashed or is empty."""
+
+
+def count_groups(groups_P: Sequence[Group]) -> GroupCounts:
+    masked = sum(not any(rollout.trains for rollout in group.rollouts_G) for group in groups_P)
+    rewards_PG = [[each.reward for each in group.rollouts_G if each.reward is not None] for group in groups_P]
+    equal = sum(len(rewards_G) > 1 and not is_informative(rewards_G) for rewards_G in rewards_PG)
+    return GroupCounts(len(groups_P), equal, masked)
+
+
+def what_is_missing(groups_P: Sequence[Group], samples_D: Sequence[Sample], *, wanted: int, max_rounds: int) -> str:
+    """What is to be said of a step that has less to learn from than it should; empty for any other."""
+    counts = count_groups(groups_P)
+    seen = f"of {counts.groups} groups {counts.equal} have equal rewards, {counts.masked} no rollout that trains"
+    if not any(any(sample.columns["advantage"]) for sample in samples_D):
+        return f"nothing to learn from: every advantage is 0; {seen}"
+    found = sum(map(teaches, groups_P))
+    if max_rounds and found < wanted:
+        return f"dynamic sampling gave up after {max_rounds} rounds with {found} groups of {wanted}; {seen}"
+    return ""

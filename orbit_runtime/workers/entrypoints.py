@@ -1,0 +1,136 @@
+"""What a manifest names as `module:name`.
+
+Belongs here: importing it, saying what is wrong with it, and doing that in a process of its own for whoever only wants
+to know. Does not belong here: what it is for.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
+CHECK_SECONDS = 120.0
+
+
+class TargetError(Exception):
+    """It cannot be loaded or called as the manifest says; the message is for the user."""
+
+
+class MissingModuleError(TargetError):
+    """The function's module needs another that is not installed here; `name` is that one's."""
+
+    def __init__(self, message: str, name: str) -> None:
+        super().__init__(message)
+        self.name = name
+
+
+def load_object(target: str) -> Any:
+    """What stands behind `module:name`.
+
+    Raises:
+        TargetError: it names the module or attribute that is missing, and the folders that were searched.
+    """
+    module_name, separator, attribute = target.partition(":")
+    if not separator or not module_name or not attribute:
+        raise TargetError(f"{target!r} is not of the form 'module:function'")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (module_name == error.name or module_name.startswith(error.name + ".")):
+            raise TargetError(f"no module {error.name!r}; searched: {', '.join(map(repr, sys.path))}") from error
+        message = f"module {module_name!r} needs {error.name!r}, which is not installed"
+        raise MissingModuleError(message, str(error.name)) from error
+    except BaseException as error:  # importing runs user code
+        raise TargetError(f"importing {module_name!r} fails: {describe(error)}") from error
+    function: Any = module
+    for part in attribute.split("."):
+        if not hasattr(function, part):
+            raise TargetError(f"module {module_name!r} ({_origin(module)}) has no {attribute!r}")
+        function = getattr(function, part)
+    return function
+
+
+def load_function(target: str, names: Sequence[str]) -> Callable[..., Any]:
+    """The function behind `module:function`, checked to take so many arguments by position.
+
+    Raises:
+        TargetError: as `load_object`; or it cannot be called so.
+    """
+    function = load_object(target)
+    if not callable(function):
+        raise TargetError(f"{target!r} is not a function but {type(function).__name__}")
+    if inspect.iscoroutinefunction(function):
+        raise TargetError(f"{target!r} is async; write a plain function")
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return function  # type: ignore[no-any-return]  # built in C without a signature: the first call will tell
+    try:
+        signature.bind(*names)
+    except TypeError as error:
+        raise TargetError(f"{target!r} cannot be called as ({', '.join(names)}): {error}") from error
+    return function  # type: ignore[no-any-return]
+
+
+def describe(error: BaseException) -> str:
+    """Type, message and the line of user code that raised, on one line."""
+    text = " ".join(str(error).split())[:300]
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {text}{place}" if text else f"{type(error).__name__}{place}"
+
+
+def check_elsewhere(target: str, names: Sequence[str], search_path: Sequence[str]) -> None:
+    """Imports the function in another process, which ends with it: nothing of the user's runs in this one.
+
+    Raises:
+        TargetError: as `load_function`; or the import does not end.
+    """
+    asked = json.dumps([target, list(names), [*search_path, *(folder or os.getcwd() for folder in sys.path)]])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([PACKAGE_ROOT, os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, "-m", __name__, asked]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=CHECK_SECONDS, env=environment)
+    except subprocess.TimeoutExpired:
+        raise TargetError(f"importing {target!r} takes more than {CHECK_SECONDS:g} s") from None
+    # The user's module may print as well.
+    told = done.stdout.rpartition(_MARK)[2]
+    if _MARK not in done.stdout:
+        raise TargetError(f"importing {target!r} ends the process: {done.stderr.strip()[-300:] or done.returncode}")
+    problem, missing = json.loads(told)
+    if missing is not None:
+        raise MissingModuleError(problem, missing)
+    if problem is not None:
+        raise TargetError(problem)
+
+
+_MARK = "\n--- orbit: "
+
+
+def _main(asked: str) -> None:
+    target, names, path = json.loads(asked)
+    sys.path[:] = list(dict.fromkeys(path))
+    problem: str | None = None
+    missing: str | None = None
+    try:
+        load_function(target, names)
+    except TargetError as error:
+        problem, missing = str(error), error.name if isinstance(error, MissingModuleError) else None
+    print(f"{_MARK}{json.dumps([problem, missing])}", flush=True)
+
+
+def _origin(module: Any) -> str:
+    return str(getattr(module, "__file__", None) or "built in")
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1])
