@@ -38,6 +38,8 @@ from tests.integration.killing import adapter_digests, demanding_manifest, small
 from tests.integration.run_launcher import RunLauncher
 
 STEPS, PROMPTS, GROUP = 10, 4, 4
+pytestmark = pytest.mark.timeout(1200)
+"""Several starts each; beside other work one alone has taken half a minute."""
 
 
 def manifest(max_staleness: int, **sampling: Any) -> dict[str, Any]:
@@ -177,13 +179,12 @@ def newest_step(store: Store) -> int:
 
 
 def until_newer(store: Store, step: int) -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 600
     while newest_step(store) <= step:
-        assert time.monotonic() < deadline, f"no checkpoint after step {step} in two minutes"
+        assert time.monotonic() < deadline, f"no checkpoint after step {step} in ten minutes"
         time.sleep(0.005)
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("bound", [1, 3])
 def test_kills_at_random_moments_lose_no_rollout_that_a_checkpoint_keeps(
     tmp_path: Path, launcher: RunLauncher, bound: int
@@ -206,7 +207,6 @@ def test_kills_at_random_moments_lose_no_rollout_that_a_checkpoint_keeps(
     check_kept(store, kept)
 
 
-@pytest.mark.timeout(300)
 def test_a_stop_keeps_what_was_sampled_until_then(tmp_path: Path, launcher: RunLauncher) -> None:
     asked, out = manifest(2, ignoreEos=True, maxNewTokens=60), str(tmp_path)
     store = open_store(out)
