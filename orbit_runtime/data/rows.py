@@ -17,7 +17,7 @@ from orbit_runtime.errors import DataError
 
 Format = Literal["Auto", "JSONL", "Parquet"]
 
-BUILTIN = {"two-digit-addition": "two-digit-addition.jsonl"}
+BUILTIN = {name: f"{name}.jsonl" for name in ("two-digit-addition", "two-digit-multiplication")}
 MAX_LISTED = 5
 """Broken lines named in one message."""
 

@@ -29,8 +29,8 @@ class Prompts(Block):
 
     uri: Annotated[Uri, LAYOUT, Field(examples=["builtin://two-digit-addition"])]
     """A file: a path, `file:///…`, `hf://datasets/org/name@revision/file`, `s3://bucket/key`, on a cluster
-    `pvc://claim/path`, or `builtin://two-digit-addition`, which ships with Orbit. It may move on resume:
-    a run knows its prompts by digest."""
+    `pvc://claim/path`, or `builtin://two-digit-addition` and `builtin://two-digit-multiplication`, which ship with
+    Orbit. It may move on resume: a run knows its prompts by digest."""
     format: Annotated[Literal["Auto", "JSONL", "Parquet"], IDENTITY] = "Auto"
     """`Auto` goes by the end of the name: `.parquet` is Parquet, everything else JSON lines."""
     prompt_field: Annotated[str, IDENTITY, Field(min_length=1, max_length=128)] = "prompt"

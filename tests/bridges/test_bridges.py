@@ -22,9 +22,12 @@ from orbit_runtime.environments.asked import BRIDGES
 from orbit_runtime.workers.environment_pool import EnvironmentPool
 from orbit_runtime.workers.environment_protocol import EnvironmentFailed, EnvironmentLimits, EnvironmentTarget
 
-pytestmark = pytest.mark.skipif(
-    any(find_spec(name) is None for name in ("gymnasium", "skyrl_gym", "verifiers")), reason="make test-bridges"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        any(find_spec(name) is None for name in ("gymnasium", "skyrl_gym", "verifiers")), reason="make test-bridges"
+    ),
+    pytest.mark.timeout(600),  # these packages take a while to import, in each process that does
+]
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT = [{"role": "user", "content": "go"}]
 
@@ -185,7 +188,6 @@ spec:
     ],
     ids=["gymnasium", "skyrl-gym", "verifiers"],
 )
-@pytest.mark.timeout(300)
 def test_it_runs_from_a_manifest(environment: dict[str, Any], row: dict[str, Any], length: int, tmp_path: Path) -> None:
     (tmp_path / "prompts.jsonl").write_text(f"{json.dumps(row)}\n" * 2)
     (tmp_path / "run.yaml").write_text(MANIFEST.format(environment=json.dumps(environment), length=length))
@@ -195,7 +197,7 @@ def test_it_runs_from_a_manifest(environment: dict[str, Any], row: dict[str, Any
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=500,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     row_of_step = json.loads((tmp_path / "out" / "metrics.jsonl").read_text())
