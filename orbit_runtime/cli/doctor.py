@@ -23,12 +23,15 @@ from typing import Literal
 from orbit_runtime.cli.output import format_bytes, format_table, print_json
 from orbit_runtime.cli.run import NEEDED_TO_TRAIN
 from orbit_runtime.errors import EXIT_DONE, OrbitError, UnsupportedError
+from orbit_runtime.workers.sglang_launch import PYTHON_VARIABLE
 
 State = Literal["ok", "note", "warn", "fail"]
 
 PYTHON_RANGE = ((3, 12), (3, 15))
 MIN_MEMORY = 2 << 30
 MIN_DISK = 1 << 30
+MIN_SHARED_MEMORY = 1 << 29
+"""Ray's object store, and what torch and gloo put beside it."""
 MIN_DRIVER_CAPABILITY = (8, 0)
 """BF16 matrix units: Ampere and later."""
 MAX_CLOCK_SKEW_SECONDS = 5.0
@@ -131,6 +134,40 @@ def check_extras() -> list[Finding]:
     return [Finding("extras", "note", ", ".join(found))]
 
 
+def check_ranks() -> list[Finding]:
+    """What a model in parts takes: ranks on Ray over Megatron-Core, SGLang's servers beside them, shared memory."""
+    wanted = (("megatron-core", "megatron"), ("ray", "ray"))
+    missing = [extra for package, extra in wanted if _version(package) == NO_VERSION]
+    lacks, fixes = [], []
+    if missing:
+        lacks.append(" and ".join(missing))
+        fixes.append(f"pip install 'orbit-rl[{','.join(missing)}]'")
+    python = os.environ.get(PYTHON_VARIABLE)
+    if python is None and _version("sglang") == NO_VERSION:
+        lacks.append("SGLang")
+        fixes.append(f"name the interpreter of an environment with SGLang in {PYTHON_VARIABLE}")
+    elif python is not None and not os.access(python, os.X_OK):
+        lacks.append(f"SGLang ({python} cannot be run)")
+        fixes.append(f"correct {PYTHON_VARIABLE}")
+    if Path("/dev/shm").is_dir() and shutil.disk_usage("/dev/shm").free < MIN_SHARED_MEMORY:
+        free = format_bytes(shutil.disk_usage("/dev/shm").free)
+        lacks.append(f"shared memory ({free} free in /dev/shm)")
+        fixes.append("give the container 1 GiB of /dev/shm or more (placement.resources.sharedMemory)")
+    gpus = _count_gpus()
+    where = f"{gpus} GPUs" if gpus > 1 else "no second GPU: ranks would run on the CPU, for trying it out"
+    if lacks:
+        return [Finding("ranks", "note", f"trainer: Megatron lacks {', '.join(lacks)}; {where}", "; ".join(fixes))]
+    return [Finding("ranks", "ok", f"trainer: Megatron can run; {where}")]
+
+
+def _count_gpus() -> int:
+    if importlib.util.find_spec("torch") is None:
+        return 0
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
 def check_memory() -> list[Finding]:
     try:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -196,14 +233,15 @@ CHECKS: dict[str, Callable[[], list[Finding]]] = {
     "extra-train": check_train_extra,
     "torch": check_torch,
     "extras": check_extras,
+    "ranks": check_ranks,
     "memory": check_memory,
     "disk": check_disk,
     "write-access": check_write_access,
     "clock": check_clock,
 }
 
-FINDING_IDS = ("python", "extra-train", "torch", "threads", "gpu", "extras", "memory", "disk", "write-access", "clock",
-               "store")  # fmt: skip
+FINDING_IDS = ("python", "extra-train", "torch", "threads", "gpu", "extras", "ranks", "memory", "disk", "write-access",
+               "clock", "store")  # fmt: skip
 """Every id that a finding can have."""
 
 

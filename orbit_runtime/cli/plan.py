@@ -18,6 +18,7 @@ from orbit_runtime.errors import EXIT_DONE, ModelError, OrbitError, StorageError
 if TYPE_CHECKING:
     from orbit_runtime.model_info.weights import ModelFacts
     from orbit_runtime.planner import Machine
+    from orbit_runtime.planner.layout import Layout
     from orbit_runtime.spec import OrbitRun
 
 _STORES = ("s3", "gs", "az")
@@ -84,14 +85,37 @@ def find_server_gpus(run: OrbitRun, folder: Path) -> int | None:
     from orbit_runtime.planner.job import build_job
     from orbit_runtime.planner.serving import check_servers
 
-    if run.spec.rollout.engine != "SGLang":
-        return None
     machine = this_machine(run.spec.placement)
+    job = build_job(run, machine)
+    if job.engine != "SGLang":
+        return None
     try:
-        model, job = find_facts(run, folder), build_job(run, machine)
+        model = find_facts(run, folder)
     except OrbitError:
         return run.spec.rollout.tensor_parallel
     return check_servers(model, job, len(job.devices.engine))
+
+
+def find_ranks(run: OrbitRun, folder: Path) -> Layout | None:
+    """How a trainer in several processes would divide the model on this machine; None where one process trains.
+
+    Raises:
+        UnsupportedError: (78) the sizes do not divide the model, or this version does not.
+    """
+    from orbit_runtime.planner.job import build_job
+    from orbit_runtime.planner.layout import asked_layout
+    from orbit_runtime.planner.verdict import plan_as_run
+
+    machine = this_machine(run.spec.placement)
+    try:
+        model = find_facts(run, folder)
+    except OrbitError:
+        return asked_layout(build_job(run, machine).asked) if run.spec.training.trainer == "Megatron" else None
+    made = plan_as_run(run, model, machine)
+    for problem in made.problems:
+        if problem.where.startswith("spec.training.parallel"):
+            raise UnsupportedError(problem.message, where=problem.where, fix=problem.fix)
+    return made.layout if made.trainer == "Megatron" else None
 
 
 def _print_notice(message: str) -> None:

@@ -10,16 +10,18 @@ import os
 import sys
 from typing import Any
 
+from orbit_runtime.planner.layout import Layout
 from orbit_runtime.spec import OrbitRun
 
 
-def describe(run: OrbitRun, server_gpus: int | None = None) -> list[dict[str, Any]]:
+def describe(run: OrbitRun, server_gpus: int | None = None, ranks: Layout | None = None) -> list[dict[str, Any]]:
     """One entry per process: `name, count, argv, environment`, in the order they would start.
 
     With the torch trainer and engine everything but the rewards runs in the one process of `orbit run`.
 
     Args:
         server_gpus: of each SGLang server, or its processes on a CPU; None: it is not known before the model is there.
+        ranks: how a trainer in several processes divides the model; None: one process trains.
     """
     from orbit_runtime.workers.reward_pool import default_workers
 
@@ -29,9 +31,10 @@ def describe(run: OrbitRun, server_gpus: int | None = None) -> list[dict[str, An
             "count": 1,
             "argv": [sys.executable, "-m", "orbit_runtime.cli.main", "run", "FILE"],
             "environment": {},
-            "role": "trainer, engine, loop and status server of run " + run.name,
+            "role": f"{'loop' if ranks else 'trainer, engine, loop'} and status server of run {run.name}",
         },
-        *([_sglang(run, server_gpus)] if run.spec.rollout.engine == "SGLang" else []),
+        *(_ranks(ranks) if ranks else []),
+        *([_sglang(run, server_gpus)] if ranks or run.spec.rollout.engine == "SGLang" else []),
         {
             "name": "reward-worker",
             "count": default_workers(),
@@ -40,6 +43,37 @@ def describe(run: OrbitRun, server_gpus: int | None = None) -> list[dict[str, An
             "role": "rewards: " + ", ".join(reward.name for reward in run.spec.environment.rewards),
         },
     ]
+
+
+def _ranks(layout: Layout) -> list[dict[str, Any]]:
+    """In the order of their parents: whoever ends takes with him what is below."""
+    python, workers = sys.executable, "orbit_runtime.workers"
+    return [
+        {
+            "name": "rank-guard",
+            "count": 1,
+            "argv": [python, "-m", f"{workers}.rank_guard", "..."],
+            "environment": {},
+            "role": "ends everything below it when the run ends, however it ends",
+        },
+        {
+            "name": "ray-driver",
+            "count": 1,
+            "argv": [python, "-m", f"{workers}.ray_driver", "..."],
+            "environment": {},
+            "role": "a private Ray (GCS and node agent) on the loopback device, for this run alone",
+        },
+        {
+            "name": "trainer-rank",
+            "count": layout.num_gpus,
+            "argv": ["ray::RankActor"],
+            "environment": {
+                "RANK": f"0..{layout.num_gpus - 1}", "WORLD_SIZE": str(layout.num_gpus), "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": "chosen by the system", "CUDA_VISIBLE_DEVICES": "one GPU each; not set on a CPU",
+            },
+            "role": f"the model in parts, over Megatron-Core: {layout.text()}",
+        },
+    ]  # fmt: skip
 
 
 def _sglang(run: OrbitRun, server_gpus: int | None) -> dict[str, Any]:

@@ -106,10 +106,10 @@ def format_result(ended: str, uri: str, report: Mapping[str, Any]) -> str:
 
 
 def _print_processes(manifest: OrbitRun, folder: Path, as_json: bool) -> None:
-    from orbit_runtime.cli.plan import find_server_gpus
+    from orbit_runtime.cli.plan import find_ranks, find_server_gpus
     from orbit_runtime.cli.processes import describe
 
-    processes = describe(manifest, find_server_gpus(manifest, folder))
+    processes = describe(manifest, find_server_gpus(manifest, folder), find_ranks(manifest, folder))
     if as_json:
         print_json({"run": manifest.name, "processes": processes})
         return

@@ -18,7 +18,7 @@ from orbit_runtime.planner.assumptions import GIB
 from orbit_runtime.planner.devices import Devices
 from orbit_runtime.planner.engine_arguments import FIELD, find_contradictions
 from orbit_runtime.planner.job import Job, Machine, build_job
-from orbit_runtime.planner.layout import Layout
+from orbit_runtime.planner.layout import Layout, objection
 from orbit_runtime.planner.parts import PHASES, Copies, Parts, Phase, base_bytes
 from orbit_runtime.planner.sampling import check_engine
 from orbit_runtime.planner.search import Choice, capacity_of, choose
@@ -141,8 +141,7 @@ def plan(
         *_sampling_problem(run, job),
         *(() if refusal is None else (Problem(refusal.message, refusal.where or "spec", refusal.fix or ""),)),
         *_copies_problem(job),
-        *_undivided(choice.setting.layout),
-        *_wrong_number(choice.setting.layout, job, machine),
+        *_division_problems(model, job, choice.setting.layout, machine),
         *(
             Problem(message, f"{FIELD}.{name}", fix)
             for name, message, fix in find_contradictions(model, job, machine, size)
@@ -217,20 +216,22 @@ def _copies_problem(job: Job) -> list[Problem]:
     return [Problem(message, "spec.placement.baseCopies", "write Auto or Two, or rollout.engine: Torch")]
 
 
-def _undivided(layout: Layout) -> list[Problem]:
-    return [
-        Problem(f"this version does not divide a model by {name}", f"spec.training.parallel.{name}", "write 1")
+def _division_problems(model: ModelFacts, job: Job, layout: Layout, machine: Machine) -> list[Problem]:
+    if job.trainer == "Torch":
+        return []
+    field, gpus = "spec.training.parallel", len(job.devices.trainer)
+    found = [
+        Problem(f"this version does not divide a model by {name}", f"{field}.{name}", "write 1")
         for name, size in (("pipeline", layout.pipeline), ("context", layout.context))
         if size > 1
     ]
-
-
-def _wrong_number(layout: Layout, job: Job, machine: Machine) -> list[Problem]:
-    gpus = len(job.devices.trainer)
-    if job.trainer == "Torch" or machine.gpu is None or layout.num_gpus == gpus:
-        return []
-    message = f"the sizes of training.parallel are for {layout.num_gpus} ranks, and the trainer has {gpus} GPUs"
-    return [Problem(message, "spec.training.parallel", "leave the block out, or write sizes for that many")]
+    why = objection(model, job, layout)
+    if why is None and machine.gpu is not None and layout.num_gpus != gpus:
+        why = f"the sizes are for {layout.num_gpus} ranks, and the trainer has {gpus} GPUs"
+    if why is not None:
+        message = f"{model.name} cannot be divided like this: {why}"
+        found.append(Problem(message, field, "leave the block out, and the planner chooses"))
+    return found
 
 
 def _idle(model: ModelFacts, job: Job, size: int, gpus: int) -> list[str]:

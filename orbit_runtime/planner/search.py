@@ -10,16 +10,14 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import get_args
 
-from orbit_runtime.errors import ManifestError
 from orbit_runtime.model_info.weights import ModelFacts
 from orbit_runtime.planner.activations import Recompute
 from orbit_runtime.planner.adapter_size import AdapterSize
 from orbit_runtime.planner.job import Job, Machine
-from orbit_runtime.planner.layout import Layout, asked_layout, objection, possible_layouts
+from orbit_runtime.planner.layout import Layout, asked_layout, possible_layouts
 from orbit_runtime.planner.parts import PHASES, Copies, Phase, Setting, Sizes, size_parts
 
 SMALLEST_MICRO_BATCH = 1024
-FIELD = "spec.training.parallel"
 
 
 @dataclass(frozen=True)
@@ -96,25 +94,9 @@ def _settings(
 def _layouts(model: ModelFacts, job: Job, machine: Machine) -> list[Layout]:
     if job.trainer == "Torch":
         return [Layout()]
-    if machine.gpu is None:
-        asked = asked_layout(job.asked)
-        why = objection(model, job, asked)
-        if why is not None:
-            raise ManifestError(why, where=FIELD, fix="write sizes that divide the model, or leave the block out")
-        return [asked]
-    found = list(possible_layouts(model, len(job.devices.trainer), job))
-    if not found:
-        asked = asked_layout(job.asked)
-        why = objection(model, job, asked)
-        if why is not None:
-            raise ManifestError(
-                f"{model.name} cannot be divided like this: {why}",
-                where=FIELD,
-                fix="leave the block out, and the planner chooses",
-            )
-        # It would do with another number of GPUs: the plan says so.
-        return [asked]
-    return found
+    found = [] if machine.gpu is None else list(possible_layouts(model, len(job.devices.trainer), job))
+    # On a CPU as many ranks as the sizes need. Where nothing is possible, the plan says why of what was asked.
+    return found or [asked_layout(job.asked)]
 
 
 def _copies(job: Job) -> tuple[Copies, ...]:

@@ -55,8 +55,8 @@ def judge(run: OrbitRun, model: ModelFacts, machine: Machine) -> Verdict:
     if made.problems:
         first, *others = made.problems
         message = "; ".join([first.message, *(other.message for other in others)])
-        is_sampling = first.where.startswith("spec.rollout.sampling.")
-        reason: Reason = "Unsupported" if made.support.state == "refused" or is_sampling else "DoesNotFit"
+        is_limit = first.where.startswith(("spec.rollout.sampling.", "spec.training.parallel"))
+        reason: Reason = "Unsupported" if made.support.state == "refused" or is_limit else "DoesNotFit"
         return Verdict(False, reason, replace(first, message=message), made)
     if made.capacity is None:
         return Verdict(None, "MemoryUnknown", None, made)

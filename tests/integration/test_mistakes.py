@@ -456,6 +456,23 @@ def test_a_dry_run_shows_servers_and_refuses_those_that_cannot_be_cut(shell: She
     assert not shell.out.exists()
 
 
+def test_a_dry_run_shows_ranks_and_refuses_sizes_that_do_not_divide_the_model(shell: Shell) -> None:
+    shell.spec["training"] |= {"trainer": "Megatron", "parallel": {"tensor": 2, "data": 2}}
+    assert shell.run("--dry-run") == 0
+    for said in ("trainer-rank x 4", "TP2 EP2 PP1 CP1 DP2", "rank-guard x 1", "sglang-server x 1", "WORLD_SIZE=4"):
+        assert said in shell.shown
+    for sizes, says in (
+        ({"tensor": 4}, "2 heads of keys and values cannot be dealt out to 4 ranks"),
+        ({"tensor": 3}, "4 attention heads cannot be dealt out to 3 ranks"),
+        ({"pipeline": 2}, "this version does not divide a model by pipeline"),
+    ):
+        shell.spec["training"]["parallel"] = sizes
+        for arguments in (("--dry-run",), ()):
+            assert shell.run(*arguments) == 78
+            assert says in shell.shown
+    assert not shell.out.exists()
+
+
 def test_another_chat_template_is_another_run_and_is_named(shell: Shell) -> None:
     model(lambda folder: None)(shell)
     prompts(json.dumps({"prompt": "11+11=", "answer": "22"}))(shell)

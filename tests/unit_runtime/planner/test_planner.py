@@ -116,28 +116,33 @@ def test_ranks_on_a_cpu_are_as_many_as_the_sizes_need_and_all_in_one_memory() ->
     # Each replica holds all but the experts, of which it has half.
     assert one.phases["train"]["base (trainer)"] < two.phases["train"]["base (trainer)"]
     assert two.phases["train"]["runtime"] == one.phases["train"]["runtime"] * 3 // 2, "two ranks and a server"
-    with pytest.raises(ManifestError, match="4 heads of keys and values cannot be dealt out to 8 ranks"):
-        of(tensor=8)
-
-
-def test_sizes_for_another_number_of_gpus_are_said_with_both_numbers() -> None:
-    made = planned(Machine(H100, 2), training={"trainer": "Megatron", "parallel": {"tensor": 4}})
-    (problem,) = [each for each in made.problems if each.where == "spec.training.parallel"]
-    assert problem.message == "the sizes of training.parallel are for 4 ranks, and the trainer has 2 GPUs"
+    (problem,) = division_problems(Machine(None, 0, 1024 * GIB), "Qwen/Qwen3-30B-A3B", tensor=8)
+    assert problem[1].endswith("4 heads of keys and values cannot be dealt out to 8 ranks")
 
 
 @pytest.mark.parametrize("name", ["pipeline", "context"])
 def test_what_ranks_do_not_divide_yet_is_refused(name: str) -> None:
-    made = planned(Machine(H100, 8), training={"trainer": "Megatron", "parallel": {name: 2}})
-    assert [problem.where for problem in made.problems if "does not divide" in problem.message] == [
-        f"spec.training.parallel.{name}"
-    ]
+    (found,) = division_problems(Machine(H100, 8), **{name: 2})
+    assert found == (f"spec.training.parallel.{name}", f"this version does not divide a model by {name}")
 
 
-def test_an_impossible_division_is_the_manifests_error() -> None:
-    with pytest.raises(ManifestError, match="cannot be divided like this") as wrong:
-        planned(Machine(H100, 8), training={"parallel": {"tensor": 7}})
-    assert wrong.value.where == "spec.training.parallel"
+def division_problems(machine: Machine, repository: str = "Qwen/Qwen3-4B", **parallel: int) -> list[tuple[str, str]]:
+    made = planned(machine, repository, training={"trainer": "Megatron", "parallel": parallel})
+    return [(each.where, each.message) for each in made.problems if each.where.startswith("spec.training.parallel")]
+
+
+def test_an_impossible_division_is_refused_with_what_does_not_divide() -> None:
+    for sizes, says in (
+        ({"tensor": 7}, "32 attention heads cannot be dealt out to 7 ranks"),
+        ({"tensor": 16}, "8 heads of keys and values cannot be dealt out to 16 ranks"),
+        ({"tensor": 4, "data": 4}, "the sizes are for 16 ranks, and the trainer has 8 GPUs"),
+        ({"tensor": 2, "data": 2}, "the sizes are for 4 ranks, and the trainer has 8 GPUs"),
+    ):
+        assert division_problems(Machine(H100, 8), **sizes) == [
+            ("spec.training.parallel", f"Qwen/Qwen3-4B cannot be divided like this: {says}")
+        ]
+    (found,) = division_problems(Machine(H100, 8), "moonshotai/Kimi-K2.6", tensor=2, expert=7)
+    assert "384 experts cannot be dealt out to 7 ranks" in found[1]
 
 
 def test_a_micro_batch_left_open_shrinks_until_it_fits_and_one_that_is_written_does_not() -> None:

@@ -39,7 +39,7 @@ WANTED = {
     "deepseek-v4-pro": (SMALL,) * 6,
     "kimi-k2-6": NEEDS_NODE,
     # Two ranks: a machine without a GPU starts as many as are asked for.
-    "ranks": (YES, SMALL, SMALL, SMALL, YES, YES),
+    "ranks": (YES, "Unsupported", "Unsupported", "Unsupported", YES, YES),
 }
 """By example, the reason on each machine."""
 NEEDS_RANKS = ("qwen3-30b-a3b", "qwen3-235b-a22b", "kimi-k2-6", "ranks")
