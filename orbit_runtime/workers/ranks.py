@@ -65,11 +65,14 @@ class Group:
 
 
 class RankGroup:
-    """Living ranks. For one thread. After any error it is closed, and nothing of it is left."""
+    """Living ranks. For one thread at a time. After any error it is closed, nothing of it is left, and whoever calls
+    again is told the same."""
 
     def __init__(self, group: Group, logs: Path) -> None:
         """See `start_ranks`."""
         self.logs = logs
+        self._ended: OrbitError | None = None
+        """Why there are no ranks any more."""
         logs.mkdir(parents=True, exist_ok=True)
         self._scratch = Path(tempfile.mkdtemp(prefix="orbit-ray-", dir=_short_folder()))
         ours, theirs = socket.socketpair()
@@ -115,11 +118,18 @@ class RankGroup:
                 traceback, 79 where memory ran out, 80 of a GPU, 81 where a rank was lost or a collective failed,
                 83 where a rank did not get on. `about` says which. All ranks have ended by then.
         """
+        if self._ended is not None:
+            # The first who asked has been told, and may be another thread, which only wrote a checkpoint.
+            raise self._ended
         if self._connection is None:
             raise InternalError(f"the group of ranks is closed; {method} cannot be called")
         try:
             self._send(method, patience, arguments)
             return [pickle.loads(each) for each in self._receive(method, None)]
+        except OrbitError as error:
+            self._ended = error
+            self.close()
+            raise
         except BaseException:
             self.close()
             raise

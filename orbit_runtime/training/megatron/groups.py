@@ -9,8 +9,10 @@ Belongs here: who is in which group, and what a rank's share of a model is. Does
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 from torch import distributed
@@ -108,8 +110,7 @@ def join(sizes: Sizes, rank: int, address: str, *, seconds: float, listener: int
     """
     sizes.check()
     allow_cpu()
-    from megatron.core import parallel_state
-
+    parallel_state = _import_parallel_state()
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     timeout = timedelta(seconds=seconds)
     host, _, port = address.rpartition(":")
@@ -135,6 +136,17 @@ def join(sizes: Sizes, rank: int, address: str, *, seconds: float, listener: int
         replicas=parallel_state.get_data_parallel_group(with_context_parallel=True),
         expert_replicas=parallel_state.get_expert_data_parallel_group(),
     )
+
+
+def _import_parallel_state() -> Any:
+    """Without what Megatron-Core says of libraries that it does not find and of torch's names that it still calls: a
+    rank's log is read when something is wrong."""
+    warnings.filterwarnings("ignore", r"`torch\.distributed\..*` is deprecated", FutureWarning)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from megatron.core import parallel_state
+        from megatron.core.tensor_parallel import mappings  # noqa: F401
+    return parallel_state
 
 
 def leave() -> None:
