@@ -59,6 +59,9 @@ def test_a_fault_on_one_rank_ends_all_with_its_code(
         assert "all_reduce" in (tmp_path / "rank-0.stacks").read_text()
     if fault == "bug":
         assert "_bug" in str(error.__cause__)
+    with pytest.raises(OrbitError) as again:
+        ranks.call("step", 4, None, patience=PATIENCE)
+    assert again.value is error, "who asks next may be another thread, which has not been told"
 
 
 @pytest.mark.parametrize(
