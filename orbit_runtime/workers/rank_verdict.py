@@ -60,7 +60,7 @@ def _death(evidence: Evidence, lost: list[RankEnd]) -> OrbitError:
     who, when = f"{_who(end)}{others}", _while(evidence, end)
     log = end.seen.log if end.seen else ()
     fatal = next((line for line in reversed(log) if "Fatal Python error" in line), None)
-    end_of_log = "the end of its log:\n" + "\n".join(log)
+    end_of_log = "the end of its log:\n" + "\n".join(log) if any(log) else "it has written nothing"
     if fatal and "Bus error" in fatal and end.seen and end.seen.shared_memory_free < SMALL_SHARED_MEMORY:
         return OutOfMemoryError(
             f"{who} died{when}: /dev/shm is full",
@@ -82,7 +82,7 @@ def _death(evidence: Evidence, lost: list[RankEnd]) -> OrbitError:
             fix="start again on the nodes that are left: the run continues from its newest checkpoint",
         )
     how = f"died ({fatal})" if fatal else "was killed, or ended by itself,"
-    return CollectiveError(f"{who} {how}{when}; all ranks were ended", fix=f"start again; {end_of_log}")
+    return CollectiveError(f"{who} {how}{when}; all ranks were ended", fix=f"start again: the run continues from its newest checkpoint; {end_of_log}")
 
 
 def _stall(evidence: Evidence) -> OrbitError:

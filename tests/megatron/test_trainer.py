@@ -8,12 +8,14 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
 import safetensors.torch
 
 from orbit_runtime.adapters.buffer import publishable
 from orbit_runtime.adapters.state import expected_applied_digest
 from orbit_runtime.algorithms.corrections import Correction
+from orbit_runtime.data.routing import pack_experts
 from orbit_runtime.errors import GateError
 from orbit_runtime.policy import load_policy
 from orbit_runtime.training import TorchTrainer
@@ -123,6 +125,38 @@ def test_ranks_train_publish_prove_and_resume_as_one_process_does(ranks: World, 
     assert apart(hold_state(many)[PART], hold_state(one)[PART])["exp_avg"] <= 1e-5
     many.load_state(state)
     assert hold_state(many) == state
+
+
+@pytest.mark.timeout(900)
+def test_ranks_replay_the_experts_that_rollout_chose_as_one_process_does(ranks: World, root: Path) -> None:
+    """Also where a rank's routers see the tokens of other replicas, and where nothing is known of some samples."""
+    case = CASES[0]
+    settings = replace(TRAINING, router_replay="Replay")
+    one = TorchTrainer(load_policy(folder_of(root, case), adapter_of(case)), settings)
+    many = MegatronTrainer(
+        WorldRanks(ranks, RankSettings(folder_of(root, case), adapter_of(case), ranks.sizes, settings)), "base"
+    )
+    samples = with_experts(samples_of(0))
+    expected, found = (dict(each.update(samples).metrics) for each in (one, many))
+    assert expected["router_agreement"] < 0.9, "the given experts are not the routers' own"
+    if ranks.sizes.data > 1:
+        # Measured on the first micro-batch of every replica.
+        for name in ("router_agreement", "parity_mean_replayed", "parity_mean_unreplayed"):
+            assert found.pop(name) == pytest.approx(expected.pop(name), rel=0.25)
+    assert found == pytest.approx(expected, rel=1e-5, abs=1e-5)
+    assert apart(hold_state(many)[PART], hold_state(one)[PART])["exp_avg"] <= 1e-5
+
+
+def with_experts(samples: Sequence[Sample]) -> list[Sample]:
+    """Experts at random for all samples but the last."""
+    draw = np.random.default_rng(3)
+    given = []
+    for sample in samples[:-1]:
+        shape = (len(sample.token_ids_T) - 1, 2, 1)
+        first = draw.integers(0, 8, shape)
+        chosen = np.concatenate((first, (first + draw.integers(1, 8, shape)) % 8), -1)
+        given.append(replace(sample, routed_experts=pack_experts(chosen.astype(np.int16))))
+    return [*given, samples[-1]]
 
 
 @pytest.mark.timeout(900)
