@@ -14,7 +14,8 @@ export MKL_NUM_THREADS ?= 2
 SPREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses logical --maxprocesses 8 --dist loadfile
 
 SGLANG_SAMPLE := tests/engines/test_contract.py tests/engines/test_plain_sglang.py \
-	tests/engines/test_sglang_faults.py::test_a_server_killed_in_mid_generation_loses_and_doubles_nothing
+	tests/engines/test_sglang_faults.py::test_a_server_killed_in_mid_generation_loses_and_doubles_nothing \
+	tests/engines/test_ranks_run.py
 
 PURE := errors types seeds spec storage workers model_info planner algorithms data environments observability
 PURE_PATHS = $(wildcard $(PURE:%=orbit_runtime/%.py) $(PURE:%=orbit_runtime/%))

@@ -82,7 +82,10 @@ def _death(evidence: Evidence, lost: list[RankEnd]) -> OrbitError:
             fix="start again on the nodes that are left: the run continues from its newest checkpoint",
         )
     how = f"died ({fatal})" if fatal else "was killed, or ended by itself,"
-    return CollectiveError(f"{who} {how}{when}; all ranks were ended", fix=f"start again: the run continues from its newest checkpoint; {end_of_log}")
+    return CollectiveError(
+        f"{who} {how}{when}; all ranks were ended",
+        fix=f"start again: the run continues from its newest checkpoint; {end_of_log}",
+    )
 
 
 def _stall(evidence: Evidence) -> OrbitError:
