@@ -1,0 +1,138 @@
+"""One update of a trainer in ranks against one in this process: the same samples, the same mixture of experts.
+
+A division into one rank tells what calling another process costs, the others what each axis costs on these cores: two
+ranks of one thread against one process of one thread, so that half the time would be ideal. Times on a CPU say nothing
+of a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.harness import Comparison, Measured, NotMeasured, run
+
+MEASURES = ("orbit_runtime/training", "orbit_runtime/workers/ranks.py", "orbit_runtime/policy")
+DIVISIONS = {
+    "one rank": {},
+    "TP2": {"tensor": 2, "expert": 2, "sequence_parallel": True},
+    "EP2": {"expert": 2},
+    "DP2": {},
+}
+WORLD = {"one rank": 1, "TP2": 2, "EP2": 2, "DP2": 2}
+
+
+def make_samples(options: argparse.Namespace) -> list[Any]:
+    """Groups of answers, each with its prompt; advantages of both signs."""
+    from orbit_runtime.types import Sample
+
+    made = []
+    for group in range(options.groups):
+        prompt = [2 + (group + index) % 90 for index in range(options.prompt)]
+        for answer in range(8):
+            tokens = [2 + (7 * answer + index) % 90 for index in range(options.answer)]
+            blank = [0.0] * len(prompt)
+            columns = {
+                "sampled": blank + [-4.0] * len(tokens),
+                "advantage": blank + [1.0 if answer % 2 else -1.0] * len(tokens),
+            }
+            mask = [0] * len(prompt) + [1] * len(tokens)
+            made.append(Sample(prompt + tokens, mask, columns, group, len(prompt)))
+    return made
+
+
+def build(name: str, options: argparse.Namespace, closing: ExitStack) -> Any:
+    """The trainer in ranks."""
+    from orbit_runtime.training.megatron.groups import Sizes
+    from orbit_runtime.training.megatron.rank import RankSettings
+    from orbit_runtime.training.megatron.trainer import MegatronTrainer
+    from orbit_runtime.workers.ranks import Group, start_ranks
+
+    folder, adapter, settings = _parts(options)
+    sizes = Sizes(WORLD[name], **DIVISIONS[name])  # type: ignore[arg-type]
+    logs = Path(closing.enter_context(TemporaryDirectory(prefix="orbit-ranks-")))
+    group = Group(
+        "orbit_runtime.training.megatron.rank:MegatronRank",
+        {"settings": RankSettings(folder, adapter, sizes, settings)},
+        sizes.world,
+        environment={"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
+    )
+    return MegatronTrainer(closing.enter_context(start_ranks(group, logs)), "base")
+
+
+def _parts(options: argparse.Namespace) -> tuple[Path, Any, Any]:
+    from orbit_runtime.adapters.config import AdapterConfig
+    from orbit_runtime.algorithms.losses import PolicyLossSettings
+    from orbit_runtime.model_info.builtin_models import builtin_folder
+    from orbit_runtime.training.settings import TrainerSettings
+    from orbit_runtime.types import Sampling
+
+    settings = TrainerSettings(
+        peak_learning_rate=1e-4, schedule="Constant", warmup_steps=0, decay_steps=1000, weight_decay=0.0,
+        max_grad_norm=1.0, micro_batch_tokens=options.micro_batch, mini_batch_prompts=None, update_epochs=1,
+        loss=PolicyLossSettings(), reduction="Token", constant_length=options.answer, importance_cap=None,
+        sampling=Sampling(max_new_tokens=options.answer), base_model="base", seed=0, router_replay="None",
+    )  # fmt: skip
+    adapter = AdapterConfig(type="OFT", block_size=32, experts="Shared")
+    return builtin_folder("tiny-moe-adder", "INT4"), adapter, settings
+
+
+def measure(options: argparse.Namespace) -> Measured:
+    try:
+        import megatron.core  # noqa: F401
+        import ray  # noqa: F401
+    except ImportError as error:
+        raise NotMeasured(f"{error.name} is not installed: pip install 'orbit-rl[megatron,ray]'") from None
+    import torch
+
+    from orbit_runtime.policy import load_policy
+    from orbit_runtime.training import TorchTrainer
+
+    if options.smallest:
+        options.groups, options.repetitions = 2, 1
+    torch.set_num_threads(1)
+    samples = make_samples(options)
+    folder, adapter, settings = _parts(options)
+    rows = []
+    for name in DIVISIONS if not options.smallest else ("one rank", "TP2"):
+        with ExitStack() as closing:
+            alone, divided = TorchTrainer(load_policy(folder, adapter), settings), build(name, options, closing)
+            turns: list[tuple[float, float]] = []
+            for turn in range(options.repetitions + 1):
+                pair = [_seconds(trainer, samples) for trainer in (divided, alone)]
+                if turn:
+                    turns.append((pair[0], pair[1]))
+        rows.append(
+            Comparison(
+                f"update, {sum(len(each.token_ids_T) for each in samples):,} tokens", f"ranks, {name}",
+                "one process, one thread", statistics.median(a for a, _ in turns),
+                statistics.median(b for _, b in turns), statistics.median(b / a for a, b in turns),
+                1 / 1.5 if name == "one rank" else None, options.repetitions,
+            )
+        )  # fmt: skip
+    return Measured(rows, {}, {"model": "tiny-moe-adder INT4, OFT on Shared experts", "threads of a rank": 1})
+
+
+def _seconds(trainer: Any, samples: list[Any]) -> float:
+    start = time.perf_counter()
+    trainer.update(samples)
+    return time.perf_counter() - start
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--groups", type=int, default=32)
+    parser.add_argument("--prompt", type=int, default=64)
+    parser.add_argument("--answer", type=int, default=64)
+    parser.add_argument("--micro-batch", type=int, default=4096)
+
+
+if __name__ == "__main__":
+    raise SystemExit(run(__file__, __doc__, measure, repetitions=5, add_options=add_options))
