@@ -78,7 +78,7 @@ def _parts(options: argparse.Namespace) -> tuple[Path, Any, Any]:
     settings = TrainerSettings(
         peak_learning_rate=1e-4, schedule="Constant", warmup_steps=0, decay_steps=1000, weight_decay=0.0,
         max_grad_norm=1.0, micro_batch_tokens=options.micro_batch, mini_batch_prompts=None, update_epochs=1,
-        loss=PolicyLossSettings(), reduction="Token", constant_length=options.answer, importance_cap=None,
+        loss=PolicyLossSettings(), reduction="Token", constant_length=options.answer, correction=None,
         sampling=Sampling(max_new_tokens=options.answer), base_model="base", seed=0, router_replay="None",
     )  # fmt: skip
     adapter = AdapterConfig(type="OFT", block_size=32, experts="Shared")
