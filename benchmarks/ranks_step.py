@@ -81,7 +81,7 @@ def _parts(options: argparse.Namespace) -> tuple[Path, Any, Any]:
         loss=PolicyLossSettings(), reduction="Token", constant_length=options.answer, correction=None,
         sampling=Sampling(max_new_tokens=options.answer), base_model="base", seed=0, router_replay="None",
     )  # fmt: skip
-    adapter = AdapterConfig(type="OFT", block_size=32, experts="Shared")
+    adapter = AdapterConfig(type="OFT", targets=(), block_size=32, experts="Shared")
     return builtin_folder("tiny-moe-adder", "INT4"), adapter, settings
 
 
