@@ -32,12 +32,13 @@ from orbit_runtime.loop.keep import Checkpoints
 from orbit_runtime.loop.keeper import Keeper
 from orbit_runtime.loop.publish import Publisher
 from orbit_runtime.loop.show import Show
-from orbit_runtime.loop.trainers import TrainerSide, build_side, check_replay, load_algorithm
+from orbit_runtime.loop.trainers import TrainerSide, build_side, check_replay, decide_division, load_algorithm
 from orbit_runtime.loop.versions import PolicyVersions
 from orbit_runtime.model_info.content import kept_weights_digest
 from orbit_runtime.parity.statistics import base_limit
 from orbit_runtime.planner.sampling import check_engine, sampling_of
 from orbit_runtime.spec import OrbitRun, Resolved, identity_digest
+from orbit_runtime.spec.resolve import with_trainer
 from orbit_runtime.spec.run import RunSpec
 from orbit_runtime.storage import Execution, Store
 from orbit_runtime.storage.cache import Cache, default_cache
@@ -138,6 +139,10 @@ def build_parts(
     algorithm = load_algorithm(resolved, inputs.search_path)
     show.stage("fetching the model")
     folder = inputs.model()
+    division = decide_division(resolved, folder)
+    resolved = with_trainer(resolved, division.trainer)
+    run, spec = resolved.run, resolved.run.spec
+    check_engine(spec)
     show.stage(f"loading the model, {_amount(folder)}")
     closing.callback(unfreeze_objects)
     with gc_paused():
@@ -147,7 +152,7 @@ def build_parts(
         new_tokens = spec.rollout.sampling.max_new_tokens
         encode = partial(tokenizer.encode_many, tools=pool.tools if pool else ())
         check_lengths(table, encode, max_prompt_tokens=spec.model.max_sequence_length - new_tokens)
-        side = build_side(resolved, folder, algorithm, names.model, show.note, closing)
+        side = build_side(resolved, division, folder, algorithm, names.model, note=show.note, closing=closing)
         check_token_ids(spec, side.facts.vocabulary)
         check_replay(spec, side.facts)
     show.stage("starting the engine")

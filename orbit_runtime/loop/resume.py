@@ -55,6 +55,8 @@ def check_same_run(store: Store, before: Mapping[str, Any], resolved: Resolved) 
         if MOVABLE.fullmatch(each.path)
         else f"{each.path}: {each.old!r} then, {each.new!r} now"
         for each in changed
+        # What is left to the plan has not changed.
+        if each.new != "Auto"
     ]
 
 

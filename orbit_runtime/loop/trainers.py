@@ -6,6 +6,7 @@ Belongs here: what a manifest asks of a trainer, and what each kind is made of. 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
@@ -67,8 +68,10 @@ def decide_division(resolved: Resolved, folder: Path) -> Division:
     """What the manifest leaves open is as the plan of this machine has it; a torch trainer takes what it is told.
 
     Raises:
+        UnsupportedError: (78) torch is not installed.
         OrbitError: of the planner, where ranks were asked for and the model cannot be planned or divided.
     """
+    _check_torch()
     from orbit_runtime.loop.machine import planned_machine
     from orbit_runtime.model_info.checkpoint import folder_facts
     from orbit_runtime.planner.layout import Layout
@@ -100,9 +103,11 @@ def decide_division(resolved: Resolved, folder: Path) -> Division:
 
 def build_side(
     resolved: Resolved,
+    division: Division,
     folder: Path,
     algorithm: Algorithm,
     base_model: str,
+    *,
     note: Callable[[str], None],
     closing: ExitStack,
 ) -> TrainerSide:
@@ -112,8 +117,6 @@ def build_side(
         base_model: named in published files.
         closing: ranks are ended there.
     """
-    _check_torch()
-    division = decide_division(resolved, folder)
     if division.recompute != "None":
         note(f"layers are computed again in the backward pass: training.recompute is {division.recompute}")
     if division.trainer == "Megatron":
@@ -169,7 +172,7 @@ def _build_ranks(
             target="orbit_runtime.training.megatron.rank:MegatronRank",
             arguments={"settings": settings},
             count=sizes.world,
-            devices=division.gpus,
+            devices=None if division.gpus is None else visible_gpus(division.gpus, os.environ),
             environment={name: str(threads) for name in THREAD_VARIABLES},
         ),
         logs,
@@ -186,6 +189,13 @@ def _build_ranks(
         policy=None,
         rounding={"ranks": f"{layout.text()}, {threads} threads each"},
     )
+
+
+def visible_gpus(gpus: Sequence[int], environment: Mapping[str, str]) -> tuple[str, ...]:
+    """What `CUDA_VISIBLE_DEVICES` is to be for each of these, which are counted among those that this process sees."""
+    shown = environment.get("CUDA_VISIBLE_DEVICES")
+    names = shown.split(",") if shown else [str(gpu) for gpu in range(max(gpus) + 1)]
+    return tuple(names[gpu].strip() for gpu in gpus)
 
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")

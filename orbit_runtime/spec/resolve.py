@@ -40,10 +40,12 @@ class Resolved:
     asked: OrbitRun
     """As in the file, after `--set` and `${VAR}`."""
     run: OrbitRun
-    """The same with `Auto` decided and the paths of model and prompts absolute. `precision` of a model folder stays
-    `Auto` where the manifest does not claim one: the checkpoint says it. So do `training.recompute` and, on several
-    GPUs, `training.trainer`: the plan says them; and `observability.logFormat`, which depends on who watches each
-    start."""
+    """The same with `Auto` decided and the paths of model and prompts absolute.
+
+    What stays `Auto`: `precision` of a model folder, where the manifest does not claim one, as the checkpoint says it;
+    `training.recompute`, and on several GPUs trainer and engine, as the plan says them (`with_trainer`);
+    `observability.logFormat`, which depends on who watches each start.
+    """
     device: Literal["cpu", "cuda"]
     compute_dtype: Literal["float32", "bfloat16"]
 
@@ -100,19 +102,36 @@ def resolve(run: OrbitRun, machine: MachineFacts, *, folder: Path | None = None)
     if environment.code is not None:
         code = _changed(environment.code, uri=absolute_uri(environment.code.uri, base))
         environment = _changed(environment, code=code)
-    rollout = _decide_rollout(spec.rollout, spec.placement.layout, training.trainer)
+    trainer = _decide_trainer(training.trainer, machine)
+    rollout = _decide_rollout(spec.rollout, spec.placement.layout, trainer)
     decided = _with_spec(
         decided,
         model=_changed(decided.spec.model, uri=absolute_uri(spec.model.uri, base)),
         data=_changed(spec.data, prompts=prompts),
         environment=environment,
         rollout=rollout,
-        training=_changed(training, trainer=_decide_trainer(training.trainer, machine), attention=attention),
-        placement=_changed(spec.placement, base_copies=_decide_copies(rollout)),
+        training=_changed(training, trainer=trainer, attention=attention),
+        placement=_changed(spec.placement, base_copies=_decide_copies(rollout, spec.placement.base_copies)),
     )
     if machine.has_cuda:
         return Resolved(run, decided, "cuda", "bfloat16")
     return Resolved(run, decided, "cpu", "float32")
+
+
+def with_trainer(resolved: Resolved, trainer: str) -> Resolved:
+    """With `training.trainer` as the plan has it, and what follows from it; unchanged where nothing was left to it."""
+    spec = resolved.run.spec
+    if spec.training.trainer != "Auto":
+        return resolved
+    asked = resolved.asked.spec
+    rollout = _decide_rollout(spec.rollout, spec.placement.layout, trainer)
+    decided = _with_spec(
+        resolved.run,
+        rollout=rollout,
+        training=_changed(spec.training, trainer=trainer),
+        placement=_changed(spec.placement, base_copies=_decide_copies(rollout, asked.placement.base_copies)),
+    )
+    return replace(resolved, run=decided)
 
 
 def keep_decisions(resolved: Resolved, earlier: Mapping[str, Any]) -> Resolved:
@@ -207,8 +226,10 @@ def _decide_identity(run: OrbitRun) -> OrbitRun:
     return run
 
 
-def _decide_copies(rollout: Rollout) -> str:
+def _decide_copies(rollout: Rollout, asked: str) -> str:
     """A server that Orbit starts is a process of its own, with a base of its own."""
+    if rollout.engine == "Auto":
+        return asked
     return "Two" if rollout.engine == "SGLang" else "Shared"
 
 
@@ -217,12 +238,13 @@ def _decide_trainer(asked: str, machine: MachineFacts) -> str:
 
 
 def _decide_rollout(rollout: Rollout, layout: str, trainer: str) -> Rollout:
+    """Args: trainer: `Auto` where the plan will say it, and with it what else is left open."""
     engine = rollout.engine
-    if engine == "Auto":
+    if engine == "Auto" and trainer != "Auto":
         # Ranks hold no whole model that an engine could sample with.
         engine = "SGLang" if trainer == "Megatron" else "Torch"
     transport = rollout.adapter_transport
-    if transport == "Auto":
+    if transport == "Auto" and engine != "Auto":
         # The memory of one container has no name in another.
         transport = "SharedMemory" if engine == "SGLang" and layout == "Colocated" else "File"
     return _changed(rollout, engine=engine, adapter_transport=transport)

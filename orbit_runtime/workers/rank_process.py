@@ -62,7 +62,7 @@ class Order:
     """Keyword arguments of the class."""
     count: int
     environment: Mapping[str, str]
-    devices: tuple[int, ...] | None
+    devices: tuple[str, ...] | None
     """GPU of each rank as its node's driver counts; None: on the CPU."""
     path: tuple[str, ...]
     """Where else to import from."""
@@ -130,7 +130,7 @@ class RankProcess:
 
     def _set_places(self, order: Order, master: tuple[str, int]) -> None:
         if order.devices is not None:
-            os.environ.update(CUDA_VISIBLE_DEVICES=str(order.devices[self._rank]))
+            os.environ.update(CUDA_VISIBLE_DEVICES=order.devices[self._rank])
         os.environ.update(RANK=str(self._rank), WORLD_SIZE=str(order.count), LOCAL_RANK="0")
         if not order.rendezvous:
             return

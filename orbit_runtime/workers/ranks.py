@@ -48,8 +48,8 @@ class Group:
     arguments: Mapping[str, Any]
     """Keyword arguments of the class; picklable, the same for all."""
     count: int
-    devices: tuple[int, ...] | None = None
-    """GPU of each rank on its node, which becomes the only one that it sees; None: on the CPU."""
+    devices: tuple[str, ...] | None = None
+    """GPU of each rank as CUDA_VISIBLE_DEVICES names it, the only one that it will see; None: on the CPU."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Set in each rank before the target is imported."""
     rendezvous: bool = True

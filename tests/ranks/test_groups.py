@@ -40,7 +40,7 @@ def test_ranks_meet_answer_in_order_and_leave_nothing(tmp_path: Path) -> None:
 
 
 def test_each_rank_sees_its_own_gpu_alone_and_no_process_listens_to_the_network(tmp_path: Path, marked) -> None:
-    with start_ranks(Group(TARGET, {}, 2, devices=(5, 3)), tmp_path) as ranks:
+    with start_ranks(Group(TARGET, {}, 2, devices=("5", "3")), tmp_path) as ranks:
         assert ranks.call("see", "CUDA_VISIBLE_DEVICES") == [["5"], ["3"]]
         assert foreign_listeners(set(marked())) == []
 

@@ -21,6 +21,7 @@ from orbit_runtime.spec import (
 )
 from orbit_runtime.spec.fields import all_fields, field_sets
 from orbit_runtime.spec.objectives import CORRECTIONS, OBJECTIVES
+from orbit_runtime.spec.resolve import with_trainer
 
 TEXT = """\
 apiVersion: orbitrl.dev/v1alpha1
@@ -358,3 +359,23 @@ def test_the_identity_is_the_digest_of_what_differences_call_identity() -> None:
     one, two = resolved("training.steps=9"), resolved("training.steps=7", "training.attention=Eager")
     assert not [each for each in differences(one.run.to_manifest(), two.run.to_manifest()) if each.set == "identity"]
     assert one.identity == two.identity
+
+
+def test_on_several_gpus_trainer_and_engine_are_left_to_the_plan() -> None:
+    run = resolved().asked
+    left = resolve(run, MachineFacts(has_cuda=True, num_gpus=8))
+    decided = (left.trainer, left.engine, left.run.spec.rollout.adapter_transport, left.run.spec.placement.base_copies)
+    assert decided == ("Auto", "Auto", "Auto", "Auto")
+    for trainer, engine, transport, copies in (
+        ("Megatron", "SGLang", "SharedMemory", "Two"), ("Torch", "Torch", "File", "Shared"),
+    ):  # fmt: skip
+        made = with_trainer(left, trainer)
+        spec = made.run.spec
+        found = (made.trainer, made.engine, spec.rollout.adapter_transport, spec.placement.base_copies)
+        assert found == (trainer, engine, transport, copies)
+        assert made.identity == left.identity
+    one = resolve(run, MachineFacts(has_cuda=True, num_gpus=1))
+    assert (one.trainer, one.engine) == ("Torch", "Torch")
+    assert with_trainer(one, "Megatron") is one
+    asked = resolved("training.trainer=Megatron")
+    assert (asked.trainer, asked.engine) == ("Megatron", "SGLang")
