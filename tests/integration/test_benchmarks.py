@@ -24,6 +24,7 @@ HERE: dict[str, tuple[str, ...]] = {
     "parity_by_format": ("--engines", "Torch"),
     "plan_seconds": (),
     "planned_memory": (),
+    "ranks_step": (),
     "rl_step_vs_trl": (),
 }
 """What can be measured with Python alone, and the options that leave out the rest."""

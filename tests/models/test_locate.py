@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,9 @@ def engine() -> Policy:
     return load_policy(builtin_folder("tiny-adder", "INT4"), LORA)
 
 
+SLOTS = count()
+
+
 def compare(
     trainer: Policy, engine: Policy, files: AdapterFiles | None = None, held: AdapterFiles | None = None
 ) -> Location:
@@ -45,7 +49,7 @@ def compare(
     published = files or random_adapter(trainer, 1)
     name = None
     if files:
-        name = f"slot-{id(files)}"
+        name = f"slot-{next(SLOTS)}"
         load_slot(trainer.injected.layers, name, files.files)
         load_slot(engine.injected.layers, name, (held or files).files)
     ours = take_snapshot(trainer, TOKENS, name, published.files)

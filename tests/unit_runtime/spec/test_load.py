@@ -94,7 +94,8 @@ FIELDS = [
         "        type: ExactMatch",
         "        type: exact_match",
         'run.yaml:18: spec.environment.rewards[0].type: `"exact_match"` is not one of its values\n'
-        "  fix: did you mean `ExactMatch`? allowed: `ExactMatch` `Math`",
+        "  fix: did you mean `ExactMatch`? "
+        "allowed: `ExactMatch` `Math` `MultipleChoice` `Pattern` `Length` `Code` `Judge`",
     ),
     (
         "    engine: Auto",
