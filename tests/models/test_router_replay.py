@@ -185,8 +185,8 @@ def test_where_nobody_said_where_a_token_went_the_routers_choose(made: tuple[Pol
         free, _ = policy.logprobs(batch)
     counts = [len(each.continuation_T) for each in sequences]
     for number, (mine, own) in enumerate(zip(found.split(counts), free.split(counts), strict=True)):
-        # Experts multiply other groups of tokens in the two passes, which rounds otherwise; another choice of experts is
-        # seen at 0.3 and more.
+        # Experts multiply other groups of tokens in the two passes, which rounds otherwise; another choice of experts
+        # is seen at 0.3 and more.
         close = torch.allclose(mine, own, rtol=0, atol=5e-6)
         assert close == bool(number % 2)
 
