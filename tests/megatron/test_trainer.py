@@ -42,11 +42,11 @@ CASES = (Case("qwen3_moe", "INT4", "LoRA", "PerExpert"), Case("qwen3_moe", "BF16
 TRAINING = replace(
     SETTINGS,
     micro_batch_tokens=25,
-    mini_batch_prompts=2,
     correction=Correction("TokenTruncated", 2.0),
     peak_learning_rate=1e-3,
 )
-"""Three prompts in two updates, of an odd number of micro-batches."""
+"""Three prompts in one update, of an odd number of micro-batches. Behind a second one of the same step nothing can be
+compared to rounding: a master that rounding moved across a boundary of BF16 is published as another value."""
 
 
 @pytest.fixture(scope="module", params=sorted(DIVISIONS))
@@ -125,6 +125,18 @@ def test_ranks_train_publish_prove_and_resume_as_one_process_does(ranks: World, 
     assert apart(hold_state(many)[PART], hold_state(one)[PART])["exp_avg"] <= 1e-5
     many.load_state(state)
     assert hold_state(many) == state
+
+
+@pytest.mark.timeout(900)
+def test_ranks_make_several_updates_of_a_step_as_one_process_does(ranks: World, root: Path) -> None:
+    case, settings = CASES[0], replace(TRAINING, mini_batch_prompts=2)
+    one = TorchTrainer(load_policy(folder_of(root, case), adapter_of(case)), settings)
+    many = MegatronTrainer(
+        WorldRanks(ranks, RankSettings(folder_of(root, case), adapter_of(case), ranks.sizes, settings)), "base"
+    )
+    expected, found = step(one, 0), step(many, 0)
+    assert one._updater.updates == 2
+    assert found == pytest.approx(expected, rel=1e-5, abs=1e-5)
 
 
 @pytest.mark.timeout(900)
