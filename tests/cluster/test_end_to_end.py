@@ -36,6 +36,7 @@ HALVES = {
 """Changes of the guide's manifest for a run with a container for its engine, that is tried once."""
 WITHOUT_DATA = {
     "Orbit: one run: KL from the base": "the quickstart has no KL term (algorithm.kl.coefficient is 0)",
+    "Orbit: one run: Dropped tokens": "the quickstart has no importance sampling",
     "Orbit: one run: Bound of OFT's series": "the quickstart trains LoRA",
     "Orbit: one run: Parts of the reward": "the quickstart has one reward",
     "Orbit: one run: Routers that agree": "the quickstart's model has no routed experts",
