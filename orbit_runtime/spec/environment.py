@@ -137,9 +137,8 @@ class Environment(Block):
             involved, fix = (("type",), ("entrypoint",), ("name",)), "add `{name: correct, type: ExactMatch}`"
             yield Contradiction(("rewards",), involved, message, fix)
         if self.gives_reward and "environment" in names:
-            at = ("rewards", names.index("environment"), "name")
-            message = "`environment` is the name of what the environment itself gives"
-            yield Contradiction(at, (("type",),), message, "give the reward another name")
+            message = f"`environment`, rewards[{names.index('environment')}], is what the environment itself gives"
+            yield Contradiction(("rewards",), (("type",),), message, "give the reward another name")
 
     def _kind_contradictions(self) -> Iterator[Contradiction]:
         is_package = self.type not in PLAIN_TYPES

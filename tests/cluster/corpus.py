@@ -212,6 +212,8 @@ BAD_BLOCKS: dict[str, tuple[tuple[str, str], ...]] = {
         ("{entrypoint: a:B, rewards: []}", "entrypoint"), ("{name: x, rewards: [{name: a, type: Math}]}", "name"),
         ("{type: MultiTurn, tools: [a:f], rewards: []}", "rewards"),
         ("{tools: [a:f], rewards: [{name: a, type: Math}]}", "tools"),
+        ("{type: MultiTurn, entrypoint: a:B, rewards: [{name: environment, type: Math}]}", "rewards"),
+        ("{type: Gymnasium, name: x, rewards: [{name: a, type: Math}, {name: environment, type: Math}]}", "rewards"),
     ),
     "rollout": (
         ("{sampling: {maxNewTokens: 2048}}", "sampling.maxNewTokens"),
