@@ -32,7 +32,14 @@ from orbit_runtime.loop.keep import Checkpoints
 from orbit_runtime.loop.keeper import Keeper
 from orbit_runtime.loop.publish import Publisher
 from orbit_runtime.loop.show import Show
-from orbit_runtime.loop.trainers import TrainerSide, build_side, check_replay, decide_division, load_algorithm
+from orbit_runtime.loop.trainers import (
+    TrainerSide,
+    build_side,
+    check_rank_packages,
+    check_replay,
+    decide_division,
+    load_algorithm,
+)
 from orbit_runtime.loop.versions import PolicyVersions
 from orbit_runtime.model_info.content import kept_weights_digest
 from orbit_runtime.parity.statistics import base_limit
@@ -124,6 +131,8 @@ def build_parts(
     run = resolved.run
     spec = run.spec
     check_engine(spec)
+    if spec.training.trainer == "Megatron":
+        check_rank_packages()
     for index, endpoint in enumerate(spec.rollout.endpoints):
         endpoint_headers(index, endpoint, os.environ)
     show.stage("reading prompts")

@@ -6,7 +6,7 @@ Belongs here: reading back what a run kept, and comparing. Does not belong here:
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from orbit_runtime.loop.keep import step_name
 from orbit_runtime.loop.machine import explain_rounding, machine_facts, rounding_facts
 from orbit_runtime.loop.origin import find_origin
 from orbit_runtime.loop.resume import read_run_file
-from orbit_runtime.loop.trainers import build_policy, build_trainer, load_algorithm
+from orbit_runtime.loop.trainers import build_policy, build_trainer, decide_division, load_algorithm
 from orbit_runtime.model_info.content import kept_weights_digest
 from orbit_runtime.observability.metrics import MetricsRow, parse_row
 from orbit_runtime.spec import OrbitRun, resolve
@@ -77,7 +77,7 @@ def replay(
     rows = _rows(store)
     if before is None or not rows:
         raise UsageError("there is no run with a finished step here", where=store.uri, fix="name a run folder")
-    resolved = resolve(OrbitRun.model_validate(before["resolved"]), machine_facts())
+    resolved = resolve(_in_one_process(before["resolved"]), machine_facts())
     spec = resolved.run.spec
     inputs = Inputs(spec, before.get("inputs", {}), Patience(), search_path)
     algorithm = load_algorithm(resolved, inputs.search_path)
@@ -85,7 +85,7 @@ def replay(
     check_weights_known(store.uri, before["identity"])
     if kept_weights_digest(folder, Cache(default_cache(os.environ))) != before["identity"][WEIGHTS]:
         raise ModelError("the base has other bytes than when the run began", where=spec.model.uri)
-    policy = build_policy(resolved, folder, lambda _: None)
+    policy = build_policy(resolved, folder, decide_division(resolved, folder).recompute, lambda _: None)
     trainer = build_trainer(resolved, policy, algorithm, base_model=before["names"]["model"])
     origin = find_origin(resolved.run, before)
     if origin is not None:
@@ -101,6 +101,13 @@ def replay(
         if not done[-1].is_equal:
             break
     return Replay(tuple(done), tuple(explain_rounding(before.get("rounding", []), rounding_facts())))
+
+
+def _in_one_process(manifest: Mapping[str, Any]) -> OrbitRun:
+    """Whoever trained the run: what ranks make of it differs in the last bits, and `rounding` says so."""
+    spec = manifest["spec"]
+    training = {**spec["training"], "trainer": "Torch"}
+    return OrbitRun.model_validate({**manifest, "spec": {**spec, "training": training}})
 
 
 def _rows(store: Store) -> list[MetricsRow]:

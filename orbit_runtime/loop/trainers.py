@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -97,6 +98,7 @@ def decide_division(resolved: Resolved, folder: Path) -> Division:
         raise
     if training.trainer == "Torch" or made.trainer == "Torch":
         return replace(alone, recompute=made.recompute)
+    check_rank_packages()
     gpus = tuple(made.devices.trainer) if resolved.device == "cuda" else None
     return Division("Megatron", made.layout, made.micro_batch_tokens, made.recompute, gpus)
 
@@ -148,7 +150,7 @@ def _build_ranks(
     sizes = Sizes(
         layout.num_gpus,
         tensor=layout.tensor,
-        expert=layout.expert if layout.expert > 1 else 1,
+        expert=layout.expert,
         pipeline=layout.pipeline,
         context=layout.context,
         sequence_parallel=layout.tensor > 1,
@@ -219,8 +221,7 @@ def _build_alone(
     from orbit_runtime.policy.facts import describe
     from orbit_runtime.policy.snapshot import take_snapshot
 
-    policy = build_policy(resolved, folder, note)
-    policy.recompute(division.recompute)
+    policy = build_policy(resolved, folder, division.recompute, note)
     trainer = build_trainer(resolved, policy, algorithm, base_model=base_model)
     return TrainerSide(
         trainer,
@@ -233,16 +234,18 @@ def _build_alone(
     )
 
 
-def build_policy(resolved: Resolved, folder: Path, note: Callable[[str], None]) -> Policy:
+def build_policy(resolved: Resolved, folder: Path, recompute: Recompute, note: Callable[[str], None]) -> Policy:
     """The frozen base with a new adapter, in this process."""
     from orbit_runtime.policy.load import load_policy
 
-    return load_policy(
+    policy = load_policy(
         folder,
         _adapter_config(resolved.run.spec),
         **_policy_settings(resolved),
         announce=lambda report: note(report.text()),
     )
+    policy.recompute(recompute)
+    return policy
 
 
 def _check_torch() -> None:
@@ -253,6 +256,18 @@ def _check_torch() -> None:
         raise UnsupportedError(
             "training needs torch, which is not installed", fix="pip install 'orbit-rl[train]'"
         ) from None
+
+
+def check_rank_packages() -> None:
+    """Raises UnsupportedError (78) naming all that ranks need and this installation lacks: not one package at a time,
+    and not as an error of a rank."""
+    lacking = [extra for extra in ("megatron", "ray") if find_spec(extra) is None]
+    if lacking:
+        raise UnsupportedError(
+            f"trainer ranks need {' and '.join(lacking)}, which this installation lacks",
+            where="spec.training.trainer",
+            fix=f"pip install 'orbit-rl[{','.join(lacking)}]'",
+        )
 
 
 def _adapter_config(spec: RunSpec) -> AdapterConfig:
