@@ -76,8 +76,11 @@ def check_before_run(run: OrbitRun, folder: Path, notice: Callable[[str], None] 
     return [note for note in verdict.plan.notes if "stand idle" in note] if verdict.plan else []
 
 
-def find_server_gpus(run: OrbitRun, folder: Path) -> int | None:
-    """GPUs of each of the run's SGLang servers on this machine, on a CPU processes; None where the model is not known.
+def find_server_gpus(run: OrbitRun, model: ModelFacts | None) -> int | None:
+    """GPUs of each of the run's SGLang servers on this machine, on a CPU processes; None where it is not known.
+
+    Args:
+        model: None: nobody knows it yet.
 
     Raises:
         UnsupportedError: (78) the model cannot be cut so, or there are too few GPUs.
@@ -89,15 +92,16 @@ def find_server_gpus(run: OrbitRun, folder: Path) -> int | None:
     job = build_job(run, machine)
     if job.engine != "SGLang":
         return None
-    try:
-        model = find_facts(run, folder)
-    except OrbitError:
+    if model is None:
         return run.spec.rollout.tensor_parallel
     return check_servers(model, job, len(job.devices.engine))
 
 
-def find_ranks(run: OrbitRun, folder: Path) -> Layout | None:
+def find_ranks(run: OrbitRun, model: ModelFacts | None) -> Layout | None:
     """How a trainer in several processes would divide the model on this machine; None where one process trains.
+
+    Args:
+        model: None: nobody knows it yet.
 
     Raises:
         UnsupportedError: (78) the sizes do not divide the model, or this version does not.
@@ -107,9 +111,7 @@ def find_ranks(run: OrbitRun, folder: Path) -> Layout | None:
     from orbit_runtime.planner.verdict import plan_as_run
 
     machine = this_machine(run.spec.placement)
-    try:
-        model = find_facts(run, folder)
-    except OrbitError:
+    if model is None:
         return asked_layout(build_job(run, machine).asked) if run.spec.training.trainer == "Megatron" else None
     made = plan_as_run(run, model, machine)
     for problem in made.problems:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from orbit_runtime.cli.output import format_number, print_json
-from orbit_runtime.errors import EXIT_DONE, EXIT_STOPPED, UnsupportedError
+from orbit_runtime.errors import EXIT_DONE, EXIT_STOPPED, OrbitError, UnsupportedError
 from orbit_runtime.workers.garbage_collection import gc_paused
 from orbit_runtime.workers.waiting import wait_asleep
 
@@ -106,10 +106,14 @@ def format_result(ended: str, uri: str, report: Mapping[str, Any]) -> str:
 
 
 def _print_processes(manifest: OrbitRun, folder: Path, as_json: bool) -> None:
-    from orbit_runtime.cli.plan import find_ranks, find_server_gpus
+    from orbit_runtime.cli.plan import find_facts, find_ranks, find_server_gpus
     from orbit_runtime.cli.processes import describe
 
-    processes = describe(manifest, find_server_gpus(manifest, folder), find_ranks(manifest, folder))
+    try:
+        model = find_facts(manifest, folder)
+    except OrbitError:
+        model = None
+    processes = describe(manifest, find_server_gpus(manifest, model), find_ranks(manifest, model))
     if as_json:
         print_json({"run": manifest.name, "processes": processes})
         return

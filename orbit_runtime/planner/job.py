@@ -95,11 +95,6 @@ class Job:
         return self.engine_arguments.get("speculative-algorithm") in ("NEXTN", "EAGLE")
 
     @property
-    def can_share(self) -> bool:
-        """Whether one copy of the base can serve both: no other process reads a trainer's."""
-        return self.in_process
-
-    @property
     def in_process(self) -> bool:
         """Trainer and engine are one process, hence one base."""
         return self.engine == "Torch"

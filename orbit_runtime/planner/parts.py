@@ -125,7 +125,7 @@ class TrainerSide:
 
 def _trainer_side(setting: Setting) -> TrainerSide:
     base = _base(setting, "trainer")
-    if setting.copies == "Shared" and not setting.job.is_elsewhere and not setting.job.is_split:
+    if setting.job.in_process and not setting.job.is_split:
         # The one copy is the engine's: it holds what the trainer does not need as well.
         base = _base(setting, "engine")
     loaded = _times(setting.ranks_here, {**base, **_runtime(setting, "trainer")})
@@ -137,7 +137,7 @@ def _server_side(setting: Setting) -> Parts:
     job = setting.job
     if job.in_process or job.is_elsewhere:
         return {}
-    base = {} if setting.copies == "Shared" else _times(job.replicas, _base(setting, "engine"))
+    base = _times(job.replicas, _base(setting, "engine"))
     slots = {"adapter slots": _slots(setting)}
     return {**base, **_times(job.replicas, {**_runtime(setting, "engine"), **slots})}
 

@@ -210,7 +210,7 @@ def _sampling_problem(run: OrbitRun, job: Job) -> list[Problem]:
 
 
 def _copies_problem(job: Job) -> list[Problem]:
-    if job.copies != "Shared" or job.can_share or job.is_elsewhere:
+    if job.copies != "Shared" or job.in_process or job.is_elsewhere:
         return []
     message = "the trainer and SGLang's servers are processes of their own, and each holds the base"
     return [Problem(message, "spec.placement.baseCopies", "write Auto or Two, or rollout.engine: Torch")]

@@ -1,4 +1,4 @@
-"""Choosing: the first layout, micro-batch and number of copies of the base that fit, in the order of preference.
+"""Choosing: the first layout, micro-batch and recomputation that fit, in the order of preference.
 
 Belongs here: trying. Does not belong here: the order of layouts (`layout`), bytes (`parts`), words (`plan`, `advice`).
 """
@@ -85,10 +85,9 @@ def try_setting(setting: Setting) -> Choice:
 def _settings(
     model: ModelFacts, job: Job, machine: Machine, adapter: AdapterSize, server_gpus: int
 ) -> Iterator[Setting]:
-    layouts = _layouts(model, job, machine)
-    for copies in _copies(job):
-        for recompute, micro, layout in product(_recomputes(job), _micro_batches(job), layouts):
-            yield Setting(model, job, machine, adapter, layout, copies, micro, recompute, server_gpus)
+    layouts, copies = _layouts(model, job, machine), _copies(job)
+    for recompute, micro, layout in product(_recomputes(job), _micro_batches(job), layouts):
+        yield Setting(model, job, machine, adapter, layout, copies, micro, recompute, server_gpus)
 
 
 def _layouts(model: ModelFacts, job: Job, machine: Machine) -> list[Layout]:
@@ -99,12 +98,9 @@ def _layouts(model: ModelFacts, job: Job, machine: Machine) -> list[Layout]:
     return found or [asked_layout(job.asked)]
 
 
-def _copies(job: Job) -> tuple[Copies, ...]:
-    if job.in_process or job.is_elsewhere:
-        return ("Shared",)
-    if job.is_split or not job.can_share:
-        return ("Two",)
-    return ("Two", "Shared") if job.copies == "Auto" else (job.copies,)
+def _copies(job: Job) -> Copies:
+    """No other process reads a trainer's base."""
+    return "Shared" if job.in_process or job.is_elsewhere else "Two"
 
 
 def _recomputes(job: Job) -> tuple[Recompute, ...]:

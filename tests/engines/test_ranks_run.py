@@ -3,56 +3,28 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-ROOT = Path(__file__).parents[2]
-EXAMPLE = ROOT / "examples" / "ranks.yaml"
-pytestmark = pytest.mark.timeout(2400)
+from tests.engines.whole_runs import end_runs, log_of, start_run, wait_for_step
 
-_started: list[subprocess.Popen[bytes]] = []
+pytestmark = pytest.mark.timeout(2400)
 
 
 @pytest.fixture(autouse=True)
 def _nothing_stays() -> Iterator[None]:
     yield
-    while _started:
-        run = _started.pop()
-        run.kill()
-        run.wait()
+    end_runs()
 
 
 def start(out: Path, *overrides: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "orbit_runtime.cli", "run", str(EXAMPLE), "--out", str(out)]
-    for each in overrides:
-        command += ["--set", f"spec.{each}"]
-    with log_of(out).open("ab") as log:
-        run = subprocess.Popen(
-            command, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=log, stderr=log, cwd=out.parent
-        )
-    _started.append(run)
-    return run
-
-
-def log_of(out: Path) -> Path:
-    return out.with_suffix(".log")
-
-
-def wait_for_step(out: Path, step: int, run: subprocess.Popen[bytes]) -> None:
-    until = time.monotonic() + 900
-    while not (out / "metrics" / f"step-{step:06d}.json").exists():
-        assert run.poll() is None, log_of(out).read_text()[-3000:]
-        assert time.monotonic() < until
-        time.sleep(0.2)
+    return start_run("ranks.yaml", out, *(f"spec.{each}" for each in overrides))
 
 
 def family(run: subprocess.Popen[bytes]) -> list[psutil.Process]:
@@ -60,9 +32,7 @@ def family(run: subprocess.Popen[bytes]) -> list[psutil.Process]:
 
 
 def ranks(run: subprocess.Popen[bytes]) -> list[psutil.Process]:
-    """Rank 0 first: as its own environment says it once it stands."""
-    found = [each for each in family(run) if "RankActor" in " ".join(each.cmdline() or [each.name()])]
-    return sorted(found, key=lambda each: each.create_time())
+    return [each for each in family(run) if "RankActor" in " ".join(each.cmdline() or [each.name()])]
 
 
 def check_rows(out: Path, steps: int) -> dict:
@@ -79,7 +49,7 @@ def check_rows(out: Path, steps: int) -> dict:
 def test_a_rank_that_is_killed_is_named_nothing_stays_and_the_run_goes_on_in_other_divisions(tmp_path: Path) -> None:
     out = tmp_path / "run"
     run = start(out, "training.steps=4")
-    wait_for_step(out, 2, run)
+    wait_for_step(out, 2, run, seconds=900)
     everything, victims = family(run), ranks(run)
     assert len(victims) == 2, [each.cmdline() for each in everything]
     assert any("sglang_plugin" in " ".join(each.cmdline()) for each in everything)

@@ -6,8 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,47 +15,25 @@ import pytest
 from orbit_runtime.cli.main import run_command
 from orbit_runtime.data.records import decompress_rollouts
 from orbit_runtime.storage import open_store
+from tests.engines.whole_runs import end_runs, start_run, wait_for_step
 
 ROOT = Path(__file__).parents[2]
 STEPS = 6
 ROLLOUTS = 32 * 16
 
-
-_started: list[subprocess.Popen[bytes]] = []
 pytestmark = pytest.mark.timeout(1800)
 """Two starts of a server and nine steps; beside other work each start alone has taken two minutes."""
 
 
 @pytest.fixture(autouse=True)
 def _nothing_stays() -> Iterator[None]:
-    """A test that fails leaves no run behind, and a run that ends ends its servers."""
     yield
-    while _started:
-        run = _started.pop()
-        run.kill()
-        run.wait()
+    end_runs()
 
 
 def start(out: Path, *overrides: str, steps: int = STEPS) -> subprocess.Popen[bytes]:
     """`orbit run` of the quickstart, unchanged but for the engine and what is given."""
-    sets = ["spec.rollout.engine=SGLang", f"spec.training.steps={steps}", *overrides]
-    command = [sys.executable, "-c", "import sys; from orbit_runtime.cli.main import main; sys.exit(main())",
-               "run", str(ROOT / "examples" / "quickstart.yaml"), "--out", str(out)]  # fmt: skip
-    for each in sets:
-        command += ["--set", each]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with out.with_suffix(".log").open("ab") as log:
-        run = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
-    _started.append(run)
-    return run
-
-
-def wait_for_step(out: Path, step: int, run: subprocess.Popen[bytes]) -> None:
-    until = time.monotonic() + 600
-    while not (out / "metrics" / f"step-{step:06d}.json").exists():
-        assert run.poll() is None, out.with_suffix(".log").read_text()[-3000:]
-        assert time.monotonic() < until
-        time.sleep(0.2)
+    return start_run("quickstart.yaml", out, "spec.rollout.engine=SGLang", f"spec.training.steps={steps}", *overrides)
 
 
 def servers(run: subprocess.Popen[bytes]) -> list[psutil.Process]:

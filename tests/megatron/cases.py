@@ -6,6 +6,7 @@ Belongs here: the arithmetic that both sides do. Does not belong here: which cas
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from orbit_runtime.policy.packed import Branch
 from orbit_runtime.training.megatron.gradients import RankGradients
 from orbit_runtime.training.megatron.groups import Groups
 from orbit_runtime.training.megatron.model import load_rank_policy
+from tests.integration.tiny_families import make_family
 from tests.models.family_matrix import Case, adapter_of, tokens_of
 
 
@@ -27,6 +29,14 @@ def sizes_of(case: Case) -> dict[str, int]:
         heads = {} if case.family in ("deepseek_v3", "kimi_k2") else {"head_dim": 64, "num_key_value_heads": 4}
         return heads | {"intermediate_size": 256, "moe_intermediate_size": 256}
     return {"intermediate_size": 128, "moe_intermediate_size": 64}
+
+
+@cache
+def folder_of(root: Path, case: Case) -> Path:
+    """Of the packed checkpoint, which is made once for each root."""
+    (root / str(case)).mkdir()
+    packed, _ = make_family(root / str(case), case.family, case.layout, sizes=sizes_of(case))
+    return packed
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -19,8 +18,7 @@ from orbit_runtime.training.megatron.groups import Groups, Sizes
 from orbit_runtime.training.megatron.rank import RankSettings
 from orbit_runtime.training.megatron.trainer import MegatronTrainer
 from tests.integration.test_torch_trainer import SETTINGS
-from tests.integration.tiny_families import make_family
-from tests.megatron.cases import sizes_of
+from tests.megatron.cases import folder_of
 from tests.megatron.ranks import World, world
 from tests.megatron.trainers import WorldRanks, rank_here
 from tests.models.family_matrix import Case, adapter_of
@@ -41,18 +39,6 @@ TOKENS = (5, 9, 3, 77, 20, 31, 64, 2)
 def ranks(request: pytest.FixtureRequest) -> Iterator[World]:
     with world(DIVISIONS[request.param]) as made:
         yield made
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("models")
-
-
-@cache
-def folder_of(root: Path, case: Case) -> Path:
-    (root / str(case)).mkdir()
-    packed, _ = make_family(root / str(case), case.family, case.layout, sizes=sizes_of(case))
-    return packed
 
 
 def both(ranks: World, root: Path, case: Case) -> tuple[MegatronTrainer, Policy]:

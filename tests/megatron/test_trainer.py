@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -26,8 +25,7 @@ from orbit_runtime.training.state import PART
 from orbit_runtime.types import Sample
 from tests.fakes.held_state import hold_state
 from tests.integration.test_torch_trainer import SETTINGS, samples_of, with_advantage, with_reference
-from tests.integration.tiny_families import make_family
-from tests.megatron.cases import sizes_of
+from tests.megatron.cases import folder_of
 from tests.megatron.ranks import Failed, World, world
 from tests.megatron.trainers import WorldRanks, spoil
 from tests.models.family_matrix import Case, adapter_of
@@ -53,18 +51,6 @@ compared to rounding: a master that rounding moved across a boundary of BF16 is 
 def ranks(request: pytest.FixtureRequest) -> Iterator[World]:
     with world(DIVISIONS[request.param]) as made:
         yield made
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("models")
-
-
-@cache
-def folder_of(root: Path, case: Case) -> Path:
-    (root / str(case)).mkdir()
-    packed, _ = make_family(root / str(case), case.family, case.layout, sizes=sizes_of(case))
-    return packed
 
 
 def in_one(root: Path, case: Case) -> TorchTrainer:

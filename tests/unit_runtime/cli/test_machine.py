@@ -48,13 +48,13 @@ def test_of_a_split_pod_a_container_sees_half(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.usefixtures("four_gpus")
-def test_servers_of_a_split_pod_get_its_other_half(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_servers_of_a_split_pod_get_its_other_half(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(AGENT_VARIABLE, "http://127.0.0.1:9401")
-    assert find_server_gpus(split_run(), tmp_path) == 4
+    assert find_server_gpus(split_run(), card_facts(MODEL)) == 4
     manifest = split_run().to_manifest()
     manifest["spec"]["rollout"]["replicas"] = 5
     with pytest.raises(UnsupportedError, match="more than the 4 that servers can have"):
-        find_server_gpus(OrbitRun.model_validate(manifest), tmp_path)
+        find_server_gpus(OrbitRun.model_validate(manifest), card_facts(MODEL))
 
 
 @pytest.mark.usefixtures("four_gpus")
