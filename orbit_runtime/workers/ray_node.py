@@ -42,6 +42,9 @@ def set_environment(environment: MutableMapping[str, str]) -> None:
         RAY_enable_metrics_collection="0",
         # Ray would have workers give way to everything else, such as an engine's idle scheduler.
         RAY_worker_niceness="0",
+        # A title of Ray's would be written over a process's environment, by which its group is found when the guard
+        # was killed (`rank_guard.end_marked`).
+        SPT_NOENV="1",
         GLOO_SOCKET_IFNAME=environment.get("GLOO_SOCKET_IFNAME", "lo"),
     )
     environment.pop("RAY_ADDRESS", None)

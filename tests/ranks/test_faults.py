@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from orbit_runtime.errors import OrbitError
-from orbit_runtime.workers.rank_guard import descendants
+from orbit_runtime.workers.rank_guard import MARK, descendants
 from orbit_runtime.workers.ranks import Group, RankGroup, start_ranks
 
 pytestmark = pytest.mark.timeout(240)
@@ -62,6 +62,21 @@ def test_a_fault_on_one_rank_ends_all_with_its_code(
     with pytest.raises(OrbitError) as again:
         ranks.call("step", 4, None, patience=PATIENCE)
     assert again.value is error, "who asks next may be another thread, which has not been told"
+
+
+def test_every_process_of_a_group_can_be_found_without_its_guard(
+    tmp_path: Path, marked: Callable[[], dict[int, str]]
+) -> None:
+    """Ray's agents and workers give themselves titles, written over the first variables of their environment: now
+    and then the mark was among them. So none may be overwritten."""
+    ranks = start(tmp_path)
+    environments = [Path(f"/proc/{pid}/environ").read_bytes() for pid in descendants(ranks.guard_pid)]
+    ranks.close()
+    assert len(environments) >= 8
+    for each in environments:
+        variables = each.rstrip(b"\0").split(b"\0")
+        assert all(b"=" in variable for variable in variables), variables[:3]
+        assert any(variable.startswith(f"{MARK}=".encode()) for variable in variables)
 
 
 @pytest.mark.parametrize(
