@@ -14,9 +14,13 @@ from orbit_runtime.workers.reward_protocol import WrongAnswer
 def math_answer(
     completion: str, prompt: Sequence[Mapping[str, str]], fields: Mapping[str, Any], *, field: str = "answer"
 ) -> float:
-    """Raises WrongAnswer where the completion holds no expression at all."""
+    """Of an expected answer that is a worked solution with its result behind `####` (GSM8K's form), that result.
+
+    Raises WrongAnswer where the completion holds no expression at all.
+    """
     # The library's own time limits use signals of the main thread; this process is ended from outside instead.
-    gold = parse(f"${fields[field]}$", parsing_timeout=None)
+    expected = str(fields[field]).rpartition("####")[2].strip()
+    gold = parse(f"${expected}$", parsing_timeout=None)
     if not gold:
         raise ValueError(f"column {field!r} holds no mathematical expression: {fields[field]!r}")
     found = parse(completion, parsing_timeout=None)

@@ -138,6 +138,12 @@ def test_math_compares_values_and_tells_no_answer_from_a_wrong_one() -> None:
         math_answer("I do not know", [], {"answer": "4"})
 
 
+def test_of_a_worked_solution_its_result_counts() -> None:
+    fields = {"answer": "48/2 = <<48/2=24>>24 in May, 24+976 = 1,000 in all.\n#### 1,000"}
+    assert math_answer("so 1000.", [], fields) == 1.0
+    assert math_answer("so 24", [], fields) == 0.0
+
+
 def test_a_column_that_is_no_mathematics_is_a_crash_and_not_a_wrong_answer() -> None:
     with pytest.raises(ValueError, match="'answer' holds no mathematical expression"):
         math_answer("4", [], {"answer": ""})

@@ -39,11 +39,18 @@ WANTED = {
     "deepseek-v4-flash": (SMALL, SMALL, SMALL, SMALL, LATER, SMALL),
     "deepseek-v4-pro": (SMALL,) * 6,
     "kimi-k2-6": NEEDS_NODE,
+    "kimi-k2-6-oft": NEEDS_NODE,
+    "glm-4-5": NEEDS_NODE,
+    "llama-3-1-8b": (SMALL, SMALL, YES, YES, YES, YES),
+    "qwen3-4b-bf16": (SMALL, SMALL, YES, YES, YES, YES),
+    "qwen3-30b-a3b-nvfp4": (SMALL, SMALL, YES, YES, YES, YES),
+    # SGLang computes its attention on GPUs only; base and backward pass need more than an H100 has.
+    "gpt-oss-120b": ("Unsupported", SMALL, SMALL, YES, SMALL, YES),
     # Two ranks: a machine without a GPU starts as many as are asked for.
     "ranks": (YES, "Unsupported", "Unsupported", "Unsupported", YES, YES),
 }
 """By example, the reason on each machine."""
-NEEDS_RANKS = ("qwen3-30b-a3b", "qwen3-235b-a22b", "kimi-k2-6", "ranks")
+NEEDS_RANKS = ("qwen3-30b-a3b", "qwen3-235b-a22b", "kimi-k2-6", "kimi-k2-6-oft", "glm-4-5", "ranks")
 
 
 def facts_of(run: OrbitRun) -> ModelFacts:
