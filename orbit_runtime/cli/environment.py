@@ -24,6 +24,8 @@ VARIABLES: tuple[Variable, ...] = (
              "orbit run"),
     Variable("ORBIT_STORE_DEADLINE_SECONDS", "120", "How long one call to an object store is retried before exit 74.",
              "everything that reads or writes a run folder"),
+    Variable("ORBIT_SERVE_TOKEN", "", "Token that clients must bring, where `--token-file` is not given; unset, the "
+             "server listens on the loopback device only.", "orbit serve"),
     Variable("ORBIT_SGLANG_PYTHON", "Orbit's own", "Interpreter of the environment that SGLang is installed in.",
              "orbit run with `engine: SGLang`"),
     Variable("ORBIT_ENGINE_URL", "", "Where the agent of the engine's container listens (`orbit agent`): it starts "

@@ -219,6 +219,37 @@ def parity(
 
 
 @app.command()
+def serve(
+    source: Annotated[
+        str | None,
+        typer.Argument(metavar="RUN", help="A run folder, or a manifest.", autocompletion=complete_runs),
+    ] = None,
+    model: Annotated[str | None, typer.Option(metavar="URI", help="Without a run: the base.")] = None,
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=FOLDER", help="An adapter and its model name; a run folder's newest. Repeatable."),
+    ] = None,
+    listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="Port 0: any that is free.")] = "127.0.0.1:8000",
+    token_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="With the token of clients. [ORBIT_SERVE_TOKEN]")
+    ] = None,
+    updates_from: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FOLDER", help="/update_weights may load adapters that lie below it. Repeatable."),
+    ] = None,
+    limit: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="Such as body-bytes=65536. Repeatable.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Serve base and adapters to OpenAI's clients. Weights may change while it serves, with proof."""
+    from orbit_runtime.cli.serve import ServeOptions, run_serve
+
+    options = ServeOptions(source, model, adapter or [], listen, token_file, updates_from or [], limit or [])
+    raise typer.Exit(run_serve(options, as_json=as_json))
+
+
+@app.command()
 def replay(
     run: Annotated[
         str, typer.Argument(metavar="DIR", help="A run folder: a path or URI.", autocompletion=complete_runs)

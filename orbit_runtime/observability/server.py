@@ -1,6 +1,6 @@
-"""The one port of a run: `/metrics`, `/status`, `/healthz`, `/readyz`.
+"""The one port of a run: `/metrics`, `/status`, `/healthz`, `/readyz`; and HTTP in a daemon thread, for every port.
 
-Belongs here: HTTP over `RunStatus` and `RunMetrics`, in a daemon thread beside the loop.
+Belongs here: HTTP over `RunStatus` and `RunMetrics`, listening, starting and ending an application's server.
 Does not belong here: what the answers say.
 """
 
@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from orbit_runtime.errors import OutputError
 from orbit_runtime.observability.metrics import RunMetrics
@@ -21,13 +21,14 @@ from orbit_runtime.observability.status import RunStatus
 if TYPE_CHECKING:
     import uvicorn
     from fastapi import FastAPI
+    from starlette.types import ASGIApp
 
 BIND_VARIABLE = "ORBIT_BIND_ADDRESS"
 _START_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class StatusServer:
+class HTTPServer:
     """A running server. `close()` may be called twice."""
 
     host: str
@@ -39,9 +40,10 @@ class StatusServer:
     def url(self) -> str:
         return f"http://{self.host}:{self.port}"
 
-    def close(self) -> None:
+    def close(self, seconds: float = 5.0) -> None:
+        """Takes no more connections, and gives the requests under way so long to end."""
         self._server.should_exit = True
-        self._thread.join(timeout=5)
+        self._thread.join(timeout=seconds)
 
 
 def build_app(status: RunStatus, metrics: RunMetrics) -> FastAPI:
@@ -74,45 +76,56 @@ def build_app(status: RunStatus, metrics: RunMetrics) -> FastAPI:
     return app
 
 
-def start_server(status: RunStatus, metrics: RunMetrics, port: int = 0, *, host: str | None = None) -> StatusServer:
+def start_server(status: RunStatus, metrics: RunMetrics, port: int = 0, *, host: str | None = None) -> HTTPServer:
     """Serves until `close()`. Port 0 takes any free port; `host` defaults to `ORBIT_BIND_ADDRESS`, else loopback.
 
     Raises:
         OutputError: the port is taken, or the address is not one of this machine's.
     """
     address = host or os.environ.get(BIND_VARIABLE) or "127.0.0.1"
-    listener = _listen(address, port)
+    fix = f"{_FIX}; {BIND_VARIABLE} must be an address of this machine"
+    return start_app(build_app(status, metrics), address, port, where="spec.observability.metricsPort", fix=fix)
+
+
+def start_app(app: ASGIApp, host: str, port: int, *, where: str, fix: str, **settings: Any) -> HTTPServer:
+    """Serves an application until `close()`.
+
+    Args:
+        where, fix: of the error where it cannot listen.
+        settings: of uvicorn.
+
+    Raises:
+        OutputError: the port is taken, or the address is not one of this machine's.
+    """
+    listener = _listen(host, port, where, fix)
     import uvicorn
 
-    config = uvicorn.Config(build_app(status, metrics), log_config=None, access_log=False, lifespan="off", workers=1)
+    config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", workers=1, **settings)
     server = uvicorn.Server(config)
-    thread = threading.Thread(
-        target=server.run, kwargs={"sockets": [listener]}, name="orbit-status-server", daemon=True
-    )
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="orbit-http", daemon=True)
     thread.start()
     deadline = time.monotonic() + _START_SECONDS
     while not server.started and thread.is_alive() and time.monotonic() < deadline:
         time.sleep(0.002)
     if not server.started:
-        raise OutputError("the status server did not start", where=f"{address}:{port}", fix=_FIX)
-    return StatusServer(address, listener.getsockname()[1], server, thread)
+        raise OutputError("the server did not start", where=f"{host}:{port}", fix=fix)
+    return HTTPServer(host, listener.getsockname()[1], server, thread)
 
 
 _FIX = "set spec.observability.metricsPort to 0 (any free port), to another port, or to -1 (off)"
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def _listen(host: str, port: int, where: str, fix: str) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     # A run that resumes at once must get its port back from the sockets of its predecessor that linger.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
-        listener.listen(64)
+        listener.listen(1024)
     except (OSError, OverflowError) as error:
         listener.close()
         taken = getattr(error, "errno", None) == errno.EADDRINUSE
         what = f"port {port} is in use" if taken else f"cannot listen on {host}:{port}: {error}"
-        fix = _FIX if taken else f"{_FIX}; {BIND_VARIABLE} must be an address of this machine"
-        raise OutputError(what, where="spec.observability.metricsPort", fix=fix) from error
+        raise OutputError(what, where=where, fix=fix) from error
     return listener

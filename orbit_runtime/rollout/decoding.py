@@ -112,6 +112,13 @@ class Decoding:
         rows = [row for row, item in enumerate(self._rows.work) if item.request.request_id in request_ids]
         return [*self._leave([(row, reason) for row in rows]), *(_unstarted(item, reason) for item in gone)]
 
+    def so_far(self, request_ids: Collection[int]) -> list[Finished]:
+        """What rows of these requests have sampled; they stay."""
+        rows = self._rows
+        return rows.finish(
+            [(row, "abort") for row, item in enumerate(rows.work) if item.request.request_id in request_ids]
+        )
+
     def _leave(self, done: list[tuple[int, FinishReason]]) -> list[Finished]:
         if not done:
             return []

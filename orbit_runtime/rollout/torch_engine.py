@@ -158,6 +158,13 @@ class TorchEngine:
     def abort(self, request_ids: Collection[int] | None = None) -> None:
         self._end({*self._under_way} if request_ids is None else {*request_ids}, "abort")
 
+    def so_far(self, request_ids: Collection[int]) -> list[Completion]:
+        """Of these requests those that have tokens and are under way, each as if it were aborted now; none ends.
+
+        For the thread that asks for completions.
+        """
+        return [self._as_completion(finished) for finished in self._decoding.so_far(request_ids)]
+
     async def completions(self) -> AsyncGenerator[Completion]:
         """A step of the batch at a time; between two steps whoever waits for tokens may submit, abort or do else."""
         while True:
@@ -221,6 +228,9 @@ class TorchEngine:
     def _completion(self, finished: Finished) -> Completion:
         self._under_way.discard(finished.request.request_id)
         self._due.pop(finished.request.request_id, None)
+        return self._as_completion(finished)
+
+    def _as_completion(self, finished: Finished) -> Completion:
         return Completion(
             request_id=finished.request.request_id,
             token_ids_T=finished.token_ids_T,

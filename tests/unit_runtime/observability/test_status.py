@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from orbit_runtime.errors import OutputError
 from orbit_runtime.observability.metrics import RunMetrics, build_row
-from orbit_runtime.observability.server import BIND_VARIABLE, StatusServer, start_server
+from orbit_runtime.observability.server import BIND_VARIABLE, HTTPServer, start_server
 from orbit_runtime.observability.status import RunStatus
 
 
@@ -111,7 +111,7 @@ def test_numbers_that_json_has_no_words_for_are_absent() -> None:
 
 
 @pytest.fixture
-def served() -> Iterator[tuple[RunStatus, StatusServer]]:
+def served() -> Iterator[tuple[RunStatus, HTTPServer]]:
     status, metrics = RunStatus("quickstart", total=60), RunMetrics(run="quickstart")
     metrics.observe(synthetic_row(1))
     server = start_server(status, metrics, 0)
@@ -119,7 +119,7 @@ def served() -> Iterator[tuple[RunStatus, StatusServer]]:
     server.close()
 
 
-def test_the_port_answers_status_and_metrics(served: tuple[RunStatus, StatusServer]) -> None:
+def test_the_port_answers_status_and_metrics(served: tuple[RunStatus, HTTPServer]) -> None:
     _, server = served
     assert httpx.get(f"{server.url}/status").json()["run"] == "quickstart"
     answer = httpx.get(f"{server.url}/metrics")
@@ -128,7 +128,7 @@ def test_the_port_answers_status_and_metrics(served: tuple[RunStatus, StatusServ
     assert httpx.get(f"{server.url}/other").status_code == 404
 
 
-def test_health_and_readiness_are_200_or_503_with_the_reason(served: tuple[RunStatus, StatusServer]) -> None:
+def test_health_and_readiness_are_200_or_503_with_the_reason(served: tuple[RunStatus, HTTPServer]) -> None:
     status, server = served
     assert httpx.get(f"{server.url}/healthz").status_code == 200
     answer = httpx.get(f"{server.url}/readyz")
@@ -138,7 +138,7 @@ def test_health_and_readiness_are_200_or_503_with_the_reason(served: tuple[RunSt
     assert httpx.get(f"{server.url}/readyz").status_code == 200
 
 
-def test_a_port_in_use_names_the_field_and_the_way_out(served: tuple[RunStatus, StatusServer]) -> None:
+def test_a_port_in_use_names_the_field_and_the_way_out(served: tuple[RunStatus, HTTPServer]) -> None:
     status, server = served
     with pytest.raises(OutputError) as caught:
         start_server(status, RunMetrics(run="b"), server.port)
@@ -162,5 +162,5 @@ def test_an_address_that_is_not_ours_is_refused() -> None:
     assert BIND_VARIABLE in str(caught.value.fix)
 
 
-def test_it_listens_on_loopback_only_unless_told(served: tuple[RunStatus, StatusServer]) -> None:
+def test_it_listens_on_loopback_only_unless_told(served: tuple[RunStatus, HTTPServer]) -> None:
     assert served[1].host == "127.0.0.1"

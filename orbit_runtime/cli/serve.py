@@ -1,0 +1,137 @@
+"""`orbit serve`: base and adapters behind an OpenAI-compatible port, until it is told to stop.
+
+Belongs here: arguments, the token, stopping. Does not belong here: what is answered (`serve`).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from orbit_runtime.cli.output import print_json
+from orbit_runtime.cli.run import check_can_train
+from orbit_runtime.errors import EXIT_DONE, UsageError
+
+if TYPE_CHECKING:
+    from orbit_runtime.serve.requests import Limits
+
+TOKEN_VARIABLE = "ORBIT_SERVE_TOKEN"
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """What the command line says."""
+
+    source: str | None
+    model: str | None
+    adapters: Sequence[str]
+    """NAME=FOLDER each."""
+    listen: str
+    token_file: Path | None
+    updates_from: Sequence[str]
+    limits: Sequence[str]
+    """NAME=VALUE each."""
+
+
+def run_serve(options: ServeOptions, *, as_json: bool) -> int:
+    """Serves until SIGINT or SIGTERM; then what is under way is finished. Returns 0.
+
+    Raises:
+        UsageError: (64) an option is impossible, or others could ask without a token. OutputError: (73) the port is
+        taken. OrbitError: model or adapters cannot be served.
+    """
+    host, port = _address(options.listen)
+    token = read_token(options.token_file, os.environ)
+    if token is None and host not in LOOPBACK:
+        raise UsageError(
+            f"everybody who reaches {host} could ask",
+            where="--listen",
+            fix=f"set {TOKEN_VARIABLE} or --token-file, or listen on 127.0.0.1",
+        )
+    check_can_train()
+    from orbit_runtime.loop.signals import stop_on_signals
+    from orbit_runtime.serve.open import Asked, open_models
+    from orbit_runtime.serve.server import start_serving
+
+    limits = read_limits(options.limits)
+    adapters = dict(_named(each) for each in options.adapters)
+    stopped = threading.Event()
+    with stop_on_signals() as stop:
+        stop.on_request = stopped.set
+        asked = Asked(options.source, options.model, adapters, tuple(options.updates_from))
+        opened = open_models(asked, limits, lambda line: print(line, file=sys.stderr, flush=True))
+        serving = start_serving(opened, host, port, token)
+        names = [each.name for each in opened.policies.all()]
+        if as_json:
+            print_json({"url": serving.url, "models": names})
+        else:
+            print(f"serving {', '.join(names)} at {serving.url}/v1")
+        sys.stdout.flush()
+        # In pieces, so that Python's own handler of a signal gets its turn.
+        while not stopped.wait(0.5):
+            pass
+        serving.close()
+    return EXIT_DONE
+
+
+def read_token(file: Path | None, environment: Mapping[str, str]) -> str | None:
+    """The token that clients must bring; None: none was set.
+
+    Raises:
+        UsageError: the file cannot be read, or the token is empty or no plain text.
+    """
+    if file is None:
+        token = environment.get(TOKEN_VARIABLE)
+        where = TOKEN_VARIABLE
+    else:
+        where = str(file)
+        try:
+            token = file.read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"the token cannot be read: {error}", where=where) from None
+    if token is None:
+        return None
+    if not token or not token.isascii() or not token.isprintable() or " " in token:
+        raise UsageError("the token is empty, or holds other than plain letters, digits and signs", where=where)
+    return token
+
+
+def read_limits(given: Sequence[str]) -> Limits:
+    """Raises UsageError for a name that is none, or a value that is no positive number."""
+    from orbit_runtime.serve.requests import Limits
+
+    names = {each.name.replace("_", "-"): each.name for each in fields(Limits)}
+    limits = Limits()
+    for each in given:
+        name, _, value = each.partition("=")
+        if name not in names:
+            raise UsageError(f"there is no limit {name!r}", where="--limit", fix=f"use {', '.join(names)}")
+        kind = type(getattr(limits, names[name]))
+        try:
+            number = kind(value)
+        except ValueError:
+            number = 0
+        if not 0 < number < float("inf"):
+            raise UsageError(f"{value!r} is no positive number", where=f"--limit {name}")
+        limits = replace(limits, **{names[name]: number})
+    return limits
+
+
+def _address(listen: str) -> tuple[str, int]:
+    host, _, port = listen.rpartition(":")
+    if not host or not port.isdigit() or int(port) > 65535:
+        raise UsageError(f"{listen!r} is no address", where="--listen", fix="write HOST:PORT, such as 127.0.0.1:8000")
+    return host.strip("[]"), int(port)
+
+
+def _named(each: str) -> tuple[str, str]:
+    name, separator, folder = each.partition("=")
+    if not separator or not name or not folder:
+        raise UsageError(f"{each!r} names no adapter", where="--adapter", fix="write NAME=FOLDER")
+    return name, folder

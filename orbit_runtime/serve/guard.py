@@ -1,0 +1,142 @@
+"""What every request must pass before a route sees it: its token, and the limits on its body.
+
+Belongs here: refusing early, counting every answer. Does not belong here: what a body says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import time
+from collections.abc import Collection
+from contextlib import suppress
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from orbit_runtime.serve.errors import APIError
+from orbit_runtime.serve.metrics import ServeMetrics
+
+OPEN_PATHS = ("/health",)
+"""Answered without a token: they tell nothing but that the server lives."""
+DRAINED_BYTES, DRAIN_SECONDS = 1 << 26, 10.0
+"""Of a body that is refused: a client that still sends would take a closed connection for a fault of the network."""
+
+
+class Guard:
+    """ASGI middleware."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        metrics: ServeMetrics,
+        *,
+        token: str | None,
+        body_bytes: int,
+        read_seconds: float,
+        routes: Collection[str],
+    ) -> None:
+        """
+        Args:
+            token: None: everybody may ask.
+            routes: those that metrics name; all else is counted together.
+        """
+        self._app = app
+        self._metrics = metrics
+        self._token = None if token is None else token.encode()
+        self._body_bytes = body_bytes
+        self._read_seconds = read_seconds
+        self._routes = frozenset(routes)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started, status = time.monotonic(), 500
+
+        async def watched(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            try:
+                self._check_token(scope)
+                body = await self._read(scope, receive)
+            except APIError as error:
+                await _drain(receive)
+                await _answer(watched, error)
+                return
+            if body is not None:
+                await self._app(scope, _replay(body, receive), watched)
+        finally:
+            route = scope["path"] if scope["path"] in self._routes else "other"
+            self._metrics.answered(route, status, time.monotonic() - started)
+
+    def _check_token(self, scope: Scope) -> None:
+        if self._token is None or scope["path"] in OPEN_PATHS:
+            return
+        given = [value for name, value in scope["headers"] if name == b"authorization"]
+        scheme, _, token = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
+        # Compared in constant time whatever was given, so that nothing is learnt from how long a refusal takes.
+        is_equal = hmac.compare_digest(token.strip(), self._token)
+        if scheme.lower() != b"bearer" or not is_equal:
+            raise APIError(401, "the bearer token is missing or wrong", code="invalid_api_key")
+
+    async def _read(self, scope: Scope, receive: Receive) -> bytes | None:
+        """The body; None: the client has left."""
+        announced = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
+        if announced.isdigit() and int(announced) > self._body_bytes:
+            raise self._too_large()
+        parts: list[bytes] = []
+        size = 0
+        try:
+            async with asyncio.timeout(self._read_seconds):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return None
+                    part = message.get("body", b"")
+                    size += len(part)
+                    if size > self._body_bytes:
+                        raise self._too_large()
+                    parts.append(part)
+                    if not message.get("more_body", False):
+                        return b"".join(parts)
+        except TimeoutError:
+            raise APIError(408, f"the body took longer than {self._read_seconds:g} s") from None
+
+    def _too_large(self) -> APIError:
+        return APIError(413, f"the body has more than {self._body_bytes} bytes", code="body_too_large")
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    is_read = False
+
+    async def again() -> Message:
+        nonlocal is_read
+        if is_read:
+            return await receive()
+        is_read = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return again
+
+
+async def _drain(receive: Receive) -> None:
+    size, more = 0, True
+    with suppress(TimeoutError):
+        async with asyncio.timeout(DRAIN_SECONDS):
+            while more and size < DRAINED_BYTES:
+                message = await receive()
+                size += len(message.get("body", b""))
+                more = message.get("more_body", False)
+
+
+async def _answer(send: Send, error: APIError) -> None:
+    headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
+    if error.status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    await send({"type": "http.response.start", "status": error.status, "headers": headers})
+    await send({"type": "http.response.body", "body": json.dumps(error.to_json()).encode()})

@@ -1,0 +1,327 @@
+"""Which model name is which adapter: loading one, proving it live, and letting go of the one before.
+
+Belongs here: names, slots, the proof that needs no trainer. Does not belong here: the proof's checks (`parity`).
+
+A name changes over between two requests: one that is under way ends under the adapter that it began with, whose slot is
+emptied when nothing samples from it any more.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from orbit_runtime.adapters import tensorfile
+from orbit_runtime.adapters.config import AdapterConfig
+from orbit_runtime.adapters.state import CONFIG_FILE, MODEL_FILE, config_json, expected_applied_digest, files_digest
+from orbit_runtime.checkpoints.adapter_folder import AdapterFolder, is_adapter, read_adapter
+from orbit_runtime.data.chat import ChatTokenizer
+from orbit_runtime.errors import GateError, ModelError, UsageError
+from orbit_runtime.parity.liveness import CHANGE_LIMITS, Limits, Proof, check_proofs, prove
+from orbit_runtime.policy.model import Policy
+from orbit_runtime.policy.packed import Branch
+from orbit_runtime.rollout import TorchEngine
+from orbit_runtime.storage import open_store
+from orbit_runtime.storage.bundles import list_bundles
+from orbit_runtime.types import AdapterFiles, Scored
+
+POLICY = "policy"
+"""The model name of an adapter that nobody named."""
+CANARY_TOKENS = 48
+CANARY = "Name three rivers of Africa, then add 17 and 26."
+
+
+@dataclass(frozen=True)
+class Served:
+    """What one model name stands for."""
+
+    name: str
+    slot: str | None
+    """None: the base."""
+    place: str
+    """Where it was read."""
+    version: int | None = None
+    digest: str = ""
+
+    @property
+    def fingerprint(self) -> str:
+        return f"{self.name}@{self.digest.removeprefix('tree:')[:12] or 'base'}"
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "id": self.name,
+            "object": "model",
+            "created": 0,
+            "owned_by": "orbit",
+            "root": self.place,
+            "policy_version": self.version,
+            "digest": self.digest or None,
+        }
+
+
+@dataclass(frozen=True)
+class Base:
+    """The frozen model beneath every adapter."""
+
+    name: str
+    place: str
+    policy: Policy
+    tokenizer: ChatTokenizer
+    config: AdapterConfig
+    """Of every adapter that can be served beside it."""
+    weights: str
+    """Digest of its files."""
+
+
+class Policies:
+    """The models of one server. Every method may be called from any thread."""
+
+    def __init__(self, base: Base, engine: TorchEngine, sources: Sequence[str]) -> None:
+        """Args: sources: folders and addresses that adapters may be loaded from while it serves."""
+        self.base = base
+        self._engine = engine
+        self._sources = tuple(sources)
+        self._lock = threading.Lock()
+        """Held while a request gets its slot, and while a slot is emptied."""
+        self._updating = threading.Lock()
+        self._served = {base.name: Served(base.name, None, base.place, digest=base.weights)}
+        self._loads = 0
+        self._retired: list[str] = []
+
+    def all(self) -> list[Served]:
+        return [*self._served.values()]
+
+    def find(self, name: str) -> Served | None:
+        return self._served.get(name)
+
+    @contextmanager
+    def slot_of(self, name: str) -> Iterator[str | None]:
+        with self._lock:
+            yield self._served[name].slot
+
+    def load(self, name: str, uri: str) -> tuple[Served, Proof]:
+        """Loads an adapter and proves it live; from then on `name` is it. Where that fails, `name` is what it was.
+
+        Raises:
+            ModelError: a file is missing or damaged, or it is an adapter of another base or another kind.
+            GateError: the engine does not compute with what the files say.
+            UsageError: the base's own name was given.
+        """
+        if name == self.base.name:
+            raise UsageError(f"{name!r} is the base, which never changes", fix=f"use another name, such as {POLICY!r}")
+        folder = open_policy(uri)
+        with self._updating:
+            adapter = self._adapter(folder)
+            self._loads += 1
+            slot = f"{name}#{self._loads}"
+            with self._slot_filled(slot, adapter):
+                proof = self._prove(slot, adapter, folder.facts)
+            version = folder.facts.get("version")
+            served = Served(name, slot, folder.place, version, adapter.digest)
+            self._switch(served)
+        return served, proof
+
+    def reset(self, name: str) -> Served:
+        """From now on `name` answers as the base does."""
+        if name not in self._served:
+            raise UsageError(f"there is no model {name!r}")
+        served = Served(name, None, self.base.place, digest=self.base.weights)
+        with self._updating:
+            self._switch(served)
+        return served
+
+    def check_source(self, uri: str) -> None:
+        """Raises UsageError where the server was not told that adapters may come from there."""
+        if not any(_is_within(uri, source) for source in self._sources):
+            raise UsageError(
+                "this server does not load adapters from there",
+                where="adapter",
+                fix="start it with --updates-from and a folder that holds it",
+            )
+
+    def default_name(self) -> str:
+        """The one adapter's, where there is one."""
+        names = [name for name in self._served if name != self.base.name]
+        if len(names) > 1:
+            raise UsageError(f"several adapters are served: {', '.join(names)}", where="model", fix="name one of them")
+        return names[0] if names else POLICY
+
+    def sweep(self) -> None:
+        """Empties slots that nothing stands for and nothing samples from any more."""
+        with self._lock:
+            for slot in [*self._retired]:
+                # Until the last of its requests has ended.
+                with suppress(GateError):
+                    self._engine.unload_adapter(slot)
+                    self._retired.remove(slot)
+
+    def _switch(self, served: Served) -> None:
+        with self._lock:
+            before = self._served.get(served.name)
+            self._served[served.name] = served
+            if before is not None and before.slot is not None:
+                self._retired.append(before.slot)
+        self.sweep()
+
+    @contextmanager
+    def _slot_filled(self, slot: str, adapter: AdapterFiles) -> Iterator[None]:
+        self._engine.load_adapter(slot, adapter)
+        try:
+            yield
+        except BaseException:
+            self._engine.unload_adapter(slot)
+            raise
+
+    def _adapter(self, folder: AdapterFolder) -> AdapterFiles:
+        theirs = folder.base_weights
+        if theirs is not None and theirs != self.base.weights:
+            raise ModelError(
+                f"the adapter was trained on another base ({theirs[:19]}…, this one is {self.base.weights[:19]}…)",
+                where=folder.place,
+                fix="serve it over the base that it was trained on",
+            )
+        config = config_of(folder)
+        if _kind(config) != _kind(self.base.config):
+            raise ModelError(
+                f"the adapter is {_words(config)}, and this server's are {_words(self.base.config)}",
+                where=folder.place,
+                fix="serve it by a server of its own",
+            )
+        files: Mapping[str, bytes] = folder.files
+        if not folder.facts and config.type == "LoRA":
+            # Written by another library, maybe in fp32 and with settings that Orbit does not need.
+            tensors = tensorfile.parse(files[MODEL_FILE], where=MODEL_FILE)
+            name = str(folder.config.get("base_model_name_or_path"))
+            files = {
+                CONFIG_FILE: config_json(self.base.config, name),
+                MODEL_FILE: tensorfile.dump(
+                    {key: tensor.bfloat16() for key, tensor in tensors.items()}, torch.bfloat16
+                ),
+            }
+        digest = files_digest(files)
+        said = folder.facts.get("digest")
+        if said not in (None, digest):
+            raise ModelError(
+                f"the files' digest is {digest[:19]}…, and the publish wrote {str(said)[:19]}…", where=folder.place
+            )
+        return AdapterFiles(int(folder.facts.get("version") or 0), files, digest)
+
+    def _prove(self, slot: str, adapter: AdapterFiles, facts: Mapping[str, Any]) -> Proof:
+        expected = expected_applied_digest(adapter.files)
+        canary_T, scores = _recorded(facts, self.base.policy.vocabulary) or self._measured(slot)
+        adapted, base = scores
+        trainer = (Scored(adapted, expected), Scored(base, None))
+        limits = Limits(CHANGE_LIMITS[str(self.base.policy.compute_dtype).removeprefix("torch.")], math.inf)
+        proof, _ = prove(
+            adapter, slot, self._engine, trainer, canary_T, limits=limits, previous=None, expected=expected
+        )
+        check_proofs([proof])
+        return proof
+
+    def _measured(self, slot: str) -> tuple[tuple[int, ...], tuple[tuple[float, ...], tuple[float, ...]]]:
+        """For an adapter that no trainer wrote a canary for: the passes of training stand in for the trainer."""
+        tokenizer, policy = self.base.tokenizer, self.base.policy
+        ids = tokenizer.encode_chat([{"role": "user", "content": CANARY}])[-CANARY_TOKENS:]
+        canary_T = (*ids, *ids[:4])
+        batch = policy.pack([Branch(0, canary_T[:1], canary_T[1:])])
+        found = []
+        for name in (slot, None):
+            with torch.no_grad(), policy.injected.selection.use(name):
+                found.append((0.0, *policy.logprobs(batch)[0].tolist()))
+        return canary_T, (found[0], found[1])
+
+
+def open_policy(uri: str) -> AdapterFolder:
+    """An adapter's folder, or a run folder's newest adapter.
+
+    Raises:
+        ModelError: there is none, or it is damaged.
+    """
+    store = open_store(uri, writable=False)
+    if is_adapter(store):
+        return read_adapter(store)
+    kept = list_bundles(store, "adapters")
+    if not kept:
+        raise ModelError("there is no adapter, and no run folder with one", where=uri, fix="name an adapter's folder")
+    return read_adapter(open_store(f"{uri.rstrip('/')}/{kept[0].rstrip('/')}", writable=False))
+
+
+def config_of(folder: AdapterFolder) -> AdapterConfig:
+    """What the layers of a base must be made for, to hold this adapter."""
+    fields = folder.config
+    asked = fields.get("target_modules")
+    if isinstance(asked, Sequence) and not isinstance(asked, str):
+        targets = tuple(sorted(map(str, asked)))
+    else:
+        # An expression of PEFT's: the tensors say what it matched.
+        targets = tuple(sorted({module.rpartition(".")[2] for module in folder.modules()}))
+    if folder.type == "LoRA":
+        return AdapterConfig(
+            type="LoRA",
+            targets=targets,
+            rank=int(fields["r"]),
+            alpha=float(fields["lora_alpha"]),
+            rslora=bool(fields.get("use_rslora")),
+            dropout=float(fields.get("lora_dropout") or 0.0),
+        )
+    return AdapterConfig(
+        type="OFT",
+        targets=targets,
+        block_size=int(fields["oft_block_size"]),
+        parametrization="CayleyNeumann" if fields.get("use_cayley_neumann") else "Cayley",
+        neumann_terms=int(fields.get("num_cayley_neumann_terms") or 5),
+        coft=bool(fields.get("coft")),
+        coft_eps=float(fields.get("eps") or 6e-5),
+    )
+
+
+def _kind(config: AdapterConfig) -> tuple[Any, ...]:
+    """In what two adapters over one base must be equal; targets are checked by the tensors' names."""
+    if config.type == "LoRA":
+        return config.type, config.rank, config.scaling
+    return config.type, config.block_size, config.parametrization
+
+
+def _words(config: AdapterConfig) -> str:
+    if config.type == "LoRA":
+        return f"LoRA of rank {config.rank}, scaled by {config.scaling:g}"
+    return f"OFT in blocks of {config.block_size}, {config.parametrization}"
+
+
+def _recorded(
+    facts: Mapping[str, Any], vocabulary: int
+) -> tuple[tuple[int, ...], tuple[tuple[float, ...], tuple[float, ...]]] | None:
+    """What the trainer measured when it published; None where nobody did.
+
+    Raises:
+        ModelError: it cannot have been.
+    """
+    canary = facts.get("canary")
+    if canary is None:
+        return None
+    try:
+        ids = tuple(int(token) for token in canary["token_ids"])
+        adapted = tuple(float(value) for value in canary["logprobs"])
+        base = tuple(float(value) for value in canary["base_logprobs"])
+    except (TypeError, KeyError, ValueError):
+        raise ModelError("the manifest's canary is not one", fix="copy the adapter again") from None
+    is_whole = len(ids) > 1 and len(ids) == len(adapted) == len(base)
+    if not is_whole or not all(0 <= token < vocabulary for token in ids) or not all(map(math.isfinite, adapted + base)):
+        raise ModelError("the manifest's canary is not one of this model", fix="copy the adapter again")
+    return ids, (adapted, base)
+
+
+def _is_within(uri: str, source: str) -> bool:
+    if "://" in source and not source.startswith("file://"):
+        return ".." not in uri.split("/") and f"{uri.rstrip('/')}/".startswith(f"{source.rstrip('/')}/")
+    if "://" in uri and not uri.startswith("file://"):
+        return False
+    inner, outer = (Path(each.removeprefix("file://")).expanduser().resolve() for each in (uri, source))
+    return inner.is_relative_to(outer)

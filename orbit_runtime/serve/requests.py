@@ -1,0 +1,220 @@
+"""What clients may ask: OpenAI's fields that Orbit has a meaning for, checked, and what they ask of the engine.
+
+Belongs here: bodies → `Sampling` and stream keys. Does not belong here: a prompt's tokens (`app`).
+
+A field that would change what is sampled, and that the engine does not compute with, is refused, never ignored.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from orbit_runtime.seeds import stream_key
+from orbit_runtime.serve.errors import APIError
+from orbit_runtime.types import Sampling
+
+UNREAD = frozenset({"user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key",
+                    "parallel_tool_calls"})  # fmt: skip
+"""Fields that change nothing of what is sampled."""
+ONLY: dict[str, tuple[Any, ...]] = {
+    "presence_penalty": (None, 0),
+    "frequency_penalty": (None, 0),
+    "best_of": (None, 1),
+    "echo": (None, False),
+    "suffix": (None, ""),
+    "top_logprobs": (None, 0),
+    "response_format": (None, {"type": "text"}),
+    "tool_choice": (None, "auto", "none"),
+}
+"""Fields of which one value means what the server does; every other is refused."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one client may take. Example: `Limits(sequence=2048)`"""
+
+    body_bytes: int = 1 << 20
+    sequence: int = 4096
+    """Tokens of a prompt and its completion together."""
+    max_tokens: int = 4096
+    """Of one completion."""
+    choices: int = 128
+    """Of one request: prompts times `n`."""
+    concurrent: int = 512
+    """Completions of all requests that are sampled or wait."""
+    running: int = 64
+    """Of them those that are sampled at the same time."""
+    seconds: float = 600.0
+    """Of one completion; then it ends where it is, as `length`."""
+    read_seconds: float = 30.0
+    """For a request's body to arrive."""
+    drain_seconds: float = 30.0
+    """For what is under way, once the server is told to stop."""
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+
+class _StreamOptions(_Body):
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+
+class SamplingBody(_Body):
+    """What both kinds of completion share."""
+
+    model: str
+    n: Annotated[int, Field(ge=1)] = 1
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    stop: str | list[str] | None = None
+    stream: bool | None = False
+    stream_options: _StreamOptions | None = None
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    top_k: Annotated[int, Field(ge=-1)] = 0
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] = 1.0
+    stop_token_ids: list[Annotated[int, Field(ge=0)]] = []
+    ignore_eos: bool = False
+
+    @property
+    def with_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    def sampling(self, max_new_tokens: int) -> Sampling:
+        if len(self.stops) > 16 or not all(self.stops):
+            raise APIError(400, "`stop` is up to 16 texts, none of them empty", param="stop")
+        try:
+            bias = tuple((int(token), value) for token, value in (self.logit_bias or {}).items())
+        except ValueError:
+            raise APIError(400, "keys of `logit_bias` are token ids", param="logit_bias") from None
+        return Sampling(
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            max_new_tokens=max_new_tokens,
+            stop=self.stops,
+            top_k=max(self.top_k, 0),
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            logit_bias=bias,
+            stop_token_ids=tuple(self.stop_token_ids),
+            ignore_eos=self.ignore_eos,
+        )
+
+
+class CompletionBody(SamplingBody):
+    prompt: str | list[str] | list[int] | list[list[int]]
+    logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
+    """Of the sampled tokens; alternatives are not told."""
+
+    @property
+    def asks_logprobs(self) -> bool:
+        return self.logprobs is not None
+
+    def prompts(self) -> list[str] | list[list[int]]:
+        """One or several, as text or as tokens."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if self.prompt and isinstance(self.prompt[0], int):
+            return [self.prompt]  # type: ignore[list-item]
+        return self.prompt  # type: ignore[return-value]
+
+
+class ChatBody(SamplingBody):
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = False
+    tools: list[dict[str, Any]] | None = None
+
+    @property
+    def asks_logprobs(self) -> bool:
+        return bool(self.logprobs)
+
+    def conversation(self) -> list[dict[str, Any]]:
+        """The messages as chat templates take them."""
+        return [_message(index, message) for index, message in enumerate(self.messages)]
+
+    def tool_names(self) -> list[str]:
+        names = [tool.get("function", {}).get("name") for tool in self.tools or ()]
+        if not all(isinstance(name, str) and name for name in names):
+            raise APIError(400, "each tool is a function with a name", param="tools")
+        return names
+
+
+class UpdateBody(_Body):
+    adapter: str
+    """Its folder, or a run folder: then its newest."""
+    model: str | None = None
+
+
+class ReloadBody(_Body):
+    model: str | None = None
+
+
+def parse_body[Body: _Body](kind: type[Body], data: bytes) -> Body:
+    """Raises APIError (400) naming the first field that is wrong."""
+    try:
+        fields = json.loads(data.decode() or "{}", parse_constant=_refuse_constant)
+    except UnicodeDecodeError as error:
+        raise APIError(400, f"the body is not UTF-8, from byte {error.start} on") from None
+    except (ValueError, RecursionError) as error:
+        raise APIError(400, f"the body is not JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise APIError(400, "the body is not a JSON object")
+    kept = {name: value for name, value in fields.items() if name not in UNREAD}
+    for name, allowed in ONLY.items():
+        if name in kept and name not in kind.model_fields and kept.pop(name) not in allowed:
+            raise APIError(400, f"this server does not compute with that value of `{name}`", param=name)
+    # A client that sends a field as null means that it does not set it.
+    given = {name: value for name, value in kept.items() if value is not None}
+    try:
+        return kind.model_validate(given, strict=False)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise APIError(400, f"{where}: {first['msg']}", param=str(first["loc"][0]) if first["loc"] else None) from None
+
+
+def choice_key(seed: int | None, prompt: int, sample: int) -> int:
+    """The stream key of one completion: with a seed the same on every server that holds the same weights."""
+    return stream_key(secrets.randbits(63) if seed is None else seed, "serve", prompt, sample)
+
+
+def _refuse_constant(name: str) -> Literal[0]:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _message(index: int, message: dict[str, Any]) -> dict[str, Any]:
+    if not isinstance(message.get("role"), str):
+        raise APIError(400, f"messages[{index}] has no role", param="messages")
+    content = message.get("content")
+    if isinstance(content, list):
+        if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
+            raise APIError(400, f"messages[{index}]: parts of a content are texts", param="messages")
+        content = "".join(part["text"] for part in content)
+    if content is not None and not isinstance(content, str):
+        raise APIError(400, f"messages[{index}]: a content is a text", param="messages")
+    made = {**message, "content": content or ""}
+    if isinstance(message.get("tool_calls"), list):
+        made["tool_calls"] = [_with_parsed_arguments(call) for call in message["tool_calls"]]
+    return made
+
+
+def _with_parsed_arguments(call: Any) -> Any:
+    """OpenAI's arguments are JSON in a text; templates write them out as JSON themselves."""
+    try:
+        return {**call, "function": {**call["function"], "arguments": json.loads(call["function"]["arguments"])}}
+    except (TypeError, KeyError, ValueError):
+        return call

@@ -1,0 +1,351 @@
+"""A real server over a real run's adapter, asked by the official `openai` client and by raw bytes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from orbit_runtime.loop import run
+from orbit_runtime.observability.progress import SilentProgress
+from orbit_runtime.rollout import TorchEngine
+from orbit_runtime.rollout.requests import sample
+from orbit_runtime.serve.open import Asked, Opened, open_models
+from orbit_runtime.serve.requests import Limits, choice_key
+from orbit_runtime.serve.server import Serving, start_serving
+from orbit_runtime.spec import OrbitRun
+from orbit_runtime.types import Request, Sampling
+from tests.integration.killing import small_manifest
+
+TOKEN = "a-token-of-tests"
+MESSAGES = [{"role": "user", "content": "12+34="}]
+MODELS = ("tiny-adder", "policy")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    manifest = small_manifest(steps=2)
+    manifest["spec"]["training"]["learningRate"] = 0.05
+    run(OrbitRun.model_validate(manifest), out=str(folder), progress=SilentProgress())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def opened(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Opened:
+    return open_models(Asked(str(trained)), Limits(max_tokens=400, concurrent=64), lambda _: None)
+
+
+@pytest.fixture(scope="module")
+def serving(opened: Opened) -> Iterator[Serving]:
+    serving = start_serving(opened, "127.0.0.1", 0, TOKEN)
+    yield serving
+    serving.close()
+
+
+@pytest.fixture(scope="module")
+def client(serving: Serving) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{serving.url}/v1", api_key=TOKEN, max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def raw(serving: Serving) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=serving.url, headers={"authorization": f"Bearer {TOKEN}"}, timeout=30) as client:
+        yield client
+
+
+def directly(opened: Opened, model: str, *, n: int, sampling: Sampling, seed: int) -> list[str]:
+    """The engine itself: another one over the same weights, with no server."""
+    served = opened.policies.find(model)
+    assert served is not None
+    base = opened.policies.base
+    engine = TorchEngine(base.policy, base.tokenizer, max_running_requests=8)
+    slot = None
+    if served.slot is not None:
+        from orbit_runtime.serve.policies import open_policy
+        from orbit_runtime.types import AdapterFiles
+
+        slot = f"direct-{seed}"
+        engine.load_adapter(slot, AdapterFiles(0, open_policy(served.place).files, served.digest))
+    prompt = tuple(base.tokenizer.encode_chat(MESSAGES))
+    requests = [Request(index, choice_key(seed, 0, index), prompt, sampling, slot) for index in range(n)]
+    texts = {each.request_id: each.text for each in sample(engine, requests)}
+    engine.close()
+    return [texts[index] for index in range(n)]
+
+
+def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        time.sleep(0.01)
+
+
+def test_the_client_lists_base_and_adapter(client: openai.OpenAI) -> None:
+    assert sorted(model.id for model in client.models.list()) == sorted(MODELS)
+    assert client.models.retrieve("policy").id == "policy"
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_chat_is_the_engines_own_answer_with_the_same_seed(client: openai.OpenAI, opened: Opened, model: str) -> None:
+    sampling = Sampling(max_new_tokens=12, temperature=0.9, top_p=0.95)
+    expected = directly(opened, model, n=2, sampling=sampling, seed=7)
+    options = {"model": model, "messages": MESSAGES, "seed": 7, "n": 2, "max_tokens": 12, "temperature": 0.9}
+    answer = client.chat.completions.create(**options, top_p=0.95)
+    assert [choice.message.content for choice in answer.choices] == expected
+    assert answer.usage is not None
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+    texts = {0: "", 1: ""}
+    reasons = {}
+    for chunk in client.chat.completions.create(**options, top_p=0.95, stream=True):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+            reasons[choice.index] = choice.finish_reason or reasons.get(choice.index)
+    assert [texts[0], texts[1]] == expected
+    assert reasons == {choice.index: choice.finish_reason for choice in answer.choices}
+
+
+def test_base_and_adapter_give_other_logprobs_for_the_same_tokens(client: openai.OpenAI) -> None:
+    found = {}
+    for model in MODELS:
+        answer = client.completions.create(
+            model=model, prompt="12+34=", max_tokens=3, seed=1, logprobs=0, extra_body={"ignore_eos": True}
+        )
+        logprobs = answer.choices[0].logprobs
+        assert logprobs is not None
+        assert logprobs.token_logprobs is not None
+        assert len(logprobs.token_logprobs) == 3
+        found[model] = logprobs.token_logprobs
+    assert found["tiny-adder"] != found["policy"]
+
+
+def test_streamed_logprobs_are_those_of_the_whole_answer(client: openai.OpenAI) -> None:
+    options = {"model": "policy", "messages": MESSAGES, "seed": 3, "max_tokens": 8, "logprobs": True}
+    whole = client.chat.completions.create(**options).choices[0].logprobs
+    assert whole is not None
+    assert whole.content
+    pieces = [
+        token.logprob
+        for chunk in client.chat.completions.create(**options, stream=True, stream_options={"include_usage": True})
+        for choice in chunk.choices
+        if choice.logprobs
+        for token in choice.logprobs.content or ()
+    ]
+    assert pieces == [token.logprob for token in whole.content]
+
+
+def test_several_prompts_and_a_stop(client: openai.OpenAI) -> None:
+    options = {"model": "tiny-adder", "prompt": ["1+1=", "2+2="], "seed": 5, "extra_body": {"ignore_eos": True}}
+    whole = client.completions.create(**options, max_tokens=10)
+    assert [choice.index for choice in whole.choices] == [0, 1]
+    text = whole.choices[0].text
+    stop = text[2:4]
+    cut = client.completions.create(**options, max_tokens=10, stop=stop)
+    assert cut.choices[0].text == text[: text.index(stop)]
+    assert cut.choices[0].finish_reason == "stop"
+    streamed = client.completions.create(**options, max_tokens=10, stop=stop, stream=True)
+    pieces = "".join(choice.text for chunk in streamed for choice in chunk.choices if choice.index == 0)
+    assert pieces == cut.choices[0].text
+
+
+@pytest.mark.parametrize("key", ["wrong", "a-token-of-test", "ü"])
+def test_a_wrong_token_is_refused(serving: Serving, key: str) -> None:
+    headers = {b"authorization": b"Bearer " + key.encode()}
+    answer = httpx.get(f"{serving.url}/v1/models", headers=headers)
+    assert answer.status_code == 401
+    assert answer.json()["error"]["code"] == "invalid_api_key"
+    assert httpx.get(f"{serving.url}/metrics").status_code == 401
+    assert httpx.get(f"{serving.url}/health").status_code == 200
+
+
+def test_the_client_raises_its_own_errors(serving: Serving, client: openai.OpenAI) -> None:
+    stranger = client.with_options(api_key="wrong")
+    with pytest.raises(openai.AuthenticationError):
+        stranger.models.list()
+    with pytest.raises(openai.NotFoundError, match="there are: tiny-adder, policy"):
+        client.chat.completions.create(model="gpt", messages=MESSAGES)
+    with pytest.raises(openai.BadRequestError, match="more than"):
+        client.chat.completions.create(model="policy", messages=MESSAGES, max_tokens=100_000)
+
+
+BAD = {
+    "negative n": (b'{"model": "policy", "prompt": "1", "n": -1}', "n"),
+    "negative tokens": (b'{"model": "policy", "prompt": "1", "max_tokens": -1}', "max_tokens"),
+    "negative temperature": (b'{"model": "policy", "prompt": "1", "temperature": -0.5}', "temperature"),
+    "negative token": (b'{"model": "policy", "prompt": [-1]}', "prompt"),
+    "token of no vocabulary": (b'{"model": "policy", "prompt": [99999]}', "prompt"),
+    "empty prompt": (b'{"model": "policy", "prompt": []}', "n"),
+    "not a number": (b'{"model": "policy", "prompt": "1", "top_p": NaN}', None),
+    "infinite": (b'{"model": "policy", "prompt": "1", "temperature": 1e999}', "temperature"),
+    "invalid UTF-8": (b'{"model": "policy", "prompt": "\xff"}', None),
+    "not JSON": (b"{", None),
+    "no object": (b"[]", None),
+    "deep": (b"[" * 200_000, None),
+    "unknown field": (b'{"model": "policy", "prompt": "1", "beams": 4}', "beams"),
+    "not computed": (b'{"model": "policy", "prompt": "1", "presence_penalty": 1}', "presence_penalty"),
+    "many choices": (b'{"model": "policy", "prompt": "1", "n": 100000}', "n"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_body_is_400_and_names_the_field(raw: httpx.Client, name: str) -> None:
+    body, param = BAD[name]
+    answer = raw.post("/v1/completions", content=body)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert (error["type"], error["param"]) == ("invalid_request_error", param)
+
+
+def test_a_body_of_ten_megabytes_is_refused_announced_or_not(raw: httpx.Client) -> None:
+    answer = raw.post("/v1/completions", content=b"x" * 10_000_000)
+    assert answer.status_code == 413
+    answer = raw.post("/v1/completions", content=iter([b"x" * 1_000_000] * 10))
+    assert answer.status_code == 413
+    assert raw.get("/health").status_code == 200
+
+
+def test_paths_and_methods_that_are_not_there_are_errors_of_the_same_shape(raw: httpx.Client) -> None:
+    for answer, status in ((raw.get("/v1/nothing"), 404), (raw.get("/v1/completions"), 405)):
+        assert answer.status_code == status
+        assert answer.json()["error"]["message"]
+
+
+def test_more_than_may_be_under_way_is_429(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.RateLimitError):
+        client.completions.create(model="policy", prompt="1", n=65)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_ends_its_request(serving: Serving, opened: Opened, stream: bool) -> None:
+    body = json.dumps(
+        {"model": "policy", "prompt": "1+1=", "max_tokens": 60, "n": 32, "ignore_eos": True, "stream": stream}
+    ).encode()
+    host, port = serving.url.removeprefix("http://").split(":")
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n"
+    before = aborted(serving)
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        until(lambda: serving.sampler.under_way == 32)
+        if stream:
+            connection.recv(1)
+    until(lambda: serving.sampler.under_way == 0)
+    until(lambda: aborted(serving) > before)
+
+
+def aborted(serving: Serving) -> float:
+    text = httpx.get(f"{serving.url}/metrics", headers={"authorization": f"Bearer {TOKEN}"}).text
+    lines = [line for line in text.splitlines() if 'reason="abort"' in line and "_total{" in line]
+    return sum(float(line.split()[-1]) for line in lines)
+
+
+def test_a_corrupted_adapter_is_refused_and_the_old_one_still_serves(
+    raw: httpx.Client, client: openai.OpenAI, trained: Path
+) -> None:
+    options = {"model": "policy", "messages": MESSAGES, "seed": 11, "max_tokens": 8, "logprobs": True}
+
+    def answered() -> list[float]:
+        logprobs = client.chat.completions.create(**options).choices[0].logprobs
+        assert logprobs is not None
+        return [token.logprob for token in logprobs.content or ()]
+
+    before = answered()
+    digest = raw.get("/v1/models/policy").json()["digest"]
+    broken = trained / "broken"
+    shutil.copytree(trained / "adapters" / "policy-v1", broken)
+    weights = broken / "adapter_model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-3] ^= 0x40
+    weights.write_bytes(data)
+    manifest = json.loads((trained / "adapters" / "policy-v1" / "manifest.json").read_text())
+    # Its digests agree with its bytes, but it is not what the trainer measured.
+    changed = trained / "changed"
+    shutil.copytree(trained / "adapters" / "policy-v1", changed)
+    manifest["facts"]["canary"]["logprobs"] = [each - 1.0 for each in manifest["facts"]["canary"]["logprobs"]]
+    (changed / "manifest.json").write_text(json.dumps(manifest))
+    for folder, words in ((broken, "changed"), (changed, "could not be proven live")):
+        answer = raw.post("/update_weights", json={"adapter": str(folder)})
+        assert answer.status_code == 422, answer.text
+        assert words in answer.json()["error"]["message"]
+        assert raw.get("/v1/models/policy").json()["digest"] == digest
+    assert answered() == before
+
+
+def test_weights_change_with_proof_and_go_back(
+    raw: httpx.Client, client: openai.OpenAI, opened: Opened, trained: Path
+) -> None:
+    options = {"messages": MESSAGES, "seed": 2, "max_tokens": 6, "temperature": 0.8, "logprobs": True}
+
+    def answered(model: str) -> list[float]:
+        logprobs = client.chat.completions.create(model=model, **options).choices[0].logprobs
+        assert logprobs is not None
+        return [token.logprob for token in logprobs.content or ()]
+
+    newest = answered("policy")
+    answer = raw.post("/update_weights", json={"adapter": str(trained / "adapters" / "policy-v1")})
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["policy_version"] == 1
+    assert answer.json()["proof"]["verdict"] == "proven"
+    assert answered("policy") != newest
+    assert len(opened.engine.adapters()) == 1
+    assert raw.post("/reload_weights").status_code == 200
+    assert answered("policy") == answered("tiny-adder")
+    # Without what Orbit wrote beside it: as any other library's.
+    foreign = trained / "foreign"
+    shutil.copytree(trained / "adapters" / "policy-v2", foreign)
+    (foreign / "manifest.json").unlink()
+    answer = raw.post("/update_weights", json={"adapter": str(foreign), "model": "policy"})
+    assert answer.status_code == 200, answer.text
+    assert answered("policy") == newest
+
+
+def test_adapters_from_elsewhere_are_forbidden_and_the_base_has_no_other(
+    raw: httpx.Client, trained: Path, tmp_path: Path
+) -> None:
+    for place in (str(tmp_path), f"{trained}/../elsewhere", "s3://bucket/adapter"):
+        assert raw.post("/update_weights", json={"adapter": place}).status_code == 403
+    answer = raw.post("/update_weights", json={"adapter": str(trained), "model": "tiny-adder"})
+    assert answer.status_code == 400
+
+
+def test_the_command_serves_drains_and_ends_with_0(trained: Path) -> None:
+    command = [sys.executable, "-m", "orbit_runtime", "serve", "--model", "builtin://tiny-adder"]
+    command += ["--adapter", f"sums={trained}", "--listen", "127.0.0.1:0", "--json"]
+    environment = {**os.environ, "ORBIT_SERVE_TOKEN": TOKEN}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    said = json.loads(_first_document(process))
+    assert said["models"] == ["tiny-adder", "sums"]
+    with openai.OpenAI(base_url=f"{said['url']}/v1", api_key=TOKEN, max_retries=0) as client:
+        stream = client.completions.create(
+            model="sums", prompt="1+1=", max_tokens=60, stream=True, extra_body={"ignore_eos": True}
+        )
+        pieces = iter(stream)
+        next(pieces)
+        process.send_signal(signal.SIGTERM)
+        assert [choice.finish_reason for chunk in pieces for choice in chunk.choices][-1] == "length"
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert TOKEN not in errors
+
+
+def _first_document(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    text = ""
+    for line in process.stdout:
+        text += line
+        try:
+            json.loads(text)
+        except ValueError:
+            continue
+        return text
+    raise AssertionError(f"it ended: {process.communicate()[1]}")
