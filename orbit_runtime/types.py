@@ -21,9 +21,10 @@ FinishReason = Literal["stop", "length", "abort", "deadline"]
 Outcome = Literal["value", "wrong", "timeout", "crash"]
 Probe = Literal["identity", "random"]
 """An adapter that nobody trained, for measuring the two sides with."""
-ColumnName = Literal["sampled", "advantage", "reference", "stale"]
+ColumnName = Literal["sampled", "advantage", "reference", "stale", "value", "return"]
 """What a sample says of each token. `sampled`: its log-prob on the sampling side; `reference`: under the bare base;
-`stale`: 1 where an older policy than the one that is trained sampled it."""
+`stale`: 1 where an older policy than the one that is trained sampled it; `value`: what the critic expected before it;
+`return`: what the critic is to expect."""
 
 BASE_VERSION = -1
 """Stands for the bare base where a policy version is told."""
@@ -471,6 +472,10 @@ class Trainer(Protocol):
 
     def reference_logprobs(self, samples_D: Sequence[Sample]) -> list[array[float]]:
         """The column `reference` of each sample: log-probs under the base with its adapter off."""
+        ...
+
+    def values(self, samples_D: Sequence[Sample]) -> list[array[float]]:
+        """The column `value` of each sample, by the critic as it is now. Only where the algorithm has one."""
         ...
 
     def save_state(self, writer: StateWriter) -> None:

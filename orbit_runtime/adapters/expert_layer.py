@@ -59,9 +59,10 @@ class AdaptedExpertLinear(nn.Module):
     def device(self) -> torch.device:
         return next(iter(self.base.buffers())).device
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of the whole layer's parameters, by kind."""
-        config, outer = self.config, self.config.expert_layout == "SharedOuter"
+    def shapes(self, config: AdapterConfig | None = None) -> dict[str, tuple[int, ...]]:
+        """Of the whole layer's parameters, by kind. `config`: of another adapter than the policy's."""
+        config = config or self.config
+        outer = config.expert_layout == "SharedOuter"
         shared = config.expert_layout == "Shared"
         first = 1 if shared or (outer and self.reads_tokens) else self.part.num_experts
         last = 1 if shared or (outer and not self.reads_tokens) else self.part.num_experts

@@ -16,7 +16,7 @@ from torch import nn
 
 from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.adapters.expert_layer import AdaptedExpertLinear
-from orbit_runtime.adapters.layer import AdaptedLinear, Selection
+from orbit_runtime.adapters.layer import CRITIC_SLOT, TRAINER_SLOT, AdaptedLinear, Selection
 from orbit_runtime.adapters.lora import initial_A
 from orbit_runtime.adapters.masters import Masters, Place
 from orbit_runtime.adapters.oft import check_block_size
@@ -112,8 +112,25 @@ def inject(
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, adapted)
     masters = _create_masters(layers, owner, adapter, seed)
-    selection.applied_masters = lambda: masters.applied(selection.compute_dtype)
+    selection.applied_masters[TRAINER_SLOT] = lambda: masters.applied(selection.compute_dtype)
     return Injected(adapter, report, selection, layers, masters)
+
+
+def add_critic(injected: Injected, adapter: AdapterConfig, seed: int) -> Masters:
+    """A second adapter of the same kind around the same layers, under `CRITIC_SLOT`; the model's own is untouched."""
+    layers, owner = injected.layers, injected.masters.owner
+    for name, layer in layers.items():
+        _check_size(name, layer.base, adapter)
+    parameters, places = {}, {}
+    for name, layer in layers.items():
+        if owner[name] == name:
+            for kind, parameter in _initial(layer, seed, adapter):
+                parameters[f"{name}.{kind}"] = parameter
+                places[f"{name}.{kind}"] = Place(kind, layer.part, layer.shapes(adapter)[kind])
+    masters = Masters(adapter, dict(sorted(parameters.items())), owner, places)
+    selection = injected.selection
+    selection.applied_masters[CRITIC_SLOT] = lambda: masters.applied(selection.compute_dtype)
+    return masters
 
 
 def _check_size(name: str, layer: nn.Module, adapter: AdapterConfig) -> None:
@@ -179,7 +196,7 @@ def _create_masters(
     for name, layer in layers.items():
         layer.shares_input = shared[owner[name]] > 1
         if owner[name] == name:
-            for kind, parameter in _initial(layer, seed):
+            for kind, parameter in _initial(layer, seed, adapter):
                 parameters[f"{name}.{kind}"] = parameter
                 places[f"{name}.{kind}"] = Place(kind, layer.part, layer.shapes()[kind])
                 layer.register_parameter(kind, parameter)
@@ -188,10 +205,10 @@ def _create_masters(
     return Masters(adapter, dict(sorted(parameters.items())), owner, places)
 
 
-def _initial(layer: AdaptedLayer, seed: int) -> Iterator[tuple[str, nn.Parameter]]:
-    for kind, shape in layer.shapes().items():
+def _initial(layer: AdaptedLayer, seed: int, adapter: AdapterConfig) -> Iterator[tuple[str, nn.Parameter]]:
+    for kind, shape in layer.shapes(adapter).items():
         values = initial_A(shape, seed, layer.name) if kind == "lora_A" else torch.zeros(shape)
-        held = layer.part.cut(kind, values, layer.config.block_size).clone()
+        held = layer.part.cut(kind, values, adapter.block_size).clone()
         yield kind, nn.Parameter(held.to(layer.device))
 
 

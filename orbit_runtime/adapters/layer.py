@@ -24,7 +24,9 @@ from orbit_runtime.errors import InternalError
 from orbit_runtime.seeds import stream_key
 
 TRAINER_SLOT = "trainer"
-"""The slot whose values come from the trainer's masters, with gradient; the others hold published bytes."""
+"""The slot whose values come from the trainer's masters, with gradient."""
+CRITIC_SLOT = "critic"
+"""The same of a critic's masters, where there is one; all other slots hold published bytes."""
 
 Slot = LoRASlot | OFTSlot
 Segment = tuple[str | None, int, int]
@@ -51,9 +53,10 @@ class Selection:
     active: str | tuple[Segment, ...] | None = None
     trace: list[Applied] | None = None
     """When set to a list, every layer appends what it applied."""
-    applied_masters: Callable[[], dict[str, Slot]] | None = None
-    """Builds every layer's trainer slot from the masters: published rounding, straight-through gradient."""
-    trainer: dict[str, Slot] = field(default_factory=dict)
+    applied_masters: dict[str, Callable[[], dict[str, Slot]]] = field(default_factory=dict)
+    """By slot: builds every layer's from its masters, with published rounding and straight-through gradient."""
+    live: dict[str, dict[str, Slot]] = field(default_factory=dict)
+    """What they built for the pass under way, by slot and layer."""
     rotated: tuple[Tensor, int, Tensor, Tensor] | None = None
     """(input, its version, R, result) of the newest rotation: projections that share input and R share the result."""
 
@@ -75,32 +78,31 @@ class Selection:
         active = segments if segments is None or isinstance(segments, str) else _checked(segments)
         names = {active} if isinstance(active, str) else {name for name, _, _ in active or ()}
         with self.turn:
-            before = (self.active, self.trainer, self.dropout_key)
-            if TRAINER_SLOT in names:
-                assert self.applied_masters is not None, "no trainer slot in this model"
-                self.trainer = self.applied_masters()
+            before = (self.active, self.live, self.dropout_key)
+            if made := {name: build() for name, build in self.applied_masters.items() if name in names}:
+                self.live = made
             self.active, self.dropout_key = active, dropout_key
             try:
                 yield
             finally:
-                self.active, self.trainer, self.dropout_key = before
+                self.active, self.live, self.dropout_key = before
                 self.rotated = None
 
     def remembered(self) -> Callable[[], AbstractContextManager[None]]:
         """A context that applies again what is applied now: for a layer that runs again in the backward pass."""
-        return partial(self._again, self.active, self.trainer, self.dropout_key)
+        return partial(self._again, self.active, self.live, self.dropout_key)
 
     @contextmanager
     def _again(
-        self, active: str | tuple[Segment, ...] | None, trainer: dict[str, Slot], dropout_key: int | None
+        self, active: str | tuple[Segment, ...] | None, live: dict[str, dict[str, Slot]], dropout_key: int | None
     ) -> Iterator[None]:
-        before = (self.active, self.trainer, self.dropout_key, self.trace)
-        self.active, self.trainer, self.dropout_key, self.trace = active, trainer, dropout_key, None
+        before = (self.active, self.live, self.dropout_key, self.trace)
+        self.active, self.live, self.dropout_key, self.trace = active, live, dropout_key, None
         self.rotated = None
         try:
             yield
         finally:
-            self.active, self.trainer, self.dropout_key, self.trace = before
+            self.active, self.live, self.dropout_key, self.trace = before
             self.rotated = None
 
     @contextmanager
@@ -138,7 +140,7 @@ def find_slot(layer: _Layer, name: str) -> Slot:
     """What to multiply by under `name`; noted in the trace, so ask once per use."""
     selection = layer.selection
     try:
-        slot = selection.trainer[layer.name] if name == TRAINER_SLOT else layer.slots[name]
+        slot = selection.live[name][layer.name] if name in selection.live else layer.slots[name]
     except KeyError:
         raise InternalError(f"no slot {name!r} in layer {layer.name}; it has {sorted(layer.slots)}") from None
     if selection.trace is not None:
@@ -185,11 +187,12 @@ class AdaptedLinear(nn.Module):
         tensor = next(iter(self.base.buffers()), None)
         return tensor.device if tensor is not None else next(self.base.parameters()).device
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of the whole layer's parameters, by kind."""
-        rank, size = self.config.rank, self.config.block_size
+    def shapes(self, config: AdapterConfig | None = None) -> dict[str, tuple[int, ...]]:
+        """Of the whole layer's parameters, by kind. `config`: of another adapter than the policy's."""
+        config = config or self.config
+        rank, size = config.rank, config.block_size
         rows, columns = self.part.shape
-        if self.config.type == "LoRA":
+        if config.type == "LoRA":
             return {"lora_A": (rank, columns), "lora_B": (rows, rank)}
         return {"oft_R": (columns // size, size * (size - 1) // 2)}
 

@@ -40,6 +40,9 @@ class ScoredGroup:
     """Trained tokens."""
     penalties_GT: Sequence[Sequence[float]] | None = None
     """What each trained token pays for its distance from the reference; None: nothing is taken off the reward."""
+    values_GT: Sequence[Sequence[float]] | None = None
+    """What a critic expected before each trained token, and, where an answer that was cut off is worth more than its
+    reward, one number more: what it expects after the last. None: there is no critic."""
 
     @property
     def totals_G(self) -> list[float | None]:
@@ -52,12 +55,20 @@ class ScoredGroup:
         ]
 
 
+@dataclass(frozen=True, slots=True)
+class GAE:
+    """How far an advantage looks ahead."""
+
+    gamma: float
+    gae_lambda: float
+
+
 AdvantageFunction = Callable[[Sequence[ScoredGroup]], Sequence[Sequence[Advantage]]]
 """The groups of a step, whole, → an advantage for each rollout of each, 0.0 where it has no reward."""
 
 
 def estimate_advantages(
-    groups_P: Sequence[ScoredGroup], *, baseline: Baseline, normalize: Normalize
+    groups_P: Sequence[ScoredGroup], *, baseline: Baseline, normalize: Normalize, gae: GAE | None = None
 ) -> list[list[Advantage]]:
     """An advantage for each rollout of each group of a step: its reward against a baseline, then normalised.
 
@@ -65,6 +76,7 @@ def estimate_advantages(
     GroupMean       A_i = r_i - mean(r)                         GRPO, arXiv:2402.03300 section 4.1.2
     LeaveOneOut     A_i = r_i - mean(r without r_i)             RLOO, arXiv:2402.14740
     LengthWeighted  A_i = r_i - sum(L_j r_j) / sum(L_j)         OPO, arXiv:2505.23585
+    Critic          A_it by GAE against a critic's values       PPO (`critic_advantages`)
     None            A_it = r_i - what token t and those after it pay      REINFORCE++, arXiv:2501.03262
 
     Group           A_i / (std(r) + 1e-4), unbiased             GRPO; TRL 1.16
@@ -82,7 +94,10 @@ def estimate_advantages(
     Example: `estimate_advantages([ScoredGroup([1.0, 0.0, None], [3, 3, 3])], baseline="GroupMean", normalize="None")
     == [[0.5, -0.5, 0.0]]`
     """
-    if baseline == "None":
+    if baseline == "Critic":
+        assert gae is not None, "a critic comes with its discount"
+        advantages_PG = [critic_advantages(group, gae) for group in groups_P]
+    elif baseline == "None":
         advantages_PG = [_returns(group) for group in groups_P]
     else:
         advantages_PG = [
@@ -145,6 +160,54 @@ def _returns(group: ScoredGroup) -> list[Advantage]:
     return [
         0.0 if reward is None else [reward - ahead for ahead in [*accumulate(reversed(penalties_T))][::-1]]
         for reward, penalties_T in zip(group.rewards_G, group.penalties_GT, strict=True)
+    ]
+
+
+def critic_advantages(group: ScoredGroup, gae: GAE) -> list[Advantage]:
+    """Generalised advantage estimation (arXiv:1506.02438 eq. 16), for each trained token of each rollout.
+
+    ```
+    delta_t = r_t + gamma V_{t+1} - V_t        A_t = delta_t + gamma lambda A_{t+1}
+    ```
+    Only tokens that the policy sampled are steps in time: what a tool or a user wrote between two of them is the next
+    state. The reward comes with the last one, a penalty with each. After the last token nothing is expected, unless
+    `values_GT` says so.
+
+    Example: `critic_advantages(ScoredGroup([1.0], [2], values_GT=[[0.5, 0.25]]), GAE(1.0, 1.0)) == [[0.5, 0.75]]`
+    """
+    check_rewards(group.totals_G)
+    assert group.values_GT is not None, "a critic's values are scored before"
+    none_GT = [[0.0] * length for length in group.lengths_G]
+    return [
+        0.0 if reward is None else _gae(reward, penalties_T, values_T, gae)
+        for reward, penalties_T, values_T in zip(
+            group.rewards_G, group.penalties_GT or none_GT, group.values_GT, strict=True
+        )
+    ]
+
+
+def _gae(reward: float, penalties_T: Sequence[float], values_T: Sequence[float], gae: GAE) -> list[float]:
+    length = len(penalties_T)
+    following = values_T[length] if len(values_T) > length else 0.0
+    ahead, found = 0.0, []
+    for step in range(length - 1, -1, -1):
+        earned = (reward if step == length - 1 else 0.0) - penalties_T[step]
+        ahead = earned + gae.gamma * following - values_T[step] + gae.gamma * gae.gae_lambda * ahead
+        following = values_T[step]
+        found.append(ahead)
+    return found[::-1]
+
+
+def critic_returns(groups_P: Sequence[ScoredGroup], gae: GAE) -> list[list[Advantage]]:
+    """What the critic is to expect before each trained token: its advantage, not normalised, plus the value there."""
+    return [
+        [
+            [advantage + value for advantage, value in zip(advantages_T, values_T, strict=False)]
+            if isinstance(advantages_T, Sequence)
+            else advantages_T
+            for advantages_T, values_T in zip(critic_advantages(group, gae), group.values_GT or (), strict=True)
+        ]
+        for group in groups_P
     ]
 
 

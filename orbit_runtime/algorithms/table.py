@@ -10,7 +10,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from orbit_runtime.algorithms.advantages import AdvantageFunction, estimate_advantages
+from orbit_runtime.algorithms.advantages import (
+    GAE,
+    AdvantageFunction,
+    critic_returns,
+    estimate_advantages,
+)
 from orbit_runtime.algorithms.corrections import Correction
 from orbit_runtime.algorithms.losses import PolicyLossSettings, Surrogate, clipped, clipped_weights, policy_loss
 from orbit_runtime.algorithms.ratios import RATIOS
@@ -29,6 +34,8 @@ class Algorithm:
     advantages: AdvantageFunction
     loss: Callable[..., Any]
     """`losses.policy_loss` with this algorithm's surrogate."""
+    returns: AdvantageFunction | None = None
+    """What the critic is to expect at each token; None: there is no critic."""
 
 
 def loss_settings(settings: Settings) -> PolicyLossSettings:
@@ -59,11 +66,15 @@ def build_algorithm(
         surrogate = own_loss
     else:
         surrogate = partial(SURROGATES[objective.surrogate], log_ratio=RATIOS[objective.ratio])
+    critic = settings.decided_critic
+    gae = GAE(critic.gamma, critic.gae_lambda) if critic else None
     if own_advantages is not None:
         advantages = own_advantages
     else:
         assert objective.baseline is not None
         assert objective.normalize is not None
-        advantages = partial(estimate_advantages, baseline=objective.baseline, normalize=objective.normalize)
+        advantages = partial(estimate_advantages, baseline=objective.baseline, normalize=objective.normalize, gae=gae)
     needs: frozenset[ColumnName] = frozenset({"reference"} if settings.kl.coefficient > 0 else ())
-    return Algorithm(needs, advantages, partial(policy_loss, surrogate=surrogate))
+    needs |= frozenset({"value"} if gae else ())
+    returns = partial(critic_returns, gae=gae) if gae else None
+    return Algorithm(needs, advantages, partial(policy_loss, surrogate=surrogate), returns)

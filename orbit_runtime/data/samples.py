@@ -57,6 +57,17 @@ def with_column(samples_D: Sequence[Sample], name: ColumnName, columns_D: Sequen
     ]
 
 
+def with_end(sample: Sample) -> Sample:
+    """The sample with a token more, for what is to be known of the state behind its last one: which token it is says
+    nothing of that."""
+    last = sample.token_ids_T[-1:]
+    columns = {name: column + array(FLOATS, [0.0]) for name, column in sample.columns.items()}
+    mask_T = sample.loss_mask_T + array(sample.loss_mask_T.typecode, [1])
+    return replace(
+        sample, token_ids_T=sample.token_ids_T + last, loss_mask_T=mask_T, columns=columns, routed_experts=None
+    )
+
+
 def spread(value: float | Sequence[float], mask_T: array[int]) -> array[float]:
     """A column that says the same of every token that trains, or to each its own of `value`."""
     column_T = np.zeros(len(mask_T), np.float32)

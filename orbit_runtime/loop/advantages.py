@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from orbit_runtime.algorithms.advantages import ScoredGroup, is_informative
+from orbit_runtime.algorithms.advantages import Advantage, ScoredGroup, is_informative
 from orbit_runtime.algorithms.kl_reward import kl_penalties
 from orbit_runtime.algorithms.shaping import overlong_penalty
-from orbit_runtime.data.samples import build_samples, spread, trained, with_column
+from orbit_runtime.data.samples import build_samples, spread, trained, with_column, with_end
 from orbit_runtime.spec.algorithm import KL
 from orbit_runtime.spec.objectives import Objective
 from orbit_runtime.spec.run import RunSpec
-from orbit_runtime.types import Group, Rollout, Sample, Trainer
+from orbit_runtime.types import ColumnName, Group, Rollout, Sample, Trainer
 
 if TYPE_CHECKING:
     from orbit_runtime.algorithms.table import Algorithm
@@ -36,22 +36,57 @@ def build_batch(spec: RunSpec, algorithm: Algorithm, trainer: Trainer, groups_P:
     penalties_PGT = (
         list(_penalties(spec.algorithm.kl, objective, samples_D, groups_P)) if in_reward else [None] * len(groups_P)
     )
+    values_PGT: Sequence[list[list[float]] | None] = [None] * len(groups_P)
+    critic = spec.algorithm.decided_critic
+    if critic is not None:
+        samples_D, values_PGT = _valued(trainer, samples_D, groups_P, bootstrap=critic.bootstrap_truncated)
     scored_P = [
         ScoredGroup(
             [shaped_reward(spec, objective, each) for each in group.rollouts_G],
             [sum(each.loss_mask_T) for each in group.rollouts_G],
             penalties_GT,
+            values_GT,
         )
-        for group, penalties_GT in zip(groups_P, penalties_PGT, strict=True)
+        for group, penalties_GT, values_GT in zip(groups_P, penalties_PGT, values_PGT, strict=True)
     ]
-    advantages_D = [
-        advantage
-        for group, advantages_G in zip(groups_P, algorithm.advantages(scored_P), strict=True)
-        for rollout, advantage in zip(group.rollouts_G, advantages_G, strict=True)
+    if algorithm.returns is not None:
+        samples_D = _with_numbers(samples_D, "return", groups_P, algorithm.returns(scored_P))
+    return _with_numbers(samples_D, "advantage", groups_P, algorithm.advantages(scored_P))
+
+
+def _with_numbers(
+    samples_D: Sequence[Sample],
+    name: ColumnName,
+    groups_P: Sequence[Group],
+    numbers_PG: Sequence[Sequence[Advantage]],
+) -> list[Sample]:
+    numbers_D = [
+        number
+        for group, numbers_G in zip(groups_P, numbers_PG, strict=True)
+        for rollout, number in zip(group.rollouts_G, numbers_G, strict=True)
         if rollout.trains
     ]
-    columns_D = [spread(value, each.loss_mask_T) for value, each in zip(advantages_D, samples_D, strict=True)]
-    return with_column(samples_D, "advantage", columns_D)
+    return with_column(
+        samples_D, name, [spread(each, s.loss_mask_T) for each, s in zip(numbers_D, samples_D, strict=True)]
+    )
+
+
+def _valued(
+    trainer: Trainer, samples_D: Sequence[Sample], groups_P: Sequence[Group], *, bootstrap: bool
+) -> tuple[list[Sample], list[list[list[float]]]]:
+    """Samples with the column `value`, and each rollout's values for its advantages; none where it does not train."""
+    rollouts_D = [each for group in groups_P for each in group.rollouts_G if each.trains]
+    asked_D = [
+        with_end(sample) if bootstrap and rollout.finish_reason != "stop" else sample
+        for sample, rollout in zip(samples_D, rollouts_D, strict=True)
+    ]
+    columns_D = trainer.values(asked_D)
+    read = iter([
+        list(trained(column, sample.loss_mask_T)) for column, sample in zip(columns_D, asked_D, strict=True)
+    ])  # fmt: skip
+    values_PGT = [[next(read) if each.trains else [] for each in group.rollouts_G] for group in groups_P]
+    own_D = [column[: len(sample.token_ids_T)] for column, sample in zip(columns_D, samples_D, strict=True)]
+    return with_column(samples_D, "value", own_D), values_PGT
 
 
 def shaped_reward(spec: RunSpec, objective: Objective, rollout: Rollout) -> float | None:

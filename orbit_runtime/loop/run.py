@@ -225,7 +225,7 @@ SMALLEST_USUAL_RATE = 5e-6
 
 def _warn(parts: Parts, state: RunState, rewards: Mapping[str, Callable[..., Any]] | None) -> None:
     algorithm, objective = parts.spec.algorithm, parts.spec.algorithm.objective
-    if algorithm.group_size == 1 and objective.baseline not in ("None", None):
+    if algorithm.group_size == 1 and objective.baseline not in ("Critic", "None", None):
         state.warn("a group of one has no gradient: set algorithm.groupSize to 2 or more to learn")
     kl = (algorithm.kl.coefficient > 0, objective.kl_placement, objective.kl_estimator)
     if kl == (True, "Loss", "K1") and not algorithm.kl.importance_weighted:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from orbit_runtime.policy.model import Policy
     from orbit_runtime.policy.recompute import Recompute
     from orbit_runtime.policy.snapshot import Snapshot
-    from orbit_runtime.training.settings import TrainerSettings
+    from orbit_runtime.training.settings import CriticSettings, TrainerSettings
 
 
 @dataclass(frozen=True)
@@ -98,6 +98,12 @@ def decide_division(resolved: Resolved, folder: Path) -> Division:
         raise
     if training.trainer == "Torch" or made.trainer == "Torch":
         return replace(alone, recompute=made.recompute)
+    if resolved.run.spec.algorithm.decided_critic is not None:
+        raise UnsupportedError(
+            "; ".join(made.support.reasons) or "this version divides no critic among ranks",
+            where="spec.training.trainer",
+            fix=made.support.fix or "write training.trainer: Torch",
+        )
     check_rank_packages()
     gpus = tuple(made.devices.trainer) if resolved.device == "cuda" else None
     return Division("Megatron", made.layout, made.micro_batch_tokens, made.recompute, gpus)
@@ -345,7 +351,18 @@ def _trainer_settings(resolved: Resolved, base_model: str) -> TrainerSettings:
         base_model=base_model,
         seed=spec.data.seed,
         router_replay=spec.rollout.router_replay,
+        critic=_critic_settings(spec),
     )
+
+
+def _critic_settings(spec: RunSpec) -> CriticSettings | None:
+    from orbit_runtime.training.settings import CriticSettings
+
+    critic = spec.algorithm.decided_critic
+    if critic is None:
+        return None
+    peak = critic.learning_rate or spec.training.learning_rate
+    return CriticSettings(peak, critic.value_clip, critic.warmup_steps, critic.rank)
 
 
 def check_replay(spec: RunSpec, facts: PolicyFacts) -> None:

@@ -75,6 +75,8 @@ class Job:
     """`rollout.replicas`."""
     asked_server_gpus: int | None
     """`rollout.tensorParallel`; None: to be chosen."""
+    critic_rank: int | None
+    """LoRA's rank or OFT's block size of the critic's adapter; None: there is no critic."""
     devices: Devices
     sleep: Literal["None", "Cache", "All"]
     """What servers on the trainer's GPUs give back while it works."""
@@ -140,12 +142,20 @@ def build_job(run: OrbitRun, machine: Machine, *, may_choose: bool = True, devic
         replicas=spec.rollout.replicas if machine.gpu is None else 1,
         servers=spec.rollout.replicas,
         asked_server_gpus=spec.rollout.tensor_parallel,
+        critic_rank=_critic_rank(run),
         devices=devices,
         sleep=spec.rollout.sleep,
         kept_checkpoints=spec.checkpoint.keep,
         deterministic=spec.rollout.deterministic,
         engine_arguments=spec.rollout.engine_arguments,
     )
+
+
+def _critic_rank(run: OrbitRun) -> int | None:
+    critic, adapter = run.spec.algorithm.decided_critic, run.spec.adapter
+    if critic is None:
+        return None
+    return critic.rank or (adapter.lora.rank if adapter.lora else adapter.oft.block_size if adapter.oft else 0)
 
 
 def _decide(asked: str, chosen: str) -> str:

@@ -232,7 +232,22 @@ def _loading(setting: Setting) -> int:
 
 def _optimizer(setting: Setting) -> Parts:
     local = _local_adapter(setting)
-    return {"adapter": local * known.MASTER_BYTES, "optimizer": local * known.MOMENT_BYTES}
+    critic = _critic_parameters(setting)
+    return {
+        "adapter": local * known.MASTER_BYTES,
+        "optimizer": local * known.MOMENT_BYTES,
+        "critic": critic * known.MASTER_BYTES,
+        "critic's optimizer": critic * known.MOMENT_BYTES,
+    }
+
+
+def _critic_parameters(setting: Setting) -> int:
+    """Its adapter grows with its rank as the policy's does; its head is a column of the hidden size and a number."""
+    job = setting.job
+    if job.critic_rank is None:
+        return 0
+    head = setting.model.architecture.hidden_size + 1
+    return math.ceil(setting.adapter.total * job.critic_rank / max(1, job.rank)) + head
 
 
 def _local_adapter(setting: Setting) -> int:
@@ -301,7 +316,8 @@ def _training(setting: Setting) -> Parts:
     model, layout, job = setting.model.architecture, setting.layout, setting.job
     tokens, width = min(setting.micro_batch_tokens, job.step_tokens), setting.compute_bytes
     share = layout.tensor * layout.context
-    local = _local_adapter(setting)
+    # Policy and critic take their turns: one's gradients are gone before the other's are there.
+    local = max(_local_adapter(setting), _critic_parameters(setting))
     parts: Parts = {
         "activations": math.ceil(tokens * saved_elements(model, job, setting.recompute) * width / share),
         "layer recomputed": math.ceil(tokens * recomputed_elements(model, job, setting.recompute) * width / share),

@@ -42,6 +42,8 @@ class Combination:
     """`down_proj` is among the targets."""
     gpu: str = ""
     """Short name of the card (`model_info.gpus`); empty where it is not known."""
+    critic: bool = False
+    """The algorithm has one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +69,14 @@ class Limit:
     """Only where the manifest asks for it."""
     adapts_down: bool = False
     """Only with `down_proj`."""
+    critic: bool = False
+    """Only with a critic."""
 
     def matches(self, asked: Combination) -> bool:
         names = ("format", "family", "adapter", "experts", "engine", "trainer", "gpu")
         fits = all(not getattr(self, name) or getattr(asked, name) in getattr(self, name) for name in names)
         fits = fits and not (self.on_cpu and asked.num_gpus) and not (self.deterministic and not asked.deterministic)
-        fits = fits and not (self.adapts_down and not asked.adapts_down)
+        fits = fits and not (self.adapts_down and not asked.adapts_down) and not (self.critic and not asked.critic)
         return fits and asked.num_gpus >= (2 if self.several_gpus else 1 if self.on_gpu else 0)
 
 
@@ -148,6 +152,11 @@ LIMITS: tuple[Limit, ...] = (
         "missing", "this version does not divide the attention of DeepSeek-V4 among GPUs: it keeps a state of its own",
         "write training.trainer: Torch where one GPU is enough", "training.trainer",
         family=("deepseek_v4",), trainer=("Megatron",),
+    ),
+    Limit(
+        "missing", "this version divides no critic among ranks",
+        "write training.trainer: Torch where one GPU is enough, or an algorithm without a critic", "training.trainer",
+        trainer=("Megatron",), critic=True,
     ),
     Limit(
         "planned", "ranks that hold a model in parts have run on CPUs, not on hardware",

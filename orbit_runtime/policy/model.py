@@ -111,6 +111,10 @@ class Policy:
             seen=seen,
         )
 
+    def target_hidden(self, batch: PackedBatch) -> torch.Tensor:
+        """Last hidden states `[R, N]` in the places that predict the batch's targets, with gradient to the adapter."""
+        return self._target_hidden(batch, None)
+
     def scores(self, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """`(logprobs [R] fp32, most probable tokens [R] int64)` in the places of the batch's targets; no gradients."""
         hidden = self._target_hidden(batch, None)

@@ -66,7 +66,7 @@ class Advantage(Block):
 
     baseline: Annotated[Baseline | None, later_identity("GroupMean")] = None
     """What a reward counts against: the mean of its group, the mean of the others in it, their mean weighted by length,
-    or nothing. Unset, as `type` has it."""
+    a critic's values (GAE), or nothing. Unset, as `type` has it."""
     normalize: Annotated[Normalize | None, IDENTITY] = None
     """Divide by the standard deviation of the group; or take the mean of all the step's tokens off and divide by their
     deviation; or neither. Unset, as `type` has it."""
@@ -138,6 +138,26 @@ class DynamicSampling(Block):
     batch. Unset, as `type` has it."""
 
 
+class Critic(Block):
+    """Values for `advantage.baseline: Critic`: a second adapter of the same kind with a value head, on the same base."""
+
+    learning_rate: Annotated[float | None, LATER_IDENTITY, Field(gt=0, le=1)] = None
+    """Peak rate of its own optimiser, under the schedule of the adapter. Unset, `training.learningRate`."""
+    rank: Annotated[int | None, LATER_IDENTITY, Field(ge=1, le=1024)] = None
+    """LoRA: rank of its adapter. Unset, the policy's."""
+    gamma: Annotated[float, LATER_IDENTITY, Field(ge=0, le=1)] = 1.0
+    """Discount from one sampled token to the next."""
+    gae_lambda: Annotated[float, LATER_IDENTITY, Field(ge=0, le=1)] = 1.0
+    """0: advantages of one token's step, which lean on the critic; 1: of the whole answer, which do not
+    (arXiv:1506.02438). 1 is what https://arxiv.org/abs/2503.24290 found best, and verl's default."""
+    value_clip: Annotated[float, LATER_IDENTITY, Field(gt=0, le=1_000_000)] = 0.2
+    """A value counts as moved by at most this from what it was before the step."""
+    warmup_steps: Annotated[int, LATER_IDENTITY, Field(ge=0, le=1_000_000)] = 0
+    """First steps in which the critic alone learns."""
+    bootstrap_truncated: Annotated[bool, LATER_IDENTITY] = False
+    """An answer that was cut off is worth its reward and what the critic expects after its last token."""
+
+
 class Algorithm(Block):
     """The learning rule."""
 
@@ -146,7 +166,7 @@ class Algorithm(Block):
     entrypoint: Annotated[Entrypoint | None, LATER_IDENTITY, Field(examples=["my_objective:loss"])] = None
     """With `type: Custom`, the loss of each token: a function of yours, `module:function`."""
     group_size: Annotated[int, IDENTITY, Field(ge=1, le=4096)] = 8
-    """Rollouts per prompt. A group of one has no gradient, but under `advantage.baseline: None`."""
+    """Rollouts per prompt. A group of one has no gradient, but under `advantage.baseline: None` and `Critic`."""
     kl: KL = KL()
     """Divergence from the base."""
     clip: Clip = Clip()
@@ -162,6 +182,13 @@ class Algorithm(Block):
     """A penalty on length."""
     dynamic_sampling: DynamicSampling = DynamicSampling()
     """Replacing groups that teach nothing."""
+    critic: Critic | None = None
+    """Of `advantage.baseline: Critic`, which is PPO's. Unset, a critic with defaults where there is one."""
+
+    @property
+    def decided_critic(self) -> Critic | None:
+        """None: the objective has none."""
+        return (self.critic or Critic()) if self.objective.baseline == "Critic" else None
 
     @property
     def objective(self) -> Objective:
@@ -195,17 +222,24 @@ class Algorithm(Block):
             "dynamic_sampling": (self.dynamic_sampling, {"max_rounds": objective.max_rounds}),
         }
         blocks = {name: block.model_copy(update=update) for name, (block, update) in changes.items()}
-        return self.model_copy(update={**blocks, "reduction": objective.reduction})
+        return self.model_copy(update={**blocks, "reduction": objective.reduction, "critic": self.decided_critic})
 
     def contradictions(self) -> Iterator[Contradiction]:
         objective = self.objective
         yield from self._entrypoint_contradictions()
         yield from self._clip_contradictions(objective)
-        if objective.baseline == "None" and objective.normalize == "Group":
+        if self.critic is not None and objective.baseline != "Critic":
+            yield Contradiction(
+                ("critic",),
+                (("type",), ("advantage", "baseline"), ("advantage", "entrypoint")),
+                "no critic is asked, so this block does nothing",
+                "remove `critic`, or write `type: PPO` or `advantage: {baseline: Critic, normalize: Batch}`",
+            )
+        if objective.baseline in ("None", "Critic") and objective.normalize == "Group":
             yield Contradiction(
                 ("advantage", "normalize"),
                 (("type",), ("advantage", "baseline")),
-                "without a baseline nothing is compared within a group",
+                "without a baseline from its group nothing is compared within a group",
                 "write `normalize: Batch` or `normalize: None`, or another `baseline`",
             )
         if self.kl.importance_weighted and objective.kl_placement == "Reward":

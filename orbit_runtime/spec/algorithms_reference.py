@@ -19,6 +19,7 @@ _BASELINE = {
     "GroupMean": "r - mean of the group",
     "LeaveOneOut": "r - mean of the others",
     "LengthWeighted": "r - mean weighted by length",
+    "Critic": "GAE of r against a critic",
     "None": "r",
 }
 _NORMALIZE = {"Group": ", / deviation of the group", "Batch": ", normalised over the step's tokens", "None": ""}
@@ -82,6 +83,9 @@ def describe_algorithm(settings: Algorithm) -> str:
         parts.append(f"{correction.type} {within}" + (f", veto {correction.veto:g}" if correction.veto else ""))
     if row.overlong_penalty:
         parts.append(f"overlong {row.overlong_penalty:g} over {settings.overlong.buffer_share:g} of maxNewTokens")
+    critic = settings.decided_critic
+    if critic is not None:
+        parts.append(f"critic: gamma {critic.gamma:g}, lambda {critic.gae_lambda:g}, value clip {critic.value_clip:g}")
     if row.max_rounds:
         parts.append(f"dynamic sampling, {row.max_rounds} rounds")
     return f"{settings.type}: " + "; ".join(parts)

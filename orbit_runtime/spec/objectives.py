@@ -16,7 +16,7 @@ clip(ratio) without its gradient, times A * log-prob, CISPO. `Own`: a function o
 Ratio = Literal["Token", "SequenceMean", "SequenceSum"]
 """The ratio of new to old probability: of each token; of the whole answer, its log-ratios averaged over the tokens; of
 the whole answer, its log-ratios added up."""
-Baseline = Literal["GroupMean", "LeaveOneOut", "LengthWeighted", "None"]
+Baseline = Literal["GroupMean", "LeaveOneOut", "LengthWeighted", "Critic", "None"]
 Normalize = Literal["Group", "Batch", "None"]
 Reduction = Literal["Token", "Sequence", "Constant"]
 KLPlacement = Literal["Loss", "Reward"]
@@ -34,6 +34,7 @@ AlgorithmType = Literal[
     "OPO",
     "ReinforcePlusPlus",
     "ReinforcePlusPlusBaseline",
+    "PPO",
     "Custom",
 ]
 
@@ -139,6 +140,16 @@ OBJECTIVES: Mapping[AlgorithmType, Objective] = {
         kl_estimator="K2",
         source="the group's mean, then normalised over all tokens of the step; K2 in the loss; as in verl 0.9 and "
         "OpenRLHF",
+    ),
+    "PPO": Objective(
+        name="PPO",
+        paper="https://arxiv.org/abs/1707.06347",
+        baseline="Critic",
+        normalize="Batch",
+        kl_placement="Reward",
+        kl_estimator="K1",
+        source="clip: eq. 7; advantages by GAE (https://arxiv.org/abs/1506.02438 eq. 16) against a critic, normalised "
+        "over all tokens of the step, K1 in the reward of each token: as in TRL 1.16 and verl 0.9",
     ),
     "Custom": Objective(
         name="your own",

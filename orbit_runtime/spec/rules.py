@@ -93,9 +93,14 @@ def _algorithm_rules() -> tuple[Rule, ...]:
             ".clip.low",
         ),
         Rule(
-            f"has(self.advantage.entrypoint) || {baseline} != 'None' || {normalize} != 'Group'",
+            f"has(self.advantage.entrypoint) || !({baseline} in ['None', 'Critic']) || {normalize} != 'Group'",
             "write normalize: Batch or normalize: None, or another baseline",
             ".advantage.normalize",
+        ),
+        Rule(
+            f"!has(self.critic) || (!has(self.advantage.entrypoint) && {baseline} == 'Critic')",
+            "remove it, or write type: PPO",
+            ".critic",
         ),
         Rule(
             f"!self.kl.importanceWeighted || ({placement} == 'Loss' && {estimator} != 'K2')",
@@ -167,6 +172,11 @@ CHECKS: dict[str, tuple[Rule, ...]] = {
             f"self.rollout.maxStaleness <= 0 || {_rounds('self.algorithm')} <= 0",
             "write 0, or algorithm.dynamicSampling.maxRounds: 0",
             ".rollout.maxStaleness",
+        ),
+        Rule(
+            "!has(self.algorithm.critic) || !has(self.algorithm.critic.rank) || self.adapter.type == 'LoRA'",
+            "remove it: an OFT adapter has no rank",
+            ".algorithm.critic.rank",
         ),
         Rule(
             "self.placement.layout != 'Split' || self.rollout.engine == 'SGLang'",

@@ -116,6 +116,13 @@ class RunSpec(Block):
                 "prompts that dynamic sampling draws for one step would be those of a step that has begun",
                 "write `maxStaleness: 0`, or `dynamicSampling: {maxRounds: 0}` in `spec.algorithm`",
             )
+        if self.algorithm.critic and self.algorithm.critic.rank and self.adapter.type != "LoRA":
+            yield Contradiction(
+                ("algorithm", "critic", "rank"),
+                (("adapter", "type"),),
+                f"an adapter of `spec.adapter.type: {self.adapter.type}` has no rank: the critic's blocks are the policy's",
+                "remove `rank`",
+            )
         if self.placement.layout == "Split" and self.rollout.engine != "SGLang":
             yield Contradiction(
                 ("placement", "layout"),

@@ -18,6 +18,17 @@ from orbit_runtime.types import Sampling
 RouterReplay = Literal["None", "Record", "Replay"]
 
 
+@dataclass(frozen=True, slots=True)
+class CriticSettings:
+    """Of a critic, beside what it shares with the policy."""
+
+    peak_learning_rate: float
+    value_clip: float
+    warmup_steps: int
+    rank: int | None = None
+    """LoRA; None: the policy's."""
+
+
 @dataclass(frozen=True)
 class TrainerSettings:
     """Everything the arithmetic of a step depends on, in the units of the manifest."""
@@ -46,3 +57,4 @@ class TrainerSettings:
     router_replay: RouterReplay = "None"
     """`Replay`: every pass sends tokens to the experts that rollout chose, the reference's too. With it and with
     `Record` a step measures parity with and without."""
+    critic: CriticSettings | None = None

@@ -17,6 +17,7 @@ from orbit_runtime.errors import ModelError
 from orbit_runtime.model_info.headers import parse_header
 
 PART = "trainer.safetensors"
+CRITIC_PART = "critic.safetensors"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 

@@ -17,9 +17,10 @@ from orbit_runtime.adapters.state import applied_digest, write_adapter
 from orbit_runtime.algorithms.losses import policy_loss
 from orbit_runtime.policy.model import Policy
 from orbit_runtime.policy.packed import Branch
+from orbit_runtime.training.critic import Critic
 from orbit_runtime.training.passes import LocalPasses
 from orbit_runtime.training.settings import TrainerSettings
-from orbit_runtime.training.state import PART, build_state, unpack_state
+from orbit_runtime.training.state import CRITIC_PART, PART, build_state, unpack_state
 from orbit_runtime.training.updater import Updater
 from orbit_runtime.types import AdapterManifest, AdapterSink, Sample, Scored, StateWriter, UpdateResult
 
@@ -31,7 +32,8 @@ class TorchTrainer:
         self._policy = policy
         self._settings = settings
         self._masters = policy.injected.masters.parameters
-        self._updater = Updater(LocalPasses(policy), settings, loss)
+        critic = Critic(policy, settings, settings.critic) if settings.critic else None
+        self._updater = Updater(LocalPasses(policy), settings, loss, critic)
         self._optimizer = self._updater.optimizer
 
     @property
@@ -43,6 +45,10 @@ class TorchTrainer:
 
     def reference_logprobs(self, samples_D: Sequence[Sample]) -> list[array[float]]:
         columns = self._updater.reference_logprobs(samples_D)
+        return [columns[index] for index in range(len(samples_D))]
+
+    def values(self, samples_D: Sequence[Sample]) -> list[array[float]]:
+        columns = self._updater.values(samples_D)
         return [columns[index] for index in range(len(samples_D))]
 
     # --- publishing and proof ---
@@ -71,9 +77,17 @@ class TorchTrainer:
         self._updater.let_be_read()
         file = build_state(self._masters, self._optimizer, self._updater.counters)
         writer.write(PART, file.size, file.pieces)
+        critic = self._updater.critic
+        if critic is not None:
+            held = build_state(critic.parameters, critic.optimizer, {"updates": critic.updates})
+            writer.write(CRITIC_PART, held.size, held.pieces)
         self._updater.reader = writer
 
     def load_state(self, parts: Mapping[str, Buffer]) -> None:
         self._updater.let_be_read()
         counters = unpack_state(parts[PART], self._masters, self._optimizer)
         self._updater.updates, self._updater.steps = counters["updates"], counters["steps"]
+        critic = self._updater.critic
+        # A run that begins from another's adapter may have a critic where that one had none.
+        if critic is not None and CRITIC_PART in parts:
+            critic.updates = unpack_state(parts[CRITIC_PART], critic.parameters, critic.optimizer)["updates"]

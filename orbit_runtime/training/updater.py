@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from orbit_runtime.data.packing import pack_micro_batches, split_mini_batches
 from orbit_runtime.errors import DivergedError
 from orbit_runtime.policy.routing import OWN_CHOICE
 from orbit_runtime.seeds import stream_key
+from orbit_runtime.training.critic import Critic, explained_variance
 from orbit_runtime.training.micro_batches import MicroBatch, build_micro_batch, deal
 from orbit_runtime.training.parity import ParitySums
 from orbit_runtime.training.passes import Passes, TrainingPass
@@ -39,7 +41,9 @@ class Updater:
         passes: Passes,
         settings: TrainerSettings,
         loss: Callable[..., Any] = policy_loss,
+        critic: Critic | None = None,
     ) -> None:
+        self.critic = critic
         self._passes = passes
         self._settings = settings
         self._loss = loss
@@ -88,14 +92,20 @@ class Updater:
         totals: dict[str, float] = {}
         replayed = self._replay_parity(mini_batches[0][0])
         parity = ParitySums()
-        norms = 0.0
+        norms = value_losses = 0.0
+        # A policy that waits for its critic is measured like any other, and not changed.
+        is_held = self.critic is not None and self.steps < self.critic.settings.warmup_steps
         for epoch in range(settings.update_epochs):
             for number, micro in enumerate(mini_batches):
                 first = epoch == 0 and number == 0
                 self._accumulate(micro, old[number] if old else None, totals, parity if first else None)
-                norms += self._apply_gradient()
+                norms += self._hold_gradient() if is_held else self._apply_gradient()
+                if self.critic is not None:
+                    value_losses += self._update_critic(self.critic, micro)
         tokens = sum(sum(sample.loss_mask_T) for sample in samples_D)
         metrics = self._metrics(self._passes.total(totals), norms, updates)
+        if self.critic is not None:
+            metrics |= {"value_loss": value_losses / updates} | explained_variance(samples_D)
         self.steps += 1
         return UpdateResult(metrics | parity.metrics(self._passes.collect) | replayed, updates, tokens)
 
@@ -172,11 +182,28 @@ class Updater:
         self._passes.masters.constrain()
         return value
 
-    def _learning_rate(self) -> float:
+    def _hold_gradient(self) -> float:
+        norm = float(self._passes.finish_gradients())
+        self.optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    def _update_critic(self, critic: Critic, micro_batches: Sequence[MicroBatch]) -> float:
+        loss = critic.accumulate(micro_batches)
+        self.let_be_read()
+        norm = critic.apply_gradient(self._learning_rate(critic.settings.peak_learning_rate))
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise DivergedError(
+                f"the critic's loss is {loss}, its gradient's norm {norm}, at its optimizer update {critic.updates}",
+                fix="lower spec.algorithm.critic.learningRate; the step's evidence is kept in the run folder",
+            )
+        return loss
+
+    def _learning_rate(self, peak: float | None = None) -> float:
+        """Of the policy, or of what has another peak under the same schedule."""
         settings = self._settings
         return learning_rate(
             self.steps,
-            peak=settings.peak_learning_rate,
+            peak=settings.peak_learning_rate if peak is None else peak,
             schedule=settings.schedule,
             warmup_steps=settings.warmup_steps,
             decay_steps=settings.decay_steps,
@@ -270,13 +297,21 @@ class Updater:
 
     def reference_logprobs(self, samples_D: Sequence[Sample]) -> dict[int, array[float]]:
         """Columns of those samples that this replica computes, by index."""
+        return self._read(samples_D, partial(self._passed, adapter=False))
+
+    def values(self, samples_D: Sequence[Sample]) -> dict[int, array[float]]:
+        assert self.critic is not None, "the algorithm has a critic"
+        return self._read(samples_D, self.critic.values)
+
+    def _read(self, samples_D: Sequence[Sample], read: Callable[[MicroBatch], torch.Tensor]) -> dict[int, array[float]]:
+        """A column of what `read` says of each trained token, for those samples that this replica computes."""
         columns: dict[int, array[float]] = {}
         parts = pack_micro_batches(samples_D, self._settings.micro_batch_tokens)
         for number, counts in deal(len(parts), self._passes.replica):
             part = parts[number]
             micro = self._micro_batch(samples_D, part, dict.fromkeys(part, 0.0), number=number, counts=counts)
             lengths = [sum(samples_D[index].loss_mask_T) for index in part]
-            pieces = self._passed(micro, adapter=False).cpu().split(lengths)
+            pieces = read(micro).cpu().split(lengths)
             for index, piece in zip(part if counts else (), pieces, strict=counts):
                 column_T = np.zeros(len(samples_D[index].token_ids_T), np.float32)
                 column_T[np.flatnonzero(samples_D[index].loss_mask_T)] = piece.numpy()

@@ -73,9 +73,13 @@ GOOD_BLOCKS: dict[str, tuple[str, ...]] = {
         *(
             f"{{type: {name}}}"
             for name in (
-                "DrGRPO", "DAPO", "GSPO", "CISPO", "RLOO", "OPO", "ReinforcePlusPlus", "ReinforcePlusPlusBaseline"
+                "DrGRPO", "DAPO", "GSPO", "CISPO", "RLOO", "OPO", "ReinforcePlusPlus", "ReinforcePlusPlusBaseline",
+                "PPO",
             )
         ),
+        "{type: PPO, groupSize: 1, critic: {learningRate: 0.001, rank: 4, gamma: 0.99, gaeLambda: 0.95}}",
+        "{type: PPO, critic: {valueClip: 0.5, warmupSteps: 3, bootstrapTruncated: true}}",
+        "{advantage: {baseline: Critic, normalize: None}, critic: {}}",
         "{type: Custom, entrypoint: m:f}", "{type: DAPO, clip: {low: 0.28}}", "{type: CISPO, clip: {high: 7}}",
         "{type: ReinforcePlusPlus, groupSize: 1}", "{type: DAPO, groupSize: 1, dynamicSampling: {maxRounds: 0}}",
         "{advantage: {baseline: None, normalize: Batch}}", "{advantage: {entrypoint: m:f}}",

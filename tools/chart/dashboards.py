@@ -174,6 +174,12 @@ RUN = Dashboard(
                 {"waiting": "orbit_run_rollouts_waiting{@}", "unfinished": "orbit_run_rollouts_unfinished{@}"},
                 text="With rollout.maxStaleness above 0, when a step was taken to be trained.",
             ),
+            Panel(
+                "Critic",
+                "line",
+                {"value loss": "orbit_run_value_loss{@}", "explained": "orbit_run_explained_variance{@}"},
+                text="With algorithm.type PPO: 1 is a critic that foresaw every return, 0 one that knows their mean.",
+            ),
             Panel("Routers that agree", "line", {"share": "orbit_run_router_agreement{@}"}, unit="percentunit"),
         ),
         "Engine": (

@@ -32,7 +32,7 @@ from orbit_runtime.adapters.state import (
     digest_applied,
 )
 from orbit_runtime.digests import Piece, Pieces, cut, tree_digest
-from orbit_runtime.errors import GateError, InternalError
+from orbit_runtime.errors import GateError, InternalError, UnsupportedError
 from orbit_runtime.policy.facts import PolicyFacts
 from orbit_runtime.policy.snapshot import Snapshot
 from orbit_runtime.training.megatron.outline import (
@@ -116,6 +116,13 @@ class MegatronTrainer:
         self._let_be_read()
         results = self._call("update", tuple(samples_D))
         return results[0]  # type: ignore[no-any-return]
+
+    def values(self, samples_D: Sequence[Sample]) -> list[array[float]]:
+        raise UnsupportedError(
+            "ranks hold no critic in this version",
+            where="spec.training.trainer",
+            fix="write training.trainer: Torch where one GPU is enough, or an algorithm without a critic",
+        )
 
     def reference_logprobs(self, samples_D: Sequence[Sample]) -> list[array[float]]:
         columns = ChainMap(*self._call("reference_logprobs", tuple(samples_D)))
