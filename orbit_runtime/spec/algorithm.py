@@ -139,7 +139,7 @@ class DynamicSampling(Block):
 
 
 class Critic(Block):
-    """Values for `advantage.baseline: Critic`: a second adapter of the same kind with a value head, on the same base."""
+    """Values for `advantage.baseline: Critic`: a second adapter of the same kind, with a value head, on one base."""
 
     learning_rate: Annotated[float | None, LATER_IDENTITY, Field(gt=0, le=1)] = None
     """Peak rate of its own optimiser, under the schedule of the adapter. Unset, `training.learningRate`."""

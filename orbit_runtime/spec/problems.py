@@ -81,8 +81,9 @@ def find_near(word: str, choices: Iterable[str]) -> str | None:
 
 
 def find_elsewhere(name: str) -> str | None:
-    """Path of a field of that name in another block."""
-    return next((field.path for field in all_fields() if field.path.rpartition(".")[2] == name), None)
+    """Path of a field of that name in another block: of several the outermost, which most manifests have."""
+    paths = [field.path for field in all_fields() if field.path.rpartition(".")[2] == name]
+    return min(paths, key=lambda path: path.count("."), default=None)
 
 
 def explain(kind: str, path: Path, value: Any) -> tuple[str, str | None]:

@@ -120,7 +120,7 @@ class RunSpec(Block):
             yield Contradiction(
                 ("algorithm", "critic", "rank"),
                 (("adapter", "type"),),
-                f"an adapter of `spec.adapter.type: {self.adapter.type}` has no rank: the critic's blocks are the policy's",
+                f"an adapter of `spec.adapter.type: {self.adapter.type}` has no rank: a critic has the policy's blocks",
                 "remove `rank`",
             )
         if self.placement.layout == "Split" and self.rollout.engine != "SGLang":

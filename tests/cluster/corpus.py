@@ -181,6 +181,8 @@ BAD_BLOCKS: dict[str, tuple[tuple[str, str], ...]] = {
         ("{type: GSPO, clip: {high: 0.0001}}", "clip.low"), ("{type: GSPO, clip: {low: 0.2}}", "clip.low"),
         ("{advantage: {baseline: None}}", "advantage.normalize"),
         ("{type: ReinforcePlusPlus, advantage: {normalize: Group}}", "advantage.normalize"),
+        ("{type: PPO, advantage: {normalize: Group}}", "advantage.normalize"),
+        ("{critic: {}}", "critic"), ("{type: PPO, advantage: {baseline: GroupMean}, critic: {gamma: 0.9}}", "critic"),
         ("{advantage: {entrypoint: m:f, baseline: LeaveOneOut}}", "advantage.baseline"),
         ("{advantage: {entrypoint: m:f, normalize: None}}", "advantage.normalize"),
         ("{kl: {importanceWeighted: true, placement: Reward}}", "kl.importanceWeighted"),

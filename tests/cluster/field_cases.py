@@ -32,6 +32,7 @@ AROUND: dict[str, dict[str, Any]] = {
     "spec.adapter.lora": {"adapter": {"lora": {}}},
     "spec.algorithm.type": {"algorithm": {}},
     "spec.algorithm.entrypoint": {"algorithm": {"type": "Custom"}},
+    "spec.algorithm.critic": {"algorithm": {"type": "PPO", "critic": {}}},
     "spec.algorithm.importanceSampling": {"algorithm": {"importanceSampling": {"type": "TokenMasked"}}},
     "spec.algorithm.overlong.bufferShare": {"algorithm": {"overlong": {"penalty": 1.0}}},
     "spec.rollout.replicas": {"rollout": {"engine": "SGLang"}},

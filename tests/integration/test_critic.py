@@ -56,8 +56,8 @@ def test_the_value_loss_is_the_formula_written_out() -> None:
 
 
 def test_a_value_loss_worked_by_hand() -> None:
-    """Old 0 and 0, clip 0.2. Value 0.5 for a return of 1: (0.5 - 1)^2 = 0.25 and (0.2 - 1)^2 = 0.64, which is the
-    larger. Value 0.1 for 1: 0.81. Half their mean: (0.64 + 0.81) / 4; the first has no gradient, the second -0.9 / 2."""
+    """Old 0 and 0, clip 0.2. Value 0.5 for a return of 1: (0.5 - 1)^2 = 0.25 and (0.2 - 1)^2 = 0.64, the larger
+    one. Value 0.1 for 1: 0.81. Half their mean: (0.64 + 0.81) / 4; the first has no gradient, the second -0.9 / 2."""
     values = torch.tensor([0.5, 0.1], dtype=torch.float64, requires_grad=True)
     half = torch.tensor([0.5, 0.5], dtype=torch.float64)
     loss = value_loss(values, torch.zeros(2, dtype=torch.float64), torch.ones(2, dtype=torch.float64), half, clip=0.2)
@@ -115,7 +115,7 @@ def test_in_its_warm_up_it_alone_learns(folder: Path) -> None:
     assert publishable(again, 0).digest != before
 
 
-def test_its_rank_may_be_another_and_divergence_of_it_is_told(folder: Path) -> None:
+def test_its_rank_may_be_another(folder: Path) -> None:
     trainer = build(folder, critic=replace(CRITIC, rank=2))
     critic = trainer._updater.critic
     assert critic is not None

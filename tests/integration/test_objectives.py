@@ -37,7 +37,7 @@ def naive(batch: Batch, name: str) -> tuple[Tensor, Tensor]:
     tokens, total = sum(LENGTHS), torch.zeros((), dtype=torch.float64)
     for new, old, advantage in answers:
         ratios = (new - old).exp()
-        if name in ("GRPO", "OPO", "ReinforcePlusPlus", "ReinforcePlusPlusBaseline", "DAPO", "DrGRPO"):
+        if name in ("GRPO", "OPO", "PPO", "ReinforcePlusPlus", "ReinforcePlusPlusBaseline", "DAPO", "DrGRPO"):
             high, share = (1.28 if name == "DAPO" else 1.2), (len(LENGTHS) * 7 if name == "DrGRPO" else tokens)
             for ratio in ratios:
                 total = total - torch.min(ratio * advantage, ratio.clamp(0.8, high) * advantage) / share

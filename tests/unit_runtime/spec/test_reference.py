@@ -70,11 +70,12 @@ def test_the_template_names_every_field_with_its_default() -> None:
                            text.splitlines())  # fmt: skip
     with pytest.raises(ManifestError) as caught:
         parse_manifest(everything, name="run.yaml", environ={})
-    # Both adapters at once is the only thing wrong with it.
-    assert [(problem.where or "").split(": ")[1] for problem in caught.value.problems] == ["spec.adapter.oft"]
-    start = everything.index("    oft:")
-    lora_only = everything[:start] + everything[everything.index("    targets:") :]
-    assert parse_manifest(lora_only, name="x", environ={}) == parse_manifest(text, name="x", environ={})
+    # Both adapters at once, and a critic beside GRPO, is all that is wrong with it.
+    wrong = [(problem.where or "").split(": ")[1] for problem in caught.value.problems]
+    assert wrong == ["spec.adapter.oft", "spec.algorithm.critic"]
+    for first, following in (("    oft:", "    targets:"), ("    critic:", "  data:")):
+        everything = everything[: everything.index(first)] + everything[everything.index(following) :]
+    assert parse_manifest(everything, name="x", environ={}) == parse_manifest(text, name="x", environ={})
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
