@@ -1,0 +1,102 @@
+"""What is asked of values and functions that users hand over, said in one clear error.
+
+Belongs here: refusing, with the place and the fix. Does not belong here: what happens with what is accepted.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from orbit_runtime.errors import DataError, UsageError
+
+
+def check_number(where: str, value: object, *, low: float, high: float = math.inf, above: bool = False) -> None:
+    """`value` is a finite number in `[low, high]`, with `above` in `(low, high]`."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise UsageError(f"{value!r} is no number", where=where, fix=f"give {_range(low, high, above)}")
+    if value > high or value < low or (above and value == low):
+        raise UsageError(f"{value!r} is out of range", where=where, fix=f"give {_range(low, high, above)}")
+
+
+def check_count(where: str, value: object, *, low: int = 1) -> None:
+    """`value` is a whole number, `low` or more."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise UsageError(f"{value!r} is no whole number of {low} or more", where=where, fix=f"give {low} or more")
+
+
+def check_items(data: object, where: str) -> list[Any]:
+    """`data` as a new list; a text or a mapping, which could be read as one, is refused."""
+    if isinstance(data, str | bytes | Mapping) or not isinstance(data, Iterable):
+        raise DataError(
+            f"a {type(data).__name__} is no collection of items", where=where, fix="give a list of items, or a dataset"
+        )
+    return list(data)
+
+
+def check_sync(function: object, where: str) -> None:
+    """A plain function, as the caller does not await."""
+    if not callable(function):
+        raise UsageError(f"{function!r} cannot be called", where=where, fix="give a function")
+    if is_async(function):
+        raise UsageError(
+            "this function is async, and a plain one is expected", where=where, fix="write `def` instead of `async def`"
+        )
+
+
+def check_async(function: object, where: str) -> None:
+    """A function that can be awaited; one wrapped so that it looks plain is found when it is called (`awaited`)."""
+    if not callable(function):
+        raise UsageError(f"{function!r} cannot be called", where=where, fix="give an async function")
+    if not is_async(function) and (inspect.isfunction(function) or inspect.ismethod(function)):
+        raise UsageError(
+            "this function is not async, and is awaited", where=where, fix="write `async def` instead of `def`"
+        )
+
+
+def is_async(function: object) -> bool:
+    """Whether calling it gives something to await, as far as that shows from outside."""
+    return any(
+        inspect.iscoroutinefunction(each) or inspect.isasyncgenfunction(each)
+        for each in (function, getattr(function, "func", None), type(function).__dict__.get("__call__"))
+    )
+
+
+async def awaited(answer: object, where: str) -> Any:
+    """The result of a call that was to be awaited."""
+    if not inspect.isawaitable(answer):
+        raise UsageError(
+            f"the call gave a {type(answer).__name__} and nothing to await", where=where, fix="make it an `async def`"
+        )
+    return await answer
+
+
+def plain(answer: Any, where: str) -> Any:
+    """The result of a call that was not to be awaited."""
+    if inspect.isawaitable(answer):
+        if inspect.iscoroutine(answer):
+            answer.close()
+        raise UsageError(
+            "the call gave something to await, and a value is expected", where=where, fix="write `def`, not `async def`"
+        )
+    return answer
+
+
+def num_taken(function: Callable[..., Any], most: int) -> int:
+    """How many of `most` positional arguments it takes."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return 1
+    if any(each.kind is each.VAR_POSITIONAL for each in parameters):
+        return most
+    positional = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    return min(most, len(positional))
+
+
+def _range(low: float, high: float, above: bool) -> str:
+    if math.isinf(high):
+        return f"a number above {low:g}" if above else f"a number of {low:g} or more"
+    return f"a number above {low:g}, at most {high:g}" if above else f"a number from {low:g} to {high:g}"

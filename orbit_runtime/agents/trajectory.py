@@ -1,0 +1,123 @@
+"""Collecting what an agent does: which items are kept, in what form, and files of them.
+
+Belongs here: the dataset and its strategies. Does not belong here: the file formats (`files`), changing data
+(`transforms`).
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from orbit_runtime.agents import files
+from orbit_runtime.agents.checks import check_items, check_sync, plain
+from orbit_runtime.agents.items import TrajectoryItem, item_from
+
+
+class TrajectoryStrategy(ABC):
+    """Decides what a dataset keeps. Both methods are plain functions: capturing is part of an agent's step."""
+
+    @abstractmethod
+    def should_capture(self, item: TrajectoryItem) -> bool:
+        """Whether to keep it."""
+
+    def process(self, item: TrajectoryItem) -> TrajectoryItem | None:
+        """What is kept of it; None: nothing after all."""
+        return item
+
+
+class DefaultStrategy(TrajectoryStrategy):
+    """Keeps everything, as it is."""
+
+    def should_capture(self, item: TrajectoryItem) -> bool:
+        return True
+
+
+class _Import:
+    """A reader that makes a dataset when it is called on the class, and fills the one that it is called on."""
+
+    def __init__(self, read: Callable[[str, str], list[TrajectoryItem]], is_text: Callable[[str], bool]) -> None:
+        self._read = read
+        self._is_text = is_text
+
+    def __get__(
+        self, dataset: TrajectoryDataset | None, owner: type[TrajectoryDataset]
+    ) -> Callable[[str | os.PathLike[str]], TrajectoryDataset]:
+        def read(source: str | os.PathLike[str]) -> TrajectoryDataset:
+            target = owner() if dataset is None else dataset
+            target.extend(files.load(source, self._read, is_text=self._is_text))
+            return target
+
+        return read
+
+
+class TrajectoryDataset:
+    """Items in the order in which they were captured.
+
+    `import_json(source)` and `import_csv(source)` read what the exports wrote, a path or the text itself. Called on the
+    class they make a dataset; called on a dataset they add to it, past its strategy. Both return the dataset.
+
+    Args:
+        strategy: an object with `should_capture` and `process`; unset, everything is kept as it is.
+        items: what stands in it from the start.
+    """
+
+    import_json = _Import(files.from_json, lambda text: text.lstrip().startswith("["))
+    import_csv = _Import(files.from_csv, lambda text: "\n" in text)
+
+    def __init__(
+        self,
+        strategy: TrajectoryStrategy | None = None,
+        items: Iterable[TrajectoryItem | Mapping[str, Any]] = (),
+    ) -> None:
+        self.strategy: TrajectoryStrategy = DefaultStrategy() if strategy is None else strategy
+        for name in ("should_capture", "process"):
+            check_sync(getattr(self.strategy, name, None), f"strategy.{name}")
+        self._items: list[TrajectoryItem] = []
+        self.extend(items)
+
+    @property
+    def items(self) -> list[TrajectoryItem]:
+        """A copy of the list: changing it changes no dataset."""
+        return list(self._items)
+
+    def capture(self, item: TrajectoryItem | Mapping[str, Any]) -> TrajectoryItem | None:
+        """Asks the strategy, keeps what it makes of the item, and returns that; None: it was not captured."""
+        given = item_from(item, "capture")
+        if not plain(self.strategy.should_capture(given), "strategy.should_capture"):
+            return None
+        made = plain(self.strategy.process(given), "strategy.process")
+        if made is None:
+            return None
+        kept = item_from(made, "strategy.process")
+        self._items.append(kept)
+        return kept
+
+    def extend(self, items: Iterable[TrajectoryItem | Mapping[str, Any]]) -> None:
+        """Adds items past the strategy."""
+        self._items += [item_from(each, f"items[{index}]") for index, each in enumerate(check_items(items, "items"))]
+
+    def export_json(self, path: str | os.PathLike[str] | None = None) -> str:
+        """The items as a JSON list; written to `path` if there is one."""
+        return _export(files.to_json(self._items), path)
+
+    def export_csv(self, path: str | os.PathLike[str] | None = None) -> str:
+        """The items as CSV, which no spreadsheet will run as formulas; written to `path` if there is one."""
+        return _export(files.to_csv(self._items), path)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __iter__(self) -> Iterator[TrajectoryItem]:
+        return iter(self._items)
+
+    def __getitem__(self, index: int) -> TrajectoryItem:
+        return self._items[index]
+
+
+def _export(text: str, path: str | os.PathLike[str] | None) -> str:
+    if path is not None:
+        files.save(path, text)
+    return text
