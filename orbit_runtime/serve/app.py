@@ -63,6 +63,7 @@ def build_app(
     app.add_exception_handler(APIError, _said)
     app.add_exception_handler(OrbitError, _said)
     app.add_exception_handler(HTTPException, _said)
+    app.add_exception_handler(Exception, _said)
     return Guard(
         app,
         metrics,
@@ -76,8 +77,9 @@ def build_app(
 async def _said(_: Request, error: Exception) -> JSONResponse:
     if isinstance(error, HTTPException):
         error = APIError(error.status_code, str(error.detail))
-    said = error if isinstance(error, APIError) else from_orbit(error) if isinstance(error, OrbitError) else None
-    assert said is not None
+    elif isinstance(error, OrbitError):
+        error = from_orbit(error)
+    said = error if isinstance(error, APIError) else APIError(500, "a bug in Orbit", code=type(error).__name__)
     headers = {"retry-after": "1"} if said.status == 429 else None
     return JSONResponse(said.to_json(), status_code=said.status, headers=headers)
 

@@ -33,6 +33,9 @@ ONLY: dict[str, tuple[Any, ...]] = {
 }
 """Fields of which one value means what the server does; every other is refused."""
 
+LEAST_TEMPERATURE = 1e-3
+"""Logits divided by less are beyond fp32."""
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -81,7 +84,7 @@ class SamplingBody(_Body):
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     top_k: Annotated[int, Field(ge=-1)] = 0
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
-    repetition_penalty: Annotated[float, Field(gt=0, le=100)] = 1.0
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] = 1.0
     stop_token_ids: list[Annotated[int, Field(ge=0)]] = []
     ignore_eos: bool = False
 
@@ -96,10 +99,15 @@ class SamplingBody(_Body):
     def sampling(self, max_new_tokens: int) -> Sampling:
         if len(self.stops) > 16 or not all(self.stops):
             raise APIError(400, "`stop` is up to 16 texts, none of them empty", param="stop")
+        if self.temperature is not None and 0 < self.temperature < LEAST_TEMPERATURE:
+            message = f"`temperature` is 0, for the most likely token, or from {LEAST_TEMPERATURE:g} on"
+            raise APIError(400, message, param="temperature")
         try:
             bias = tuple((int(token), value) for token, value in (self.logit_bias or {}).items())
         except ValueError:
             raise APIError(400, "keys of `logit_bias` are token ids", param="logit_bias") from None
+        if len({token for token, _ in bias}) < len(bias):
+            raise APIError(400, "`logit_bias` names a token twice", param="logit_bias")
         return Sampling(
             temperature=1.0 if self.temperature is None else self.temperature,
             top_p=1.0 if self.top_p is None else self.top_p,
@@ -147,7 +155,8 @@ class ChatBody(SamplingBody):
         return [_message(index, message) for index, message in enumerate(self.messages)]
 
     def tool_names(self) -> list[str]:
-        names = [tool.get("function", {}).get("name") for tool in self.tools or ()]
+        functions = [tool.get("function") for tool in self.tools or ()]
+        names = [each.get("name") if isinstance(each, dict) else None for each in functions]
         if not all(isinstance(name, str) and name for name in names):
             raise APIError(400, "each tool is a function with a name", param="tools")
         return names
@@ -167,8 +176,13 @@ def parse_body[Body: _Body](kind: type[Body], data: bytes) -> Body:
     """Raises APIError (400) naming the first field that is wrong."""
     try:
         fields = json.loads(data.decode() or "{}", parse_constant=_refuse_constant)
+        if b"\\ud" in data.lower():
+            # Half a character, escaped: no text that a tokenizer takes, or that an answer could hold.
+            json.dumps(fields, ensure_ascii=False).encode()
     except UnicodeDecodeError as error:
         raise APIError(400, f"the body is not UTF-8, from byte {error.start} on") from None
+    except UnicodeEncodeError:
+        raise APIError(400, "a text holds half a character (an unpaired surrogate)") from None
     except (ValueError, RecursionError) as error:
         raise APIError(400, f"the body is not JSON: {error}") from None
     if not isinstance(fields, dict):

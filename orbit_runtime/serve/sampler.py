@@ -156,7 +156,7 @@ class Sampler:
             except Exception as error:  # whatever it is, those who wait must hear of it
                 self.failure = error
                 for request_id in [*self._jobs]:
-                    self._forget(request_id, error)
+                    self._forget(request_id, _lost(error))
 
     def _end(self) -> None:
         self._engine.abort()
@@ -186,9 +186,9 @@ class Sampler:
                         for request_id, choice in zip(job.request_ids, choices, strict=True)
                     ]
                 )
-        except OrbitError as error:
+        except Exception as error:  # an error that nobody hears of would leave the client waiting
             for request_id in job.request_ids:
-                self._forget(request_id, error)
+                self._forget(request_id, error if isinstance(error, OrbitError) else _lost(error))
             return
         if is_streamed:
             if not self._streamed:
@@ -228,6 +228,10 @@ class Sampler:
     def _left(self) -> None:
         """On the server's loop."""
         self.under_way -= 1
+
+
+def _lost(error: Exception) -> APIError:
+    return APIError(503, f"the engine has failed: {type(error).__name__}", code="engine_failed")
 
 
 def _call(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: object) -> None:

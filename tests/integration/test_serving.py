@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
@@ -193,6 +195,10 @@ BAD = {
     "deep": (b"[" * 200_000, None),
     "unknown field": (b'{"model": "policy", "prompt": "1", "beams": 4}', "beams"),
     "not computed": (b'{"model": "policy", "prompt": "1", "presence_penalty": 1}', "presence_penalty"),
+    "half a character": (b'{"model": "policy", "prompt": "\\ud800"}', None),
+    "half a character as model": (b'{"model": "\\uD800", "prompt": "1"}', None),
+    "temperature beyond fp32": (b'{"model": "policy", "prompt": "1", "temperature": 1e-40}', "temperature"),
+    "one token twice": (b'{"model": "policy", "prompt": "1", "logit_bias": {"1": 1, "01": 2}}', "logit_bias"),
     "many choices": (b'{"model": "policy", "prompt": "1", "n": 100000}', "n"),
 }
 
@@ -212,6 +218,12 @@ def test_a_body_of_ten_megabytes_is_refused_announced_or_not(raw: httpx.Client) 
     answer = raw.post("/v1/completions", content=iter([b"x" * 1_000_000] * 10))
     assert answer.status_code == 413
     assert raw.get("/health").status_code == 200
+
+
+def test_a_tool_that_is_no_function_is_400(raw: httpx.Client) -> None:
+    body = {"model": "policy", "messages": MESSAGES, "tools": [{"type": "function", "function": "add"}]}
+    answer = raw.post("/v1/chat/completions", json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
 
 
 def test_paths_and_methods_that_are_not_there_are_errors_of_the_same_shape(raw: httpx.Client) -> None:
@@ -240,6 +252,16 @@ def test_a_client_that_leaves_ends_its_request(serving: Serving, opened: Opened,
             connection.recv(1)
     until(lambda: serving.sampler.under_way == 0)
     until(lambda: aborted(serving) > before)
+
+
+def test_idle_connections_keep_nobody_from_being_answered(serving: Serving, client: openai.OpenAI) -> None:
+    host, port = serving.url.removeprefix("http://").split(":")
+    # As many as a process may have, both ends being in this one.
+    allowed = min(1000, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2 - 200)
+    with ExitStack() as idle:
+        for _ in range(allowed):
+            idle.enter_context(socket.create_connection((host, int(port))))
+        assert client.completions.create(model="policy", prompt="1+1=", max_tokens=2).choices
 
 
 def aborted(serving: Serving) -> float:
