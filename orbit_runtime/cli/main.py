@@ -263,6 +263,37 @@ def replay(
     raise typer.Exit(run_replay(run, steps=steps, as_json=as_json))
 
 
+@app.command("eval")
+def evaluate(
+    target: Annotated[
+        str, typer.Argument(metavar="FILE|DIR", help="A manifest, or a run folder.", autocompletion=complete_runs)
+    ],
+    out: Annotated[
+        str | None, typer.Option(metavar="URI", help="Where samples and page are kept. Without it, beside the run.")
+    ] = None,
+    weights_dir: Annotated[
+        str | None, typer.Option(metavar="DIR", help="The run folder whose kept adapters are measured.")
+    ] = None,
+    steps: Annotated[
+        str | None, typer.Option(metavar="N,N", help="Only those of these steps. [all that are kept]")
+    ] = None,
+    no_eval_base: Annotated[bool, typer.Option("--no-eval-base", help="Leave the bare base out.")] = False,
+    adapter: Annotated[str | None, typer.Option(metavar="DIR", help="One adapter, in PEFT's format.")] = None,
+    base_url: Annotated[
+        str | None, typer.Option(metavar="URL", help="An OpenAI-compatible API, such as http://127.0.0.1:8000/v1.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(metavar="NAME", help="The API's model.")] = None,
+    api_key_env: Annotated[str | None, typer.Option(metavar="VAR", help="Variable that holds the API's key.")] = None,
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure models on prompts. The base, a run's checkpoints, or an API; goes on where it was interrupted."""
+    from orbit_runtime.cli.evaluate import Models, run_eval
+
+    models = Models(weights_dir, steps, not no_eval_base, adapter, base_url, api_key_env, model)
+    raise typer.Exit(run_eval(target, models, out=out, overrides=overrides or [], as_json=as_json))
+
+
 @app.command()
 def report(
     runs: Annotated[

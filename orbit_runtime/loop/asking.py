@@ -12,12 +12,24 @@ from array import array
 from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from orbit_runtime.errors import GateError, OrbitError
 from orbit_runtime.loop.buffer import Paid, RolloutBuffer
-from orbit_runtime.loop.publish import Publication
 from orbit_runtime.rollout.requests import end_all
 from orbit_runtime.types import TOKENS, Completion, Engine, Request, Sampling
+
+
+class Sampled(Protocol):
+    """The policy that samples: a publication, or what an evaluation measures."""
+
+    @property
+    def name(self) -> str | None:
+        """Of its slot; None: the bare base."""
+        ...
+
+    @property
+    def version(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +61,7 @@ class _Question:
     key: int
     so_far: Completion | None
     answer: asyncio.Future[Completion]
-    policy: Publication | None = None
+    policy: Sampled | None = None
     """That samples, once it was submitted."""
 
 
@@ -64,7 +76,7 @@ class Asking:
         self.answered: dict[int, float] = {}
         """When the newest completion came, by step."""
         self._engine = engine
-        self._policy: Publication | None = None
+        self._policy: Sampled | None = None
         self._asked = 0
         self._new: list[_Question] = []
         self._open: dict[int, _Question] = {}
@@ -96,7 +108,7 @@ class Asking:
         self._new.append(question)
         return _checked(await question.answer, question)
 
-    async def switch(self, policy: Publication) -> None:
+    async def switch(self, policy: Sampled) -> None:
         """From now on everything is sampled by this policy; returns when nothing samples from an older one.
 
         What is under way ends where it is, and its episode asks for the rest: keys and values of the tokens so far are
@@ -171,7 +183,7 @@ class Asking:
 def _checked(completion: Completion, question: _Question) -> Completion:
     """Raises GateError where the engine tells another version than it was asked for, or changed what was there."""
     assert question.policy is not None
-    asked = question.policy.adapter.version
+    asked = question.policy.version
     before = question.so_far.versions_T if question.so_far else array(TOKENS)
     told = completion.versions_T
     if told[: len(before)] != before or set(told[len(before) :]) - {asked}:

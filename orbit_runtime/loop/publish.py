@@ -49,6 +49,10 @@ class Publication:
         return max(self.proofs, key=lambda proof: proof.change_error)
 
     @property
+    def version(self) -> int:
+        return self.adapter.version
+
+    @property
     def name(self) -> str:
         return adapter_name(self.adapter.version)
 

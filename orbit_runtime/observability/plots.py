@@ -25,17 +25,21 @@ class Series:
     values: Sequence[float | None]
     style: int = 0
     """Which of the page's colours, 0-5; 9 is the limit's dashed line."""
+    band: tuple[Sequence[float | None], Sequence[float | None]] | None = None
+    """Lower and upper ends of an interval around each value."""
 
 
 def draw_lines(title: str, steps: Sequence[int], series: Sequence[Series], *, log: bool = False) -> str:
     """A line chart over steps. With `log` the vertical axis is logarithmic; zeros then sit on its floor."""
     steps, series = _thin(steps, series)
-    known = [value for line in series for value in line.values if value is not None and math.isfinite(value)]
+    drawn = [values for line in series for values in (line.values, *(line.band or ()))]
+    known = [value for values in drawn for value in values if value is not None and math.isfinite(value)]
     if not known:
         return _nothing(title)
     scale = _log_scale(known) if log else _linear_scale(min(known), max(known))
     parts = [_axes(steps, scale)]
     for line in series:
+        parts += _bars(steps, line, scale)
         path = _path(steps, line.values, scale)
         parts.append(f'<path class="line c{line.style}" d="{path}"/>')
         single = [i for i, value in enumerate(line.values) if _is_shown(value)]
@@ -126,6 +130,18 @@ def _path(steps: Sequence[int], values: Sequence[float | None], scale: _Scale) -
     return "".join(pieces)
 
 
+def _bars(steps: Sequence[int], line: Series, scale: _Scale) -> list[str]:
+    """An upright bar from end to end of each interval."""
+    bars = []
+    for index, (low, high) in enumerate(zip(*(line.band or ((), ())), strict=True)):
+        if low is not None and high is not None:
+            x = f"{_x(steps, index):.1f}"
+            bars.append(
+                f'<line class="bar c{line.style}" x1="{x}" x2="{x}" y1="{scale.y(high):.1f}" y2="{scale.y(low):.1f}"/>'
+            )
+    return bars
+
+
 def _axes(steps: Sequence[int], scale: _Scale) -> str:
     parts = []
     for tick in scale.ticks:
@@ -174,7 +190,16 @@ def _thin(steps: Sequence[int], series: Sequence[Series]) -> tuple[Sequence[int]
     if len(steps) <= MAX_POINTS:
         return steps, series
     keep = sorted({round(index * (len(steps) - 1) / (MAX_POINTS - 1)) for index in range(MAX_POINTS)})
-    return [steps[i] for i in keep], [Series(s.name, [s.values[i] for i in keep], s.style) for s in series]
+    thinned = [
+        Series(
+            line.name,
+            [line.values[i] for i in keep],
+            line.style,
+            line.band and ([line.band[0][i] for i in keep], [line.band[1][i] for i in keep]),
+        )
+        for line in series
+    ]
+    return [steps[i] for i in keep], thinned
 
 
 def _short(value: float | None) -> float | None:

@@ -32,7 +32,7 @@ def render_html(report: Report) -> str:
     """The page of one run. Completions are untrusted: all text is escaped, and the page's policy forbids any script
     but its own."""
     facts = report.to_json()
-    return _render(
+    return render_page(
         "report.html.j2",
         title=report.name,
         report=report,
@@ -58,7 +58,7 @@ def render_comparison(comparison: Comparison) -> str:
         by_step = {int(row.number("step") or 0): row.number("reward_mean") for row in report.rows}
         series.append(plots.Series(name, [by_step.get(step) for step in steps], style % 6))
     chart = {"title": "Reward", "svg": plots.draw_lines("Reward of each run", steps, series), "legend": series}
-    return _render("compare.html.j2", title="Comparison of runs", comparison=comparison, chart=chart)
+    return render_page("compare.html.j2", title="Comparison of runs", comparison=comparison, chart=chart)
 
 
 def build_charts(rows: tuple[MetricsRow, ...]) -> list[dict[str, Any]]:
@@ -156,7 +156,8 @@ def _environment() -> jinja2.Environment:
     return environment
 
 
-def _render(template: str, **context: Any) -> str:
+def render_page(template: str, **context: Any) -> str:
+    """A template of this folder with the page's own style and script, and nothing from elsewhere."""
     folder = resources.files("orbit_runtime.observability") / "templates"
     style = (folder / "page.css").read_text()
     script = (folder / "page.js").read_text()

@@ -18,6 +18,11 @@ LIST_TYPES: dict[str, Schema] = {
     "spec.adapter.targets": {"x-kubernetes-list-type": "set"},
     "spec.environment.rewards": {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
     "spec.rollout.endpoints": {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["url"]},
+    "spec.evaluation.environments": {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
+    "spec.evaluation.environments[].environment.rewards": {
+        "x-kubernetes-list-type": "map",
+        "x-kubernetes-list-map-keys": ["name"],
+    },
     "spec.placement.envFromSecrets": {"x-kubernetes-list-type": "set"},
     "spec.placement.egress[].ports": {"x-kubernetes-list-type": "set"},
     "status.attempts": {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["number"]},

@@ -31,7 +31,9 @@ class FieldFacts(NamedTuple):
 def schema_tree() -> Schema:
     """JSON schema of the manifest, references written out and `null` folded into `optional: true`."""
     whole = OrbitRun.model_json_schema(by_alias=True)
-    return cast(Schema, _inline(whole, whole.get("$defs", {})))
+    tree = cast(Schema, _inline(whole, whole.get("$defs", {})))
+    _show_only(tree["properties"]["spec"]["properties"]["evaluation"])
+    return tree
 
 
 @cache
@@ -145,6 +147,17 @@ def _counts(least: int | None, most: int | None, unit: str) -> list[str]:
 
 def _number(value: float) -> str:
     return str(int(value)) if float(value).is_integer() else f"{value:g}"
+
+
+def _show_only(schema: Schema) -> None:
+    """Blocks of training that stand within those of measuring too: there they change nothing of a run's numbers."""
+    for child in schema.get("properties", {}).values():
+        _show_only(child)
+        if "orbitSet" in child:
+            child["orbitSet"] = "display"
+            child.pop("orbitLater", None)
+    if "items" in schema:
+        _show_only(schema["items"])
 
 
 def _inline(schema: Any, definitions: Schema) -> Any:

@@ -63,6 +63,14 @@ _HINTS = {
     "spec.lifecycle.queueName": _LABEL_VALUE,
     "spec.lifecycle.managedBy": "a domain, `/` and a name, such as `kueue.x-k8s.io/multikueue`",
 }
+_HINTS |= {
+    "spec.evaluation.environments[].name": "lower-case letters, digits and `-`, with a letter or digit at both ends",
+    **{
+        f"spec.evaluation.environments[]{path.removeprefix('spec')}": hint
+        for path, hint in _HINTS.items()
+        if path.startswith("spec.environment.")
+    },
+}
 """What a pattern means, by path."""
 
 

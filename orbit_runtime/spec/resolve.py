@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from orbit_runtime.spec.block import Block, FieldSet
+from orbit_runtime.spec.evaluation import EvaluationEnvironment
 from orbit_runtime.spec.fields import field_sets, later_defaults
 from orbit_runtime.spec.rollout import Rollout
 from orbit_runtime.spec.run import OrbitRun
@@ -102,6 +103,8 @@ def resolve(run: OrbitRun, machine: MachineFacts, *, folder: Path | None = None)
     if environment.code is not None:
         code = _changed(environment.code, uri=absolute_uri(environment.code.uri, base))
         environment = _changed(environment, code=code)
+    evaluation = spec.evaluation
+    evaluation = _changed(evaluation, environments=tuple(_absolute(each, base) for each in evaluation.environments))
     trainer = _decide_trainer(training.trainer, machine)
     rollout = _decide_rollout(spec.rollout, spec.placement.layout, trainer)
     decided = _with_spec(
@@ -109,6 +112,7 @@ def resolve(run: OrbitRun, machine: MachineFacts, *, folder: Path | None = None)
         model=_changed(decided.spec.model, uri=absolute_uri(spec.model.uri, base)),
         data=_changed(spec.data, prompts=prompts),
         environment=environment,
+        evaluation=evaluation,
         rollout=rollout,
         training=_changed(training, trainer=trainer, attention=attention),
         placement=_changed(spec.placement, base_copies=_decide_copies(rollout, spec.placement.base_copies)),
@@ -116,6 +120,15 @@ def resolve(run: OrbitRun, machine: MachineFacts, *, folder: Path | None = None)
     if machine.has_cuda:
         return Resolved(run, decided, "cuda", "bfloat16")
     return Resolved(run, decided, "cpu", "float32")
+
+
+def _absolute(measured: EvaluationEnvironment, base: Path) -> EvaluationEnvironment:
+    prompts = tuple(_changed(each, uri=absolute_uri(each.uri, base)) for each in measured.prompts)
+    environment = measured.environment
+    if environment is not None and environment.code is not None:
+        code = _changed(environment.code, uri=absolute_uri(environment.code.uri, base))
+        environment = _changed(environment, code=code)
+    return _changed(measured, prompts=prompts, environment=environment)
 
 
 def with_trainer(resolved: Resolved, trainer: str) -> Resolved:

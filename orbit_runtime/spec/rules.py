@@ -387,6 +387,14 @@ CHECKS: dict[str, tuple[Rule, ...]] = {
 """By path: what a new object is held against. A rule is silent where a field that it rests on is itself out of bounds,
 which the server has said already."""
 
+MEASURED = "spec.evaluation.environments[]"
+CHECKS |= {f"{MEASURED}.prompts[]": CHECKS["spec.data.prompts[]"]} | {
+    f"{MEASURED}{path.removeprefix('spec')}": rules
+    for path, rules in CHECKS.items()
+    if path.startswith("spec.environment")
+}
+
+
 _FIXED = "cannot change once the run exists: start a new run"
 
 

@@ -18,6 +18,7 @@ from orbit_runtime.spec.block import DISPLAY, IDENTITY, Block, Contradiction, La
 from orbit_runtime.spec.checkpoint import Checkpoint
 from orbit_runtime.spec.data import Data
 from orbit_runtime.spec.environment import Environment
+from orbit_runtime.spec.evaluation import Evaluation
 from orbit_runtime.spec.lifecycle import Lifecycle
 from orbit_runtime.spec.model import Model
 from orbit_runtime.spec.observability import Observability
@@ -89,6 +90,8 @@ class RunSpec(Block):
     """How the adapter changes."""
     parity: Parity = Parity()
     """How far trainer and engine may differ."""
+    evaluation: Evaluation = Evaluation()
+    """What `orbit eval` measures."""
     checkpoint: Checkpoint = Checkpoint()
     """How often the run is kept."""
     storage: Storage = Storage()

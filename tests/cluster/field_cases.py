@@ -66,6 +66,17 @@ AROUND: dict[str, dict[str, Any]] = {
     "spec.placement.gpus": {"placement": {}},
     "spec.placement.trainerGpus": {"rollout": {"engine": "SGLang"}, "placement": {"layout": "Split", "gpus": 16}},
 }  # fmt: skip
+MEASURED = "spec.evaluation.environments[]"
+AROUND |= {
+    f"{MEASURED}{path.removeprefix('spec')}": {
+        "evaluation": {"environments": [{"name": "a", "prompts": [{"uri": "a"}], **around}]}
+    }
+    for path, around in {
+        "spec": {},
+        "spec.environment": {"environment": {"rewards": [{"name": "a", "type": "Math"}]}},
+        **{path: around for path, around in AROUND.items() if path.startswith("spec.environment.")},
+    }.items()
+}
 """What must stand around a field for it to mean something: the longest prefix counts."""
 
 

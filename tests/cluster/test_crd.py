@@ -88,7 +88,7 @@ FIXED_CHANGES = (
     ("environment.rewards.0.arguments.a", 2), ("environment.rewards.0.arguments", None),
     ("environment.rewards.0.arguments.deep.x", 1), ("environment.code", {"uri": "s3://b/c"}),
     ("rollout.sampling.stop", ["x"]), ("training.steps", 6), ("training.schedule.warmupSteps", 1),
-    ("parity.meanLimit", 0.5), ("checkpoint.keep", 9), ("storage.uri", "s3://other"),
+    ("parity.meanLimit", 0.5), ("evaluation.samples", 4), ("checkpoint.keep", 9), ("storage.uri", "s3://other"),
     ("storage.credentialsSecretName", "other"), ("storage.deletionPolicy", "Delete"), ("placement.gpus", 4),
     ("placement.resources.memory", "1Gi"), ("placement.nodeSelector", {"b": "x"}), ("placement.nodeSelector.a", "y"),
     ("placement.egress", [{"namespace": "a"}]), ("observability.logLevel", "Debug"),

@@ -1,0 +1,258 @@
+"""`orbit eval`: asks models what a manifest or a run says, and tells what came of it.
+
+Belongs here: which models are meant, the folder, printing. Does not belong here: asking (`evaluation`), engines
+(`loop`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from orbit_runtime.cli.output import print_json
+from orbit_runtime.errors import EXIT_DONE, CredentialsError, RewardsFailingError, UsageError
+
+if TYPE_CHECKING:
+    from orbit_runtime.evaluation.evaluate import Subject
+    from orbit_runtime.evaluation.journal import Journal
+    from orbit_runtime.evaluation.scores import Estimate
+    from orbit_runtime.evaluation.summary import Summary
+    from orbit_runtime.evaluation.tasks import EvalTask
+    from orbit_runtime.spec import OrbitRun
+
+
+@dataclass(frozen=True)
+class Models:
+    """Which models are asked, as the command line has them."""
+
+    weights_dir: str | None = None
+    steps: str | None = None
+    base: bool = True
+    adapter: str | None = None
+    base_url: str | None = None
+    api_key_env: str | None = None
+    model: str | None = None
+
+
+def run_eval(target: str, models: Models, *, out: str | None, overrides: Sequence[str], as_json: bool) -> int:
+    """Returns 0, or 86 where more samples have no score than `environment.failureLimit` allows; all are kept.
+
+    Raises:
+        OrbitError: something is missing, or a model, an environment or the store ended it. What was answered is kept.
+    """
+    _check_models(models)
+    run, folder, weights = _read(target, models, overrides)
+    if models.steps is not None and weights is None:
+        raise UsageError("of which run?", where="--steps", fix="add --weights-dir, or name a run's folder")
+    uri = out or f"{weights or run.spec.storage.uri.rstrip('/') + '/' + run.name}-eval"
+    if models.base_url is None:
+        from orbit_runtime.cli.run import check_can_train
+
+        check_can_train()
+    from orbit_runtime.evaluation.evaluate import ask_all
+    from orbit_runtime.evaluation.journal import Journal, keep_asked
+    from orbit_runtime.evaluation.tasks import asked_of, open_task, task_specs
+    from orbit_runtime.spec import MachineFacts, resolve
+    from orbit_runtime.storage import claim_execution, open_store
+
+    evaluation = run.spec.evaluation
+    run = resolve(run, MachineFacts(has_cuda=False, num_gpus=0), folder=folder).run
+    ended = "failed"
+    with ExitStack() as closing:
+        asked, folders = asked_of(run.spec), [str(folder), str(Path.cwd())]
+        tasks = [
+            open_task(name, spec, asked, folders, closing) for name, spec in task_specs(run.name, run.spec).items()
+        ]
+        subjects = (
+            _api_subjects(models, tasks, run) if models.base_url else _local_subjects(models, run, tasks, weights)
+        )
+        store = open_store(uri)
+        execution = claim_execution(store, run_name=f"{run.name}-eval")
+        closing.callback(lambda: execution.release(ended))
+        execution.start_heartbeat()
+        keep_asked(
+            store,
+            {task.name: task.to_json() for task in tasks},
+            {subject.name: subject.to_json() for subject in subjects},
+        )
+        with Journal(store, execution) as journal, _bar() as show:
+            ask_all(subjects, tasks, journal, concurrency=evaluation.concurrency, show=show)
+            journal.gather()
+        summary = _finish(journal, run, uri)
+        ended = "done"
+    if as_json:
+        print_json({"uri": store.uri, **summary.to_json()})
+    else:
+        print_summary(summary)
+        print(f"page     {store.uri}/report.html")
+    limit = max(spec.spec.environment.failure_limit for spec in tasks)
+    if summary.failed_share > limit:
+        reasons = [reason for score in summary.scores for reason in score.reasons]
+        raise RewardsFailingError(
+            f"{summary.failed_share:.0%} of the samples have no score, the limit is {limit:.0%}: "
+            + "; ".join(reasons[:3]),
+            where="spec.environment.failureLimit",
+            fix="give the same command again: what was not answered is asked again, and nothing else",
+        )
+    return EXIT_DONE
+
+
+def _check_models(models: Models) -> None:
+    local = {"--weights-dir": models.weights_dir, "--steps": models.steps, "--adapter": models.adapter}
+    given = [name for name, value in local.items() if value is not None]
+    if models.base_url is not None and given:
+        raise UsageError("a model behind an API is no checkpoint", where=given[0], fix=f"remove it, or {'--base-url'}")
+    if (models.base_url is None) != (models.model is None):
+        here, lacking = ("--base-url", "--model") if models.model is None else ("--model", "--base-url")
+        raise UsageError(f"{here} needs {lacking}", where=here, fix=f"add {lacking}")
+    if models.api_key_env is not None and models.base_url is None:
+        raise UsageError("--api-key-env needs --base-url", where="--api-key-env", fix="add --base-url and --model")
+    if models.base_url is not None and not models.base_url.startswith(("http://", "https://")):
+        raise UsageError(
+            f"{models.base_url!r} is no address", where="--base-url", fix="write e.g. http://127.0.0.1:8000/v1"
+        )
+    _steps(models.steps)
+
+
+def _steps(text: str | None) -> list[int] | None:
+    if text is None:
+        return None
+    try:
+        steps = [int(each) for each in text.split(",")]
+    except ValueError:
+        steps = [-1]
+    if min(steps) < 0:
+        raise UsageError(f"{text!r} are no steps", where="--steps", fix="write numbers such as 10,20,30")
+    return steps
+
+
+def _read(target: str, models: Models, overrides: Sequence[str]) -> tuple[OrbitRun, Path, str | None]:
+    """The run, what its relative paths start from, and the run folder whose adapters are meant."""
+    from orbit_runtime.spec import load_manifest, parse_manifest
+    from orbit_runtime.storage import NotFound, open_store
+
+    if "://" not in target and not Path(target).is_dir():
+        path = Path(target)
+        weights = models.weights_dir
+        return load_manifest(path, overrides), path.resolve().parent, weights.rstrip("/") if weights else None
+    store = open_store(target, writable=False)
+    try:
+        content = json.loads(store.get("run.json"))
+        text = json.dumps(content["resolved"])
+    except NotFound:
+        raise UsageError(
+            "there is no run here", where=store.uri, fix="name a manifest, or the folder of a run"
+        ) from None
+    except (ValueError, KeyError, TypeError):
+        raise UsageError("not a run's run.json", where=f"{store.uri}/run.json", fix="name another folder") from None
+    run = parse_manifest(text, name=f"{store.uri}/run.json", overrides=overrides)
+    return run, Path.cwd(), (models.weights_dir or target).rstrip("/") if models.adapter is None else None
+
+
+def _api_subjects(models: Models, tasks: Sequence[EvalTask], run: OrbitRun) -> Sequence[Subject]:
+    from orbit_runtime.evaluation.api_model import ApiModel, Conversations, check_api_sampling
+    from orbit_runtime.evaluation.evaluate import ApiSubject
+
+    for task in tasks:
+        check_api_sampling(task.sampling)
+    key = os.environ.get(models.api_key_env) if models.api_key_env else None
+    if models.api_key_env and not key:
+        raise CredentialsError(
+            f"the environment variable {models.api_key_env} is not set",
+            where="--api-key-env",
+            fix="set it to the API's key, or leave the option out where none is needed",
+        )
+    assert models.base_url is not None
+    assert models.model is not None
+    api = ApiModel(models.base_url, models.model, key)
+    return [ApiSubject(api, run.spec.evaluation.concurrency, Conversations())]
+
+
+def _local_subjects(models: Models, run: OrbitRun, tasks: Sequence[EvalTask], weights: str | None) -> Sequence[Subject]:
+    from orbit_runtime.loop.evaluate import Kept, kept_steps, open_models
+    from orbit_runtime.storage import open_store
+
+    kept = []
+    if models.adapter is not None:
+        kept = [Kept(Path(models.adapter.rstrip("/")).name, models.adapter)]
+    elif weights is not None:
+        from_elsewhere = getattr(run.spec.adapter, "init_from", None) is not None
+        kept = kept_steps(open_store(weights, writable=False), _steps(models.steps), first=from_elsewhere)
+    base = models.base or not kept
+    return open_models(run, tasks, kept, base=base, note=lambda _: None)
+
+
+def _finish(journal: Journal, run: OrbitRun, uri: str) -> Summary:
+    from orbit_runtime.evaluation.page import render_evaluation
+    from orbit_runtime.evaluation.summary import Prices, build_summary
+    from orbit_runtime.storage import open_store
+
+    evaluation = run.spec.evaluation
+    prices = Prices(evaluation.prompt_price, evaluation.completion_price)
+    summary = build_summary(journal.samples, pass_at=evaluation.pass_at, prices=prices)
+    store = open_store(uri)
+    store.put("summary.json", json.dumps(summary.to_json(), indent=1).encode())
+    store.put("report.html", render_evaluation(f"Evaluation of {run.name}", summary, journal.samples).encode())
+    return summary
+
+
+def print_summary(summary: Summary) -> None:
+    """Scores, then each model against the first."""
+    console = _console()
+    table = Table(box=None, pad_edge=False)
+    ks = sorted({k for score in summary.scores for k in score.passes})
+    for name in ("environment", "model"):
+        table.add_column(name, no_wrap=True)
+    for name in ("avg@k", *(f"pass@{k}" for k in ks), "prompts", "no score", "tokens"):
+        table.add_column(name, justify="right")
+    has_cost = any(score.cost is not None for score in summary.scores)
+    if has_cost:
+        table.add_column("cost", justify="right")
+    for score in summary.scores:
+        table.add_row(
+            score.environment,
+            score.subject,
+            _interval(score.average),
+            *(_interval(score.passes.get(k)) for k in ks),
+            str(score.average.prompts),
+            str(score.failed),
+            str(score.prompt_tokens + score.completion_tokens),
+            *([f"{score.cost:.4f}" if score.cost is not None else "-"] if has_cost else []),
+        )
+    console.print(table)
+    for each in summary.comparisons:
+        console.print(
+            f"{each.environment}: {each.second} - {each.first}: {_interval(each.paired.difference, '+.3f')}, "
+            f"better on {each.paired.better} prompts, worse on {each.paired.worse}: {each.paired.verdict}",
+            highlight=False,
+        )
+
+
+def _interval(found: Estimate | None, spec: str = ".3f") -> str:
+    if found is None or found.mean is None:
+        return "-"
+    if found.low is None or found.high is None:
+        return format(found.mean, spec)
+    return f"{found.mean:{spec}} ({found.low:{spec}} to {found.high:{spec}})"
+
+
+def _console() -> Console:
+    """What is no terminal breaks no lines."""
+    return Console() if sys.stdout.isatty() else Console(width=250)
+
+
+@contextmanager
+def _bar() -> Iterator[Callable[[str, int, int], None]]:
+    from orbit_runtime.cli.bars import steps_bar
+
+    with steps_bar("asking") as show:
+        yield lambda subject, done, total: show(done, total)

@@ -1,0 +1,277 @@
+"""A model behind an OpenAI-compatible API, as the environments of a run ask a model.
+
+Belongs here: chat messages in place of tokens, requests, patience with a server. Does not belong here: what is asked
+(`environments`), how many at a time (`player`).
+
+Environments speak in tokens. An API speaks in messages, so here one token stands for a whole conversation, or for an
+answer of the model; an answer has as many as the API counts, so that limits in tokens hold.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from email.utils import parsedate_to_datetime
+from itertools import count
+from typing import Any
+
+import httpx
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_after_attempt
+
+from orbit_runtime.errors import CredentialsError, UnsupportedError, UsageError
+from orbit_runtime.evaluation.player import Unanswered
+from orbit_runtime.evaluation.records import FailureKind, Usage
+from orbit_runtime.planner.sampling import IS_SET
+from orbit_runtime.types import Completion, FinishReason, Sampling
+
+BUSY = (408, 409, 425, 429, 500, 502, 503, 504, 529)
+"""Answers that another try may mend."""
+FIRST_WAIT, LONGEST_WAIT = 0.5, 60.0
+GIVEN = ("temperature", "topP", "stop")
+"""Settings of sampling, besides `maxNewTokens`, that every such API takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class ApiModel:
+    """Where to ask, and how patiently."""
+
+    url: str
+    """Such as `http://127.0.0.1:8000/v1`."""
+    model: str
+    key: str | None = None
+    retries: int = 5
+    timeout_seconds: float = 600.0
+    """For one answer."""
+
+
+def check_api_sampling(sampling: Sampling) -> None:
+    """Raises UnsupportedError (78) for settings that an OpenAI-compatible API does not promise to take."""
+    refused = [name for name, is_set in IS_SET.items() if is_set(sampling) and name not in GIVEN]
+    if refused:
+        raise UnsupportedError(
+            f"an OpenAI-compatible API takes no {', '.join(refused)}",
+            where=f"spec.rollout.sampling.{refused[0]}",
+            fix=f"leave it out for this evaluation: --set spec.rollout.sampling.{refused[0]}=null",
+        )
+
+
+class Conversations:
+    """A `Tokenizer` whose tokens stand for conversations and for answers. For one event loop."""
+
+    eos_ids: tuple[int, ...] = ()
+
+    def __init__(self) -> None:
+        self._numbers = count(1)
+        self._asked: dict[int, tuple[list[Mapping[str, Any]], Sequence[Mapping[str, Any]]]] = {}
+        self._answers: dict[int, tuple[int, Mapping[str, Any]]] = {}
+
+    def encode_many(
+        self, conversations: Sequence[Sequence[Mapping[str, Any]]], *, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> list[list[int]]:
+        return [[self._add([dict(each) for each in messages], tools)] for messages in conversations]
+
+    def encode_continuation(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        answered: int,
+        last_id: int | None,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> list[int]:
+        assert last_id is not None
+        before, answer = self._answers[last_id]
+        following = _with_call_ids(messages[answered + 1 :], answer)
+        return [self._add([*self._asked[before][0], answer, *following], tools)]
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        raise AssertionError("the text of an API's answer is told, not decoded")
+
+    def asked(self, prompt_ids_T: Sequence[int]) -> tuple[list[Mapping[str, Any]], Sequence[Mapping[str, Any]]]:
+        """Messages and tools of the conversation that these tokens end with."""
+        return self._asked[prompt_ids_T[-1]]
+
+    def answer(self, prompt_ids_T: Sequence[int], message: Mapping[str, Any]) -> int:
+        """The token that stands for this answer."""
+        number = next(self._numbers)
+        self._answers[number] = (prompt_ids_T[-1], message)
+        return number
+
+    def _add(self, messages: list[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> int:
+        number = next(self._numbers)
+        self._asked[number] = (messages, tools)
+        return number
+
+
+def _with_call_ids(messages: Sequence[Mapping[str, Any]], answer: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Answers of tools name the call that they answer; they come in the calls' order."""
+    calls = iter(answer.get("tool_calls") or ())
+    named: list[Mapping[str, Any]] = []
+    for message in messages:
+        call = next(calls, None) if message.get("role") == "tool" else None
+        named.append({**message, "tool_call_id": call["id"]} if call else dict(message))
+    return named
+
+
+class _TryAgain(Exception):
+    def __init__(self, kind: FailureKind, reason: str, wait: float | None = None) -> None:
+        super().__init__(reason)
+        self.kind, self.reason, self.wait = kind, reason, wait
+
+
+def _wait(state: RetryCallState) -> float:
+    """What the server asks for, or twice as long each time."""
+    error = state.outcome.exception() if state.outcome else None
+    asked = error.wait if isinstance(error, _TryAgain) else None
+    return min(LONGEST_WAIT, FIRST_WAIT * 2.0 ** (state.attempt_number - 1) if asked is None else asked)
+
+
+@dataclass
+class ApiEpisode:
+    """What one episode asks of the API, and what that takes."""
+
+    client: httpx.AsyncClient
+    api: ApiModel
+    conversations: Conversations
+    sleep: Callable[[float], Any]
+    _usage: dict[str, int] = field(default_factory=lambda: dict.fromkeys(Usage.__dataclass_fields__, 0))
+
+    @property
+    def usage(self) -> Usage:
+        return Usage(**self._usage)
+
+    async def sample(self, prompt_ids_T: Sequence[int], sampling: Sampling, *, key: int) -> Completion:
+        """Raises Unanswered after the last try; CredentialsError and UsageError for what no try mends."""
+        messages, tools = self.conversations.asked(prompt_ids_T)
+        body = build_request(self.api.model, messages, tools, sampling, key)
+        try:
+            async for attempt in AsyncRetrying(
+                stop=stop_after_attempt(self.api.retries + 1),
+                wait=_wait,
+                retry=retry_if_exception_type(_TryAgain),
+                sleep=self.sleep,
+                reraise=True,
+            ):
+                with attempt:
+                    self._usage["requests"] += 1
+                    self._usage["retries"] += attempt.retry_state.attempt_number > 1
+                    answer = await self._ask(body)
+        except _TryAgain as error:
+            raise Unanswered(error.kind, error.reason) from None
+        return self._completion(prompt_ids_T, answer)
+
+    async def _ask(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        url = f"{self.api.url.rstrip('/')}/chat/completions"
+        try:
+            response = await self.client.post(url, json=body)
+        except httpx.TimeoutException as error:
+            kind: FailureKind = "Unreachable" if isinstance(error, httpx.ConnectTimeout) else "Timeout"
+            raise _TryAgain(kind, f"no answer in time ({type(error).__name__})") from None
+        except (httpx.RemoteProtocolError, httpx.ReadError) as error:
+            raise _TryAgain("CutStream", f"the answer was cut off: {error or type(error).__name__}") from None
+        except httpx.TransportError as error:
+            raise _TryAgain("Unreachable", str(error) or type(error).__name__) from None
+        if response.status_code == 200:
+            return _parse(response)
+        raise _explain(response, self.api)
+
+    def _completion(self, prompt_ids_T: Sequence[int], answer: Mapping[str, Any]) -> Completion:
+        choice, usage = answer["choices"][0], answer.get("usage") or {}
+        message = choice["message"]
+        self._usage["prompt_tokens"] += int(usage.get("prompt_tokens") or 0)
+        counted = int(usage.get("completion_tokens") or 0)
+        self._usage["completion_tokens"] += counted
+        calls = message.get("tool_calls") or ()
+        told = {"role": "assistant", "content": message.get("content") or ""}
+        number = self.conversations.answer(prompt_ids_T, {**told, "tool_calls": calls} if calls else told)
+        tokens = [number] * max(1, counted)
+        reason: FinishReason = "length" if choice.get("finish_reason") == "length" else "stop"
+        text = "\n".join([*([told["content"]] if told["content"] or not calls else []), *map(_call_text, calls)])
+        return Completion(0, tokens, [0.0] * len(tokens), [-1] * len(tokens), reason, text)  # type: ignore[arg-type]
+
+
+def build_request(
+    model: str,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]],
+    sampling: Sampling,
+    key: int,
+) -> dict[str, Any]:
+    """The body of a chat completion; what has the API's own default is left out: some models refuse to be told it."""
+    body: dict[str, Any] = {"model": model, "messages": list(messages), "max_tokens": sampling.max_new_tokens}
+    if sampling.temperature != 1.0:
+        body["temperature"] = sampling.temperature
+    if sampling.top_p != 1.0:
+        body["top_p"] = sampling.top_p
+    if sampling.stop:
+        body["stop"] = list(sampling.stop)
+    if tools:
+        body["tools"] = list(tools)
+    # Servers that sample by it give other samples of one prompt for another seed, and the same for the same.
+    body["seed"] = key & 0x7FFFFFFF
+    return body
+
+
+def _call_text(call: Mapping[str, Any]) -> str:
+    """A call as models write it that have no field for it: what environments read."""
+    function = call.get("function") or {}
+    arguments = function.get("arguments") or "{}"
+    # What is no JSON is for the environment to say.
+    with suppress(ValueError):
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+    return f"<tool_call>{json.dumps({'name': function.get('name'), 'arguments': arguments})}</tool_call>"
+
+
+def _parse(response: httpx.Response) -> dict[str, Any]:
+    try:
+        answer = response.json()
+        choice = answer["choices"][0]
+        message = choice["message"]
+        content, calls = message.get("content"), message.get("tool_calls") or ()
+        usage = answer.get("usage") or {}
+        is_right = isinstance(content, str | None) and all(isinstance(each, dict) and each.get("id") for each in calls)
+        int(usage.get("prompt_tokens") or 0), int(usage.get("completion_tokens") or 0)
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError):
+        is_right = False
+    if not is_right:
+        raise _TryAgain("BadAnswer", f"no chat completion: {response.text[:200]!r}")
+    if choice.get("finish_reason") == "content_filter":
+        raise Unanswered("Refused", "the API's content filter ended the answer")
+    return dict(answer)
+
+
+def _explain(response: httpx.Response, api: ApiModel) -> Exception:
+    """What an answer that is no completion means."""
+    status, said = response.status_code, response.text[:300].strip()
+    if status in (401, 403):
+        return CredentialsError(
+            f"{api.url} refuses the key ({status}): {said}",
+            where="--api-key-env",
+            fix="name the environment variable that holds a valid key for this API",
+        )
+    if status == 404:
+        return UsageError(
+            f"{api.url} knows no model {api.model!r}, or no chat completions ({status}): {said}",
+            where="--base-url, --model",
+            fix=f"correct one of them; {api.url.rstrip('/')}/models lists its models",
+        )
+    if status in BUSY:
+        kind: FailureKind = "RateLimited" if status == 429 else "ServerError"
+        return _TryAgain(kind, f"{status}: {said}", retry_after(response.headers.get("retry-after")))
+    return Unanswered("Refused", f"{status}: {said}")
+
+
+def retry_after(header: str | None, now: Callable[[], float] = time.time) -> float | None:
+    """Seconds that the server asks to wait: a number, or a date (RFC 9110, 10.2.3). None: it does not say."""
+    if not header:
+        return None
+    try:
+        return max(0.0, float(header))
+    except ValueError:
+        pass
+    try:
+        return max(0.0, parsedate_to_datetime(header).timestamp() - now())
+    except ValueError:
+        return None

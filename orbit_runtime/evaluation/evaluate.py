@@ -1,0 +1,160 @@
+"""An evaluation from its first to its last sample: every model is asked what is not in the folder yet.
+
+Belongs here: the order of models and tasks, stopping and going on. Does not belong here: one episode (`player`), a
+model (`api_model`; `loop` for engines).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import httpx
+
+from orbit_runtime.environments.episodes import Episode
+from orbit_runtime.errors import StoppedOnRequest
+from orbit_runtime.evaluation.api_model import ApiEpisode, ApiModel, Conversations
+from orbit_runtime.evaluation.journal import Journal
+from orbit_runtime.evaluation.player import Metered, play
+from orbit_runtime.evaluation.records import EvalSample
+from orbit_runtime.evaluation.tasks import EvalTask
+from orbit_runtime.types import Tokenizer
+
+Show = Callable[[str, int, int], None]
+"""Told what is asked, how many samples are there, and how many there will be."""
+
+
+class Subject(Protocol):
+    """A model that is measured."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+
+    def to_json(self) -> Mapping[str, Any]:
+        """What it is: a later start under the same name must be the same."""
+        ...
+
+    def asking(self) -> AbstractAsyncContextManager[Callable[[], Metered]]:
+        """Within it the model answers; what it yields makes the source of tokens of one episode."""
+        ...
+
+
+@dataclass(frozen=True)
+class ApiSubject:
+    """A model behind an API."""
+
+    api: ApiModel
+    concurrency: int
+    conversations: Conversations
+
+    @property
+    def name(self) -> str:
+        return self.api.model
+
+    @property
+    def tokenizer(self) -> Conversations:
+        return self.conversations
+
+    def to_json(self) -> dict[str, Any]:
+        return {"kind": "api", "url": self.api.url, "model": self.api.model}
+
+    @asynccontextmanager
+    async def asking(self) -> Any:
+        headers = {"Authorization": f"Bearer {self.api.key}"} if self.api.key else {}
+        limits = httpx.Limits(max_connections=self.concurrency, max_keepalive_connections=self.concurrency)
+        timeout = httpx.Timeout(self.api.timeout_seconds, connect=10.0)
+        async with httpx.AsyncClient(headers=headers, limits=limits, timeout=timeout) as client:
+            yield lambda: ApiEpisode(client, self.api, self.conversations, asyncio.sleep)
+
+
+def ask_all(
+    subjects: Sequence[Subject], tasks: Sequence[EvalTask], journal: Journal, *, concurrency: int, show: Show
+) -> None:
+    """Until every model has answered every sample, or did not after every try.
+
+    Raises:
+        StoppedOnRequest: SIGINT or SIGTERM; every sample that ended is kept.
+        OrbitError: what ended a model, an environment or the scorer.
+    """
+    asyncio.run(_ask_all(subjects, tasks, journal, concurrency, show))
+
+
+async def _ask_all(
+    subjects: Sequence[Subject], tasks: Sequence[EvalTask], journal: Journal, concurrency: int, show: Show
+) -> None:
+    with _cancelled_by_signals() as stopped:
+        try:
+            for subject in subjects:
+                await ask_one(subject, tasks, journal, concurrency=concurrency, show=show)
+        except asyncio.CancelledError:
+            if not stopped:
+                raise
+            raise StoppedOnRequest(
+                f"{stopped[0]}: {len(journal.samples)} samples are kept; the same command goes on"
+            ) from None
+
+
+async def ask_one(
+    subject: Subject, tasks: Sequence[EvalTask], journal: Journal, *, concurrency: int, show: Show
+) -> None:
+    """One model; it is not even woken where nothing is missing."""
+    left = [(task, _missing(subject, task, journal)) for task in tasks]
+    total = sum(len(task.table.prompts_P) * task.spec.algorithm.group_size for task in tasks)
+    done = total - sum(len(episodes) for _, episodes in left)
+    show(subject.name, done, total)
+    if done == total:
+        return
+
+    async with subject.asking() as ask:
+        for task, episodes in left:
+
+            def keep(sample: EvalSample, task: EvalTask = task) -> None:
+                nonlocal done
+                done += 1
+                journal.add(replace(sample, expected=task.expected(sample.prompt_id)))
+                show(subject.name, done, total)
+
+            environment = task.environment(subject.tokenizer)
+            await play(subject.name, task.name, environment, episodes, ask, concurrency=concurrency, keep=keep)
+
+
+def _missing(subject: Subject, task: EvalTask, journal: Journal) -> list[Episode]:
+    episodes = task.environment(subject.tokenizer).build_episodes(task.table.prompts_P, 0)
+    return [
+        each
+        for each in episodes
+        if not journal.has((subject.name, task.name, each.prompt.prompt_id, each.sample_index))
+    ]
+
+
+@contextmanager
+def _cancelled_by_signals() -> Iterator[list[str]]:
+    """Within it SIGINT and SIGTERM cancel this task; which one did is put into the list that it yields."""
+    stopped: list[str] = []
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+
+    def stop(name: str) -> None:
+        stopped.append(name)
+        task.cancel()
+
+    signals = (signal.SIGINT, signal.SIGTERM)
+    try:
+        for number in signals:
+            loop.add_signal_handler(number, stop, number.name)
+    except (RuntimeError, ValueError):
+        # Outside the main thread there are no signals.
+        yield stopped
+        return
+    try:
+        yield stopped
+    finally:
+        for number in signals:
+            loop.remove_signal_handler(number)

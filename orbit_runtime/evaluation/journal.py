@@ -1,0 +1,177 @@
+"""The folder of an evaluation: what was asked, every sample as it ends, and what came of them.
+
+Belongs here: keeping samples so that a killed evaluation asks nothing twice, and refusing to mix two evaluations.
+Does not belong here: playing (`player`), statistics (`summary`).
+
+`evaluation.json` what was asked · `samples/*.jsonl.zst` as they end, gathered into `samples.jsonl.zst` at the end ·
+`summary.json`, `report.html`. Nothing is appended to: samples that end while one file is written go into the next.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+from orbit_runtime.errors import OrbitError, OutputError
+from orbit_runtime.evaluation.records import EvalSample, compress_samples, decompress_samples
+from orbit_runtime.storage import Execution, NotFound, Store
+
+ASKED, GATHERED, PARTS = "evaluation.json", "samples.jsonl.zst", "samples/"
+
+Key = tuple[str, str, str, int]
+
+
+class Journal:
+    """For one writer. Samples are added by one thread, and written by another, as many at once as have come."""
+
+    def __init__(self, store: Store, execution: Execution) -> None:
+        self._store = store
+        self._execution = execution
+        self._samples = {sample.key: sample for sample in read_samples(store)}
+        self._waiting: list[EvalSample] = []
+        self._parts = 0
+        self._failure: OrbitError | None = None
+        self._closing = False
+        self._changed = threading.Condition()
+        self._writer = threading.Thread(target=self._write, name="orbit-evaluation", daemon=True)
+        self._writer.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def samples(self) -> list[EvalSample]:
+        return list(self._samples.values())
+
+    def has(self, key: Key) -> bool:
+        """Whether it is there. One that the model did not answer is not: it is asked again."""
+        sample = self._samples.get(key)
+        return sample is not None and sample.outcome != "unanswered"
+
+    def add(self, sample: EvalSample) -> None:
+        """Returns at once. Raises what kept earlier ones from being written."""
+        with self._changed:
+            if self._failure is not None:
+                raise self._failure
+            self._samples[sample.key] = sample
+            self._waiting.append(sample)
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Until all that was added is written. Safe to call twice."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._writer.join()
+
+    def gather(self) -> None:
+        """All samples in one file, in an order that does not depend on who ended first; the small files go.
+
+        Raises:
+            OrbitError: what kept samples from being written.
+        """
+        self.close()
+        if self._failure is not None:
+            raise self._failure
+        self._execution.check()
+        ordered = sorted(self._samples.values(), key=lambda sample: sample.key)
+        self._store.put(GATHERED, compress_samples(ordered))
+        self._store.delete(self._store.list(PARTS))
+
+    def _write(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._closing)
+                taken, self._waiting = self._waiting, []
+            if not taken:
+                return
+            self._parts += 1
+            name = f"{PARTS}{self._execution.number:06d}-{self._parts:06d}.jsonl.zst"
+            try:
+                self._execution.check()
+                self._store.put(name, compress_samples(taken))
+            except OrbitError as error:
+                with self._changed:
+                    self._failure = error
+                return
+
+
+def read_samples(store: Store) -> list[EvalSample]:
+    """Every sample of the folder, those that were asked again once only."""
+    found: dict[Key, EvalSample] = {}
+    names = [GATHERED, *sorted(store.list(PARTS))]
+    for name in names:
+        try:
+            data = store.get(name)
+        except NotFound:
+            continue
+        found |= {sample.key: sample for sample in decompress_samples(data, where=f"{store.uri}/{name}")}
+    return list(found.values())
+
+
+def read_asked(store: Store) -> dict[str, Any] | None:
+    """What was asked in this folder; None where nothing was."""
+    try:
+        return dict(json.loads(store.get(ASKED)))
+    except NotFound:
+        return None
+    except ValueError:
+        raise OutputError(f"{ASKED} is not JSON", where=store.uri, fix="choose another --out") from None
+
+
+def keep_asked(store: Store, settings: Mapping[str, Any], subjects: Mapping[str, Mapping[str, Any]]) -> None:
+    """Writes what is asked, added to what was: further models may come to an evaluation, nothing else.
+
+    Args:
+        settings: environments, prompts and sampling, by name, with the digests of what they read.
+        subjects: model → what it is, by digest.
+
+    Raises:
+        OutputError: the folder holds samples of other settings, or of another model under the same name.
+    """
+    before = read_asked(store)
+    if before is not None:
+        changed = _differences(before["settings"], settings)
+        known = before["subjects"]
+        for name in subjects:
+            changed += _differences(known.get(name, subjects[name]), subjects[name], f"{name}: ")
+        if changed:
+            raise OutputError(
+                "the samples in this folder were asked otherwise:" + "".join(f"\n  {line}" for line in changed),
+                where=store.uri,
+                fix="restore that to go on, or choose another --out for a new evaluation",
+            )
+        subjects = {**known, **subjects}
+    content = {"settings": settings, "subjects": subjects}
+    store.put(ASKED, json.dumps(content, indent=1, sort_keys=True).encode())
+
+
+def _differences(old: Mapping[str, Any], new: Mapping[str, Any], before: str = "") -> list[str]:
+    flat_old, flat_new = _flatten(old), _flatten(new)
+    return [
+        f"{before}{name}: {_short(flat_old.get(name))} then, {_short(flat_new.get(name))} now"
+        for name in sorted({*flat_old, *flat_new})
+        if flat_old.get(name) != flat_new.get(name)
+    ]
+
+
+def _flatten(value: Any, path: str = "") -> dict[str, Any]:
+    if isinstance(value, Mapping):
+        pairs: Sequence[tuple[str, Any]] = [
+            (f"{path}.{key}" if path else str(key), each) for key, each in value.items()
+        ]
+    elif isinstance(value, list | tuple):
+        pairs = [(f"{path}[{index}]", each) for index, each in enumerate(value)]
+    else:
+        return {path: value}
+    return {name: leaf for key, each in pairs for name, leaf in _flatten(each, key).items()}
+
+
+def _short(value: Any) -> str:
+    text = "not set" if value is None else str(value) if isinstance(value, str) else repr(value)
+    return text if len(text) <= 40 else f"{text[:19]}…"

@@ -1,0 +1,104 @@
+"""Playing episodes against a model, so many at a time.
+
+Belongs here: the order of work, and what becomes of an episode whose model did not answer. Does not belong here: an
+episode (`environments`), asking a model (`api_model`; `loop` for engines).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+from orbit_runtime.environments.episodes import Environment, Episode
+from orbit_runtime.errors import EngineDiedError
+from orbit_runtime.evaluation.records import EvalSample, Failure, FailureKind, Usage, build_sample
+from orbit_runtime.types import Completion, Sampling
+
+GIVE_UP_AFTER = 16
+"""Samples in a row that the model did not answer: it is down, and asking on would only take longer to say so."""
+
+
+class Unanswered(Exception):
+    """The model gave no answer to one sample, after every try."""
+
+    def __init__(self, kind: FailureKind, reason: str) -> None:
+        super().__init__(reason)
+        self.failure = Failure(kind, reason)
+
+
+class Metered(Protocol):
+    """A `TokenSource` of one episode that counts what it takes."""
+
+    async def sample(self, prompt_ids_T: Sequence[int], sampling: Sampling, *, key: int) -> Completion:
+        """Raises Unanswered."""
+        ...
+
+    @property
+    def usage(self) -> Usage: ...
+
+
+async def play(
+    subject: str,
+    name: str,
+    environment: Environment,
+    episodes: Sequence[Episode],
+    ask: Callable[[], Metered],
+    *,
+    concurrency: int,
+    keep: Callable[[EvalSample], None],
+) -> None:
+    """Plays all episodes, `concurrency` at a time.
+
+    Args:
+        name: of the environment.
+        ask: makes the source of tokens of one episode.
+        keep: is given each sample as it ends.
+
+    Raises:
+        EngineDiedError: the model did not answer `GIVE_UP_AFTER` samples in a row.
+        OrbitError: what ended the model, the environment or the scorer.
+    """
+    left = iter(episodes)
+    silent = 0
+
+    async def work(mine: Iterator[Episode]) -> None:
+        nonlocal silent
+        for episode in mine:
+            started, tokens = time.monotonic(), ask()
+            try:
+                played = await environment.play(episode, tokens)
+            except Unanswered as error:
+                sample = _unanswered(subject, name, episode, tokens.usage, error.failure)
+                silent += 1
+            else:
+                sample = build_sample(subject, name, played, tokens.usage, time.monotonic() - started)
+                silent = 0
+            keep(sample)
+            if silent >= GIVE_UP_AFTER:
+                assert sample.failure is not None
+                raise EngineDiedError(
+                    f"{subject} did not answer the last {silent} samples: {sample.failure.kind}: "
+                    f"{sample.failure.reason}",
+                    where=name,
+                    fix="see that the model is up and reachable, then give the same command again: it asks only for "
+                    "what is missing",
+                )
+
+    # All workers draw from one iterator.
+    workers = [asyncio.create_task(work(left)) for _ in range(min(concurrency, len(episodes)))]
+    try:
+        await asyncio.gather(*workers)
+    finally:
+        for worker in workers:
+            worker.cancel()
+        await asyncio.gather(*workers, return_exceptions=True)
+
+
+def _unanswered(subject: str, name: str, episode: Episode, usage: Usage, failure: Failure) -> EvalSample:
+    prompt = episode.prompt
+    turns = tuple((str(each.get("role")), str(each.get("content") or "")) for each in prompt.messages)
+    return EvalSample(
+        subject, name, prompt.prompt_id, episode.sample_index, turns, None, "unanswered", usage=usage, failure=failure
+    )

@@ -1,0 +1,118 @@
+"""Scores of a policy on prompts, with intervals.
+
+Belongs here: the statistics, pure. Does not belong here: which samples there are (`summary`).
+
+The unit is the prompt: samples of one prompt are alike, so the spread is that of the prompts' own means (clustered
+standard errors), and two policies are compared prompt by prompt (Miller 2024, arXiv:2411.00640, sections 2.2 and 4.2).
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+CONFIDENCE = 0.95
+Z = statistics.NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A mean over prompts.
+
+    Example: `Estimate(0.5, 0.31, 0.69, 100)`
+    """
+
+    mean: float | None
+    """None: no prompt has a score."""
+    low: float | None
+    """Of the 95 % interval; None where one prompt alone says nothing of a spread."""
+    high: float | None
+    prompts: int
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Paired:
+    """One policy minus another, on the prompts that both have a score of."""
+
+    difference: Estimate
+    better: int
+    """Prompts on which it scores higher."""
+    worse: int
+
+    @property
+    def verdict(self) -> str:
+        low, high = self.difference.low, self.difference.high
+        if low is None or high is None or low <= 0 <= high:
+            return "no difference shown"
+        return "better" if low > 0 else "worse"
+
+    def to_json(self) -> dict[str, Any]:
+        return {**self.difference.to_json(), "better": self.better, "worse": self.worse, "verdict": self.verdict}
+
+
+def pass_at_k(samples: int, passed: int, k: int) -> float:
+    """Chance that at least one of `k` samples passes, estimated without bias from `samples` of which `passed` did.
+
+    1 - C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv:2107.03374, equation 1), as their product, which does not
+    overflow. Needs `k <= samples`.
+
+    Example: `pass_at_k(4, 1, 2)` is 0.5.
+    """
+    assert 1 <= k <= samples
+    if samples - passed < k:
+        return 1.0
+    return 1.0 - math.prod(1.0 - k / each for each in range(samples - passed + 1, samples + 1))
+
+
+def estimate(values_P: Sequence[float]) -> Estimate:
+    """Mean of prompts' own scores, and its 95 % interval: the normal one of a mean of independent prompts.
+
+    Where all are 0, or all 1, the spread is 0 and that interval a point, which says too much: the exact one for a share
+    is given instead (Clopper and Pearson 1934). Of scores within [0, 1] the interval is too.
+    """
+    count = len(values_P)
+    if not count:
+        return Estimate(None, None, None, 0)
+    mean = math.fsum(values_P) / count
+    if count == 1:
+        return Estimate(mean, None, None, 1)
+    if set(values_P) in ({0.0}, {1.0}):
+        far = ((1 - CONFIDENCE) / 2) ** (1 / count)
+        return Estimate(mean, 0.0, 1 - far, count) if mean == 0 else Estimate(mean, far, 1.0, count)
+    half = Z * statistics.stdev(values_P, mean) / math.sqrt(count)
+    low, high = mean - half, mean + half
+    if all(0 <= value <= 1 for value in values_P):
+        low, high = max(0.0, low), min(1.0, high)
+    return Estimate(mean, low, high, count)
+
+
+def paired(first: Mapping[str, float], second: Mapping[str, float]) -> Paired:
+    """`second` minus `first`, prompt by prompt.
+
+    Where every prompt has the same difference its interval is a point: then nothing is known of other prompts.
+    """
+    differences = [second[prompt] - first[prompt] for prompt in first if prompt in second]
+    count = len(differences)
+    better, worse = sum(each > 0 for each in differences), sum(each < 0 for each in differences)
+    if not count:
+        return Paired(Estimate(None, None, None, 0), 0, 0)
+    mean = math.fsum(differences) / count
+    if count == 1:
+        return Paired(Estimate(mean, None, None, 1), better, worse)
+    half = Z * statistics.stdev(differences, mean) / math.sqrt(count)
+    return Paired(Estimate(mean, mean - half, mean + half, count), better, worse)
+
+
+def pass_ks(samples: int) -> tuple[int, ...]:
+    """The k that are told: powers of two, and the number of samples itself.
+
+    Example: of 6 samples `(1, 2, 4, 6)`.
+    """
+    powers = [2**power for power in range(samples.bit_length()) if 2**power <= samples]
+    return tuple(dict.fromkeys([*powers, samples]))

@@ -1,0 +1,185 @@
+"""What came of an evaluation: scores of every model on every environment, and models against each other.
+
+Belongs here: from samples to numbers, pure. Does not belong here: statistics (`scores`), showing them (`page`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from orbit_runtime.evaluation.records import EvalSample
+from orbit_runtime.evaluation.scores import Estimate, Paired, estimate, paired, pass_at_k, pass_ks
+
+FAILED = ("timeout", "crash", "unanswered")
+"""Without a score: counted, and part of no mean."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """Of a million tokens, in whatever currency."""
+
+    prompt: float | None = None
+    completion: float | None = None
+
+    def cost(self, prompt_tokens: int, completion_tokens: int) -> float | None:
+        if self.prompt is None and self.completion is None:
+            return None
+        return (prompt_tokens * (self.prompt or 0.0) + completion_tokens * (self.completion or 0.0)) / 1e6
+
+
+@dataclass(frozen=True)
+class Score:
+    """One model on one environment."""
+
+    subject: str
+    environment: str
+    average: Estimate
+    """avg@k: the mean reward of a prompt's samples, over prompts."""
+    passes: Mapping[int, Estimate]
+    """pass@k by k, over the prompts that have k samples with a score."""
+    outcomes: Mapping[str, int]
+    failures: Mapping[str, int]
+    """Of those that were not answered, by kind."""
+    reasons: tuple[str, ...]
+    """Why samples have no score: the first few."""
+    prompt_tokens: int
+    completion_tokens: int
+    retries: int
+    cost: float | None
+    means: Mapping[str, float]
+    """Prompt id → mean reward of its samples."""
+    truncated: int
+    """Samples that a limit of tokens cut off."""
+    per_prompt: int
+    """Samples of a prompt: the k of avg@k."""
+
+    @property
+    def samples(self) -> int:
+        return sum(self.outcomes.values())
+
+    @property
+    def failed(self) -> int:
+        return sum(self.outcomes.get(outcome, 0) for outcome in FAILED)
+
+    def to_json(self) -> dict[str, Any]:
+        facts = {name: value for name, value in asdict(self).items() if name not in ("passes", "means", "average")}
+        return {
+            **facts,
+            "samples": self.samples,
+            "failed": self.failed,
+            "average": self.average.to_json(),
+            "pass_at": {str(k): each.to_json() for k, each in self.passes.items()},
+        }
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """`second` minus `first` on one environment, prompt by prompt."""
+
+    environment: str
+    first: str
+    second: str
+    paired: Paired
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "environment": self.environment, "first": self.first, "second": self.second, **self.paired.to_json()
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Everything that is told of an evaluation."""
+
+    scores: tuple[Score, ...]
+    """By environment, then by model in their order."""
+    comparisons: tuple[Comparison, ...]
+    """Each model with the first one."""
+    pass_at: float
+    """A sample passes with at least this reward."""
+
+    @property
+    def failed_share(self) -> float:
+        return sum(each.failed for each in self.scores) / max(1, sum(each.samples for each in self.scores))
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "pass_at": self.pass_at,
+            "confidence": 0.95,
+            "scores": [each.to_json() for each in self.scores],
+            "comparisons": [each.to_json() for each in self.comparisons],
+        }
+
+
+def build_summary(samples: Sequence[EvalSample], *, pass_at: float = 1.0, prices: Prices | None = None) -> Summary:
+    """Args: pass_at: reward from which on a sample passes."""
+    subjects = sorted({sample.subject for sample in samples}, key=subject_order)
+    environments = sorted({sample.environment for sample in samples})
+    scores, comparisons = [], []
+    for environment in environments:
+        of_environment = [
+            build_score(
+                [each for each in samples if (each.subject, each.environment) == (subject, environment)],
+                pass_at,
+                prices or Prices(),
+            )
+            for subject in subjects
+            if any((each.subject, each.environment) == (subject, environment) for each in samples)
+        ]
+        scores += of_environment
+        first = of_environment[0]
+        comparisons += [
+            Comparison(environment, first.subject, each.subject, paired(first.means, each.means))
+            for each in of_environment[1:]
+        ]
+    return Summary(tuple(scores), tuple(comparisons), pass_at)
+
+
+def build_score(samples: Sequence[EvalSample], pass_at: float, prices: Prices) -> Score:
+    """Of one model on one environment; at least one sample."""
+    rewards_P: dict[str, list[float]] = {}
+    for sample in samples:
+        if sample.reward is not None:
+            rewards_P.setdefault(sample.prompt_id, []).append(sample.reward)
+    means = {prompt: sum(rewards) / len(rewards) for prompt, rewards in rewards_P.items()}
+    most = max(map(len, rewards_P.values()), default=1)
+    passes = {
+        k: estimate([
+            pass_at_k(len(rewards), sum(each >= pass_at for each in rewards), k)
+            for rewards in rewards_P.values()
+            if len(rewards) >= k
+        ])
+        for k in pass_ks(most)
+    }  # fmt: skip
+    prompt_tokens = sum(sample.usage.prompt_tokens for sample in samples)
+    completion_tokens = sum(sample.usage.completion_tokens for sample in samples)
+    reasons = [reason for each in samples for reason in each.reasons]
+    reasons += [each.failure.reason for each in samples if each.failure]
+    return Score(
+        subject=samples[0].subject,
+        environment=samples[0].environment,
+        average=estimate(list(means.values())),
+        passes=passes,
+        outcomes=dict(Counter(sample.outcome for sample in samples)),
+        failures=dict(Counter(sample.failure.kind for sample in samples if sample.failure)),
+        reasons=tuple(dict.fromkeys(reasons))[:3],
+        prompt_tokens=prompt_tokens,
+        completion_tokens=completion_tokens,
+        retries=sum(sample.usage.retries for sample in samples),
+        cost=prices.cost(prompt_tokens, completion_tokens),
+        means=means,
+        per_prompt=most,
+        truncated=sum(sample.finish_reason == "length" for sample in samples),
+    )
+
+
+def subject_order(name: str) -> tuple[int, int, str]:
+    """The base first, then steps by number, then other models."""
+    step = re.fullmatch(r"step-(\d+)", name)
+    if step:
+        return (1, int(step[1]), name)
+    return (0 if name == "base" else 2, 0, name)

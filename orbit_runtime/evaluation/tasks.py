@@ -1,0 +1,201 @@
+"""What a model is asked: an environment with its prompts and rewards, opened on this machine.
+
+Belongs here: from a manifest's blocks to episodes, and the digests that tell one version of them from another.
+Does not belong here: who answers (`api_model`; `loop` for engines), playing (`player`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from orbit_runtime.data.prompts import PromptTable, check_fields, load_prompts
+from orbit_runtime.data.rows import PromptSource
+from orbit_runtime.environments.asked import environment_target, fields_read, process_limits, reward_targets
+from orbit_runtime.environments.build import build_environment
+from orbit_runtime.environments.episodes import Environment
+from orbit_runtime.planner.sampling import sampling_of
+from orbit_runtime.seeds import stream_key
+from orbit_runtime.spec.run import RunSpec
+from orbit_runtime.storage.download import Patience
+from orbit_runtime.storage.inputs import fetch_input
+from orbit_runtime.types import Sampling, Tokenizer
+from orbit_runtime.workers.environment_pool import EnvironmentPool
+from orbit_runtime.workers.reward_pool import RewardPool
+from orbit_runtime.workers.reward_protocol import RewardScorer
+
+PACKAGES = {"Gymnasium": "gymnasium", "SkyRLGym": "skyrl-gym", "Verifiers": "verifiers"}
+"""`environment.type` → the distribution whose version is the environment's."""
+MAX_EXPECTED = 500
+
+
+@dataclass(frozen=True)
+class EvalTask:
+    """One environment, opened."""
+
+    name: str
+    spec: RunSpec
+    """The run's, with this environment, these prompts, and as many samples of each as are asked for."""
+    table: PromptTable
+    sampling: Sampling
+    scorer: RewardScorer
+    pool: EnvironmentPool | None
+    versions: Mapping[str, str]
+    """Digests of code, and versions of packages, that play and score."""
+    expected_fields: tuple[str, ...]
+
+    def environment(self, tokenizer: Tokenizer) -> Environment:
+        return build_environment(self.name, self.spec, tokenizer, self.scorer, self.pool, self.sampling)
+
+    def expected(self, prompt_id: str) -> str:
+        """What the prompt's row expects, for people."""
+        row = self._rows[prompt_id]
+        return "\n".join(str(row[name]) for name in self.expected_fields if row.get(name) is not None)[:MAX_EXPECTED]
+
+    _rows: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """All that decides what its samples are, for a later start to be held against."""
+        environment = self.spec.environment.model_dump(mode="json", by_alias=True, exclude_none=True)
+        # Where it is computed, and how patiently.
+        for name in ("limits", "code", "failureLimit"):
+            environment.pop(name, None)
+        limits = self.spec.environment.limits
+        return {
+            "environment": environment,
+            "limits": {"turns": limits.turns, "tokens": limits.tokens, "seconds": limits.seconds},
+            "prompts": self.table.digest,
+            "versions": dict(self.versions),
+            "sampling": {
+                "samples": self.spec.algorithm.group_size,
+                "seed": self.spec.data.seed,
+                **{name: getattr(self.sampling, name) for name in Sampling.__dataclass_fields__},
+            },
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """How each prompt is asked."""
+
+    samples: int = 1
+    temperature: float | None = None
+    """None: the run's own; 0: the most likely token."""
+    max_new_tokens: int | None = None
+    """None: the run's own."""
+    limit: int | None = None
+    """Only the first so many prompts of each environment."""
+    seed: int = 0
+
+
+def open_task(name: str, spec: RunSpec, asked: Asked, folders: Sequence[str], closing: ExitStack) -> EvalTask:
+    """Reads prompts and starts what scores and plays. What must be closed is pushed on `closing`.
+
+    Args:
+        spec: with absolute paths; its `data.prompts` and `environment` are this task's.
+        folders: where entry points are looked for after `environment.code`.
+
+    Raises:
+        OrbitError: prompts, rewards or environment cannot be used.
+    """
+    patience = Patience()
+    fetched = [
+        None if each.uri.startswith("builtin://") else fetch_input(
+            each.uri, "prompts", f"{name}.prompts[{index}].uri", patience=patience).path
+        for index, each in enumerate(spec.data.prompts)
+    ]  # fmt: skip
+    sources = [
+        PromptSource(each.uri, each.format, each.prompt_field, local=path)
+        for each, path in zip(spec.data.prompts, fetched, strict=True)
+    ]
+    table = load_prompts(sources, limit=asked.limit or spec.data.limit)
+    read = fields_read(spec, {})
+    check_fields(table, read)
+    code = spec.environment.code
+    code_input = fetch_input(code.uri, "code", f"{name}.environment.code.uri", patience=patience) if code else None
+    path = [*([str(code_input.path)] if code_input else []), *folders]
+    versions = environment_versions(spec, path)
+    if code_input and code_input.digest:
+        versions["code"] = code_input.digest
+    scorer = closing.enter_context(RewardPool(reward_targets(spec, {}), search_path=path))
+    target = environment_target(spec)
+    pool = None
+    if target is not None:
+        pool = closing.enter_context(EnvironmentPool(target, limits=process_limits(spec), search_path=path))
+    sampling = sampling_of(with_sampling(spec, asked))
+    return EvalTask(
+        name, with_samples(spec, asked), table, sampling, scorer, pool, versions, tuple(read) or ("answer",),
+        {prompt.prompt_id: prompt.fields for prompt in table.prompts_P},
+    )  # fmt: skip
+
+
+def with_samples(spec: RunSpec, asked: Asked) -> RunSpec:
+    """As many samples of a prompt as are asked for, drawn from streams that training never draws from."""
+    seed = stream_key(asked.seed, "evaluation")
+    algorithm = spec.algorithm.model_copy(update={"group_size": asked.samples})
+    return spec.model_copy(update={"algorithm": algorithm, "data": spec.data.model_copy(update={"seed": seed})})
+
+
+def with_sampling(spec: RunSpec, asked: Asked) -> RunSpec:
+    named = {"temperature": asked.temperature, "max_new_tokens": asked.max_new_tokens}
+    changed = {name: value for name, value in named.items() if value is not None}
+    sampling = spec.rollout.sampling.model_copy(update=changed)
+    return spec.model_copy(update={"rollout": spec.rollout.model_copy(update={"sampling": sampling})})
+
+
+def environment_versions(spec: RunSpec, folders: Sequence[str]) -> dict[str, str]:
+    """What plays and scores, by version: a package's, or the digest of a module of the user's."""
+    environment = spec.environment
+    found = {}
+    if environment.type in PACKAGES:
+        package = PACKAGES[environment.type]
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    rewards = [reward.entrypoint for reward in environment.rewards]
+    for target in [environment.entrypoint, *environment.tools, *rewards]:
+        module = (target or "").partition(":")[0]
+        source = _module_file(module, folders) if module else None
+        if source is not None:
+            found[module] = f"sha256:{hashlib.sha256(source.read_bytes()).hexdigest()}"
+    return found
+
+
+def _module_file(module: str, folders: Sequence[str]) -> Path | None:
+    """Of a module that lies in one of these folders; None for one that is installed, or in an archive."""
+    parts = module.split(".")
+    for folder in folders:
+        base = Path(folder).joinpath(*parts)
+        for path in (base.with_suffix(".py"), base / "__init__.py"):
+            if path.is_file():
+                return path
+    return None
+
+
+def asked_of(spec: RunSpec) -> Asked:
+    """As `spec.evaluation` says."""
+    evaluation = spec.evaluation
+    return Asked(
+        evaluation.samples,
+        evaluation.temperature,
+        evaluation.max_new_tokens,
+        evaluation.limit,
+        evaluation.seed,
+    )
+
+
+def task_specs(run: str, spec: RunSpec) -> dict[str, RunSpec]:
+    """Environment → the run's spec with its prompts and what plays and scores it; without any, the run's own."""
+    environments = {}
+    for each in spec.evaluation.environments:
+        # `limit` of the run is of its own prompts.
+        data = spec.data.model_copy(update={"prompts": each.prompts, "limit": None})
+        environment = each.environment or spec.environment
+        environments[each.name] = spec.model_copy(update={"data": data, "environment": environment})
+    return environments or {run: spec}

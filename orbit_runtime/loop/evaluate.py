@@ -1,0 +1,174 @@
+"""Models of this machine as an evaluation asks them: the base, and adapters that a run kept, on the torch engine.
+
+Belongs here: loading them, and one policy at a time in the engine. Does not belong here: what they are asked
+(`evaluation`), a run's own evaluations (`measure`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from orbit_runtime.adapters.state import files_digest
+from orbit_runtime.checkpoints.adapter_folder import AdapterFolder, open_adapter
+from orbit_runtime.data.chat import ChatTokenizer
+from orbit_runtime.data.prompts import check_lengths
+from orbit_runtime.errors import ModelError, UsageError
+from orbit_runtime.evaluation.records import Usage
+from orbit_runtime.evaluation.tasks import EvalTask
+from orbit_runtime.loop.asking import Asking
+from orbit_runtime.loop.machine import machine_facts
+from orbit_runtime.loop.publish import adapter_name
+from orbit_runtime.loop.trainers import build_policy
+from orbit_runtime.model_info.builtin_models import builtin_folder
+from orbit_runtime.model_info.content import kept_weights_digest
+from orbit_runtime.rollout.torch_engine import TorchEngine
+from orbit_runtime.spec import OrbitRun, resolve
+from orbit_runtime.storage import Store, list_bundles
+from orbit_runtime.storage.cache import Cache, default_cache
+from orbit_runtime.storage.download import Patience
+from orbit_runtime.storage.inputs import fetch_input
+from orbit_runtime.types import BASE_VERSION, AdapterFiles, Completion, Engine, Sampling
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What samples: a slot of the engine, or the bare base."""
+
+    name: str | None
+    version: int
+
+
+@dataclass
+class EngineEpisode:
+    """The tokens of one episode, counted."""
+
+    asking: Asking
+    _usage: dict[str, int] = field(default_factory=lambda: dict.fromkeys(Usage.__dataclass_fields__, 0))
+
+    @property
+    def usage(self) -> Usage:
+        return Usage(**self._usage)
+
+    async def sample(self, prompt_ids_T: Sequence[int], sampling: Sampling, *, key: int) -> Completion:
+        completion = await self.asking.ask(tuple(prompt_ids_T), sampling, key, None)
+        self._usage["requests"] += 1
+        self._usage["prompt_tokens"] += len(prompt_ids_T)
+        self._usage["completion_tokens"] += len(completion.token_ids_T)
+        return completion
+
+
+@dataclass(frozen=True)
+class LocalSubject:
+    """A policy of this machine. Only within `asking` does its adapter stand in the engine."""
+
+    name: str
+    tokenizer: ChatTokenizer
+    engine: Engine
+    weights: str
+    """Digest of the base's files."""
+    version: int = BASE_VERSION
+    adapter: AdapterFiles | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        adapter = self.adapter.digest if self.adapter else None
+        return {"kind": "local", "weights": self.weights, "adapter": adapter}
+
+    @asynccontextmanager
+    async def asking(self) -> AsyncIterator[Callable[[], EngineEpisode]]:
+        asking = Asking(self.engine)
+        slot = f"evaluated-{self.name}" if self.adapter else None
+        if self.adapter and slot:
+            self.engine.load_adapter(slot, self.adapter)
+        serving = asyncio.create_task(asking.serve())
+        try:
+            await asking.switch(Policy(slot, self.version))
+            yield lambda: EngineEpisode(asking)
+        finally:
+            await asking.close()
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
+            if slot:
+                self.engine.unload_adapter(slot)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """An adapter to measure."""
+
+    name: str
+    uri: str
+
+
+def kept_steps(store: Store, steps: Sequence[int] | None, *, first: bool) -> list[Kept]:
+    """The adapters that a run keeps, by step: those asked for, or all.
+
+    Args:
+        first: also that of step 0, where nobody asked for steps: it is not the bare base.
+
+    Raises:
+        UsageError: the folder keeps none, or not one that was asked for.
+    """
+    kept = sorted(int(name.rstrip("/").rpartition("policy-v")[2]) for name in list_bundles(store, "adapters/"))
+    if not kept:
+        raise UsageError(
+            "there is no kept adapter here", where=store.uri, fix="name the folder of a run that has begun"
+        )
+    lacking = sorted({*(steps or ())} - {*kept})
+    if lacking:
+        raise UsageError(
+            f"no adapter is kept of step {', '.join(map(str, lacking))}; there are: {', '.join(map(str, kept))}",
+            where=f"{store.uri}, --steps",
+            fix="ask for those; a run keeps more with a larger spec.checkpoint.keep",
+        )
+    wanted = [step for step in kept if step or first] if steps is None else sorted({*steps})
+    return [Kept(f"step-{step}", f"{store.uri}/adapters/{adapter_name(step)}") for step in wanted]
+
+
+def open_models(
+    run: OrbitRun, tasks: Sequence[EvalTask], kept: Sequence[Kept], *, base: bool, note: Callable[[str], None]
+) -> list[LocalSubject]:
+    """The base, where it is asked for, and every adapter, on one engine.
+
+    Args:
+        run: with absolute paths; its `adapter` is that of every adapter.
+
+    Raises:
+        DataError: a prompt leaves no room for an answer.
+        ModelError: the base or an adapter cannot be used, or they do not belong together.
+    """
+    resolved = resolve(run, machine_facts())
+    spec = resolved.run.spec
+    if spec.model.uri.startswith("builtin://"):
+        folder = builtin_folder(spec.model.uri.removeprefix("builtin://"), spec.model.precision)
+    else:
+        folder = fetch_input(spec.model.uri, "model", "spec.model.uri", patience=Patience()).path
+    tokenizer = ChatTokenizer(folder, spec.data.chat.template_arguments)
+    for task in tasks:
+        longest = spec.model.max_sequence_length - task.sampling.max_new_tokens
+        check_lengths(task.table, tokenizer.encode_many, max_prompt_tokens=longest)
+    weights = kept_weights_digest(folder, Cache(default_cache(os.environ)))
+    adapters = [(each, open_adapter(each.uri)) for each in kept]
+    for each, adapter in adapters:
+        _check_base(adapter, weights, each)
+    policy = build_policy(resolved, folder, "None", note)
+    engine = TorchEngine(policy, tokenizer, max_running_requests=spec.rollout.max_running_requests)
+    subjects = [LocalSubject("base", tokenizer, engine, weights)] if base else []
+    for version, (each, adapter) in enumerate(adapters):
+        files = AdapterFiles(version, adapter.files, files_digest(adapter.files))
+        subjects.append(LocalSubject(each.name, tokenizer, engine, weights, version, files))
+    return subjects
+
+
+def _check_base(adapter: AdapterFolder, weights: str, kept: Kept) -> None:
+    if adapter.base_weights not in (None, weights):
+        raise ModelError(
+            f"this adapter was trained on another base ({str(adapter.base_weights)[:19]}…, the manifest's is "
+            f"{weights[:19]}…)",
+            where=kept.uri,
+            fix="write the model and precision that it was trained on",
+        )

@@ -1,0 +1,80 @@
+"""`spec.evaluation`: what `orbit eval` measures a policy on.
+
+Belongs here: which prompts, how they are asked. Does not belong here: asking (`evaluation`), statistics.
+
+Nothing here changes what is trained: all of it may change on resume, what stands in `environments` included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from orbit_runtime.spec.block import AsTuple, Block, Contradiction
+from orbit_runtime.spec.data import Prompts
+from orbit_runtime.spec.environment import Environment
+
+LATER_DISPLAY: Any = Field(json_schema_extra={"orbitSet": "display", "orbitLater": True})
+"""Unknown to runs of earlier versions, which did as its default says."""
+
+
+class EvaluationEnvironment(Block):
+    """Prompts that no training sees, and what scores their answers."""
+
+    name: Annotated[
+        str,
+        LATER_DISPLAY,
+        Field(min_length=1, max_length=63, pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", examples=["held-out"]),
+    ]
+    """Its name in results, each once."""
+    prompts: Annotated[
+        tuple[Prompts, ...],
+        AsTuple,
+        Field(min_length=1, max_length=16, examples=[[{"uri": "held-out.jsonl"}]]),
+    ]
+    """Sources, read one after the other."""
+    environment: Environment | None = None
+    """What answers and scores the policy; unset, the run's own `spec.environment`."""
+
+
+class Evaluation(Block):
+    """What `orbit eval` asks a policy. A run does nothing with it."""
+
+    samples: Annotated[int, LATER_DISPLAY, Field(ge=1, le=1024)] = 1
+    """Samples of each prompt."""
+    temperature: Annotated[float | None, LATER_DISPLAY, Field(ge=0, le=100)] = None
+    """0: the most likely token; unset, as `rollout.sampling` says."""
+    max_new_tokens: Annotated[int | None, LATER_DISPLAY, Field(ge=1, le=1_048_576)] = None
+    """Unset, as `rollout.sampling` says."""
+    limit: Annotated[int | None, LATER_DISPLAY, Field(ge=1, le=2**53)] = None
+    """Only the first so many prompts of each environment; unset, all."""
+    seed: Annotated[int, LATER_DISPLAY, Field(ge=0, le=2**53)] = 0
+    """Of sampling. Every policy draws by the same, so that two differ by what they are."""
+    pass_at: Annotated[float, LATER_DISPLAY, Field(ge=-1_000_000, le=1_000_000)] = 1.0
+    """Reward from which on a sample counts as passed, for pass@k."""
+    concurrency: Annotated[int, LATER_DISPLAY, Field(ge=1, le=65_536)] = 64
+    """Episodes that are played at the same time."""
+    prompt_price: Annotated[float | None, LATER_DISPLAY, Field(ge=0, le=1_000_000)] = None
+    """Of a million tokens that a model reads: then the cost is told."""
+    completion_price: Annotated[float | None, LATER_DISPLAY, Field(ge=0, le=1_000_000)] = None
+    """Of a million tokens that it writes."""
+    environments: Annotated[
+        tuple[EvaluationEnvironment, ...],
+        AsTuple,
+        Field(max_length=8, examples=[[{"name": "held-out", "prompts": [{"uri": "held-out.jsonl"}]}]]),
+    ] = ()
+    """What is measured; empty, the run's own prompts and environment."""
+
+    def contradictions(self) -> Iterator[Contradiction]:
+        names = [each.name for each in self.environments]
+        for index, name in enumerate(names):
+            if names[:index].count(name) == 1:
+                first = names.index(name)
+                yield Contradiction(
+                    ("environments", index),
+                    (("environments", first, "name"),),
+                    f"`{name}` is already the name of environments[{first}]",
+                    "give each environment its own name",
+                )

@@ -1,0 +1,218 @@
+"""`orbit eval` against an API, and every way that one fails."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes.chat_api import CUT, ChatApi
+
+from orbit_runtime.cli.main import run_command
+from orbit_runtime.evaluation import api_model
+from orbit_runtime.evaluation.journal import read_samples
+from orbit_runtime.storage import open_store
+
+ROOT = Path(__file__).resolve().parents[3]
+SAMPLES, PROMPTS = 2, 6
+SIZE = ["--set", f"spec.evaluation.samples={SAMPLES}", "--set", f"spec.evaluation.limit={PROMPTS}"]
+
+
+def adds(body: Mapping[str, Any]) -> str:
+    """The right answer, to even sums alone."""
+    first, second = map(int, re.findall(r"\d+", body["messages"][-1]["content"]))
+    total = first + second
+    return str(total if total % 2 == 0 else total + 1)
+
+
+def evaluate(api: ChatApi, out: Path, *more: str, file: str = "quickstart.yaml") -> int:
+    asked = ["--base-url", api.url, "--model", "tiny", "--out", str(out), "--json", *SIZE, *more]
+    return run_command(["eval", str(ROOT / "examples" / file), *asked])
+
+
+def scores(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    return json.loads(capsys.readouterr().out)
+
+
+def test_every_sample_is_asked_once_scored_and_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with ChatApi(adds) as api:
+        assert evaluate(api, tmp_path, "--set", "spec.evaluation.promptPrice=1000000") == 0
+        (score,) = scores(capsys)["scores"]
+        right = [int(adds(body)) == sum(map(int, re.findall(r"\d+", body["messages"][-1]["content"])))
+                 for body in api.asked]  # fmt: skip
+        assert score["average"]["mean"] == pytest.approx(sum(right) / len(right))
+        assert score["pass_at"]["2"]["mean"] == score["average"]["mean"]
+        assert (score["samples"], score["failed"], score["prompt_tokens"]) == (12, 0, 84)
+        assert score["cost"] == 84.0
+        # Samples of a prompt draw by seeds of their own.
+        assert len({body["seed"] for body in api.asked}) == SAMPLES * PROMPTS
+        kept = read_samples(open_store(str(tmp_path)))
+        assert [*Counter(sample.prompt_id for sample in kept).values()] == [SAMPLES] * PROMPTS
+        assert {role for role, _ in kept[0].turns} == {"user", "assistant"}
+        assert evaluate(api, tmp_path) == 0
+        assert len(api.asked) == SAMPLES * PROMPTS, "nothing is asked twice"
+        page = (tmp_path / "report.html").read_text()
+        assert "pass@2" in page
+        assert "http://" not in page.replace("http://www.w3.org/2000/svg", "")
+
+
+def test_other_settings_in_the_same_folder_are_refused_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with ChatApi(adds) as api:
+        assert evaluate(api, tmp_path) == 0
+        capsys.readouterr()
+        assert evaluate(api, tmp_path, "--set", "spec.evaluation.temperature=0") == 73
+        assert "quickstart.sampling.temperature: 1.0 then, 0.0 now" in capsys.readouterr().out
+
+
+def test_another_version_of_the_environment_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    manifest = (ROOT / "examples/quickstart.yaml").read_text()
+    (tmp_path / "run.yaml").write_text(manifest.replace("type: ExactMatch", "entrypoint: my_score:score"))
+    code = "def score(completion, prompt, fields, field):\n    return float(completion == fields[field])\n"
+    (tmp_path / "my_score.py").write_text(code)
+    with ChatApi(adds) as api:
+        again = ["eval", str(tmp_path / "run.yaml"), "--base-url", api.url, "--model", "m", "--out",
+                 str(tmp_path / "out"), "--json", *SIZE]  # fmt: skip
+        assert run_command(again) == 0
+        (tmp_path / "my_score.py").write_text(code + "# another\n")
+        capsys.readouterr()
+        assert run_command(again) == 73
+    assert "quickstart.versions.my_score: sha256:" in capsys.readouterr().out
+
+
+def test_a_busy_server_is_waited_for_as_long_as_it_asks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    busy = ChatApi(adds, statuses=lambda number: 429 if number % 2 == 0 else 200, headers="Retry-After: 0\r\n")
+    with busy as api:
+        assert evaluate(api, tmp_path, "--set", "spec.evaluation.concurrency=1") == 0
+    (score,) = scores(capsys)["scores"]
+    assert (score["failed"], score["retries"]) == (0, SAMPLES * PROMPTS)
+
+
+def test_a_server_that_stays_busy_leaves_samples_without_a_score(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Six tries each: the first three samples get none.
+    late = ChatApi(adds, statuses=lambda number: 429 if number < 18 else 200, headers="Retry-After: 0\r\n")
+    with late as api:
+        assert evaluate(api, tmp_path, "--set", "spec.evaluation.concurrency=1") == 86
+        said = capsys.readouterr().out
+        summary = json.loads((tmp_path / "summary.json").read_text())
+        (score,) = summary["scores"]
+        assert (score["failed"], score["failures"]) == (3, {"RateLimited": 3})
+        assert score["average"]["prompts"] == 5, "a prompt without any score counts in no mean"
+        assert "25% of the samples have no score, the limit is 10%" in said
+        before = len(api.asked)
+        assert evaluate(api, tmp_path) == 0, "what was not answered is asked again"
+        assert len(api.asked) == before + 3
+
+
+def test_an_answer_that_is_cut_off_is_asked_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with ChatApi(adds, statuses=lambda number: CUT if number == 3 else 200) as api:
+        assert evaluate(api, tmp_path, "--set", "spec.evaluation.concurrency=1") == 0
+    (score,) = scores(capsys)["scores"]
+    assert (score["failed"], score["retries"]) == (0, 1)
+
+
+def test_a_wrong_key_and_an_unknown_model_end_it_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("API_KEY", "wrong")
+    with ChatApi(adds, key="right") as api:
+        assert evaluate(api, tmp_path / "a", "--api-key-env", "API_KEY", "--set", "spec.evaluation.concurrency=1") == 77
+        assert len(api.asked) == 1
+        assert "refuses the key (401)" in capsys.readouterr().out
+        monkeypatch.setenv("API_KEY", "right")
+        assert evaluate(api, tmp_path / "b", "--api-key-env", "API_KEY") == 0
+    assert "right" not in "".join(path.read_text(errors="ignore") for path in (tmp_path / "b").rglob("*.json"))
+    with ChatApi(adds, statuses=lambda _: 404) as api:
+        assert evaluate(api, tmp_path / "c") == 64
+
+
+def test_a_model_that_is_down_ends_it_after_every_try(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(api_model, "FIRST_WAIT", 0.0)
+    with ChatApi(adds) as api:
+        gone = ChatApi(adds, port=api.port)
+    assert evaluate(gone, tmp_path, "--set", "spec.evaluation.limit=20") == 82
+    assert "Unreachable" in capsys.readouterr().out
+
+
+def test_a_killed_evaluation_goes_on_and_asks_nothing_twice(tmp_path: Path) -> None:
+    reached, killed = threading.Event(), threading.Event()
+
+    def say(body: Mapping[str, Any]) -> str:
+        if len(api.asked) == 8:
+            reached.set()
+            killed.wait(30)
+        return adds(body)
+
+    with ChatApi(say) as api:
+        command = [sys.executable, "-m", "orbit_runtime.cli.main", "eval", str(ROOT / "examples/quickstart.yaml"),
+                   "--base-url", api.url, "--model", "tiny", "--out", str(tmp_path), *SIZE,
+                   "--set", "spec.evaluation.concurrency=1"]  # fmt: skip
+        process = subprocess.Popen(command, cwd=ROOT)
+        assert reached.wait(60)
+        store = open_store(str(tmp_path))
+        for _ in range(200):
+            if len(read_samples(store)) == 7:
+                break
+            threading.Event().wait(0.05)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        killed.set()
+        assert evaluate(api, tmp_path) == 0
+    asked = Counter((body["messages"][-1]["content"], body["seed"]) for body in api.asked)
+    assert len(asked) == SAMPLES * PROMPTS
+    assert sum(asked.values()) == SAMPLES * PROMPTS + 1, "the one under way, and no other"
+
+
+def test_calls_of_tools_go_to_the_api_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def multiplies(body: Mapping[str, Any]) -> str | Mapping[str, Any]:
+        last = body["messages"][-1]
+        if last["role"] == "tool":
+            assert last["tool_call_id"] == body["messages"][-2]["tool_calls"][0]["id"]
+            return str(last["content"])
+        (schema,) = body["tools"]
+        name = schema["function"]["name"]
+        (argument,) = schema["function"]["parameters"]["properties"]
+        arguments = json.dumps({argument: last["content"].rstrip("=")})
+        call = {"id": f"c{len(api.asked)}", "type": "function", "function": {"name": name, "arguments": arguments}}
+        return {"role": "assistant", "content": None, "tool_calls": [call]}
+
+    with ChatApi(multiplies) as api:
+        assert evaluate(api, tmp_path, file="calculator.yaml") == 0
+    (score,) = scores(capsys)["scores"]
+    assert (score["average"]["mean"], score["failed"]) == (1.0, 0)
+    assert len(api.asked) == 2 * SAMPLES * PROMPTS
+
+
+def test_a_date_and_a_number_say_how_long_to_wait() -> None:
+    wait = api_model.retry_after
+    assert wait("3") == 3.0
+    assert wait("Wed, 21 Oct 2026 07:28:10 GMT", now=lambda: 1792567680.0) == pytest.approx(10.0)
+    assert wait("soon") is None
+    assert wait(None) is None
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--base-url", "http://a/v1"], ["--model", "m"], ["--api-key-env", "K"], ["--steps", "1,x"],
+        ["--base-url", "a", "--model", "m"], ["--base-url", "http://a", "--model", "m", "--steps", "1"],
+        ["--steps", "1"],
+    ],
+)  # fmt: skip
+def test_what_the_command_line_cannot_mean_is_a_usage_error(arguments: list[str], tmp_path: Path) -> None:
+    file = str(ROOT / "examples/quickstart.yaml")
+    assert run_command(["eval", file, "--out", str(tmp_path / "out"), *arguments]) == 64
+    assert not (tmp_path / "out").exists()

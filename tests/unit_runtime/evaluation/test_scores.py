@@ -1,0 +1,69 @@
+"""Scores and intervals against their definitions, written out the slow way."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from random import Random
+from statistics import NormalDist, fmean, stdev
+
+import pytest
+
+from orbit_runtime.evaluation.scores import estimate, paired, pass_at_k, pass_ks
+
+
+def test_pass_at_k_is_the_share_of_all_choices_of_k_samples_with_one_that_passes() -> None:
+    for samples in range(1, 9):
+        for passed in range(samples + 1):
+            outcomes = [index < passed for index in range(samples)]
+            for k in range(1, samples + 1):
+                chosen = [any(each) for each in combinations(outcomes, k)]
+                assert pass_at_k(samples, passed, k) == pytest.approx(fmean(chosen), abs=1e-12)
+
+
+def test_pass_at_k_of_thousands_of_samples_neither_overflows_nor_leaves_its_bounds() -> None:
+    assert pass_at_k(100_000, 1, 50_000) == pytest.approx(0.5, abs=1e-9)
+    assert 0 < pass_at_k(100_000, 10, 1) < pass_at_k(100_000, 10, 1000) < 1
+
+
+def test_an_interval_holds_the_true_mean_about_as_often_as_it_says() -> None:
+    random = Random(3)
+    held = 0
+    for _ in range(600):
+        chances = [random.betavariate(2, 3) for _ in range(80)]
+        found = estimate([fmean(random.random() < chance for _ in range(4)) for chance in chances])
+        held += found.low <= 0.4 <= found.high  # type: ignore[operator]
+    assert 0.92 <= held / 600 <= 0.98
+
+
+def test_a_mean_of_nothing_but_ones_has_the_exact_interval_of_a_share() -> None:
+    found = estimate([1.0] * 10)
+    # With this chance of passing, ten passes of ten happen 2.5 times in a hundred.
+    assert (found.mean, found.high) == (1.0, 1.0)
+    assert found.low is not None
+    assert found.low**10 == pytest.approx(0.025)
+    assert estimate([0.0] * 10).high == pytest.approx(1 - found.low)
+
+
+def test_one_prompt_and_none_have_no_interval() -> None:
+    assert (estimate([0.5]).mean, estimate([0.5]).low, estimate([]).mean) == (0.5, None, None)
+
+
+def test_a_paired_difference_is_over_the_prompts_that_both_have_and_takes_out_what_these_share() -> None:
+    random = Random(5)
+    hardness = {f"p{index}": random.random() for index in range(50)}
+    first = dict(hardness)
+    second = {prompt: value + 0.1 + random.gauss(0, 0.01) for prompt, value in hardness.items()}
+    found = paired({**first, "only-here": 9.0}, second)
+    differences = [second[prompt] - first[prompt] for prompt in first]
+    half = NormalDist().inv_cdf(0.975) * stdev(differences) / 50**0.5
+    assert found.difference.prompts == 50
+    assert found.difference.low == pytest.approx(fmean(differences) - half)
+    assert (found.verdict, found.better, found.worse) == ("better", 50, 0)
+    assert paired(second, first).verdict == "worse"
+    # Not paired, the same numbers show nothing.
+    apart = estimate(list(first.values())), estimate(list(second.values()))
+    assert apart[0].high > apart[1].low  # type: ignore[operator]
+
+
+def test_the_ks_that_are_told() -> None:
+    assert [pass_ks(samples) for samples in (1, 4, 6)] == [(1,), (1, 2, 4), (1, 2, 4, 6)]
