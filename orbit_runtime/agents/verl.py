@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 from orbit_runtime.agents.checks import check_count, check_items, check_number, check_sync, num_taken, plain
 from orbit_runtime.agents.items import PAIRS, get, seen_key
 from orbit_runtime.agents.trainer import TrainMetrics
-from orbit_runtime.errors import DataError, UnsupportedError, UsageError
+from orbit_runtime.errors import DataError, UsageError
 
 if TYPE_CHECKING:
     from orbit_runtime.spec import OrbitRun
@@ -114,7 +114,6 @@ class VeRLTrainer:
         Raises:
             OrbitError: as `orbit run` ends, with the field of the manifest that it concerns.
         """
-        _check_algorithm(self.config.algorithm)
         items = check_items(dataset, "dataset")
         rows = [_row(item, index) for index, item in enumerate(items)]
         if not rows:
@@ -171,17 +170,6 @@ def build_spec(config: VeRLConfig, rewards: Sequence[RewardSpec], prompts: str, 
     manifest = {"apiVersion": "orbitrl.dev/v1alpha1", "kind": "OrbitRun", "metadata": {"name": "agents"}, "spec": spec}
     overrides = [f"{path}={json.dumps(value)}" for path, value in config.settings.items()]
     return parse_manifest(json.dumps(manifest), name="VeRLConfig", overrides=overrides)
-
-
-def _check_algorithm(algorithm: VeRLAlgorithm) -> None:
-    from orbit_runtime.spec.objectives import AlgorithmType
-
-    if algorithm.name not in get_args(AlgorithmType):
-        raise UnsupportedError(
-            f"{algorithm.name} is not supported by this version's loop",
-            where="VeRLConfig.algorithm",
-            fix="use VeRLAlgorithm.GRPO",
-        )
 
 
 ITEM = "item"

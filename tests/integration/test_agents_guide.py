@@ -1,12 +1,15 @@
-"""The code of `docs/guides/agents.md`, in its order; what trains raises the reward."""
+"""The code of `docs/guides/agents.md`, in its order; what trains raises the reward, with either algorithm."""
 
 from __future__ import annotations
 
+import asyncio
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from orbit_runtime.agents import RewardSpec, VeRLAlgorithm, VeRLConfig, VeRLTrainer
 
 GUIDE = (Path(__file__).resolve().parents[2] / "docs/guides/agents.md").read_text(encoding="utf-8")
 
@@ -23,3 +26,24 @@ def test_the_guide_runs_and_its_training_learns(tmp_path: Path, monkeypatch: pyt
     assert sum(rewards[-2:]) / 2 > sum(rewards[:2]) / 2 + 0.2
     assert names["metrics"].loss is not None
     assert (tmp_path / "run" / "report.html").exists()
+
+
+def test_ppo_learns_and_its_rewards_see_their_items(tmp_path: Path) -> None:
+    config = VeRLConfig(
+        algorithm=VeRLAlgorithm.PPO,
+        batch_size=8,
+        epochs=2,
+        learning_rate=5e-3,
+        max_new_tokens=4,
+        max_sequence_length=32,
+        out=str(tmp_path / "run"),
+    )
+    prompts = [{"prompt": f"{a}+{b}=", "first": "1"} for a in (11, 25, 47, 63) for b in (12, 18, 31, 44)]
+
+    def starts(output: str, item: dict[str, str]) -> float:
+        return float(output.startswith(item["first"]))
+
+    metrics = asyncio.run(VeRLTrainer(config, [RewardSpec("starts", 1.0, starts)]).train(prompts))
+    assert metrics.reward is not None
+    assert metrics.reward > metrics.extra["reward_first"] + 0.2
+    assert "value_loss" in metrics.extra["history"][-1]
