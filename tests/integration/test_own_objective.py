@@ -53,7 +53,7 @@ def blocks(language: str) -> list[str]:
 
 def test_the_guides_own_objective_runs_and_is_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (code,) = blocks("python")
-    settings = YAML(typ="safe").load(blocks("yaml")[1])["algorithm"]
+    settings = YAML(typ="safe").load(blocks("yaml")[2])["algorithm"]
     argv = prepare(tmp_path, code, **settings)
     assert run_command(["validate", *argv]) == 0
     assert "my_objective:loss" in capsys.readouterr().out

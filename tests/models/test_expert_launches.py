@@ -48,7 +48,9 @@ def build_layer(experts: int, adapter: str) -> tuple[FrozenExperts, list[Tensor]
         base = FrozenExpertLinear(ExpertStack("BF16", {"weight": weight}), reads_tokens=name != "down_proj")
         layer = AdaptedExpertLinear(base, name, config, selection)
         made = [torch.randn(shape).mul(0.1).bfloat16().requires_grad_() for shape in slot_shapes(layer)]
-        selection.trainer[name] = LoRASlot(made[0], made[1], 2.0) if adapter == "LoRA" else OFTSlot(made[0])
+        selection.live.setdefault(TRAINER_SLOT, {})[name] = (
+            LoRASlot(made[0], made[1], 2.0) if adapter == "LoRA" else OFTSlot(made[0])
+        )
         layers[name] = layer
         trained += made
     return FrozenExperts(layers, gated(torch.nn.functional.silu)), trained  # type: ignore[arg-type]

@@ -190,7 +190,7 @@ def test_what_a_backward_waits_for(case: Case) -> None:
         return tensor
 
     with policy.injected.selection.use(TRAINER_SLOT):
-        applied = [t for slot in policy.injected.selection.trainer.values() for t in slot.tensors().values()]
+        applied = [t for slot in policy.injected.selection.live[TRAINER_SLOT].values() for t in slot.tensors().values()]
         known_storages |= {t.untyped_storage().data_ptr() for t in applied}
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             policy.logprobs(batch)
