@@ -9,7 +9,10 @@ import importlib.util
 import json
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,12 +65,36 @@ def _train(manifest: OrbitRun, folder: Path, out: str | None, progress: Progress
     if manifest.spec.rollout.engine == "SGLang":
         wait_asleep(os.environ)
     progress.stage("importing torch")
-    with gc_paused():
+    with interrupt_kept(), gc_paused():
         from orbit_runtime.loop.run import run
         from orbit_runtime.policy import load  # noqa: F401
     for each in idle:
         progress.note(each)
     return run(manifest, out=out, progress=progress, manifest_folder=folder)
+
+
+@contextmanager
+def interrupt_kept() -> Iterator[None]:
+    """Raises KeyboardInterrupt at its end where one was raised inside and lost: what imports a library in C may clear
+    any error, and the run would train on although Ctrl-C was pressed."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or before is not signal.default_int_handler:
+        yield
+        return
+    pressed = False
+
+    def handle(number: int, frame: object) -> None:
+        nonlocal pressed
+        pressed = True
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if pressed:
+        raise KeyboardInterrupt
 
 
 def check_can_train() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import signal
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from orbit_runtime.cli import doctor
 from orbit_runtime.cli.environment import VARIABLES
 from orbit_runtime.cli.generate import EXIT_CODES, build_pages
 from orbit_runtime.cli.main import run_command
-from orbit_runtime.cli.run import format_result
+from orbit_runtime.cli.run import format_result, interrupt_kept
 from orbit_runtime.errors import OrbitError
 
 ROOT = Path(__file__).parents[3]
@@ -145,3 +147,17 @@ def test_the_result_of_a_run_says_reward_before_and_after_and_where_the_report_i
     assert "/srv/runs/quickstart/report.html" in said
     assert "warning: a group of one" in said
     assert "the same command continues" in format_result("stopped", "runs/x", report)
+
+
+def test_an_interrupt_that_an_import_loses_is_raised_at_its_end() -> None:
+    # Tests that a shell started in the background inherit that Ctrl-C means nothing.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        # As an extension in C that clears the error of what it imports.
+        with pytest.raises(KeyboardInterrupt), interrupt_kept(), suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        with interrupt_kept():
+            pass
+    finally:
+        signal.signal(signal.SIGINT, before)

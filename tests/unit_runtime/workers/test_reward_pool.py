@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import CancelledError
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -156,12 +157,18 @@ def test_a_worker_that_is_slow_to_wake_is_not_taken_for_a_slow_reward() -> None:
         assert [result.outcome for result in submitted.result()] == ["value"]
 
 
-def test_what_was_submitted_together_comes_back_together_however_much_else_is_under_way(pool: RewardPool) -> None:
-    slow = pool.submit(calls("hang", "a"))
-    quick = [pool.submit(calls("a" * length, "b")) for length in range(1, 6)]
-    assert [[result.value for result in each.result(30)] for each in quick] == [[2.0 * n, 2.0] for n in range(1, 6)]
-    assert not slow.done()
-    assert [result.outcome for result in slow.result(30)] == ["timeout", "value"]
+def test_what_was_submitted_together_comes_back_together_however_much_else_is_under_way() -> None:
+    # On a busy machine the slow call must not be ended before the quick ones had their turn.
+    patient = replace(TARGET, timeout_seconds=5.0)
+    with RewardPool([patient], num_workers=2, search_path=[TESTS]) as pool:
+        slow = pool.submit(calls("hang", "a"))
+        # A worker is handed several calls at once: those that come later go to the other one.
+        while pool._pending:
+            time.sleep(0.01)
+        quick = [pool.submit(calls("a" * length, "b")) for length in range(1, 6)]
+        assert [[result.value for result in each.result(30)] for each in quick] == [[2.0 * n, 2.0] for n in range(1, 6)]
+        assert not slow.done()
+        assert [result.outcome for result in slow.result(30)] == ["timeout", "value"]
 
 
 @pytest.mark.parametrize("kind", [RewardPool, RewardThreads])
