@@ -156,10 +156,14 @@ def once(path: str, status: int, body: Any = None, when: Callable[[dict], bool] 
 
 def dies_at(path: str, when: Callable[[dict], bool] = lambda _: True) -> Fault:
     """The process ends while it works on a request to `path`."""
+    once_only = threading.Lock()
 
     def die(server: FakeServer, asked: str, given: dict) -> Answer | None:
         http = server._http
         if asked != path or not when(given) or server._ending is http:
+            return None
+        # Until it has answered, the fault is asked about requests to the process that came after, too.
+        if not once_only.acquire(blocking=False):
             return None
         server._ending = http
         threading.Thread(target=server.end, args=(http,)).start()

@@ -233,7 +233,7 @@ def test_a_request_that_kills_every_server_ends_the_run(build: Build) -> None:
     servers = FakeServer(), FakeServer()
     engine = build(*servers)
     for server in servers:
-        server.faults += [dies_at("/generate", lambda body: body["input_ids"][0][0] == 100)] * 3
+        server.faults += [dies_at("/generate", lambda body: body["input_ids"][0][0] == 100) for _ in range(3)]
     with pytest.raises(EngineDiedError, match="lost 3 times"):
         list(sample(engine, requests(4, name=None)))
 
