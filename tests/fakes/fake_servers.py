@@ -102,8 +102,7 @@ class FakeServer:
         self.starts += 1
         self.held.clear()
         self.cached.clear()
-        self.asleep.clear()
-        self.hangs = False
+        self.asleep, self.hangs = set(), False
         self._http = _listen(self)
         self._port = self._http.server_address[1]
 
@@ -156,16 +155,14 @@ def once(path: str, status: int, body: Any = None, when: Callable[[dict], bool] 
 
 def dies_at(path: str, when: Callable[[dict], bool] = lambda _: True) -> Fault:
     """The process ends while it works on a request to `path`."""
-    once_only = threading.Lock()
+    unused = [path]
 
     def die(server: FakeServer, asked: str, given: dict) -> Answer | None:
-        http = server._http
-        if asked != path or not when(given) or server._ending is http:
+        # Until it has answered, it is asked about requests to the process that came after, too.
+        if asked not in unused or not when(given) or server._ending is server._http:
             return None
-        # Until it has answered, the fault is asked about requests to the process that came after, too.
-        if not once_only.acquire(blocking=False):
-            return None
-        server._ending = http
+        unused.clear()
+        server._ending = http = server._http
         threading.Thread(target=server.end, args=(http,)).start()
         time.sleep(0.05)
         return CUT
