@@ -75,7 +75,7 @@ def run_serve(options: ServeOptions, *, as_json: bool) -> int:
         sys.stdout.flush()
         # In pieces, so that Python's own handler of a signal gets its turn.
         while not stopped.wait(0.5):
-            pass
+            serving.check()
         serving.close()
     return EXIT_DONE
 

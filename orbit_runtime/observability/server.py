@@ -97,7 +97,7 @@ def start_app(app: ASGIApp, host: str, port: int, *, where: str, fix: str, **set
     Raises:
         OutputError: the port is taken, or the address is not one of this machine's.
     """
-    listener = _listen(host, port, where, fix)
+    listener = listen(host, port, where, fix)
     import uvicorn
 
     config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", workers=1, **settings)
@@ -115,14 +115,15 @@ def start_app(app: ASGIApp, host: str, port: int, *, where: str, fix: str, **set
 _FIX = "set spec.observability.metricsPort to 0 (any free port), to another port, or to -1 (off)"
 
 
-def _listen(host: str, port: int, where: str, fix: str) -> socket.socket:
+def listen(host: str, port: int, where: str, fix: str, *, backlog: int = 1024) -> socket.socket:
+    """Raises OutputError: the port is taken, or the address is not one of this machine's."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     # A run that resumes at once must get its port back from the sockets of its predecessor that linger.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
-        listener.listen(1024)
+        listener.listen(backlog)
     except (OSError, OverflowError) as error:
         listener.close()
         taken = getattr(error, "errno", None) == errno.EADDRINUSE

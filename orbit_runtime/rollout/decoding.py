@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
@@ -112,12 +112,14 @@ class Decoding:
         rows = [row for row, item in enumerate(self._rows.work) if item.request.request_id in request_ids]
         return [*self._leave([(row, reason) for row in rows]), *(_unstarted(item, reason) for item in gone)]
 
-    def so_far(self, request_ids: Collection[int]) -> list[Finished]:
-        """What rows of these requests have sampled; they stay."""
+    def since(self, had: Mapping[int, int]) -> Iterator[tuple[int, array[int], array[float]]]:
+        """Of these requests the rows that have more tokens than these numbers say: request, new tokens, log-probs."""
         rows = self._rows
-        return rows.finish(
-            [(row, "abort") for row, item in enumerate(rows.work) if item.request.request_id in request_ids]
-        )
+        for row, item in enumerate(rows.work):
+            start, end = had.get(item.request.request_id), int(rows.generated_C[row])
+            if start is not None and end > start:
+                tokens, logprobs = rows.tokens_CT[row, start:end], rows.logprobs_CT[row, start:end]
+                yield item.request.request_id, array(TOKENS, tokens.tobytes()), array(FLOATS, logprobs.tobytes())
 
     def _leave(self, done: list[tuple[int, FinishReason]]) -> list[Finished]:
         if not done:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from array import array
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -158,12 +159,12 @@ class TorchEngine:
     def abort(self, request_ids: Collection[int] | None = None) -> None:
         self._end({*self._under_way} if request_ids is None else {*request_ids}, "abort")
 
-    def so_far(self, request_ids: Collection[int]) -> list[Completion]:
-        """Of these requests those that have tokens and are under way, each as if it were aborted now; none ends.
+    def since(self, had: Mapping[int, int]) -> Iterator[tuple[int, array[int], array[float]]]:
+        """Of these requests those under way that have more tokens than these numbers say: what is new of each.
 
         For the thread that asks for completions.
         """
-        return [self._as_completion(finished) for finished in self._decoding.so_far(request_ids)]
+        return self._decoding.since(had)
 
     async def completions(self) -> AsyncGenerator[Completion]:
         """A step of the batch at a time; between two steps whoever waits for tokens may submit, abort or do else."""
@@ -228,9 +229,6 @@ class TorchEngine:
     def _completion(self, finished: Finished) -> Completion:
         self._under_way.discard(finished.request.request_id)
         self._due.pop(finished.request.request_id, None)
-        return self._as_completion(finished)
-
-    def _as_completion(self, finished: Finished) -> Completion:
         return Completion(
             request_id=finished.request.request_id,
             token_ids_T=finished.token_ids_T,

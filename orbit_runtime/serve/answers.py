@@ -8,42 +8,74 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from array import array
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import orjson
+
 from orbit_runtime.environments.tool_calls import OPEN, parse_tool_calls
-from orbit_runtime.types import Completion, Tokenizer
+from orbit_runtime.types import FLOATS, TOKENS, FinishReason, Tokenizer
 
 REASONS = {"stop": "stop", "length": "length", "deadline": "length", "abort": "abort"}
 _UNFINISHED_CHARACTER = "\N{REPLACEMENT CHARACTER}"
+_LONGEST_CHARACTER = 16
+"""Tokens; what is still none after so many is no character."""
+
+
+@dataclass(slots=True)
+class Part:
+    """One choice, as far as it got."""
+
+    index: int
+    token_ids_T: array[int] = field(default_factory=lambda: array(TOKENS))
+    logprobs_T: array[float] = field(default_factory=lambda: array(FLOATS))
+    finish_reason: FinishReason | None = None
+    """None: more will come."""
+    text: str = ""
+    """The whole, once it has ended."""
 
 
 @dataclass
 class Sent:
-    """How much of one choice its client has."""
+    """How much of one choice its client has. A piece costs what is new, whatever came before it."""
 
     stops: tuple[str, ...] = ()
     characters: int = 0
     tokens: int = 0
+    _held: str = ""
+    """Decoded and not sent: it may be the beginning of a stop."""
+    _window: list[int] = field(default_factory=list)
+    """The newest tokens; those before change nothing of how the next are decoded."""
+    _read: int = 0
+    """Of the window, those whose text is decoded."""
 
-    def take(self, text: str, *, is_done: bool) -> str:
-        """What is new of the text and final: not a character of which bytes are missing, nor what may be the beginning
-        of a stop."""
+    def decode(self, tokenizer: Tokenizer, new_T: Sequence[int]) -> str:
+        """What these tokens add to the text; nothing while bytes of a character are missing."""
+        self._window.extend(new_T)
+        before, whole = tokenizer.decode(self._window[: self._read]), tokenizer.decode(self._window)
+        is_torn = whole.endswith(_UNFINISHED_CHARACTER) and len(self._window) - self._read < _LONGEST_CHARACTER
+        if is_torn or len(whole) <= len(before):
+            return ""
+        self._window = self._window[self._read :]
+        self._read = len(self._window)
+        return whole[len(before) :]
+
+    def take(self, new: str) -> str:
+        """What can be sent of the text so far: no stop, and not what may be the beginning of one."""
+        text = self._held + new
         end = len(text)
-        if not is_done:
-            end -= len(text) - len(text.rstrip(_UNFINISHED_CHARACTER))
-            for stop in self.stops:
-                at = text.find(stop)
-                end = min(end, at if at >= 0 else len(text) - _overlap(text, stop))
-        new = text[self.characters : end]
-        self.characters = max(self.characters, end)
-        return new
+        for stop in self.stops:
+            at = text.find(stop)
+            end = min(end, at if at >= 0 else len(text) - _overlap(text, stop))
+        self._held = text[end:]
+        self.characters += end
+        return text[:end]
 
-    def take_tokens(self, completion: Completion) -> slice:
-        new = slice(self.tokens, len(completion.token_ids_T))
-        self.tokens = len(completion.token_ids_T)
-        return new
+    def rest(self, text: str) -> str:
+        """What is missing of the whole text, once it has ended."""
+        return text[self.characters :]
 
 
 def _overlap(text: str, stop: str) -> int:
@@ -72,35 +104,40 @@ class Form:
         """Where a text that is sent in pieces ends: calls of tools are no part of it either."""
         return (*self.stops, OPEN) if self.tools else self.stops
 
-    def whole(self, completions: Sequence[Completion], prompt_tokens: int) -> dict[str, Any]:
-        choices = [self._choice(index, completion) for index, completion in enumerate(completions)]
+    def whole(self, parts: Sequence[Part], prompt_tokens: int) -> dict[str, Any]:
+        choices = [self._choice(part) for part in parts]
         kind = "chat.completion" if self.is_chat else "text_completion"
-        return {**self._head(kind), "choices": choices, "usage": usage(prompt_tokens, completions)}
+        return {**self._head(kind), "choices": choices, "usage": usage(prompt_tokens, parts)}
 
     def start(self, index: int) -> dict[str, Any] | None:
         """The first piece of a choice."""
         return self._piece(index, {"role": "assistant", "content": ""}, None, None) if self.is_chat else None
 
-    def piece(self, index: int, completion: Completion, sent: Sent, *, is_done: bool) -> list[dict[str, Any]]:
+    def piece(self, part: Part, sent: Sent) -> list[dict[str, Any]]:
         """What is new of a choice; nothing where all of it is held back."""
-        calls = self._calls(completion) if is_done else []
-        text = completion.text.partition(OPEN)[0] if calls else completion.text
-        new = sent.take(text, is_done=is_done)
-        logprobs = self._logprobs(completion, sent.take_tokens(completion)) if self.with_logprobs else None
+        is_done = part.finish_reason is not None
+        calls = self._calls(part) if is_done else []
+        fresh = slice(sent.tokens, len(part.token_ids_T))
+        sent.tokens = len(part.token_ids_T)
+        if is_done:
+            new = sent.rest(part.text.partition(OPEN)[0] if calls else part.text)
+        else:
+            new = sent.take(sent.decode(self.tokenizer, part.token_ids_T[fresh]))
+        logprobs = self._logprobs(part, fresh) if self.with_logprobs else None
         pieces = []
         if new or (logprobs and self._has_tokens(logprobs)):
-            pieces.append(self._piece(index, {"content": new} if self.is_chat else new, logprobs, None))
+            pieces.append(self._piece(part.index, {"content": new} if self.is_chat else new, logprobs, None))
         if calls:
             deltas = [{"index": at, **call} for at, call in enumerate(calls)]
-            pieces.append(self._piece(index, {"tool_calls": deltas}, None, None))
-        if is_done:
-            reason = "tool_calls" if calls else REASONS[completion.finish_reason]
-            pieces.append(self._piece(index, {} if self.is_chat else "", None, reason))
+            pieces.append(self._piece(part.index, {"tool_calls": deltas}, None, None))
+        if part.finish_reason is not None:
+            reason = "tool_calls" if calls else REASONS[part.finish_reason]
+            pieces.append(self._piece(part.index, {} if self.is_chat else "", None, reason))
         return pieces
 
-    def end(self, prompt_tokens: int, completions: Sequence[Completion]) -> dict[str, Any]:
+    def end(self, prompt_tokens: int, parts: Sequence[Part]) -> dict[str, Any]:
         """The piece that holds the usage."""
-        return {**self._head(self._piece_kind), "choices": [], "usage": usage(prompt_tokens, completions)}
+        return {**self._head(self._piece_kind), "choices": [], "usage": usage(prompt_tokens, parts)}
 
     @property
     def _piece_kind(self) -> str:
@@ -121,23 +158,23 @@ class Form:
         choice = {"index": index, **named, "logprobs": logprobs, "finish_reason": reason}
         return {**self._head(self._piece_kind), "choices": [choice]}
 
-    def _choice(self, index: int, completion: Completion) -> dict[str, Any]:
-        reason = REASONS[completion.finish_reason]
-        logprobs = self._logprobs(completion, slice(None)) if self.with_logprobs else None
+    def _choice(self, part: Part) -> dict[str, Any]:
+        reason = REASONS[part.finish_reason or "abort"]
+        logprobs = self._logprobs(part, slice(None)) if self.with_logprobs else None
         if not self.is_chat:
-            return {"index": index, "text": completion.text, "logprobs": logprobs, "finish_reason": reason}
-        message: dict[str, Any] = {"role": "assistant", "content": completion.text, "refusal": None}
-        if calls := self._calls(completion):
-            before = completion.text.partition(OPEN)[0].strip()
+            return {"index": part.index, "text": part.text, "logprobs": logprobs, "finish_reason": reason}
+        message: dict[str, Any] = {"role": "assistant", "content": part.text, "refusal": None}
+        if calls := self._calls(part):
+            before = part.text.partition(OPEN)[0].strip()
             message |= {"content": before or None, "tool_calls": calls}
             reason = "tool_calls"
-        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
+        return {"index": part.index, "message": message, "logprobs": logprobs, "finish_reason": reason}
 
-    def _calls(self, completion: Completion) -> list[dict[str, Any]]:
+    def _calls(self, part: Part) -> list[dict[str, Any]]:
         """Of tools, as the completion wrote them; none where one of them cannot be made: then they are text."""
         if not self.tools:
             return []
-        calls = parse_tool_calls(completion.text, self.tools)
+        calls = parse_tool_calls(part.text, self.tools)
         if any(call.error for call in calls):
             return []
         return [
@@ -149,9 +186,9 @@ class Form:
             for call in calls
         ]
 
-    def _logprobs(self, completion: Completion, which: slice) -> dict[str, Any]:
-        tokens = [self.tokenizer.decode([token]) for token in completion.token_ids_T[which]]
-        values = completion.logprobs_T[which].tolist()
+    def _logprobs(self, part: Part, which: slice) -> dict[str, Any]:
+        tokens = [self.tokenizer.decode([token]) for token in part.token_ids_T[which]]
+        values = part.logprobs_T[which].tolist()
         if not self.is_chat:
             return {"tokens": tokens, "token_logprobs": values, "top_logprobs": None, "text_offset": None}
         return {
@@ -167,14 +204,14 @@ class Form:
         return bool(logprobs.get("tokens") or logprobs.get("content"))
 
 
-def usage(prompt_tokens: int, completions: Sequence[Completion]) -> dict[str, int]:
-    sampled = sum(len(completion.token_ids_T) for completion in completions)
+def usage(prompt_tokens: int, parts: Sequence[Part]) -> dict[str, int]:
+    sampled = sum(len(part.token_ids_T) for part in parts)
     return {"prompt_tokens": prompt_tokens, "completion_tokens": sampled, "total_tokens": prompt_tokens + sampled}
 
 
-def event(data: Mapping[str, Any], dump: Callable[[Any], str] = json.dumps) -> bytes:
+def event(data: Mapping[str, Any]) -> bytes:
     """One server-sent event."""
-    return f"data: {dump(data)}\n\n".encode()
+    return b"data: " + orjson.dumps(data) + b"\n\n"
 
 
 LAST_EVENT = b"data: [DONE]\n\n"

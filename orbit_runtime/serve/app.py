@@ -1,27 +1,30 @@
 """The routes.
 
-Belongs here: HTTP → what is asked of sampler and policies, and back. Does not belong here: the form of bodies
-(`requests`) and answers (`answers`), who may ask (`guard`).
+Belongs here: HTTP → what is asked of the engine, and back. Does not belong here: the form of bodies (`requests`) and
+answers (`answers`), who may ask (`guard`).
+
+By hand over ASGI: a framework's work for each request and each piece of a stream is more than the answer's own.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
-from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp
+import orjson
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from orbit_runtime.errors import OrbitError, UsageError
+from orbit_runtime.data.chat import ChatTokenizer
+from orbit_runtime.errors import OrbitError
 from orbit_runtime.serve.answers import LAST_EVENT, Form, Sent, event
+from orbit_runtime.serve.asking import Engine, Job
+from orbit_runtime.serve.channel import Choice
 from orbit_runtime.serve.errors import APIError, from_orbit
 from orbit_runtime.serve.guard import Guard
 from orbit_runtime.serve.metrics import ServeMetrics
-from orbit_runtime.serve.policies import Policies, Served
+from orbit_runtime.serve.names import POLICY, Served
 from orbit_runtime.serve.requests import (
     ChatBody,
     CompletionBody,
@@ -32,108 +35,111 @@ from orbit_runtime.serve.requests import (
     choice_key,
     parse_body,
 )
-from orbit_runtime.serve.sampler import Choice, Job, Sampler
-from orbit_runtime.types import Completion
 
 LONG_BODY = 1 << 15
 """Bytes from which on a prompt is tokenized beside the event loop."""
 DEFAULT_TOKENS = 16
 """Of `/v1/completions`, as OpenAI has it; a chat's answer may take what is left."""
+MODEL_PREFIX = "/v1/models/"
+JSON = (b"content-type", b"application/json")
+
+Route = Callable[[bytes, Receive, Send], Awaitable[None]]
 
 
 def build_app(
-    policies: Policies, sampler: Sampler, limits: Limits, metrics: ServeMetrics, token: str | None
+    engine: Engine,
+    tokenizer: ChatTokenizer,
+    vocabulary: int,
+    limits: Limits,
+    metrics: ServeMetrics,
+    token: str | None,
 ) -> ASGIApp:
     """Args: token: what clients must bring; None: nothing."""
-    metrics.watch(lambda: sampler.under_way)
-    routes = Routes(policies, sampler, limits, metrics)
-    app = FastAPI(title="orbit serve", docs_url=None, redoc_url=None, openapi_url=None)
-    table = (
-        ("GET", "/v1/models", routes.models),
-        ("GET", "/v1/models/{name:path}", routes.model),
-        ("POST", "/v1/completions", routes.completions),
-        ("POST", "/v1/chat/completions", routes.chat),
-        ("POST", "/update_weights", routes.update),
-        ("POST", "/reload_weights", routes.reload),
-        ("GET", "/health", routes.health),
-        ("GET", "/metrics", routes.metrics),
-    )
-    for method, path, route in table:
-        app.add_api_route(path, route, methods=[method], response_model=None)
-    app.add_exception_handler(APIError, _said)
-    app.add_exception_handler(OrbitError, _said)
-    app.add_exception_handler(HTTPException, _said)
-    app.add_exception_handler(Exception, _said)
+    metrics.watch(lambda: engine.under_way)
+    routes = Routes(engine, tokenizer, vocabulary, limits, metrics)
     return Guard(
-        app,
+        routes,
         metrics,
         token=token,
         body_bytes=limits.body_bytes,
         read_seconds=limits.read_seconds,
-        routes=[path for _, path, _ in table],
+        routes=[path for path, _ in routes.table],
     )
-
-
-async def _said(_: Request, error: Exception) -> JSONResponse:
-    if isinstance(error, HTTPException):
-        error = APIError(error.status_code, str(error.detail))
-    elif isinstance(error, OrbitError):
-        error = from_orbit(error)
-    said = error if isinstance(error, APIError) else APIError(500, "a bug in Orbit", code=type(error).__name__)
-    headers = {"retry-after": "1"} if said.status == 429 else None
-    return JSONResponse(said.to_json(), status_code=said.status, headers=headers)
 
 
 class Routes:
     """One method a route."""
 
-    def __init__(self, policies: Policies, sampler: Sampler, limits: Limits, metrics: ServeMetrics) -> None:
-        self._policies = policies
-        self._sampler = sampler
+    def __init__(
+        self, engine: Engine, tokenizer: ChatTokenizer, vocabulary: int, limits: Limits, metrics: ServeMetrics
+    ) -> None:
+        self._engine = engine
         self._limits = limits
         self._metrics = metrics
-        self._tokenizer = policies.base.tokenizer
-        self._vocabulary = policies.base.policy.vocabulary
+        self._tokenizer = tokenizer
+        self._vocabulary = vocabulary
+        self.table: Mapping[tuple[str, str], Route] = {
+            ("/v1/models", "GET"): self.models,
+            ("/v1/completions", "POST"): self.completions,
+            ("/v1/chat/completions", "POST"): self.chat,
+            ("/update_weights", "POST"): self.update,
+            ("/reload_weights", "POST"): self.reload,
+            ("/health", "GET"): self.health,
+            ("/metrics", "GET"): self.metrics,
+        }
 
-    async def health(self) -> JSONResponse:
-        failed = self._sampler.failure is not None
-        return JSONResponse({"ok": not failed}, status_code=503 if failed else 200)
+    async def __call__(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
+        path, method = scope["path"], scope["method"]
+        try:
+            if (route := self.table.get((path, method))) is not None:
+                await route(body, receive, send)
+            elif path.startswith(MODEL_PREFIX) and method == "GET":
+                await _answer(send, self._find(path.removeprefix(MODEL_PREFIX)).to_json())
+            else:
+                is_known = path in {each for each, _ in self.table} or path.startswith(MODEL_PREFIX)
+                raise APIError(*((405, "Method Not Allowed") if is_known else (404, "Not Found")))
+        except APIError as error:
+            await _say(send, error)
+        except OrbitError as error:
+            await _say(send, from_orbit(error))
+        except Exception as error:
+            await _say(send, APIError(500, "a bug in Orbit", code=type(error).__name__))
+            raise
 
-    async def metrics(self) -> Response:
-        return Response(self._metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+    async def health(self, _body: bytes, _receive: Receive, send: Send) -> None:
+        failed = bool(self._engine.failure)
+        await _answer(send, {"ok": not failed}, 503 if failed else 200)
 
-    async def models(self) -> JSONResponse:
-        return JSONResponse({"object": "list", "data": [served.to_json() for served in self._policies.all()]})
+    async def metrics(self, _body: bytes, _receive: Receive, send: Send) -> None:
+        kind = (b"content-type", b"text/plain; version=0.0.4; charset=utf-8")
+        await _send(send, 200, self._metrics.render(), [kind])
 
-    async def model(self, name: str) -> JSONResponse:
-        return JSONResponse(self._find(name).to_json())
+    async def models(self, _body: bytes, _receive: Receive, send: Send) -> None:
+        await _answer(send, {"object": "list", "data": [served.to_json() for served in self._engine.all()]})
 
-    async def update(self, request: Request) -> JSONResponse:
+    async def update(self, body: bytes, _receive: Receive, send: Send) -> None:
         """Answers once the adapter samples, proven; until then, and where it is refused, the one before does."""
-        asked = parse_body(UpdateBody, await request.body())
-        name = asked.model or self._policies.default_name()
+        asked = parse_body(UpdateBody, body)
+        name = asked.model or self._engine.default_name(POLICY)
         try:
-            self._policies.check_source(asked.adapter)
-        except UsageError as error:
-            raise APIError(403, str(error), param="adapter") from None
-        try:
-            served, proof = await asyncio.to_thread(self._policies.load, name, asked.adapter)
-        except OrbitError:
-            self._metrics.updated("refused")
+            said = await self._engine.change(name, asked.adapter)
+        except APIError as error:
+            if error.status != 403:
+                self._metrics.updated("refused")
             raise
         self._metrics.updated("proven")
-        return JSONResponse({**served.to_json(), "proof": proof.to_json()})
+        await _answer(send, said)
 
-    async def reload(self, request: Request) -> JSONResponse:
+    async def reload(self, body: bytes, _receive: Receive, send: Send) -> None:
         """The name answers as the base does."""
-        asked = parse_body(ReloadBody, await request.body())
-        name = self._find(asked.model or self._policies.default_name()).name
-        served = await asyncio.to_thread(self._policies.reset, name)
+        asked = parse_body(ReloadBody, body)
+        name = self._find(asked.model or self._engine.default_name(POLICY)).name
+        said = await self._engine.change(name, None)
         self._metrics.updated("base")
-        return JSONResponse(served.to_json())
+        await _answer(send, said)
 
-    async def completions(self, request: Request) -> Response:
-        asked = parse_body(CompletionBody, body := await request.body())
+    async def completions(self, body: bytes, receive: Receive, send: Send) -> None:
+        asked = parse_body(CompletionBody, body)
         served = self._find(asked.model)
         prompts = asked.prompts()
         if prompts and isinstance(prompts[0], str):
@@ -142,10 +148,11 @@ class Routes:
         else:
             encoded = [list(map(int, prompt)) for prompt in prompts]
         form = Form(False, served.name, self._tokenizer, served.fingerprint, asked.asks_logprobs, (), asked.stops)
-        return await self._answer(request, asked, form, encoded, asked.max_tokens or DEFAULT_TOKENS)
+        choices = self._choices(asked, encoded, asked.max_tokens or DEFAULT_TOKENS)
+        await self._answer(asked, form, choices, sum(map(len, encoded)), receive, send)
 
-    async def chat(self, request: Request) -> Response:
-        asked = parse_body(ChatBody, body := await request.body())
+    async def chat(self, body: bytes, receive: Receive, send: Send) -> None:
+        asked = parse_body(ChatBody, body)
         served = self._find(asked.model)
         messages, tools, names = asked.conversation(), asked.tools or [], asked.tool_names()
         try:
@@ -153,69 +160,44 @@ class Routes:
         except OrbitError as error:
             raise APIError(400, str(error), param="messages") from None
         form = Form(True, served.name, self._tokenizer, served.fingerprint, asked.asks_logprobs, names, asked.stops)
-        return await self._answer(request, asked, form, ids, asked.max_completion_tokens or asked.max_tokens)
+        choices = self._choices(asked, ids, asked.max_completion_tokens or asked.max_tokens)
+        await self._answer(asked, form, choices, len(ids[0]), receive, send)
 
     def _find(self, name: str) -> Served:
-        served = self._policies.find(name)
+        served = self._engine.find(name)
         if served is None:
-            names = ", ".join(each.name for each in self._policies.all())
+            names = ", ".join(each.name for each in self._engine.all())
             raise APIError(
                 404, f"there is no model {name[:200]!r}; there are: {names}", param="model", code="model_not_found"
             )
         return served
 
-    async def _encode(self, encode: Any, size: int) -> list[list[int]]:
-        found: list[list[int]] = encode() if size < LONG_BODY else await asyncio.to_thread(encode)
-        return found
+    async def _encode(self, encode: Callable[[], list[list[int]]], size: int) -> list[list[int]]:
+        return encode() if size < LONG_BODY else await asyncio.to_thread(encode)
 
     async def _answer(
-        self, request: Request, asked: SamplingBody, form: Form, prompts: Sequence[list[int]], tokens: int | None
-    ) -> Response:
-        choices = self._choices(asked, prompts, tokens)
-        prompt_tokens = sum(map(len, prompts))
+        self,
+        asked: SamplingBody,
+        form: Form,
+        choices: Sequence[Choice],
+        prompt_tokens: int,
+        receive: Receive,
+        send: Send,
+    ) -> None:
+        job = self._engine.submit(form.model, choices, is_streamed=bool(asked.stream))
         self._metrics.asked(form.model, prompt_tokens)
-        job = self._sampler.submit(form.model, choices, is_streamed=bool(asked.stream))
-        if asked.stream:
-            pieces = self._stream(request, job, form, prompt_tokens, with_usage=asked.with_usage)
-            return StreamingResponse(pieces, media_type="text/event-stream", headers={"cache-control": "no-cache"})
-        watcher = asyncio.create_task(_abort_when_gone(request, job))
+        watcher = asyncio.create_task(_abort_when_gone(receive, job))
         try:
+            if asked.stream:
+                await _stream(send, job, form, prompt_tokens, with_usage=asked.with_usage)
+                return
             done = await job.results()
+            if any(part.finish_reason == "abort" for part in done):
+                raise APIError(503, "the server is stopping", code="stopping")
+            await _answer(send, form.whole(done, prompt_tokens))
         finally:
             watcher.cancel()
             job.abort()
-            self._policies.sweep()
-        if any(completion.finish_reason == "abort" for completion in done):
-            raise APIError(503, "the server is stopping", code="stopping")
-        return JSONResponse(form.whole(done, prompt_tokens))
-
-    async def _stream(
-        self, request: Request, job: Job, form: Form, prompt_tokens: int, *, with_usage: bool
-    ) -> AsyncIterator[bytes]:
-        sent = [Sent(form.held_back) for _ in job.request_ids]
-        done: list[Completion] = []
-        watcher = asyncio.create_task(_abort_when_gone(request, job))
-        try:
-            for index in range(len(sent)):
-                if (first := form.start(index)) is not None:
-                    yield event(first)
-            async for each in job.take():
-                for piece in form.piece(each.index, each.completion, sent[each.index], is_done=each.is_done):
-                    yield event(piece)
-                if each.is_done:
-                    done.append(each.completion)
-            if with_usage:
-                yield event(form.end(prompt_tokens, done))
-            yield LAST_EVENT
-        except OrbitError as error:
-            # The status is sent already.
-            yield event(from_orbit(error).to_json())
-        except APIError as error:
-            yield event(error.to_json())
-        finally:
-            watcher.cancel()
-            job.abort()
-            self._policies.sweep()
 
     def _choices(self, asked: SamplingBody, prompts: Sequence[list[int]], tokens: int | None) -> list[Choice]:
         limits = self._limits
@@ -225,7 +207,7 @@ class Routes:
         longest = max(map(len, prompts))
         if min(map(len, prompts)) == 0:
             raise APIError(400, "a prompt is empty", param="prompt")
-        if not all(0 <= token < self._vocabulary for prompt in prompts for token in prompt):
+        if min(map(min, prompts)) < 0 or max(map(max, prompts)) >= self._vocabulary:
             raise APIError(400, f"tokens are from 0 to {self._vocabulary - 1}", param="prompt")
         left = limits.sequence - longest
         wanted = min(limits.max_tokens, left) if tokens is None else tokens
@@ -249,10 +231,45 @@ class Routes:
         ]
 
 
-async def _abort_when_gone(request: Request, job: Job) -> None:
-    """The body was read: all that a client can still say is that it has left."""
+async def _stream(send: Send, job: Job, form: Form, prompt_tokens: int, *, with_usage: bool) -> None:
+    headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    sent = [Sent(form.held_back) for _ in job.parts]
+    starts = [form.start(part.index) for part in job.parts]
+    await _send_more(send, b"".join(event(first) for first in starts if first is not None))
+    try:
+        async for part in job.take():
+            await _send_more(send, b"".join(map(event, form.piece(part, sent[part.index]))))
+        usage = event(form.end(prompt_tokens, job.parts)) if with_usage else b""
+        last = usage + LAST_EVENT
+    except APIError as error:
+        # The status is sent already.
+        last = event(error.to_json())
+    await send({"type": "http.response.body", "body": last})
+
+
+async def _send_more(send: Send, data: bytes) -> None:
+    if data:
+        await send({"type": "http.response.body", "body": data, "more_body": True})
+
+
+async def _say(send: Send, error: APIError) -> None:
+    more = [(b"retry-after", b"1")] if error.status == 429 else []
+    await _send(send, error.status, orjson.dumps(error.to_json()), [JSON, *more])
+
+
+async def _answer(send: Send, said: Any, status: int = 200) -> None:
+    await _send(send, status, orjson.dumps(said), [JSON])
+
+
+async def _send(send: Send, status: int, data: bytes, headers: list[tuple[bytes, bytes]]) -> None:
+    length = (b"content-length", str(len(data)).encode())
+    await send({"type": "http.response.start", "status": status, "headers": [*headers, length]})
+    await send({"type": "http.response.body", "body": data})
+
+
+async def _abort_when_gone(receive: Receive, job: Job) -> None:
     with suppress(asyncio.CancelledError):
-        while (await request.receive())["type"] != "http.disconnect":
+        while (await receive())["type"] != "http.disconnect":
             pass
-        job.is_gone = True
         job.abort()

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import json
 import time
-from collections.abc import Collection
+from collections.abc import Awaitable, Callable, Collection
 from contextlib import suppress
 
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+import orjson
+from starlette.types import Message, Receive, Scope, Send
 
 from orbit_runtime.serve.errors import APIError
 from orbit_runtime.serve.metrics import ServeMetrics
@@ -23,12 +23,16 @@ DRAINED_BYTES, DRAIN_SECONDS = 1 << 26, 10.0
 """Of a body that is refused: a client that still sends would take a closed connection for a fault of the network."""
 
 
+Answering = Callable[[Scope, bytes, Receive, Send], Awaitable[None]]
+"""Answers a request whose body was read. All that `receive` can still tell is that the client has left."""
+
+
 class Guard:
-    """ASGI middleware."""
+    """The ASGI application."""
 
     def __init__(
         self,
-        app: ASGIApp,
+        app: Answering,
         metrics: ServeMetrics,
         *,
         token: str | None,
@@ -50,7 +54,8 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            # A websocket: there is none here.
+            await send({"type": "websocket.close", "code": 1000})
             return
         started, status = time.monotonic(), 500
 
@@ -69,7 +74,7 @@ class Guard:
                 await _answer(watched, error)
                 return
             if body is not None:
-                await self._app(scope, _replay(body, receive), watched)
+                await self._app(scope, body, receive, watched)
         finally:
             route = scope["path"] if scope["path"] in self._routes else "other"
             self._metrics.answered(route, status, time.monotonic() - started)
@@ -111,19 +116,6 @@ class Guard:
         return APIError(413, f"the body has more than {self._body_bytes} bytes", code="body_too_large")
 
 
-def _replay(body: bytes, receive: Receive) -> Receive:
-    is_read = False
-
-    async def again() -> Message:
-        nonlocal is_read
-        if is_read:
-            return await receive()
-        is_read = True
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    return again
-
-
 async def _drain(receive: Receive) -> None:
     size, more = 0, True
     with suppress(TimeoutError):
@@ -139,4 +131,4 @@ async def _answer(send: Send, error: APIError) -> None:
     if error.status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
     await send({"type": "http.response.start", "status": error.status, "headers": headers})
-    await send({"type": "http.response.body", "body": json.dumps(error.to_json()).encode()})
+    await send({"type": "http.response.body", "body": orjson.dumps(error.to_json())})

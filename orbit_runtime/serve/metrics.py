@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from orbit_runtime.types import Completion
+from orbit_runtime.serve.answers import Part
 
 SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 
@@ -44,10 +44,9 @@ class ServeMetrics:
     def asked(self, model: str, prompt_tokens: int) -> None:
         self._tokens.labels(model, "prompt").inc(prompt_tokens)
 
-    def ended(self, model: str, completion: Completion) -> None:
-        """May be called from any thread."""
-        self._tokens.labels(model, "completion").inc(len(completion.token_ids_T))
-        self._ended.labels(model, completion.finish_reason).inc()
+    def ended(self, model: str, part: Part) -> None:
+        self._tokens.labels(model, "completion").inc(len(part.token_ids_T))
+        self._ended.labels(model, str(part.finish_reason)).inc()
 
     def updated(self, result: str) -> None:
         self._updates.labels(result).inc()

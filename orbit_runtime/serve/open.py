@@ -23,7 +23,8 @@ from orbit_runtime.model_info.builtin_models import builtin_folder
 from orbit_runtime.model_info.content import kept_weights_digest
 from orbit_runtime.policy import Policy, load_policy
 from orbit_runtime.rollout import TorchEngine
-from orbit_runtime.serve.policies import POLICY, Base, Policies, config_of, open_policy
+from orbit_runtime.serve.names import POLICY
+from orbit_runtime.serve.policies import Base, Policies, config_of, open_policy
 from orbit_runtime.serve.requests import Limits
 from orbit_runtime.spec import OrbitRun, load_manifest, resolve
 from orbit_runtime.storage import open_store
@@ -51,6 +52,8 @@ class Opened:
     policies: Policies
     engine: TorchEngine
     limits: Limits
+    folder: Path
+    """The base's."""
 
 
 def open_models(asked: Asked, limits: Limits, note: Callable[[str], None]) -> Opened:
@@ -88,7 +91,7 @@ def open_models(asked: Asked, limits: Limits, note: Callable[[str], None]) -> Op
     for adapter, where in adapters.items():
         served, proof = policies.load(adapter, where)
         note(f"{adapter}: {served.place}, {served.digest[:19]}…, {proof.verdict} live")
-    return Opened(policies, engine, limits)
+    return Opened(policies, engine, limits, folder)
 
 
 def _load_model(asked: Asked, note: Callable[[str], None]) -> tuple[Path, str, Policy, AdapterConfig]:

@@ -28,42 +28,13 @@ from orbit_runtime.parity.liveness import CHANGE_LIMITS, Limits, Proof, check_pr
 from orbit_runtime.policy.model import Policy
 from orbit_runtime.policy.packed import Branch
 from orbit_runtime.rollout import TorchEngine
+from orbit_runtime.serve.names import POLICY, Served
 from orbit_runtime.storage import open_store
 from orbit_runtime.storage.bundles import list_bundles
 from orbit_runtime.types import AdapterFiles, Scored
 
-POLICY = "policy"
-"""The model name of an adapter that nobody named."""
 CANARY_TOKENS = 48
 CANARY = "Name three rivers of Africa, then add 17 and 26."
-
-
-@dataclass(frozen=True)
-class Served:
-    """What one model name stands for."""
-
-    name: str
-    slot: str | None
-    """None: the base."""
-    place: str
-    """Where it was read."""
-    version: int | None = None
-    digest: str = ""
-
-    @property
-    def fingerprint(self) -> str:
-        return f"{self.name}@{self.digest.removeprefix('tree:')[:12] or 'base'}"
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "id": self.name,
-            "object": "model",
-            "created": 0,
-            "owned_by": "orbit",
-            "root": self.place,
-            "policy_version": self.version,
-            "digest": self.digest or None,
-        }
 
 
 @dataclass(frozen=True)
@@ -145,13 +116,6 @@ class Policies:
                 where="adapter",
                 fix="start it with --updates-from and a folder that holds it",
             )
-
-    def default_name(self) -> str:
-        """The one adapter's, where there is one."""
-        names = [name for name in self._served if name != self.base.name]
-        if len(names) > 1:
-            raise UsageError(f"several adapters are served: {', '.join(names)}", where="model", fix="name one of them")
-        return names[0] if names else POLICY
 
     def sweep(self) -> None:
         """Empties slots that nothing stands for and nothing samples from any more."""

@@ -1,178 +1,144 @@
-"""The engine in a thread of its own, asked from the server's event loop.
+"""The engine in a thread of its own, asked by the front over one stream of records.
 
-Belongs here: passing requests and tokens between the two threads. Does not belong here: HTTP, or who may ask.
+Belongs here: from records to the engine's queue and back. Does not belong here: HTTP (`front`), or which name is which
+adapter (`policies`).
 
-The engine's thread: consumes jobs, waits for a job, is unblocked by `submit`; produces events, which the server's loop
-takes from each job's queue.
+One record leaves per step of the batch, whatever the number of choices, so that the front wakes once per step; and the
+front has an interpreter of its own, so that what HTTP takes is not taken from decoding.
 """
 
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
-from itertools import count
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
 
-from orbit_runtime.errors import OrbitError
+from orbit_runtime.errors import OrbitError, UsageError
 from orbit_runtime.rollout import TorchEngine
-from orbit_runtime.serve.errors import APIError
-from orbit_runtime.types import Completion, Request, Sampling
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """One completion that is asked for."""
-
-    prompt_ids_T: tuple[int, ...]
-    key: int
-    sampling: Sampling
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """What came of one choice."""
-
-    index: int
-    completion: Completion
-    """As far as it got."""
-    is_done: bool
-
-
-class Job:
-    """The choices of one HTTP request. Its methods are for the server's loop."""
-
-    def __init__(self, request_ids: Sequence[int], abort: Callable[[Sequence[int]], None]) -> None:
-        self.request_ids = tuple(request_ids)
-        self.events: asyncio.Queue[Event | Exception] = asyncio.Queue()
-        self.is_gone = False
-        """Its client is."""
-        self._left = set(range(len(request_ids)))
-        self._abort = abort
-
-    async def take(self) -> AsyncIterator[Event]:
-        """Events until every choice is done.
-
-        Raises:
-            OrbitError, APIError: the engine refused or lost them.
-        """
-        while self._left:
-            event = await self.events.get()
-            if isinstance(event, Exception):
-                self._left.clear()
-                raise event
-            if event.is_done:
-                self._left.discard(event.index)
-            yield event
-
-    async def results(self) -> list[Completion]:
-        done = {event.index: event.completion async for event in self.take() if event.is_done}
-        return [done[index] for index in sorted(done)]
-
-    def abort(self) -> None:
-        """Safe to call twice, and after the end."""
-        if self._left:
-            self._abort(self.request_ids)
+from orbit_runtime.serve.channel import (
+    Abort,
+    Change,
+    Changed,
+    Event,
+    Ready,
+    Refusal,
+    Step,
+    Stop,
+    Submit,
+    pack,
+    receive,
+)
+from orbit_runtime.serve.errors import APIError, from_orbit
+from orbit_runtime.serve.policies import Policies
+from orbit_runtime.types import Completion, Request
 
 
 class Sampler:
-    """Owns the engine's thread. `submit` is for one event loop."""
+    """Owns the engine's thread, from `start` to `close`."""
 
-    def __init__(
-        self,
-        engine: TorchEngine,
-        slot_of: Callable[[str], AbstractContextManager[str | None]],
-        ended: Callable[[str, Completion], None],
-        *,
-        concurrent: int,
-        seconds: float,
-    ) -> None:
-        """
-        Args:
-            slot_of: the slot that a model name stands for now; it stays loaded within the context.
-            ended: told the model name and what came of each request, on the engine's thread.
-            concurrent: completions that may be under way or wait.
-            seconds: that one of them may take.
-        """
-        self.failure: Exception | None = None
-        """Why nothing is answered any more."""
-        self.under_way = 0
+    def __init__(self, engine: TorchEngine, policies: Policies, *, seconds: float) -> None:
+        """Args: seconds: that one completion may take."""
         self._engine = engine
-        self._slot_of = slot_of
-        self._ended = ended
-        self._concurrent = concurrent
+        self._policies = policies
         self._seconds = seconds
-        self._ids = count()
-        self._jobs: dict[int, tuple[Job, int, str, asyncio.AbstractEventLoop]] = {}
-        """Of the engine's thread, as are the next two."""
-        self._streamed: set[int] = set()
-        self._told: dict[int, int] = {}
-        """Tokens that the client of a streamed request has."""
         self._work = asyncio.Event()
         self._is_closing = False
+        self._streamed: dict[int, int] = {}
+        """Tokens that the front has, by streamed request. The engine's thread's, as is what follows."""
+        self._events: list[Event] = []
+        self._under_way: set[int] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._writer: asyncio.StreamWriter | None = None
+        self.ready: Ready | None = None
+        """What the front said of its start."""
+        self.is_heard = threading.Event()
+        """`ready` is there, or the front has ended."""
+        self.is_front_gone = threading.Event()
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name="orbit-engine", daemon=True)
+        self._thread: threading.Thread | None = None
+
+    def start(self, connection: socket.socket, setup: object) -> None:
+        """Args: setup: the first record that the front gets."""
+        self._thread = threading.Thread(target=self._run, args=(connection, setup), name="orbit-engine", daemon=True)
         self._thread.start()
 
-    def submit(self, model: str, choices: Sequence[Choice], *, is_streamed: bool) -> Job:
-        """Raises APIError: too much is under way (429), or the engine failed (503)."""
-        if self.failure is not None:
-            raise APIError(503, "the engine has failed; the server must be restarted", code="engine_failed")
-        if self.under_way + len(choices) > self._concurrent:
-            raise APIError(
-                429, f"{self.under_way} completions are under way, and {self._concurrent} may be", code="overloaded"
-            )
-        self.under_way += len(choices)
-        job = Job([next(self._ids) for _ in choices], self._request_abort)
-        loop = asyncio.get_running_loop()
-        self._loop.call_soon_threadsafe(self._start, job, model, tuple(choices), is_streamed, loop)
-        return job
+    def stop_front(self, seconds: float) -> None:
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._send, Stop(seconds))
+
+    def abort(self) -> None:
+        """Everything that is under way; the front hears of it."""
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._engine.abort)
 
     def close(self) -> None:
-        """Aborts what is under way and ends the thread. The engine stays."""
+        """Aborts what is under way and ends the thread. The engine stays. Safe to call twice."""
         self._is_closing = True
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._end)
-        self._thread.join(timeout=30)
-
-    def _request_abort(self, request_ids: Sequence[int]) -> None:
-        with suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._engine.abort, request_ids)
+        if self._thread is not None:
+            self._thread.join(timeout=30)
 
     # --- the engine's thread ---
 
-    def _run(self) -> None:
+    def _run(self, connection: socket.socket, setup: object) -> None:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-            runner.run(self._serve())
+            runner.run(self._serve(connection, setup))
 
-    async def _serve(self) -> None:
-        while not self._is_closing:
-            await self._work.wait()
-            self._work.clear()
-            try:
-                async for completion in self._engine.completions():
-                    self._tell(completion, is_done=True)
-            except Exception as error:  # whatever it is, those who wait must hear of it
-                self.failure = error
-                for request_id in [*self._jobs]:
-                    self._forget(request_id, _lost(error))
+    async def _serve(self, connection: socket.socket, setup: object) -> None:
+        reader, self._writer = await asyncio.open_connection(sock=connection)
+        self._send(setup)
+        reading = asyncio.create_task(self._read(reader))
+        try:
+            while not self._is_closing:
+                await self._work.wait()
+                self._work.clear()
+                await self._answer()
+        finally:
+            reading.cancel()
+            self._writer.close()
+
+    async def _answer(self) -> None:
+        try:
+            async for completion in self._engine.completions():
+                if not self._events:
+                    # After the others of this step.
+                    self._loop.call_soon(self._tell)
+                self._events.append(self._ended(completion))
+        except Exception as error:  # whatever it is, those who wait must hear of it
+            self._send(_refusal(tuple(self._under_way), error, is_fatal=True))
+            self._under_way.clear()
+            self._streamed.clear()
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        while (record := await receive(reader)) is not None:
+            match record:
+                case Submit():
+                    self._submit(record)
+                case Abort():
+                    self._engine.abort(record.request_ids)
+                case Change():
+                    task = asyncio.create_task(self._change(record))
+                    self._tasks.add(task)
+                    task.add_done_callback(self._tasks.discard)
+                case Ready():
+                    self.ready = record
+                    self.is_heard.set()
+        self.is_front_gone.set()
+        self.is_heard.set()
+        self._engine.abort()
 
     def _end(self) -> None:
         self._engine.abort()
         self._work.set()
 
-    def _start(
-        self,
-        job: Job,
-        model: str,
-        choices: Sequence[Choice],
-        is_streamed: bool,
-        loop: asyncio.AbstractEventLoop,
-    ) -> None:
-        self._jobs |= {request_id: (job, index, model, loop) for index, request_id in enumerate(job.request_ids)}
+    def _submit(self, asked: Submit) -> None:
+        ids = range(asked.first_id, asked.first_id + len(asked.choices))
         try:
-            with self._slot_of(model) as slot:
+            with self._policies.slot_of(asked.model) as slot:
                 self._engine.submit(
                     [
                         Request(
@@ -183,58 +149,71 @@ class Sampler:
                             slot,
                             deadline_seconds=self._seconds,
                         )
-                        for request_id, choice in zip(job.request_ids, choices, strict=True)
+                        for request_id, choice in zip(ids, asked.choices, strict=True)
                     ]
                 )
         except Exception as error:  # an error that nobody hears of would leave the client waiting
-            for request_id in job.request_ids:
-                self._forget(request_id, error if isinstance(error, OrbitError) else _lost(error))
+            self._send(_refusal(tuple(ids), error))
             return
-        if is_streamed:
+        self._under_way.update(ids)
+        if asked.is_streamed:
             if not self._streamed:
                 self._loop.call_soon(self._tell_streamed)
-            self._streamed.update(job.request_ids)
+            self._streamed.update(dict.fromkeys(ids, 0))
         self._work.set()
 
     def _tell_streamed(self) -> None:
         """Once between two steps of the batch, as long as a client wants its tokens one by one."""
         if not self._streamed:
             return
-        for completion in self._engine.so_far(self._streamed):
-            tokens = len(completion.token_ids_T)
-            if tokens > self._told.get(completion.request_id, 0):
-                self._told[completion.request_id] = tokens
-                self._tell(completion, is_done=False)
+        for request_id, tokens, logprobs in self._engine.since(self._streamed):
+            self._streamed[request_id] += len(tokens)
+            self._events.append((request_id, tokens.tobytes(), logprobs.tobytes(), None, ""))
+        self._tell()
         self._loop.call_soon(self._tell_streamed)
 
-    def _tell(self, completion: Completion, *, is_done: bool) -> None:
-        found = self._jobs.get(completion.request_id)
-        if found is None:
-            return
-        job, index, model, loop = found
-        _call(loop, job.events.put_nowait, Event(index, completion, is_done))
-        if is_done:
-            self._ended(model, completion)
-            self._forget(completion.request_id)
+    def _ended(self, completion: Completion) -> Event:
+        self._under_way.discard(completion.request_id)
+        had = self._streamed.pop(completion.request_id, 0)
+        tokens, logprobs = completion.token_ids_T[had:], completion.logprobs_T[had:]
+        return completion.request_id, tokens.tobytes(), logprobs.tobytes(), completion.finish_reason, completion.text
 
-    def _forget(self, request_id: int, error: Exception | None = None) -> None:
-        job, _, _, loop = self._jobs.pop(request_id)
-        self._streamed.discard(request_id)
-        self._told.pop(request_id, None)
-        _call(loop, self._left)
-        if error is not None:
-            _call(loop, job.events.put_nowait, error)
+    def _tell(self) -> None:
+        if self._events:
+            self._send(Step(self._events))
+            self._events = []
+            self._policies.sweep()
 
-    def _left(self) -> None:
-        """On the server's loop."""
-        self.under_way -= 1
+    async def _change(self, asked: Change) -> None:
+        try:
+            result = await asyncio.to_thread(self._changed, asked)
+        except Exception as error:
+            self._send(_refusal((), error, call=asked.call))
+        else:
+            self._send(Changed(asked.call, result, tuple(self._policies.all())))
+
+    def _changed(self, asked: Change) -> dict[str, Any]:
+        if asked.adapter is None:
+            return self._policies.reset(asked.name).to_json()
+        try:
+            self._policies.check_source(asked.adapter)
+        except UsageError as error:
+            raise APIError(403, str(error), param="adapter") from None
+        served, proof = self._policies.load(asked.name, asked.adapter)
+        return {**served.to_json(), "proof": proof.to_json()}
+
+    def _send(self, record: object) -> None:
+        # A front that has ended needs nothing any more.
+        if self._writer is not None and not self._writer.is_closing():
+            self._writer.write(pack(record))
 
 
-def _lost(error: Exception) -> APIError:
-    return APIError(503, f"the engine has failed: {type(error).__name__}", code="engine_failed")
-
-
-def _call(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: object) -> None:
-    # A server that has stopped needs nothing any more.
-    with suppress(RuntimeError):
-        loop.call_soon_threadsafe(function, *arguments)
+def _refusal(
+    request_ids: Sequence[int], error: Exception, *, call: int | None = None, is_fatal: bool = False
+) -> Refusal:
+    if isinstance(error, OrbitError) and not is_fatal:
+        error = from_orbit(error)
+    if not isinstance(error, APIError):
+        what = f"the engine has failed: {type(error).__name__}"
+        error = APIError(503 if call is None else 500, what, code="engine_failed")
+    return Refusal(tuple(request_ids), error.status, error.message, error.code, error.param, call, is_fatal)

@@ -1,38 +1,50 @@
 """A server that answers, from its first request to the end of its last.
 
-Belongs here: the order of starting and stopping. Does not belong here: routes (`app`).
+Belongs here: the order of starting and stopping both processes. Does not belong here: routes (`app`).
 """
 
 from __future__ import annotations
 
+import socket
+import subprocess
+import sys
+from contextlib import suppress
 from dataclasses import dataclass
 
-from orbit_runtime.observability.server import HTTPServer, start_app
-from orbit_runtime.serve.app import build_app
-from orbit_runtime.serve.metrics import ServeMetrics
+from orbit_runtime.errors import EngineDiedError, OutputError
+from orbit_runtime.serve.channel import Setup
 from orbit_runtime.serve.open import Opened
 from orbit_runtime.serve.sampler import Sampler
 
-KEEP_ALIVE_SECONDS = 30
+START_SECONDS = 120.0
+END_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
 class Serving:
     """Running. Example: `serving.url` is `http://127.0.0.1:8000`."""
 
-    sampler: Sampler
-    _server: HTTPServer
+    url: str
+    _sampler: Sampler
+    _front: subprocess.Popen[bytes]
     _drain_seconds: float
 
-    @property
-    def url(self) -> str:
-        return self._server.url
+    def check(self) -> None:
+        """Raises EngineDiedError (82) where the process that speaks HTTP has ended by itself."""
+        if self._sampler.is_front_gone.is_set():
+            raise EngineDiedError("the process that speaks HTTP has ended", fix="start the server again")
 
     def close(self) -> None:
         """Takes no more connections, lets what is under way end, and aborts what has not ended by then."""
-        self._server.close(self._drain_seconds)
-        self.sampler.close()
-        self._server.close()
+        self._sampler.stop_front(self._drain_seconds)
+        with suppress(subprocess.TimeoutExpired):
+            self._front.wait(self._drain_seconds)
+        self._sampler.abort()
+        with suppress(subprocess.TimeoutExpired):
+            self._front.wait(END_SECONDS)
+        self._front.kill()
+        self._front.wait()
+        self._sampler.close()
 
 
 def start_serving(opened: Opened, host: str, port: int, token: str | None) -> Serving:
@@ -40,22 +52,34 @@ def start_serving(opened: Opened, host: str, port: int, token: str | None) -> Se
     Raises:
         OutputError: the port is taken, or the address is not one of this machine's.
     """
-    limits, metrics = opened.limits, ServeMetrics()
-    sampler = Sampler(
-        opened.engine, opened.policies.slot_of, metrics.ended, concurrent=limits.concurrent, seconds=limits.seconds
-    )
+    policies, limits = opened.policies, opened.limits
+    ours, theirs = socket.socketpair()
     try:
-        app = build_app(opened.policies, sampler, limits, metrics, token)
-        server = start_app(
-            app,
-            host,
-            port,
-            where="--listen",
-            fix="choose another port, 0 for any that is free, and an address of this machine",
-            timeout_keep_alive=KEEP_ALIVE_SECONDS,
-            server_header=False,
+        front = subprocess.Popen(
+            [sys.executable, "-P", "-m", "orbit_runtime.serve.front", str(theirs.fileno())],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            pass_fds=(theirs.fileno(),),
+            start_new_session=True,
         )
+    finally:
+        theirs.close()
+    setup = Setup(
+        str(opened.folder), policies.base.policy.vocabulary, limits, token, host, port, tuple(policies.all()),
+        policies.base.name,
+    )  # fmt: skip
+    sampler = Sampler(opened.engine, policies, seconds=limits.seconds)
+    try:
+        sampler.start(ours, setup)
+        sampler.is_heard.wait(START_SECONDS)
+        ready = sampler.ready
+        if ready is None:
+            raise EngineDiedError("the process that speaks HTTP did not start", fix="read what it wrote above")
+        if ready.refusal:
+            raise OutputError(ready.refusal)
     except BaseException:
+        front.kill()
+        front.wait()
         sampler.close()
         raise
-    return Serving(sampler, server, limits.drain_seconds)
+    return Serving(f"http://{host}:{ready.port}", sampler, front, limits.drain_seconds)

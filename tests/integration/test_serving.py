@@ -240,17 +240,17 @@ def test_more_than_may_be_under_way_is_429(client: openai.OpenAI) -> None:
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_ends_its_request(serving: Serving, opened: Opened, stream: bool) -> None:
     body = json.dumps(
-        {"model": "policy", "prompt": "1+1=", "max_tokens": 60, "n": 32, "ignore_eos": True, "stream": stream}
+        {"model": "policy", "prompt": "1+1=", "max_tokens": 240, "n": 32, "ignore_eos": True, "stream": stream}
     ).encode()
     host, port = serving.url.removeprefix("http://").split(":")
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n"
     before = aborted(serving)
     with socket.create_connection((host, int(port))) as connection:
         connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-        until(lambda: serving.sampler.under_way == 32)
+        until(lambda: under_way(serving) == 32)
         if stream:
             connection.recv(1)
-    until(lambda: serving.sampler.under_way == 0)
+    until(lambda: under_way(serving) == 0)
     until(lambda: aborted(serving) > before)
 
 
@@ -264,10 +264,18 @@ def test_idle_connections_keep_nobody_from_being_answered(serving: Serving, clie
         assert client.completions.create(model="policy", prompt="1+1=", max_tokens=2).choices
 
 
+def metrics(serving: Serving) -> list[str]:
+    return httpx.get(f"{serving.url}/metrics", headers={"authorization": f"Bearer {TOKEN}"}).text.splitlines()
+
+
 def aborted(serving: Serving) -> float:
-    text = httpx.get(f"{serving.url}/metrics", headers={"authorization": f"Bearer {TOKEN}"}).text
-    lines = [line for line in text.splitlines() if 'reason="abort"' in line and "_total{" in line]
+    lines = [line for line in metrics(serving) if 'reason="abort"' in line and "_total{" in line]
     return sum(float(line.split()[-1]) for line in lines)
+
+
+def under_way(serving: Serving) -> float:
+    (line,) = [each for each in metrics(serving) if each.startswith("orbit_serve_completions_under_way ")]
+    return float(line.split()[-1])
 
 
 def test_a_corrupted_adapter_is_refused_and_the_old_one_still_serves(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from array import array
 
 import pytest
 
-from orbit_runtime.serve.answers import Form, Sent
-from orbit_runtime.types import Completion
+from orbit_runtime.serve.answers import Form, Part, Sent
+from orbit_runtime.types import FLOATS, TOKENS, FinishReason
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 
@@ -21,9 +22,20 @@ class Letters:
         return "".join(map(chr, token_ids))
 
 
-def completion(text: str, reason: str = "stop") -> Completion:
-    ids = list(map(ord, text))
-    return Completion(0, ids, [-1.0] * len(ids), [0] * len(ids), reason, text)  # type: ignore[arg-type]
+def part(text: str, reason: FinishReason | None = "stop") -> Part:
+    ids = array(TOKENS, map(ord, text))
+    return Part(0, ids, array(FLOATS, [-1.0] * len(ids)), reason, text)
+
+
+class Bytes:
+    """A tokenizer of bytes."""
+
+    eos_ids = ()
+    longest = 0
+
+    def decode(self, token_ids: list[int]) -> str:
+        self.longest = max(self.longest, len(token_ids))
+        return bytes(token_ids).decode(errors="replace")
 
 
 def form(*tools: str) -> Form:
@@ -33,28 +45,33 @@ def form(*tools: str) -> Form:
 @pytest.mark.parametrize("stops", [(), ("END",), ("EE", "END")])
 @pytest.mark.parametrize("final", ["one EN two", "one", "EEN", "déjà"])
 def test_pieces_make_the_final_text_and_never_more(stops: tuple[str, ...], final: str) -> None:
-    sent, pieces = Sent(stops), []
-    for size in range(len(final)):
-        pieces.append(sent.take(final[:size], is_done=False))
-    pieces.append(sent.take(final, is_done=True))
-    assert "".join(pieces) == final
+    sent = Sent(stops)
+    pieces = [sent.take(character) for character in final]
+    assert "".join([*pieces, sent.rest(final)]) == final
 
 
 def test_the_beginning_of_a_stop_is_held_back() -> None:
     sent = Sent(("END",))
-    assert sent.take("one E", is_done=False) == "one "
-    assert sent.take("one EN", is_done=False) == ""
-    assert sent.take("one ", is_done=True) == ""
+    assert sent.take("one E") == "one "
+    assert sent.take("N") == ""
+    assert sent.rest("one ") == ""
 
 
 def test_a_character_of_which_bytes_are_missing_is_held_back() -> None:
     sent = Sent()
-    assert sent.take("caf\ufffd", is_done=False) == "caf"
-    assert sent.take("café", is_done=False) == "é"
+    assert [sent.decode(Bytes(), [byte]) for byte in "caf€!".encode()] == ["c", "a", "f", "", "", "€", "!"]
+
+
+def test_what_never_becomes_a_character_is_sent_as_what_it_is_and_costs_no_more_and_more() -> None:
+    tokenizer, sent = Bytes(), Sent()
+    text = "".join(sent.decode(tokenizer, [0xFF]) for _ in range(1000))
+    assert text == "\ufffd" * len(text)
+    assert len(text) > 950
+    assert tokenizer.longest <= 64
 
 
 def test_a_call_of_a_tool_comes_back_as_one() -> None:
-    whole = form("add").whole([completion(f"let me see {CALL}")], prompt_tokens=3)
+    whole = form("add").whole([part(f"let me see {CALL}")], prompt_tokens=3)
     (choice,) = whole["choices"]
     assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", "let me see")
     (call,) = choice["message"]["tool_calls"]
@@ -63,7 +80,7 @@ def test_a_call_of_a_tool_comes_back_as_one() -> None:
 
 @pytest.mark.parametrize("text", [f"{CALL[:-13]}x", CALL.replace("add", "sub")])
 def test_a_call_that_cannot_be_made_stays_text(text: str) -> None:
-    (choice,) = form("add").whole([completion(text)], prompt_tokens=3)["choices"]
+    (choice,) = form("add").whole([part(text)], prompt_tokens=3)["choices"]
     assert (choice["finish_reason"], choice["message"]["content"]) == ("stop", text)
 
 
@@ -71,8 +88,8 @@ def test_a_streamed_call_is_no_part_of_the_text() -> None:
     asked = form("add")
     text, sent, pieces = f"so {CALL}", Sent(asked.held_back), []
     for size in range(1, len(text) + 1):
-        pieces += asked.piece(0, completion(text[:size]), sent, is_done=False)
-    pieces += asked.piece(0, completion(text), sent, is_done=True)
+        pieces += asked.piece(part(text[:size], None), sent)
+    pieces += asked.piece(part(text), sent)
     deltas = [piece["choices"][0]["delta"] for piece in pieces]
     assert "".join(delta.get("content") or "" for delta in deltas) == "so "
     assert [call["function"]["name"] for delta in deltas for call in delta.get("tool_calls", ())] == ["add"]

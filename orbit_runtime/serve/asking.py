@@ -1,0 +1,170 @@
+"""The engine as the front sees it: jobs go out, what comes of them comes in, one record per step of the batch.
+
+Belongs here: the front's end of the stream. Does not belong here: HTTP (`app`), the engine's end (`sampler`).
+
+Everything here belongs to the front's one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+
+from orbit_runtime.serve.answers import Part
+from orbit_runtime.serve.channel import Abort, Change, Changed, Choice, Refusal, Step, Submit, pack
+from orbit_runtime.serve.errors import APIError
+from orbit_runtime.serve.names import Served
+from orbit_runtime.types import FinishReason
+
+
+class Job:
+    """The choices of one HTTP request."""
+
+    def __init__(
+        self, request_ids: Sequence[int], *, is_streamed: bool, abort: Callable[[Sequence[int]], None]
+    ) -> None:
+        self.request_ids = tuple(request_ids)
+        self.is_streamed = is_streamed
+        self.parts = [Part(index) for index in range(len(request_ids))]
+        self.left = len(request_ids)
+        self.error: APIError | None = None
+        self.is_told = asyncio.Event()
+        self.fresh: dict[int, None] = {}
+        """Choices that something came of since they were last taken, in the order in which it came."""
+        self._abort = abort
+
+    async def take(self) -> AsyncIterator[Part]:
+        """Parts that something came of, until every one has ended. What came in several steps meanwhile comes at once.
+
+        Raises:
+            APIError: the engine refused or lost them.
+        """
+        while self.left or self.fresh:
+            await self.is_told.wait()
+            self.is_told.clear()
+            fresh, self.fresh = self.fresh, {}
+            for index in fresh:
+                yield self.parts[index]
+            if self.error is not None:
+                raise self.error
+
+    async def results(self) -> list[Part]:
+        async for _ in self.take():
+            pass
+        return self.parts
+
+    def abort(self) -> None:
+        """Safe to call twice, and after the end."""
+        if self.left and self.error is None:
+            self._abort(self.request_ids)
+
+
+class Engine:
+    """The other process."""
+
+    def __init__(
+        self,
+        writer: asyncio.StreamWriter,
+        models: Sequence[Served],
+        base: str,
+        *,
+        concurrent: int,
+        ended: Callable[[str, Part], None],
+    ) -> None:
+        """
+        Args:
+            base: the base's name.
+            concurrent: completions that may be under way or wait.
+            ended: told the model name and what came of each choice.
+        """
+        self.failure = ""
+        """Why nothing is answered any more."""
+        self._models = {served.name: served for served in models}
+        self._base = base
+        self._writer = writer
+        self._concurrent = concurrent
+        self._ended = ended
+        self._next_id = 0
+        self._jobs: dict[int, tuple[Job, Part, str]] = {}
+        self._calls: dict[int, asyncio.Future[dict[str, object]]] = {}
+
+    @property
+    def under_way(self) -> int:
+        return len(self._jobs)
+
+    def all(self) -> list[Served]:
+        return [*self._models.values()]
+
+    def find(self, name: str) -> Served | None:
+        return self._models.get(name)
+
+    def default_name(self, otherwise: str) -> str:
+        """The one adapter's, where there is one."""
+        names = [name for name in self._models if name != self._base]
+        if len(names) > 1:
+            raise APIError(400, f"several adapters are served: {', '.join(names)}; name one of them", param="model")
+        return names[0] if names else otherwise
+
+    def submit(self, model: str, choices: Sequence[Choice], *, is_streamed: bool) -> Job:
+        """Raises APIError: too much is under way (429), or the engine failed (503)."""
+        if self.failure:
+            raise APIError(503, "the engine has failed; the server must be restarted", code="engine_failed")
+        if self.under_way + len(choices) > self._concurrent:
+            raise APIError(
+                429, f"{self.under_way} completions are under way, and {self._concurrent} may be", code="overloaded"
+            )
+        first, self._next_id = self._next_id, self._next_id + len(choices)
+        job = Job(range(first, self._next_id), is_streamed=is_streamed, abort=self._request_abort)
+        self._jobs.update(zip(job.request_ids, ((job, part, model) for part in job.parts), strict=True))
+        self._writer.write(pack(Submit(first, model, tuple(choices), is_streamed)))
+        return job
+
+    async def change(self, name: str, adapter: str | None) -> dict[str, object]:
+        """Raises APIError: it was refused; the name is what it was."""
+        call, self._next_id = self._next_id, self._next_id + 1
+        self._calls[call] = asyncio.get_running_loop().create_future()
+        self._writer.write(pack(Change(call, name, adapter)))
+        try:
+            return await self._calls[call]
+        finally:
+            del self._calls[call]
+
+    def hear(self, record: object) -> None:
+        match record:
+            case Step():
+                for event in record.events:
+                    self._tell(*event)
+            case Changed():
+                self._models = {served.name: served for served in record.models}
+                if (call := self._calls.get(record.call)) is not None and not call.done():
+                    call.set_result(record.result)
+            case Refusal():
+                self._refuse(record)
+
+    def _tell(self, request_id: int, tokens: bytes, logprobs: bytes, reason: FinishReason | None, text: str) -> None:
+        job, part, model = self._jobs[request_id]
+        part.token_ids_T.frombytes(tokens)
+        part.logprobs_T.frombytes(logprobs)
+        if reason is not None:
+            part.finish_reason, part.text = reason, text
+            job.left -= 1
+            del self._jobs[request_id]
+            self._ended(model, part)
+        if job.is_streamed or not job.left:
+            job.fresh[part.index] = None
+            job.is_told.set()
+
+    def _refuse(self, refusal: Refusal) -> None:
+        error = APIError(refusal.status, refusal.message, code=refusal.code, param=refusal.param)
+        if refusal.is_fatal:
+            self.failure = refusal.message
+        for request_id in refusal.request_ids:
+            found = self._jobs.pop(request_id, None)
+            if found is not None:
+                found[0].error = error
+                found[0].is_told.set()
+        if refusal.call is not None and (call := self._calls.get(refusal.call)) is not None and not call.done():
+            call.set_exception(error)
+
+    def _request_abort(self, request_ids: Sequence[int]) -> None:
+        self._writer.write(pack(Abort(tuple(request_ids))))
