@@ -54,6 +54,8 @@ async def serve(connection: socket.socket) -> None:
         log_config=None,
         access_log=False,
         lifespan="off",
+        ws="none",
+        proxy_headers=False,
         workers=1,
         backlog=BACKLOG,
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
