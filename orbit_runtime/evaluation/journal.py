@@ -26,10 +26,12 @@ Key = tuple[str, str, str, int]
 class Journal:
     """For one writer. Samples are added by one thread, and written by another, as many at once as have come."""
 
-    def __init__(self, store: Store, execution: Execution) -> None:
+    def __init__(self, store: Store, execution: Execution, folder: str = "") -> None:
+        """Args: folder: of the store, with its last `/`; empty, the store itself."""
         self._store = store
         self._execution = execution
-        self._samples = {sample.key: sample for sample in read_samples(store)}
+        self._folder = folder
+        self._samples = {sample.key: sample for sample in read_samples(store, folder)}
         self._waiting: list[EvalSample] = []
         self._parts = 0
         self._failure: OrbitError | None = None
@@ -80,8 +82,8 @@ class Journal:
             raise self._failure
         self._execution.check()
         ordered = sorted(self._samples.values(), key=lambda sample: sample.key)
-        self._store.put(GATHERED, compress_samples(ordered))
-        self._store.delete(self._store.list(PARTS))
+        self._store.put(f"{self._folder}{GATHERED}", compress_samples(ordered))
+        self._store.delete(self._store.list(f"{self._folder}{PARTS}"))
 
     def _write(self) -> None:
         while True:
@@ -91,7 +93,7 @@ class Journal:
             if not taken:
                 return
             self._parts += 1
-            name = f"{PARTS}{self._execution.number:06d}-{self._parts:06d}.jsonl.zst"
+            name = f"{self._folder}{PARTS}{self._execution.number:06d}-{self._parts:06d}.jsonl.zst"
             try:
                 self._execution.check()
                 self._store.put(name, compress_samples(taken))
@@ -101,10 +103,10 @@ class Journal:
                 return
 
 
-def read_samples(store: Store) -> list[EvalSample]:
+def read_samples(store: Store, folder: str = "") -> list[EvalSample]:
     """Every sample of the folder, those that were asked again once only."""
     found: dict[Key, EvalSample] = {}
-    names = [GATHERED, *sorted(store.list(PARTS))]
+    names = [f"{folder}{GATHERED}", *sorted(store.list(f"{folder}{PARTS}"))]
     for name in names:
         try:
             data = store.get(name)
@@ -114,17 +116,19 @@ def read_samples(store: Store) -> list[EvalSample]:
     return list(found.values())
 
 
-def read_asked(store: Store) -> dict[str, Any] | None:
+def read_asked(store: Store, folder: str = "") -> dict[str, Any] | None:
     """What was asked in this folder; None where nothing was."""
     try:
-        return dict(json.loads(store.get(ASKED)))
+        return dict(json.loads(store.get(f"{folder}{ASKED}")))
     except NotFound:
         return None
     except ValueError:
         raise OutputError(f"{ASKED} is not JSON", where=store.uri, fix="choose another --out") from None
 
 
-def keep_asked(store: Store, settings: Mapping[str, Any], subjects: Mapping[str, Mapping[str, Any]]) -> None:
+def keep_asked(
+    store: Store, settings: Mapping[str, Any], subjects: Mapping[str, Mapping[str, Any]], folder: str = ""
+) -> None:
     """Writes what is asked, added to what was: further models may come to an evaluation, nothing else.
 
     Args:
@@ -134,7 +138,7 @@ def keep_asked(store: Store, settings: Mapping[str, Any], subjects: Mapping[str,
     Raises:
         OutputError: the folder holds samples of other settings, or of another model under the same name.
     """
-    before = read_asked(store)
+    before = read_asked(store, folder)
     if before is not None:
         changed = _differences(before["settings"], settings)
         known = before["subjects"]
@@ -148,7 +152,7 @@ def keep_asked(store: Store, settings: Mapping[str, Any], subjects: Mapping[str,
             )
         subjects = {**known, **subjects}
     content = {"settings": settings, "subjects": subjects}
-    store.put(ASKED, json.dumps(content, indent=1, sort_keys=True).encode())
+    store.put(f"{folder}{ASKED}", json.dumps(content, indent=1, sort_keys=True).encode())
 
 
 def _differences(old: Mapping[str, Any], new: Mapping[str, Any], before: str = "") -> list[str]:

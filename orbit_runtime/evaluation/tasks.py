@@ -7,7 +7,7 @@ Does not belong here: who answers (`api_model`; `loop` for engines), playing (`p
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -28,6 +28,7 @@ from orbit_runtime.types import Sampling, Tokenizer
 from orbit_runtime.workers.environment_pool import EnvironmentPool
 from orbit_runtime.workers.reward_pool import RewardPool
 from orbit_runtime.workers.reward_protocol import RewardScorer
+from orbit_runtime.workers.reward_threads import RewardThreads
 
 PACKAGES = {"Gymnasium": "gymnasium", "SkyRLGym": "skyrl-gym", "Verifiers": "verifiers"}
 """`environment.type` → the distribution whose version is the environment's."""
@@ -93,17 +94,30 @@ class Asked:
     seed: int = 0
 
 
-def open_task(name: str, spec: RunSpec, asked: Asked, folders: Sequence[str], closing: ExitStack) -> EvalTask:
+def open_task(
+    name: str,
+    spec: RunSpec,
+    asked: Asked,
+    folders: Sequence[str],
+    closing: ExitStack,
+    *,
+    rewards: Mapping[str, Callable[..., Any]] | None = None,
+    patience: Patience | None = None,
+) -> EvalTask:
     """Reads prompts and starts what scores and plays. What must be closed is pushed on `closing`.
 
     Args:
         spec: with absolute paths; its `data.prompts` and `environment` are this task's.
         folders: where entry points are looked for after `environment.code`.
+        rewards: functions given from Python, by reward name; they replace the manifest's of that name.
 
     Raises:
         OrbitError: prompts, rewards or environment cannot be used.
     """
-    patience = Patience()
+    patience = patience or Patience()
+    functions = {
+        each.name: (rewards or {})[each.name] for each in spec.environment.rewards if each.name in (rewards or {})
+    }
     fetched = [
         None if each.uri.startswith("builtin://") else fetch_input(
             each.uri, "prompts", f"{name}.prompts[{index}].uri", patience=patience).path
@@ -114,7 +128,7 @@ def open_task(name: str, spec: RunSpec, asked: Asked, folders: Sequence[str], cl
         for each, path in zip(spec.data.prompts, fetched, strict=True)
     ]
     table = load_prompts(sources, limit=asked.limit or spec.data.limit)
-    read = fields_read(spec, {})
+    read = fields_read(spec, functions)
     check_fields(table, read)
     code = spec.environment.code
     code_input = fetch_input(code.uri, "code", f"{name}.environment.code.uri", patience=patience) if code else None
@@ -122,7 +136,10 @@ def open_task(name: str, spec: RunSpec, asked: Asked, folders: Sequence[str], cl
     versions = environment_versions(spec, path)
     if code_input and code_input.digest:
         versions["code"] = code_input.digest
-    scorer = closing.enter_context(RewardPool(reward_targets(spec, {}), search_path=path))
+    targets = reward_targets(spec, functions)
+    scorer: RewardScorer = closing.enter_context(
+        RewardThreads(targets) if functions else RewardPool(targets, search_path=path)
+    )
     target = environment_target(spec)
     pool = None
     if target is not None:

@@ -30,6 +30,7 @@ from orbit_runtime.loop.engines import (
 from orbit_runtime.loop.inputs import Inputs
 from orbit_runtime.loop.keep import Checkpoints
 from orbit_runtime.loop.keeper import Keeper
+from orbit_runtime.loop.measure import HeldOut, open_held_out
 from orbit_runtime.loop.publish import Publisher
 from orbit_runtime.loop.show import Show
 from orbit_runtime.loop.trainers import (
@@ -87,6 +88,8 @@ class Parts:
     sequences: tuple[tuple[int, ...], ...]
     """Real prompts as token ids: what preflight measures on."""
     show: Show
+    held_out: HeldOut | None = None
+    """What the policy is measured on while it trains; None: nothing."""
 
     @property
     def spec(self) -> RunSpec:
@@ -164,6 +167,7 @@ def build_parts(
         side = build_side(resolved, division, folder, algorithm, names.model, note=show.note, closing=closing)
         check_token_ids(spec, side.facts.vocabulary)
         check_replay(spec, side.facts)
+    held_out = open_held_out(run, inputs, rewards, tokenizer, closing)
     show.stage("starting the engine")
     sequences = _sequences(table, tokenizer)
     engine = build_engine(resolved, side, tokenizer, folder, sequences, closing)
@@ -211,6 +215,7 @@ def build_parts(
         reference_fields=tuple(read) or ("answer",),
         sequences=sequences,
         show=show,
+        held_out=held_out,
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
@@ -106,6 +106,23 @@ class Collector:
             ended - sampled,
             *counts,
         )
+
+    def play(self, work: Callable[[Asking], Coroutine[Any, Any, None]], stop: StopFlag) -> bool:
+        """Carries out `work` among the episodes that are under way; False: it was ended, as `stop` was set.
+
+        While the caller waits here it does not `switch`: one policy samples from the first token to the last.
+
+        Raises:
+            OrbitError: what `work` raised.
+        """
+        playing = self._start(work(self._asking))
+        while not playing.done() and not stop:
+            wait((playing,), STOP_SECONDS)
+        if not playing.done():
+            playing.cancel()
+            return False
+        playing.result()
+        return True
 
     @property
     def doing(self) -> str:

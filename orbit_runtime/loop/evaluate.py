@@ -10,7 +10,7 @@ import asyncio
 import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from orbit_runtime.adapters.state import files_digest
@@ -18,10 +18,10 @@ from orbit_runtime.checkpoints.adapter_folder import AdapterFolder, open_adapter
 from orbit_runtime.data.chat import ChatTokenizer
 from orbit_runtime.data.prompts import check_lengths
 from orbit_runtime.errors import ModelError, UsageError
-from orbit_runtime.evaluation.records import Usage
 from orbit_runtime.evaluation.tasks import EvalTask
 from orbit_runtime.loop.asking import Asking
 from orbit_runtime.loop.machine import machine_facts
+from orbit_runtime.loop.measure import EngineEpisode
 from orbit_runtime.loop.publish import adapter_name
 from orbit_runtime.loop.trainers import build_policy
 from orbit_runtime.model_info.builtin_models import builtin_folder
@@ -32,7 +32,7 @@ from orbit_runtime.storage import Store, list_bundles
 from orbit_runtime.storage.cache import Cache, default_cache
 from orbit_runtime.storage.download import Patience
 from orbit_runtime.storage.inputs import fetch_input
-from orbit_runtime.types import BASE_VERSION, AdapterFiles, Completion, Engine, Sampling
+from orbit_runtime.types import BASE_VERSION, AdapterFiles, Engine
 
 
 @dataclass(frozen=True)
@@ -41,25 +41,6 @@ class Policy:
 
     name: str | None
     version: int
-
-
-@dataclass
-class EngineEpisode:
-    """The tokens of one episode, counted."""
-
-    asking: Asking
-    _usage: dict[str, int] = field(default_factory=lambda: dict.fromkeys(Usage.__dataclass_fields__, 0))
-
-    @property
-    def usage(self) -> Usage:
-        return Usage(**self._usage)
-
-    async def sample(self, prompt_ids_T: Sequence[int], sampling: Sampling, *, key: int) -> Completion:
-        completion = await self.asking.ask(tuple(prompt_ids_T), sampling, key, None)
-        self._usage["requests"] += 1
-        self._usage["prompt_tokens"] += len(prompt_ids_T)
-        self._usage["completion_tokens"] += len(completion.token_ids_T)
-        return completion
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,11 @@ class Show:
         self.metrics.set_progress(time.time())
         self.progress.step(row)
 
+    def evaluation(self, row: MetricsRow) -> None:
+        """What was evaluated behind this row's step, which may have been shown already."""
+        self.metrics.observe_evaluation(row)
+        self.metrics.set_progress(time.time())
+
     def checkpoint(self, state: RunState) -> None:
         """The newest step that is durable."""
         kept = state.checkpoint_step
@@ -70,4 +75,6 @@ def stop_sentence(stage: str, step: int | None, *, keeps_rollouts: bool = False)
         return "stopping: what was sampled of later steps is kept, finished or not"
     if stage == "collect":
         return f"stopping: step {step} is dropped, as its answers are not complete; the steps before it are kept"
+    if stage == "evaluate":
+        return f"stopping: the evaluation behind step {step} goes on where it is when the run does"
     return f"stopping: finishing step {step} ({stage}) first; press Ctrl-C again to drop it"

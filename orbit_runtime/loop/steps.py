@@ -17,6 +17,7 @@ from orbit_runtime.loop.build import Parts
 from orbit_runtime.loop.collect import Collected, check_failures
 from orbit_runtime.loop.collector import Collector
 from orbit_runtime.loop.keep import keep_failure, keep_row, keep_step
+from orbit_runtime.loop.measure import measure
 from orbit_runtime.loop.parity import check_again, step_limits
 from orbit_runtime.loop.resample import collect_informative, what_is_missing
 from orbit_runtime.loop.row import check_parity, step_row, with_checkpoint
@@ -58,15 +59,16 @@ def _run(
     rounds = parts.spec.algorithm.objective.max_rounds
     while state.step < training.steps:
         assert state.publication is not None
-        started = time.monotonic()
         step = state.step + 1
         groups: tuple[Group, ...] = ()
         try:
             if stop:
                 raise StoppedOnRequest(f"{stop.reason} after step {state.step}")
+            measure(parts, state, collector, stop)
+            started = time.monotonic()
             _begin_steps(parts, state, collector, cursors)
             if step not in cursors:
-                return "exhausted"
+                return _end(parts, state, stop, collector, "exhausted")
             parts.show.stage("collect", step)
             collected = collect_informative(
                 _take(parts, collector, step, stop),
@@ -135,7 +137,17 @@ def _run(
         except OrbitError as error:
             keep_failure(parts.store, step, error, groups)
             raise
-    return "done"
+    return _end(parts, state, stop, collector, "done")
+
+
+def _end(parts: Parts, state: RunState, stop: StopFlag, collector: Collector, ended: str) -> str:
+    """Behind the last step: the last evaluation, which a request to stop may end first."""
+    try:
+        measure(parts, state, collector, stop, is_last=True)
+    except StoppedOnRequest as request:
+        parts.show.note(str(request))
+        return "stopped"
+    return ended
 
 
 def _begin_steps(parts: Parts, state: RunState, collector: Collector, cursors: dict[int, Mapping[str, Any]]) -> None:

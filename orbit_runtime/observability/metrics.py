@@ -133,6 +133,7 @@ METRICS: tuple[Metric, ...] = (
     _stage("checkpoint", "What making the step durable took of the loop's time; most of it happens beside the next "
            "step. It is written with the next step's row, or at the end: empty until then, and where the process was "
            "killed before."),
+    _stage("evaluate", "Asking the held-out prompts behind the step; no part of seconds_total."),
     Metric("seconds_total", "s", "The whole step, its checkpoint included where seconds_checkpoint is there.",
            "orbit_run_step_seconds", display=".3f", is_time=True),
 )  # fmt: skip
@@ -162,9 +163,33 @@ def part_field(reward: str) -> str:
     return f"reward_part_{reward}_mean"
 
 
+EVALUATION = Metric(
+    "eval_<name>_<statistic>",
+    "reward",
+    "Behind a step with an evaluation: of `spec.evaluation.environments` by name the `mean` reward over prompts, the "
+    "`low` and `high` end of its 95 % interval, `pass` (pass@k of all samples of a prompt) and how many samples are "
+    "`unscored`.",
+    "orbit_run_evaluation",
+    display=".4f",
+)
+"""A family of fields, one for each environment and statistic; their series has both for labels. The evaluation before
+the first step has a series and no row."""
+EVALUATED = ("mean", "low", "high", "pass", "unscored")
+_EVALUATION_FIELD = re.compile(rf"eval_([a-z0-9](?:[-a-z0-9.]*[a-z0-9])?)_({'|'.join(EVALUATED)})")
+
+
+def evaluation_field(environment: str, statistic: str) -> str:
+    """Example: `evaluation_field("held-out", "mean") == "eval_held-out_mean"`"""
+    return f"eval_{environment}_{statistic}"
+
+
+def _is_family(name: str) -> bool:
+    return bool(_PART_FIELD.fullmatch(name) or _EVALUATION_FIELD.fullmatch(name))
+
+
 class MetricsRow(Mapping[str, Value]):
     """One step's numbers: every field of the table in its order, `None` where a number does not apply; behind them the
-    parts of the reward (`REWARD_PART`), in the manifest's order.
+    parts of the reward (`REWARD_PART`), in the manifest's order, and what was evaluated behind the step (`EVALUATION`).
 
     Example: `build_row(step=1, reward_mean=0.28)["reward_mean"] == 0.28`
     """
@@ -172,7 +197,7 @@ class MetricsRow(Mapping[str, Value]):
     __slots__ = ("_values",)
 
     def __init__(self, values: Mapping[str, Value]) -> None:
-        parts = [name for name in values if _PART_FIELD.fullmatch(name)]
+        parts = [name for name in values if _is_family(name)]
         unknown = sorted(set(values) - set(FIELDS) - set(parts))
         if unknown:
             raise InternalError(f"unknown metrics: {', '.join(unknown)}", where="observability.metrics")
@@ -195,6 +220,13 @@ class MetricsRow(Mapping[str, Value]):
         """Reward → its mean in this step; empty where the manifest has one reward only."""
         return {part[1]: self.number(name) for name in self if (part := _PART_FIELD.fullmatch(name))}
 
+    @property
+    def evaluation(self) -> dict[tuple[str, str], float | None]:
+        """Environment and statistic → the number; empty behind a step without an evaluation."""
+        return {
+            (found[1], found[2]): self.number(name) for name in self if (found := _EVALUATION_FIELD.fullmatch(name))
+        }
+
     def number(self, name: str) -> float | None:
         """The field as a float; `None` where it is absent or text."""
         value = self._values[name]
@@ -213,7 +245,7 @@ def build_row(**values: Value) -> MetricsRow:
 def parse_row(line: str | bytes) -> MetricsRow:
     """The inverse of `MetricsRow.to_json`; fields that a newer version wrote are dropped."""
     raw: dict[str, Any] = json.loads(line)
-    parts = [name for name in raw if _PART_FIELD.fullmatch(name)]
+    parts = [name for name in raw if _is_family(name)]
     return MetricsRow({name: _decode(raw.get(name)) for name in (*FIELDS, *parts)})
 
 
@@ -265,6 +297,8 @@ class RunMetrics:
             self._declare(metric)
         assert REWARD_PART.prometheus is not None
         self._parts = self._gauge(REWARD_PART.prometheus, REWARD_PART.help, "reward")
+        assert EVALUATION.prometheus is not None
+        self._evaluation = self._gauge(EVALUATION.prometheus, EVALUATION.help, "environment", "statistic")
         self._target = self._gauge("orbit_run_step_target", "Steps that the manifest asks for.")
         self._progress = self._gauge("orbit_run_last_progress_timestamp_seconds", "When the run last made progress.")
 
@@ -301,6 +335,13 @@ class RunMetrics:
         for reward, mean in row.reward_parts.items():
             if mean is not None:
                 self._parts.labels(**self._labels, reward=reward).set(mean)
+        self.observe_evaluation(row)
+
+    def observe_evaluation(self, row: MetricsRow) -> None:
+        """What was evaluated, alone: it is known after its step is."""
+        for (environment, statistic), value in row.evaluation.items():
+            if value is not None:
+                self._evaluation.labels(**self._labels, environment=environment, statistic=statistic).set(value)
 
     def set_target(self, total: int) -> None:
         self._target.labels(**self._labels).set(total)

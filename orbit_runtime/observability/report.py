@@ -7,7 +7,7 @@ Does not belong here: drawing (`report_html`, `plots`) or comparing runs (`compa
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,6 +78,7 @@ class Report:
                 name: {"first": rows[0].reward_parts.get(name), "last": rows[-1].reward_parts.get(name)}
                 for name in self.reward_names
             },
+            "evaluation": evaluation_curves(self.folder.evaluations),
             "publishes": summary.get("publishes", 0),
             "publishes_proven": summary.get("publishes_proven", 0),
             "base_digest_before": summary.get("base_digest_before") or self.folder.run.get("base_digest"),
@@ -123,6 +124,26 @@ def build_report(source: Source, *, ended: str | None = None, now: float | None 
     folder = read_run_folder(source, samples=samples)
     status, reason, code = _judge(folder, ended, time.time() if now is None else now)
     return Report(folder, status, reason, code, _warnings(folder))
+
+
+def evaluation_curves(evaluations: Sequence[Mapping[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Environment → what each evaluation says, by step; `change` is that from the first, prompt by prompt."""
+    curves: dict[str, list[dict[str, Any]]] = {}
+    for each in evaluations:
+        for score in each["scores"]:
+            passes, name = score["pass_at"], score["environment"]
+            point = {
+                "step": each["step"],
+                **{field: score["average"][field] for field in ("mean", "low", "high", "prompts")},
+                "samples": score["samples"],
+                "unscored": score["failed"],
+                "pass_at": {k: found["mean"] for k, found in passes.items()},
+                "tokens": score["prompt_tokens"] + score["completion_tokens"],
+                "cost": score["cost"],
+                "change": each.get("change", {}).get(name),
+            }
+            curves.setdefault(name, []).append(point)
+    return curves
 
 
 def manifest_of(run: Mapping[str, Any]) -> Mapping[str, Any]:

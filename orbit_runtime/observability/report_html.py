@@ -9,13 +9,13 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from orbit_runtime.observability import plots
-from orbit_runtime.observability.metrics import FIELDS, STAGES, MetricsRow, format_value, part_field
+from orbit_runtime.observability.metrics import FIELDS, STAGES, MetricsRow, format_value
 from orbit_runtime.observability.report import Report, manifest_of
 from orbit_runtime.observability.run_folder import Shown
 
@@ -38,12 +38,12 @@ def render_html(report: Report) -> str:
         report=report,
         facts=facts,
         gain=_difference(facts["reward_last"], facts["reward_first"]),
-        charts=build_charts(report.rows),
+        charts=[*evaluation_charts(facts["evaluation"]), *build_charts(report.rows)],
         samples=_pair(report.folder.first, report.folder.last),
         proofs=_proofs(report),
         manifest=json.dumps(manifest_of(report.folder.run), indent=2, ensure_ascii=False),
         resolved=report.folder.run.get("resolved"),
-        fields=(*FIELDS, *(part_field(name) for name in report.reward_names)),
+        fields=(*FIELDS, *dict.fromkeys(name for row in report.rows for name in row if name not in FIELDS)),
         rows=report.rows[-MAX_TABLE_ROWS:],
         hidden_rows=max(0, len(report.rows) - MAX_TABLE_ROWS),
     )
@@ -102,6 +102,18 @@ def build_charts(rows: tuple[MetricsRow, ...]) -> list[dict[str, Any]]:
         {"title": "Seconds of a step, by stage", "svg": plots.draw_stack("Seconds of a step, by stage", steps, stages),
          "legend": stages},
     ]  # fmt: skip
+
+
+def evaluation_charts(curves: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    """One for each environment that the run's policy was measured on."""
+    charts = []
+    for name, points in curves.items():
+        title = f"Held-out prompts: {name}"
+        band = ([each["low"] for each in points], [each["high"] for each in points])
+        series = [plots.Series("mean reward, 95 % interval", [each["mean"] for each in points], 0, band)]
+        svg = plots.draw_lines(title, [each["step"] for each in points], series)
+        charts.append({"title": title, "svg": svg, "legend": series})
+    return charts
 
 
 def _pair(first: tuple[Shown, ...], last: tuple[Shown, ...]) -> list[tuple[Shown | None, Shown | None]]:

@@ -68,6 +68,8 @@ class RunFolder:
     last: tuple[Shown, ...]
     first_step: int | None
     last_step: int | None
+    evaluations: tuple[Json, ...] = ()
+    """What held-out prompts said of the policy, by step: `evaluation/step-*/summary.json`."""
 
     @property
     def facts(self) -> Json:
@@ -107,6 +109,7 @@ def read_run_folder(source: Source, *, samples: int = 6) -> RunFolder:
         last=_choose(last, shared, samples),
         first_step=_number(rollouts[0]) if rollouts else None,
         last_step=_number(rollouts[-1]) if len(rollouts) > 1 else None,
+        evaluations=_read_evaluations(source),
     )
 
 
@@ -154,6 +157,12 @@ def _read_manifests(source: Source, folder: str) -> tuple[Json, ...]:
         if manifest is not None:
             manifests.append({**manifest, "prefix": key.removesuffix("/manifest.json")})
     return tuple(manifests)
+
+
+def _read_evaluations(source: Source) -> tuple[Json, ...]:
+    keys = [key for key in source.list("evaluation") if key.endswith("/summary.json")]
+    found = (_read_json(source, key) for key in sorted(keys, key=_number))
+    return tuple(each for each in found if each is not None and isinstance(each.get("scores"), list))
 
 
 def _number(key: str) -> int:

@@ -1,4 +1,4 @@
-"""`spec.evaluation`: what `orbit eval` measures a policy on.
+"""`spec.evaluation`: what a policy is measured on, by `orbit eval` and within a run.
 
 Belongs here: which prompts, how they are asked. Does not belong here: asking (`evaluation`), statistics.
 
@@ -40,8 +40,10 @@ class EvaluationEnvironment(Block):
 
 
 class Evaluation(Block):
-    """What `orbit eval` asks a policy. A run does nothing with it."""
+    """What `orbit eval` asks a policy, and what a run asks its own."""
 
+    every_steps: Annotated[int | None, LATER_DISPLAY, Field(ge=1, le=1_000_000)] = None
+    """A run asks its policy before its first step, after every so many, and after its last; unset, never."""
     samples: Annotated[int, LATER_DISPLAY, Field(ge=1, le=1024)] = 1
     """Samples of each prompt."""
     temperature: Annotated[float | None, LATER_DISPLAY, Field(ge=0, le=100)] = None

@@ -39,6 +39,7 @@ WITHOUT_DATA = {
     "Orbit: one run: Dropped tokens": "the quickstart has no importance sampling",
     "Orbit: one run: Bound of OFT's series": "the quickstart trains LoRA",
     "Orbit: one run: Parts of the reward": "the quickstart has one reward",
+    "Orbit: one run: Evaluation of held-out prompts": "the quickstart evaluates nothing",
     "Orbit: one run: Critic": "the quickstart has no critic",
     "Orbit: one run: Routers that agree": "the quickstart's model has no routed experts",
     **dict.fromkeys(

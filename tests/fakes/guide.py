@@ -5,12 +5,20 @@ Belongs here: reading fenced blocks. Does not belong here: what a guide needs ar
 
 from __future__ import annotations
 
+import io
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import chdir, redirect_stdout
 from pathlib import Path
+from string import Template
+
+import pytest
+
+from orbit_runtime.cli.main import run_command
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -27,6 +35,24 @@ def commands(guide: str, heading: str) -> list[str]:
     section = re.split(r"^## ", guide, flags=re.MULTILINE)
     (text,) = [each for each in section if each.startswith(f"{heading}\n")]
     return re.findall(r"```sh\n(.*?)```", text, re.DOTALL)
+
+
+def run_in_process(text: str, folder: Path, environment: Mapping[str, str] | None = None) -> None:
+    """One block whose lines are `orbit …` and at most `> FILE`: a start of Python each costs more than the command."""
+    values = {**os.environ, **(environment or {})}
+    with chdir(folder), pytest.MonkeyPatch.context() as patch:
+        for name, value in (environment or {}).items():
+            patch.setenv(name, value)
+        for line in text.splitlines():
+            command, _, target = (each.strip() for each in line.partition(" > "))
+            program, *arguments = [Template(word).substitute(values) for word in shlex.split(command)]
+            assert program == "orbit", line
+            said = io.StringIO()
+            with redirect_stdout(said):
+                code = run_command(arguments)
+            assert code == 0, f"{line}\n{said.getvalue()}"
+            if target:
+                Path(target).write_text(said.getvalue())
 
 
 def run_shell(text: str, folder: Path, environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from fakes.chat_api import ChatApi
-from fakes.guide import ROOT, commands, run_shell, write_files
+from fakes.guide import ROOT, commands, run_in_process, write_files
 from ruamel.yaml import YAML
 
 from orbit_runtime.evaluation.journal import read_samples
@@ -17,7 +17,7 @@ from orbit_runtime.storage import open_store
 GUIDE = (ROOT / "docs/guides/evaluation.md").read_text()
 QUICKSTART = (ROOT / "examples/quickstart.yaml").read_text()
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module")
@@ -26,8 +26,7 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("guide")
     (folder / "quickstart.yaml").write_text(QUICKSTART)
     for text in commands(GUIDE, "The base, and the checkpoints of a run"):
-        ended = run_shell(text, folder, {"OMP_NUM_THREADS": "1", "NO_COLOR": "1", "COLUMNS": "160"})
-        assert ended.returncode == 0, ended.stdout + ended.stderr
+        run_in_process(text, folder)
     return folder
 
 
@@ -65,16 +64,18 @@ def test_an_api_is_asked_as_the_guide_says(tmp_path: Path) -> None:
     (tmp_path / "quickstart.yaml").write_text(QUICKSTART)
     (text,) = commands(GUIDE, "A model behind an API")
     with ChatApi(lambda body: "46", key="secret") as api:
-        ended = run_shell(text, tmp_path, {"BASE_URL": api.url, "MY_KEY": "secret", "NO_COLOR": "1"})
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+        run_in_process(text, tmp_path, {"BASE_URL": api.url, "MY_KEY": "secret"})
     assert len(api.asked) == 20
 
 
-def test_the_block_of_the_guide_is_one_that_a_manifest_takes(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("file", "names"), [("held-out.yaml", ["held-out", "products"]), ("during.yaml", ["held-out"])]
+)
+def test_the_blocks_of_the_guide_are_ones_that_a_manifest_takes(file: str, names: list[str], tmp_path: Path) -> None:
     write_files(GUIDE, tmp_path)
     (tmp_path / "held-out.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
     whole = YAML(typ="safe").load(QUICKSTART)
-    whole["spec"] |= YAML(typ="safe").load((tmp_path / "held-out.yaml").read_text())
+    whole["spec"] |= YAML(typ="safe").load((tmp_path / file).read_text())
     (tmp_path / "run.yaml").write_text(json.dumps(whole))
     environments = load_manifest(tmp_path / "run.yaml").spec.evaluation.environments
-    assert [each.name for each in environments] == ["held-out", "products"]
+    assert [each.name for each in environments] == names

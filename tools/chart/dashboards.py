@@ -142,6 +142,11 @@ RUN = Dashboard(
                 {"mean": "orbit_run_reward_mean{@}", "standard deviation": "orbit_run_reward_std{@}"},
             ),
             Panel("Parts of the reward", "line", {"{{reward}}, before its weight": "orbit_run_reward_part_mean{@}"}),
+            Panel(
+                "Evaluation of held-out prompts",
+                "line",
+                {"{{environment}}, {{statistic}}": 'orbit_run_evaluation{@, statistic=~"mean|low|high|pass"}'},
+            ),
             Panel("KL from the base", "line", {"kl": "orbit_run_kl{@}"}, text="nats"),
             Panel("Loss", "line", {"loss": "orbit_run_loss{@}"}),
             Panel("Entropy", "line", {"entropy": "orbit_run_entropy{@}"}),

@@ -1,0 +1,252 @@
+"""A run's own evaluations: the same held-out prompts asked before, during and after its training.
+
+Belongs here: when one is due, asking beside the episodes of training, what is kept of it. Does not belong here: playing
+and scores (`evaluation`), models that no run holds (`evaluate`).
+
+`evaluation/step-000010/` is the folder of an evaluation (`evaluation.journal`) of one policy; its `summary.json`,
+written last, makes it whole. Then its samples leave memory, which a run's evaluations together may not fit.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from orbit_runtime.data.prompts import check_lengths
+from orbit_runtime.errors import StoppedOnRequest
+from orbit_runtime.evaluation.evaluate import ask_one
+from orbit_runtime.evaluation.journal import Journal, keep_asked, read_asked
+from orbit_runtime.evaluation.records import Usage
+from orbit_runtime.evaluation.scores import paired
+from orbit_runtime.evaluation.summary import Prices, Score, build_summary
+from orbit_runtime.evaluation.tasks import EvalTask, asked_of, open_task, task_specs, with_sampling
+from orbit_runtime.loop.asking import Asking
+from orbit_runtime.loop.collector import Collector
+from orbit_runtime.loop.inputs import Inputs
+from orbit_runtime.loop.keep import keep_row, step_name
+from orbit_runtime.loop.signals import StopFlag
+from orbit_runtime.loop.state import RunState
+from orbit_runtime.observability.metrics import MetricsRow, Value, build_row, evaluation_field, parse_row
+from orbit_runtime.planner.sampling import check_engine
+from orbit_runtime.spec import OrbitRun
+from orbit_runtime.storage import NotFound
+from orbit_runtime.types import Completion, Sampling, Tokenizer
+
+if TYPE_CHECKING:
+    from orbit_runtime.loop.build import Parts
+
+SUMMARY = "summary.json"
+
+
+@dataclass
+class EngineEpisode:
+    """The tokens of one episode, counted."""
+
+    asking: Asking
+    _usage: dict[str, int] = field(default_factory=lambda: dict.fromkeys(Usage.__dataclass_fields__, 0))
+
+    @property
+    def usage(self) -> Usage:
+        return Usage(**self._usage)
+
+    async def sample(self, prompt_ids_T: Sequence[int], sampling: Sampling, *, key: int) -> Completion:
+        completion = await self.asking.ask(tuple(prompt_ids_T), sampling, key, None)
+        self._usage["requests"] += 1
+        self._usage["prompt_tokens"] += len(prompt_ids_T)
+        self._usage["completion_tokens"] += len(completion.token_ids_T)
+        return completion
+
+
+@dataclass(frozen=True)
+class _RunsPolicy:
+    """A `Subject`: the policy that samples for the run."""
+
+    name: str
+    tokenizer: Tokenizer
+    adapter: str
+    asks: Asking
+
+    def to_json(self) -> dict[str, Any]:
+        return {"kind": "policy", "adapter": self.adapter}
+
+    @asynccontextmanager
+    async def asking(self) -> AsyncIterator[Callable[[], EngineEpisode]]:
+        yield lambda: EngineEpisode(self.asks)
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """What a run's policy is measured on."""
+
+    tasks: tuple[EvalTask, ...]
+    tokenizer: Tokenizer
+
+    def settings(self) -> dict[str, Any]:
+        return {task.name: task.to_json() for task in self.tasks}
+
+
+def open_held_out(
+    run: OrbitRun,
+    inputs: Inputs,
+    rewards: Mapping[str, Callable[..., Any]] | None,
+    tokenizer: Tokenizer,
+    closing: ExitStack,
+) -> HeldOut | None:
+    """None where `spec.evaluation.everySteps` is not set.
+
+    Args:
+        run: with absolute paths.
+
+    Raises:
+        OrbitError: prompts, rewards or environment cannot be used, or the engine does not sample so.
+    """
+    spec = run.spec
+    if spec.evaluation.every_steps is None:
+        return None
+    asked, tasks = asked_of(spec), []
+    for name, each in task_specs(run.name, spec).items():
+        task = open_task(
+            name, each, asked, inputs.folders, closing, rewards=rewards or {}, patience=inputs.patience
+        )  # fmt: skip
+        check_engine(with_sampling(each, asked))
+        encode = partial(tokenizer.encode_many, tools=task.pool.tools if task.pool else ())
+        check_lengths(
+            task.table, encode, max_prompt_tokens=spec.model.max_sequence_length - task.sampling.max_new_tokens
+        )
+        tasks.append(task)
+    return HeldOut(tuple(tasks), tokenizer)
+
+
+def measure(parts: Parts, state: RunState, collector: Collector, stop: StopFlag, *, is_last: bool = False) -> None:
+    """Asks the policy that stands, where that is due after the run's newest step and was not done.
+
+    It samples beside what is under way for training, and by draws of its own: nothing of that changes.
+
+    Raises:
+        StoppedOnRequest: before every answer was there; those that were are kept.
+        OrbitError: what ended the engine or the store.
+    """
+    every, held_out = parts.spec.evaluation.every_steps, parts.held_out
+    if held_out is None or every is None or not (is_last or state.step % every == 0):
+        return
+    found = _read(parts, state.step)
+    if found is None:
+        parts.show.stage("evaluate", state.step)
+        found = _ask(parts, state, collector, stop, held_out)
+        parts.show.note(_sentence(found), **{"evaluated_step": state.step})
+    _tell(parts, state, found)
+
+
+def _folder(step: int) -> str:
+    return f"evaluation/{step_name(step)}/"
+
+
+def _read(parts: Parts, step: int) -> dict[str, Any] | None:
+    """What came of it; None where it was not ended."""
+    try:
+        return dict(json.loads(parts.store.get(f"{_folder(step)}{SUMMARY}")))
+    except (NotFound, ValueError):
+        return None
+
+
+def _ask(
+    parts: Parts, state: RunState, collector: Collector, stop: StopFlag, held_out: HeldOut
+) -> dict[str, Any]:  # fmt: skip
+    assert state.publication is not None
+    started, folder, evaluation = time.monotonic(), _folder(state.step), parts.spec.evaluation
+    settings, name = held_out.settings(), f"step-{state.step}"
+    subject = {"kind": "policy", "adapter": state.publication.adapter.digest}
+    parts.execution.check()
+    before = read_asked(parts.store, folder)
+    if before is not None and before != json.loads(json.dumps({"settings": settings, "subjects": {name: subject}})):
+        parts.show.note(f"the evaluation behind step {state.step} begins anew: it was asked otherwise before")
+        parts.store.delete(parts.store.list(folder))
+    keep_asked(parts.store, settings, {name: subject}, folder)
+    with Journal(parts.store, parts.execution, folder) as journal:
+
+        async def work(asking: Asking) -> None:
+            policy = _RunsPolicy(name, held_out.tokenizer, subject["adapter"], asking)
+            show = lambda _name, _done, _total: parts.show.status.beat()  # noqa: E731
+            await ask_one(policy, held_out.tasks, journal, concurrency=evaluation.concurrency, show=show)
+
+        if not collector.play(work, stop):
+            raise StoppedOnRequest(
+                f"{stop.reason} while the policy of step {state.step} was evaluated: {len(journal.samples)} of its "
+                "samples are kept"
+            )
+        journal.gather()
+        prices = Prices(evaluation.prompt_price, evaluation.completion_price)
+        scores = build_summary(journal.samples, pass_at=evaluation.pass_at, prices=prices).scores
+    found = {
+        "step": state.step,
+        "policy_version": state.version,
+        "adapter_digest": subject["adapter"],
+        "seconds": time.monotonic() - started,
+        "settings": settings,
+        "scores": [{**score.to_json(), "means": dict(score.means)} for score in scores],
+        "change": _changes(_read(parts, 0), settings, scores) if state.step else {},
+    }
+    parts.execution.check()
+    parts.store.put(f"{folder}{SUMMARY}", json.dumps(found, indent=1).encode())
+    return found
+
+
+def _changes(first: Mapping[str, Any] | None, settings: Mapping[str, Any], scores: Sequence[Score]) -> dict[str, Any]:
+    """Environment → this policy minus the first one, prompt by prompt, where both were asked the same."""
+    if first is None:
+        return {}
+    asked = json.loads(json.dumps(settings))
+    means = {score["environment"]: score["means"] for score in first["scores"]}
+    return {
+        score.environment: paired(means[score.environment], score.means).to_json()
+        for score in scores
+        if score.environment in means and first["settings"][score.environment] == asked[score.environment]
+    }
+
+
+def _tell(parts: Parts, state: RunState, found: Mapping[str, Any]) -> None:
+    """Into the row of its step, which is stored already, and into the metrics."""
+    fields = evaluation_fields(found)
+    parts.show.evaluation(build_row(**fields))
+    row = state.row if state.row is not None else _stored_row(parts, state.step)
+    if row is not None and any(row.get(name) != value for name, value in fields.items()):
+        row = build_row(**{**row, **fields})
+        keep_row(parts.store, parts.execution, row)
+    if state.row is not None:
+        state.row = row
+
+
+def _stored_row(parts: Parts, step: int) -> MetricsRow | None:
+    """Of a step that an earlier execution trained."""
+    try:
+        return parse_row(parts.store.get(f"metrics/{step_name(step)}.json"))
+    except (NotFound, ValueError):
+        return None
+
+
+def evaluation_fields(found: Mapping[str, Any]) -> dict[str, Value]:
+    """The row's fields of one evaluation."""
+    fields: dict[str, Value] = {"seconds_evaluate": found["seconds"]}
+    for score in found["scores"]:
+        name, average = score["environment"], score["average"]
+        told = {each: average[each] for each in ("mean", "low", "high")}
+        told |= {"pass": score["pass_at"][str(max(map(int, score["pass_at"])))]["mean"], "unscored": score["failed"]}
+        fields |= {evaluation_field(name, statistic): value for statistic, value in told.items()}
+    return fields
+
+
+def _sentence(found: Mapping[str, Any]) -> str:
+    """Example: `step 10, evaluated: held-out 0.412 (0.351 to 0.473)`"""
+    told = []
+    for score in found["scores"]:
+        average = score["average"]
+        text = "no score" if average["mean"] is None else f"{average['mean']:.3f}"
+        if average["low"] is not None:
+            text += f" ({average['low']:.3f} to {average['high']:.3f})"
+        told.append(f"{score['environment']} {text}" + (f", {score['failed']} unscored" if score["failed"] else ""))
+    return f"step {found['step']}, evaluated: {'; '.join(told)}"

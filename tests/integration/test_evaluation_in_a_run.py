@@ -1,0 +1,171 @@
+"""`spec.evaluation.everySteps`: a run measures its policy, and nothing of its training changes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orbit_runtime.cli.main import run_command
+from orbit_runtime.evaluation.journal import read_samples
+from orbit_runtime.loop import run
+from orbit_runtime.observability.progress import SilentProgress
+from orbit_runtime.observability.report import build_report
+from orbit_runtime.observability.report_html import render_html
+from orbit_runtime.spec import OrbitRun
+from orbit_runtime.storage import Store, open_store
+from tests.integration.killing import adapter_digests, small_manifest, timeless_rows
+from tests.integration.run_launcher import RunLauncher
+
+STEPS, PROMPTS, SAMPLES = 3, 16, 2
+pytestmark = pytest.mark.timeout(300)
+
+
+def manifest(*, max_staleness: int = 0, evaluated: bool = True, **evaluation: Any) -> dict[str, Any]:
+    made = small_manifest(steps=STEPS)
+    made["spec"]["rollout"]["maxStaleness"] = max_staleness
+    made["spec"]["checkpoint"]["keep"] = 9
+    if evaluated:
+        held_out = [{"name": name, "prompts": [{"uri": f"builtin://two-digit-{name}"}]}
+                    for name in ("addition", "multiplication")]  # fmt: skip
+        made["spec"]["evaluation"] = {"everySteps": 2, "samples": SAMPLES, "limit": PROMPTS, "environments": held_out,
+                                      "concurrency": 16} | evaluation  # fmt: skip
+    return made
+
+
+def train(made: dict[str, Any], out: Path, rewards: Any = None) -> Store:
+    run(OrbitRun.model_validate(made), out=str(out), progress=SilentProgress(), rewards=rewards)
+    return open_store(str(out))
+
+
+def summary(store: Store, step: int) -> dict[str, Any]:
+    return json.loads(store.get(f"evaluation/step-{step:06d}/summary.json"))
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Store:
+    return train(manifest(evaluated=False), tmp_path_factory.mktemp("plain") / "run")
+
+
+@pytest.fixture(scope="module")
+def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Store:
+    return train(manifest(), tmp_path_factory.mktemp("evaluated") / "run")
+
+
+def test_training_has_the_same_bits_with_an_evaluation_and_without(plain: Store, evaluated: Store) -> None:
+    assert adapter_digests(evaluated) == adapter_digests(plain)
+    rows = [
+        {name: value for name, value in row.items() if not name.startswith("eval_")} for row in timeless_rows(evaluated)
+    ]
+    assert rows == timeless_rows(plain)
+
+
+def test_it_is_asked_before_during_and_after(evaluated: Store) -> None:
+    asked = {step: summary(evaluated, step) for step in (0, 2, 3)}
+    assert len([key for key in evaluated.list("evaluation") if key.endswith("summary.json")]) == len(asked)
+    prompts = [set(score["means"]) for found in asked.values() for score in found["scores"]]
+    assert prompts[::2] == [prompts[0]] * 3, "the same prompts each time"
+    assert {len(each) for each in prompts} == {PROMPTS}
+    assert [found["policy_version"] for found in asked.values()] == [0, 2, 3]
+    rows = timeless_rows(evaluated)
+    assert [row["step"] for row in rows if "eval_addition_mean" in row] == [2, 3]
+    assert rows[1]["eval_addition_mean"] == asked[2]["scores"][0]["average"]["mean"]
+    assert rows[1]["eval_multiplication_unscored"] == 0
+    first, last = (found["scores"][0]["means"] for found in (asked[0], asked[3]))
+    assert asked[3]["change"]["addition"]["mean"] == pytest.approx(
+        sum(last[prompt] - first[prompt] for prompt in first) / PROMPTS
+    )
+
+
+def test_the_report_has_a_curve_of_each_environment(evaluated: Store) -> None:
+    report = build_report(evaluated)
+    curves = report.to_json()["evaluation"]
+    assert {name: [point["step"] for point in points] for name, points in curves.items()} == {
+        "addition": [0, 2, 3], "multiplication": [0, 2, 3]
+    }  # fmt: skip
+    page = render_html(report)
+    assert "Held-out prompts: addition" in page
+    assert "eval_addition_mean" in page
+
+
+@pytest.mark.parametrize("max_staleness", [0, 2])
+def test_orbit_eval_finds_the_same_scores_in_the_folder(
+    max_staleness: int, evaluated: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = train(manifest(max_staleness=2), tmp_path / "run") if max_staleness else evaluated
+    capsys.readouterr()
+    assert run_command(["eval", store.uri, "--steps", "0,2,3", "--out", str(tmp_path / "eval"), "--json"]) == 0
+    found = {(each["subject"], each["environment"]): each for each in json.loads(capsys.readouterr().out)["scores"]}
+    for step in (0, 2, 3):
+        for score in summary(store, step)["scores"]:
+            later = found[f"step-{step}", score["environment"]]
+            assert later["average"] == score["average"]
+            assert later["completion_tokens"] == score["completion_tokens"], "the very same answers"
+
+
+def test_a_stop_within_an_evaluation_keeps_what_was_answered(plain: Store, tmp_path: Path) -> None:
+    asked: list[str] = []
+    stop_at = PROMPTS * SAMPLES + 20
+
+    def correct(completion: str, prompt: Any, fields: Mapping[str, str]) -> float:
+        asked.append(completion)
+        if len(asked) == stop_at:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.3)
+        return float(completion == fields["answer"])
+
+    made = manifest(concurrency=4)
+    store = train(made, tmp_path / "run", {"correct": correct})
+    assert build_report(store).status == "stopped"
+    kept = {sample.key: sample for sample in read_samples(store, "evaluation/step-000000/")}
+    assert PROMPTS * SAMPLES < len(kept) < 2 * PROMPTS * SAMPLES
+    assert store.list("checkpoints") == []
+    again = train(made, tmp_path / "run", {"correct": correct})
+    assert build_report(again).status == "done"
+    assert adapter_digests(again) == adapter_digests(plain)
+    ended = {sample.key: sample for sample in read_samples(again, "evaluation/step-000000/")}
+    assert {key: ended[key] for key in kept} == kept, "none of them was asked again"
+
+
+def test_a_kill_within_an_evaluation_costs_nothing_that_was_durable(evaluated: Store, tmp_path: Path) -> None:
+    launcher, out = RunLauncher(), tmp_path / "run"
+    # One at a time, so that there is a middle to be killed in.
+    made = manifest(concurrency=1)
+    pid = launcher.start(made, str(out))
+    folder = out / "evaluation" / "step-000002"
+    until = time.monotonic() + 120
+    while len(list(folder.glob("samples/*.zst"))) < 2 and time.monotonic() < until:
+        time.sleep(0.002)
+    os.kill(pid, signal.SIGKILL)
+    launcher.wait()
+    store = open_store(str(out))
+    kept = {sample.key: sample for sample in read_samples(store, "evaluation/step-000002/")}
+    assert 0 < len(kept) < 2 * PROMPTS * SAMPLES
+    assert not (folder / "summary.json").exists()
+    assert launcher.run(made, str(out)) == 0
+    launcher.close()
+    ended = {sample.key: sample for sample in read_samples(store, "evaluation/step-000002/")}
+    assert {key: ended[key] for key in kept} == kept, "with the time that each took"
+    assert adapter_digests(store) == adapter_digests(evaluated)
+    rows = [{name: row.get(name) for name in row if name.startswith("eval_")} for row in timeless_rows(store)]
+    assert rows == [
+        {name: row.get(name) for name in row if name.startswith("eval_")} for row in timeless_rows(evaluated)
+    ]
+
+
+def test_an_evaluation_may_come_to_a_run_that_is_done(plain: Store, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    shutil.copytree(plain.uri, out)
+    store = train(manifest(samples=1), out)
+    (only,) = [key for key in store.list("evaluation") if key.endswith("summary.json")]
+    assert summary(store, STEPS)["scores"][0]["samples"] == PROMPTS
+    assert only.endswith(f"step-{STEPS:06d}/summary.json")
+    assert timeless_rows(store)[-1]["eval_addition_mean"] is not None
+    assert adapter_digests(store) == adapter_digests(plain)
