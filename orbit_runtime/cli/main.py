@@ -250,6 +250,35 @@ def serve(
 
 
 @app.command()
+def chat(
+    source: Annotated[
+        str | None,
+        typer.Argument(metavar="RUN", help="A run folder, or a manifest.", autocompletion=complete_runs),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(metavar="URI", help="Without a run: the base; with --base-url a model's name.")
+    ] = None,
+    adapter: Annotated[str | None, typer.Option(metavar="FOLDER", help="An adapter's folder, or a run's.")] = None,
+    step: Annotated[int | None, typer.Option(metavar="N", min=0, help="The run's adapter of this version.")] = None,
+    base_url: Annotated[str | None, typer.Option(metavar="URL", help="An OpenAI-compatible API.")] = None,
+    api_key_env: Annotated[str | None, typer.Option(metavar="NAME", help="Variable that holds the API's key.")] = None,
+    compare: Annotated[bool, typer.Option("--compare", help="Base and adapter, both asked.")] = False,
+    prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="Ask this, and end.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(metavar="N", min=1)] = None,
+    temperature: Annotated[float | None, typer.Option(metavar="T", min=0.0)] = None,
+    seed: Annotated[int | None, typer.Option(metavar="N")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Talk to a checkpoint: base, adapter, or both."""
+    from orbit_runtime.cli.chat import ChatOptions, run_chat
+
+    settings = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
+    given = {name: value for name, value in settings.items() if value is not None}
+    options = ChatOptions(source, model, adapter, step, base_url, api_key_env, compare, prompt, given)
+    raise typer.Exit(run_chat(options, as_json=as_json))
+
+
+@app.command()
 def replay(
     run: Annotated[
         str, typer.Argument(metavar="DIR", help="A run folder: a path or URI.", autocompletion=complete_runs)

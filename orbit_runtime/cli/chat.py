@@ -1,0 +1,210 @@
+"""`orbit chat`: a conversation with base, adapter or both, over its own engine or an OpenAI-compatible API.
+
+Belongs here: the conversation at a terminal or a pipe. Does not belong here: what is answered (`serve`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from orbit_runtime.cli.run import check_can_train
+from orbit_runtime.errors import EXIT_DONE, CredentialsError, EngineDiedError, UsageError
+
+HELP = "/reset forgets the conversation, /quit ends, Ctrl-C ends an answer"
+FIRST_SECONDS = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class ChatOptions:
+    """What the command line says."""
+
+    source: str | None
+    model: str | None
+    """Without a run: the base's address; with `base_url` the model's name."""
+    adapter: str | None
+    step: int | None
+    base_url: str | None
+    api_key_env: str | None
+    compare: bool
+    prompt: str | None
+    settings: Mapping[str, Any]
+    """Of sampling, as OpenAI's API names them."""
+
+
+@dataclass
+class Conversation:
+    """With one model."""
+
+    model: str
+    messages: list[dict[str, str]] = field(default_factory=list)
+
+
+def run_chat(options: ChatOptions, *, as_json: bool) -> int:
+    """Talks until the input ends. Returns 0.
+
+    Raises:
+        UsageError: (64) options do not go together, or the API refuses the request.
+        CredentialsError: (77) the API wants another key. EngineDiedError: (82) it does not answer.
+        OrbitError: model or adapter cannot be served.
+    """
+    with ExitStack() as stack:
+        url, key, names = _find_models(options, stack)
+        headers = {} if key is None else {"authorization": f"Bearer {key}"}
+        client = stack.enter_context(httpx.Client(base_url=url, headers=headers, timeout=FIRST_SECONDS))
+        talks = [Conversation(name) for name in names]
+        is_terminal = sys.stdin.isatty() and options.prompt is None
+        if is_terminal and not as_json:
+            print(f"{' and '.join(names)}; {HELP}")
+        questions = iter([options.prompt]) if options.prompt is not None else _questions(is_terminal)
+        for question in questions:
+            match question.strip():
+                case "":
+                    continue
+                case "/quit":
+                    break
+                case "/reset":
+                    for talk in talks:
+                        talk.messages.clear()
+                    continue
+            _answer(client, talks, question, options.settings, as_json=as_json)
+    return EXIT_DONE
+
+
+def _find_models(options: ChatOptions, stack: ExitStack) -> tuple[str, str | None, list[str]]:
+    """The API's address and key, and the names to talk to."""
+    if options.base_url is not None:
+        return _attach(options)
+    if options.api_key_env is not None:
+        raise UsageError("a key is for somebody's API", where="--api-key-env", fix="give --base-url as well")
+    check_can_train()
+    from orbit_runtime.serve.names import POLICY
+    from orbit_runtime.serve.open import Asked, open_models
+    from orbit_runtime.serve.requests import Limits
+    from orbit_runtime.serve.server import start_serving
+
+    adapters = {}
+    if options.step is not None:
+        if options.source is None:
+            raise UsageError("a step is one of a run", where="--step", fix="name a run folder")
+        adapters[f"step-{options.step}"] = f"{options.source.rstrip('/')}/adapters/policy-v{options.step}"
+    if options.adapter is not None:
+        adapters["adapter"] = options.adapter
+    asked = Asked(options.source, options.model, adapters)
+    opened = open_models(asked, Limits(), lambda line: print(line, file=sys.stderr, flush=True))
+    key = secrets.token_urlsafe()
+    serving = stack.enter_context(closing(start_serving(opened, "127.0.0.1", 0, key)))
+    base, *others = [served.name for served in opened.policies.all()]
+    chosen = next((name for name in adapters), POLICY if POLICY in others else base)
+    if options.compare and chosen == base:
+        raise UsageError("there is no adapter to compare with", where="--compare", fix="name one with --adapter")
+    return f"{serving.url}/v1", key, [base, chosen] if options.compare else [chosen]
+
+
+def _attach(options: ChatOptions) -> tuple[str, str | None, list[str]]:
+    assert options.base_url is not None
+    if options.source is not None or options.adapter is not None or options.step is not None:
+        raise UsageError("an API has its own models", where="--base-url", fix="choose one of them with --model")
+    if options.model is None:
+        raise UsageError("which model of the API?", where="--model", fix="name it; two with a comma for --compare")
+    names = options.model.split(",")
+    if len(names) != (2 if options.compare else 1):
+        raise UsageError(f"{len(names)} models are named", where="--model", fix="--compare takes two, with a comma")
+    key = os.environ.get(options.api_key_env) if options.api_key_env else None
+    if options.api_key_env and not key:
+        raise CredentialsError(f"the environment variable {options.api_key_env} is not set", where="--api-key-env")
+    return options.base_url.rstrip("/"), key, names
+
+
+def _questions(is_terminal: bool) -> Iterator[str]:
+    if not is_terminal:
+        for line in sys.stdin:
+            yield line.rstrip("\n")
+        return
+    while True:
+        try:
+            yield input("> ")
+        except EOFError:
+            print()
+            return
+        except KeyboardInterrupt:
+            print()
+
+
+def _answer(
+    client: httpx.Client, talks: Sequence[Conversation], question: str, settings: Mapping[str, Any], *, as_json: bool
+) -> None:
+    """Of each model, one after the other. Ctrl-C ends the answer where it is, and those after it are not asked for."""
+    answers: dict[str, Any] = {}
+    is_ended = False
+    for talk in talks:
+        if is_ended:
+            break
+        talk.messages.append({"role": "user", "content": question})
+        if not as_json and len(talks) > 1:
+            print(f"[{talk.model}]")
+        pieces: list[str] = []
+        reason = "interrupted"
+        try:
+            for text, ended in stream_chat(client, talk.model, talk.messages, settings):
+                pieces.append(text)
+                reason = ended or reason
+                if not as_json:
+                    print(text, end="", flush=True)
+        except KeyboardInterrupt:
+            is_ended = True
+        if not as_json:
+            print(" [interrupted]" if is_ended else "")
+        text = "".join(pieces)
+        talk.messages.append({"role": "assistant", "content": text})
+        answers[talk.model] = {"text": text, "finish_reason": reason}
+    if as_json:
+        print(json.dumps({"prompt": question, "answers": answers}, ensure_ascii=False), flush=True)
+
+
+def stream_chat(
+    client: httpx.Client, model: str, messages: Sequence[Mapping[str, str]], settings: Mapping[str, Any]
+) -> Iterator[tuple[str, str | None]]:
+    """Pieces of the answer, and with the last one why it ended. Who stops reading ends the request."""
+    body = {"model": model, "messages": list(messages), "stream": True, **settings}
+    try:
+        with client.stream("POST", "/chat/completions", json=body) as answer:
+            if answer.status_code != 200:
+                answer.read()
+                raise _refusal(answer)
+            for line in answer.iter_lines():
+                data = line.removeprefix("data: ")
+                if not line.startswith("data: ") or data == "[DONE]":
+                    continue
+                said = json.loads(data)
+                if "error" in said:
+                    raise EngineDiedError(str(said["error"].get("message")), where=str(client.base_url))
+                for choice in said["choices"]:
+                    yield choice["delta"].get("content") or "", choice["finish_reason"]
+    except (httpx.HTTPError, ValueError, KeyError) as error:
+        raise EngineDiedError(
+            f"the API did not answer: {error or type(error).__name__}",
+            where=str(client.base_url),
+            fix="look whether it runs there; the address ends in /v1",
+        ) from None
+
+
+def _refusal(answer: httpx.Response) -> Exception:
+    try:
+        message = str(answer.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        message = answer.text[:200]
+    kind: Callable[..., Exception] = EngineDiedError
+    if answer.status_code in (401, 403):
+        kind = CredentialsError
+    elif answer.status_code < 500:
+        kind = UsageError
+    return kind(f"the API answered {answer.status_code}: {message}", where=str(answer.url))
