@@ -29,6 +29,11 @@ class Serving:
     _front: subprocess.Popen[bytes]
     _drain_seconds: float
 
+    @property
+    def front_pid(self) -> int:
+        """Of the process that speaks HTTP."""
+        return self._front.pid
+
     def check(self) -> None:
         """Raises EngineDiedError (82) where the process that speaks HTTP has ended by itself."""
         if self._sampler.is_front_gone.is_set():

@@ -19,6 +19,7 @@ import httpx
 import openai
 import pytest
 
+from orbit_runtime.errors import EngineDiedError
 from orbit_runtime.loop import run
 from orbit_runtime.observability.progress import SilentProgress
 from orbit_runtime.rollout import TorchEngine
@@ -160,6 +161,23 @@ def test_several_prompts_and_a_stop(client: openai.OpenAI) -> None:
     assert pieces == cut.choices[0].text
 
 
+def test_several_stops_choices_and_the_usage_of_a_stream(client: openai.OpenAI) -> None:
+    options = {"model": "policy", "messages": MESSAGES, "n": 2, "seed": 4, "stop": ["7", "8"], "temperature": 1.0}
+    whole = client.chat.completions.create(**options, max_completion_tokens=6)
+    texts = {0: "", 1: ""}
+    chunks = [
+        *client.chat.completions.create(
+            **options, max_completion_tokens=6, stream=True, stream_options={"include_usage": True}
+        )
+    ]
+    for chunk in chunks:
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+    assert [texts[0], texts[1]] == [choice.message.content for choice in whole.choices]
+    assert not {"7", "8"} & set(texts[0] + texts[1])
+    assert chunks[-1].usage == whole.usage
+
+
 @pytest.mark.parametrize("key", ["wrong", "a-token-of-test", "ü"])
 def test_a_wrong_token_is_refused(serving: Serving, key: str) -> None:
     headers = {b"authorization": b"Bearer " + key.encode()}
@@ -212,6 +230,24 @@ def test_a_bad_body_is_400_and_names_the_field(raw: httpx.Client, name: str) -> 
     assert (error["type"], error["param"]) == ("invalid_request_error", param)
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("top_logprobs", 3),
+        ("response_format", {"type": "json_object"}),
+        ("tool_choice", "required"),
+        ("frequency_penalty", 0.5),
+        ("modalities", ["audio"]),
+        ("max_completion_tokens", -1),
+    ],
+)
+def test_what_a_chat_is_not_computed_with_is_refused_by_name(raw: httpx.Client, field: str, value: object) -> None:
+    answer = raw.post("/v1/chat/completions", json={"model": "policy", "messages": MESSAGES, field: value})
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert (error["type"], error["param"]) == ("invalid_request_error", field)
+
+
 def test_a_body_of_ten_megabytes_is_refused_announced_or_not(raw: httpx.Client) -> None:
     answer = raw.post("/v1/completions", content=b"x" * 10_000_000)
     assert answer.status_code == 413
@@ -256,8 +292,8 @@ def test_a_client_that_leaves_ends_its_request(serving: Serving, opened: Opened,
 
 def test_idle_connections_keep_nobody_from_being_answered(serving: Serving, client: openai.OpenAI) -> None:
     host, port = serving.url.removeprefix("http://").split(":")
-    # As many as a process may have, both ends being in this one.
-    allowed = min(1000, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2 - 200)
+    # As many as a process may have; the other ends are in the front's.
+    allowed = min(1000, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 200)
     with ExitStack() as idle:
         for _ in range(allowed):
             idle.enter_context(socket.create_connection((host, int(port))))
@@ -366,6 +402,22 @@ def test_the_command_serves_drains_and_ends_with_0(trained: Path) -> None:
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors
     assert TOKEN not in errors
+
+
+def test_a_front_that_dies_ends_the_server_with_an_error(trained: Path) -> None:
+    serving = start_serving(open_models(Asked(str(trained)), Limits(), lambda _: None), "127.0.0.1", 0, None)
+    serving.check()
+    os.kill(serving.front_pid, signal.SIGKILL)
+
+    def is_noticed() -> bool:
+        try:
+            serving.check()
+        except EngineDiedError as error:
+            return error.exit_code == 82
+        return False
+
+    until(is_noticed)
+    serving.close()
 
 
 def _first_document(process: subprocess.Popen[str]) -> str:
