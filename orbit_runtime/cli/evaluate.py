@@ -174,7 +174,7 @@ def _api_subjects(models: Models, tasks: Sequence[EvalTask], run: OrbitRun) -> S
     assert models.base_url is not None
     assert models.model is not None
     api = ApiModel(models.base_url, models.model, key)
-    return [ApiSubject(api, run.spec.evaluation.concurrency, Conversations())]
+    return [ApiSubject(api, Conversations())]
 
 
 def _local_subjects(models: Models, run: OrbitRun, tasks: Sequence[EvalTask], weights: str | None) -> Sequence[Subject]:

@@ -19,6 +19,7 @@ from itertools import count
 from typing import Any
 
 import httpx
+import orjson
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_after_attempt
 
 from orbit_runtime.errors import CredentialsError, UnsupportedError, UsageError
@@ -128,11 +129,48 @@ def _wait(state: RetryCallState) -> float:
     return min(LONGEST_WAIT, FIRST_WAIT * 2.0 ** (state.attempt_number - 1) if asked is None else asked)
 
 
+class Clients:
+    """Connections to one API, each in a client of its own, for one event loop.
+
+    A client's pool looks through all its connections and all that wait at each of its turns: with 64 under way that
+    costs several times what a request does.
+    """
+
+    def __init__(self, api: ApiModel) -> None:
+        self._url = httpx.URL(f"{api.url.rstrip('/')}/chat/completions")
+        self._headers = {"Content-Type": "application/json"}
+        if api.key:
+            self._headers["Authorization"] = f"Bearer {api.key}"
+        self._timeout = httpx.Timeout(api.timeout_seconds, connect=10.0)
+        # Reading the certificates takes longer than a request.
+        self._trusted = httpx.create_ssl_context()
+        self._idle: list[httpx.AsyncClient] = []
+        self._opened: list[httpx.AsyncClient] = []
+
+    async def post(self, content: bytes) -> httpx.Response:
+        """Asks over a connection that nobody else uses meanwhile."""
+        client = self._idle.pop() if self._idle else self._open()
+        try:
+            return await client.send(httpx.Request("POST", self._url, headers=self._headers, content=content))
+        finally:
+            self._idle.append(client)
+
+    def _open(self) -> httpx.AsyncClient:
+        limits = httpx.Limits(max_connections=1, max_keepalive_connections=1)
+        client = httpx.AsyncClient(verify=self._trusted, limits=limits, timeout=self._timeout)
+        self._opened.append(client)
+        return client
+
+    async def close(self) -> None:
+        for client in self._opened:
+            await client.aclose()
+
+
 @dataclass
 class ApiEpisode:
     """What one episode asks of the API, and what that takes."""
 
-    client: httpx.AsyncClient
+    clients: Clients
     api: ApiModel
     conversations: Conversations
     sleep: Callable[[float], Any]
@@ -145,7 +183,7 @@ class ApiEpisode:
     async def sample(self, prompt_ids_T: Sequence[int], sampling: Sampling, *, key: int) -> Completion:
         """Raises Unanswered after the last try; CredentialsError and UsageError for what no try mends."""
         messages, tools = self.conversations.asked(prompt_ids_T)
-        body = build_request(self.api.model, messages, tools, sampling, key)
+        body = orjson.dumps(build_request(self.api.model, messages, tools, sampling, key))
         try:
             async for attempt in AsyncRetrying(
                 stop=stop_after_attempt(self.api.retries + 1),
@@ -162,10 +200,9 @@ class ApiEpisode:
             raise Unanswered(error.kind, error.reason) from None
         return self._completion(prompt_ids_T, answer)
 
-    async def _ask(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        url = f"{self.api.url.rstrip('/')}/chat/completions"
+    async def _ask(self, body: bytes) -> dict[str, Any]:
         try:
-            response = await self.client.post(url, json=body)
+            response = await self.clients.post(body)
         except httpx.TimeoutException as error:
             kind: FailureKind = "Unreachable" if isinstance(error, httpx.ConnectTimeout) else "Timeout"
             raise _TryAgain(kind, f"no answer in time ({type(error).__name__})") from None

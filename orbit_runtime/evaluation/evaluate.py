@@ -13,11 +13,9 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, context
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-import httpx
-
 from orbit_runtime.environments.episodes import Episode
 from orbit_runtime.errors import StoppedOnRequest
-from orbit_runtime.evaluation.api_model import ApiEpisode, ApiModel, Conversations
+from orbit_runtime.evaluation.api_model import ApiEpisode, ApiModel, Clients, Conversations
 from orbit_runtime.evaluation.journal import Journal
 from orbit_runtime.evaluation.player import Metered, play
 from orbit_runtime.evaluation.records import EvalSample
@@ -51,7 +49,6 @@ class ApiSubject:
     """A model behind an API."""
 
     api: ApiModel
-    concurrency: int
     conversations: Conversations
 
     @property
@@ -67,11 +64,11 @@ class ApiSubject:
 
     @asynccontextmanager
     async def asking(self) -> Any:
-        headers = {"Authorization": f"Bearer {self.api.key}"} if self.api.key else {}
-        limits = httpx.Limits(max_connections=self.concurrency, max_keepalive_connections=self.concurrency)
-        timeout = httpx.Timeout(self.api.timeout_seconds, connect=10.0)
-        async with httpx.AsyncClient(headers=headers, limits=limits, timeout=timeout) as client:
-            yield lambda: ApiEpisode(client, self.api, self.conversations, asyncio.sleep)
+        clients = Clients(self.api)
+        try:
+            yield lambda: ApiEpisode(clients, self.api, self.conversations, asyncio.sleep)
+        finally:
+            await clients.close()
 
 
 def ask_all(

@@ -18,6 +18,8 @@ from orbit_runtime.errors import OrbitError, OutputError
 from orbit_runtime.evaluation.records import EvalSample, compress_samples, decompress_samples
 from orbit_runtime.storage import Execution, NotFound, Store
 
+GATHER_SECONDS = 0.05
+"""At least this long between two files; what a kill may cost."""
 ASKED, GATHERED, PARTS = "evaluation.json", "samples.jsonl.zst", "samples/"
 
 Key = tuple[str, str, str, int]
@@ -101,6 +103,9 @@ class Journal:
                 with self._changed:
                     self._failure = error
                 return
+            with self._changed:
+                # What ends meanwhile goes into one file: with many under way, one each would take the asker's time.
+                self._changed.wait_for(lambda: self._closing, GATHER_SECONDS)
 
 
 def read_samples(store: Store, folder: str = "") -> list[EvalSample]:

@@ -55,6 +55,7 @@ def render_evaluation(title: str, summary: Summary, samples: Sequence[EvalSample
         environments=[(name, by_name[name]) for name in names],
         charts={name: build_chart(name, by_name[name]) for name in names},
         comparisons={name: [each for each in summary.comparisons if each.environment == name] for name in names},
+        pairs={name: [each for each in summary.pairs if each.environment == name] for name in names},
         failures=failures,
         prompts=prompts[:MAX_PROMPTS],
         shown_prompts=min(MAX_PROMPTS, len(prompts)),

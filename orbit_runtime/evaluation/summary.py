@@ -9,6 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import combinations
 from typing import Any
 
 from orbit_runtime.evaluation.records import EvalSample
@@ -16,6 +17,8 @@ from orbit_runtime.evaluation.scores import Estimate, Paired, estimate, paired, 
 
 FAILED = ("timeout", "crash", "unanswered")
 """Without a score: counted, and part of no mean."""
+MAX_PAIRED = 16
+"""Models of which every two are compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +102,8 @@ class Summary:
     """By environment, then by model in their order."""
     comparisons: tuple[Comparison, ...]
     """Each model with the first one."""
+    pairs: tuple[Comparison, ...]
+    """Any other two, the earlier one first; of the newest `MAX_PAIRED` where there are more models."""
     pass_at: float
     """A sample passes with at least this reward."""
 
@@ -112,6 +117,7 @@ class Summary:
             "confidence": 0.95,
             "scores": [each.to_json() for each in self.scores],
             "comparisons": [each.to_json() for each in self.comparisons],
+            "pairs": [each.to_json() for each in self.pairs],
         }
 
 
@@ -119,7 +125,9 @@ def build_summary(samples: Sequence[EvalSample], *, pass_at: float = 1.0, prices
     """Args: pass_at: reward from which on a sample passes."""
     subjects = sorted({sample.subject for sample in samples}, key=subject_order)
     environments = sorted({sample.environment for sample in samples})
-    scores, comparisons = [], []
+    scores: list[Score] = []
+    comparisons: list[Comparison] = []
+    pairs: list[Comparison] = []
     for environment in environments:
         of_environment = [
             build_score(
@@ -131,12 +139,13 @@ def build_summary(samples: Sequence[EvalSample], *, pass_at: float = 1.0, prices
             if any((each.subject, each.environment) == (subject, environment) for each in samples)
         ]
         scores += of_environment
-        first = of_environment[0]
-        comparisons += [
-            Comparison(environment, first.subject, each.subject, paired(first.means, each.means))
-            for each in of_environment[1:]
-        ]
-    return Summary(tuple(scores), tuple(comparisons), pass_at)
+        comparisons += [_compare(of_environment[0], each) for each in of_environment[1:]]
+        pairs += [_compare(*pair) for pair in combinations(of_environment[1:][-MAX_PAIRED:], 2)]
+    return Summary(tuple(scores), tuple(comparisons), tuple(pairs), pass_at)
+
+
+def _compare(first: Score, second: Score) -> Comparison:
+    return Comparison(first.environment, first.subject, second.subject, paired(first.means, second.means))
 
 
 def build_score(samples: Sequence[EvalSample], pass_at: float, prices: Prices) -> Score:

@@ -15,6 +15,7 @@ from benchmarks.programs import programs
 
 HERE: dict[str, tuple[str, ...]] = {
     "adapter_transports": ("--only", "medium"),
+    "eval_api": (),
     "frozen_linear": (),
     "generation_vs_transformers": (),
     "loading_memory": (),

@@ -8,7 +8,10 @@ from statistics import NormalDist, fmean, stdev
 
 import pytest
 
+from orbit_runtime.evaluation.page import render_evaluation
+from orbit_runtime.evaluation.records import EvalSample
 from orbit_runtime.evaluation.scores import estimate, paired, pass_at_k, pass_ks
+from orbit_runtime.evaluation.summary import build_summary
 
 
 def test_pass_at_k_is_the_share_of_all_choices_of_k_samples_with_one_that_passes() -> None:
@@ -67,3 +70,20 @@ def test_a_paired_difference_is_over_the_prompts_that_both_have_and_takes_out_wh
 
 def test_the_ks_that_are_told() -> None:
     assert [pass_ks(samples) for samples in (1, 4, 6)] == [(1,), (1, 2, 4), (1, 2, 4, 6)]
+
+
+def test_any_two_models_are_compared_prompt_by_prompt() -> None:
+    rewards = {"base": (0.0, 0.0, 1.0), "step-10": (1.0, 0.0, 1.0), "step-20": (1.0, 1.0, 0.0)}
+    samples = [
+        EvalSample(subject, "sums", f"p{prompt}", 0, (), reward, "value")
+        for subject, values in rewards.items()
+        for prompt, reward in enumerate(values)
+    ]
+    summary = build_summary(samples)
+    assert [(each.first, each.second) for each in summary.comparisons] == [("base", "step-10"), ("base", "step-20")]
+    (pair,) = summary.pairs
+    assert (pair.first, pair.second) == ("step-10", "step-20")
+    assert pair.paired.difference.mean == pytest.approx(0.0)
+    assert (pair.paired.better, pair.paired.worse) == (1, 1)
+    page = render_evaluation("Two steps", summary, samples)
+    assert "Any two others: 1 pairs" in page

@@ -133,3 +133,16 @@ def test_a_rewards_name_is_a_label_in_prometheus() -> None:
     (sample,) = family.samples
     assert sample.value == 0.25
     assert sample.labels == {"namespace": "n", "run": "r", "attempt": "2", "reward": "correct"}
+
+
+def test_what_was_evaluated_survives_json_and_has_a_series_by_environment_and_statistic() -> None:
+    row = build_row(step=3, **{"eval_held-out_mean": 0.5, "eval_held-out_unscored": 2, "eval_sums_low": None})
+    assert dict(parse_row(row.to_json())) == dict(row)
+    assert row.evaluation == {
+        ("held-out", "mean"): 0.5, ("held-out", "unscored"): 2.0, ("sums", "low"): None
+    }  # fmt: skip
+    metrics = RunMetrics(run="r")
+    metrics.observe_evaluation(row)
+    text = metrics.render().decode()
+    assert 'orbit_run_evaluation{attempt="1",environment="held-out",namespace="",run="r",statistic="mean"} 0.5' in text
+    assert 'environment="sums"' not in text

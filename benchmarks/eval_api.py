@@ -1,0 +1,96 @@
+"""`orbit eval` of 1,000 samples against an API that takes 50 ms, 64 under way: what it takes above that.
+
+The API is a process of its own. Reading prompts and starting the process that scores is told, and no part of the ratio.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.harness import Measured, run, stolen_seconds
+
+ROOT = Path(__file__).parents[1]
+MEASURES = ("orbit_runtime/evaluation", "orbit_runtime/environments", "orbit_runtime/workers")
+SAMPLES, CONCURRENCY, DELAY = 1000, 64, 0.05
+TARGET = 1.1
+
+
+def serve() -> None:
+    """The API's process: says its address, and ends with its standard input."""
+    from tests.fakes.chat_api import ChatApi
+
+    with ChatApi(lambda body: "46", delay_seconds=DELAY) as api:
+        print(api.url, flush=True)
+        sys.stdin.read()
+
+
+def ask(url: str, samples: int, folder: Path) -> tuple[float, float]:
+    """Seconds of starting, and from the first sample asked to the last one kept."""
+    from orbit_runtime.evaluation.api_model import ApiModel, Conversations
+    from orbit_runtime.evaluation.evaluate import ApiSubject, ask_all
+    from orbit_runtime.evaluation.journal import Journal
+    from orbit_runtime.evaluation.tasks import Asked, open_task
+    from orbit_runtime.spec import MachineFacts, load_manifest, resolve
+    from orbit_runtime.storage import claim_execution, open_store
+
+    began = time.perf_counter()
+    run_ = resolve(load_manifest(ROOT / "examples/quickstart.yaml"), MachineFacts(has_cuda=False, num_gpus=0)).run
+    with ExitStack() as closing:
+        prompts = math.ceil(samples / 2)
+        task = open_task("sums", run_.spec, Asked(samples=2, limit=prompts), [], closing)
+        first = replace(task, name="first", table=replace(task.table, prompts_P=task.table.prompts_P[:2]))
+        store = open_store(str(folder))
+        execution = claim_execution(store, run_name="benchmark")
+        closing.callback(lambda: execution.release("done"))
+        subject = ApiSubject(ApiModel(url, "fake"), Conversations())
+        with Journal(store, execution) as journal:
+            # Scorers start with their first call.
+            for each in (first, task):
+                started = time.perf_counter()
+                ask_all([subject], [each], journal, concurrency=CONCURRENCY, show=lambda *_: None)
+            journal.gather()
+            ended = time.perf_counter()
+            assert sum(sample.environment == "sums" for sample in journal.samples) == 2 * prompts
+    return started - began, ended - started
+
+
+def measure(options: argparse.Namespace) -> Measured:
+    samples = 2 * CONCURRENCY if options.smallest else SAMPLES
+    ideal = math.ceil(samples / CONCURRENCY) * DELAY
+    api = subprocess.Popen([sys.executable, __file__, "--serve"], stdin=-1, stdout=-1, text=True)
+    assert api.stdin is not None
+    assert api.stdout is not None
+    try:
+        url, stolen = api.stdout.readline().strip(), stolen_seconds()
+        with tempfile.TemporaryDirectory() as folder:
+            found = [ask(url, samples, Path(folder) / str(turn)) for turn in range(options.repetitions + 1)][1:]
+    finally:
+        api.stdin.close()
+        api.wait(10)
+    ratios = sorted(seconds / ideal for _, seconds in found)
+    figures = {
+        "ratio": {"least": ratios[0], "median": ratios[len(ratios) // 2], "most": ratios[-1]},
+        "seconds": [seconds for _, seconds in found],
+        "start_seconds": [start for start, _ in found],
+    }
+    print(f"{samples} samples: {ratios[len(ratios) // 2]:.2f} times the ideal {ideal:.2f} s; target {TARGET}")
+    facts = {"samples": samples, "concurrency": CONCURRENCY, "delay_seconds": DELAY, "target": TARGET,
+             "stolen_seconds": stolen_seconds() - stolen}  # fmt: skip
+    return Measured(figures=figures, facts=facts)
+
+
+if __name__ == "__main__":
+    if "--serve" in sys.argv:
+        serve()
+    else:
+        raise SystemExit(run(__file__, __doc__, measure, repetitions=5))
