@@ -1,4 +1,4 @@
-"""Rows of JSONL and Parquet files, checked whole before anything starts.
+"""Rows of JSONL, CSV and Parquet files, checked whole before anything starts.
 
 Belongs here: URIs, file formats, and errors that name file and line. Does not belong here: order and cursor
 (`prompts`).
@@ -6,7 +6,9 @@ Belongs here: URIs, file formats, and errors that name file and line. Does not b
 
 from __future__ import annotations
 
+import csv
 import hashlib
+import io
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,9 +17,11 @@ from typing import Any, Literal
 
 from orbit_runtime.errors import DataError
 
-Format = Literal["Auto", "JSONL", "Parquet"]
+Format = Literal["Auto", "JSONL", "CSV", "Parquet"]
 
 BUILTIN = {name: f"{name}.jsonl" for name in ("two-digit-addition", "two-digit-multiplication")}
+MAX_CELL = 1 << 30
+"""Characters of a cell; Python's own limit is that of a short story."""
 MAX_LISTED = 5
 """Broken lines named in one message."""
 
@@ -64,7 +68,8 @@ def load_rows(source: PromptSource) -> tuple[list[Mapping[str, Any]], str]:
         raise DataError(f"the prompts file cannot be read: {error.strerror}", where=source.uri) from None
     if not raw.strip():
         raise DataError("the prompts file is empty", where=source.uri, fix="give it at least one row with a prompt")
-    rows = _parquet_rows(raw, source) if _resolve_format(source, path) == "Parquet" else _jsonl_rows(raw, source)
+    read = {"Parquet": _parquet_rows, "CSV": _csv_rows}.get(_resolve_format(source, path), _jsonl_rows)
+    rows = read(raw, source)
     if not rows:
         raise DataError("the prompts file has no rows", where=source.uri, fix="give it at least one row with a prompt")
     return rows, hashlib.sha256(raw).hexdigest()
@@ -87,7 +92,7 @@ def resolve_path(uri: str) -> Path:
 def _resolve_format(source: PromptSource, path: Path) -> Format:
     if source.format != "Auto":
         return source.format
-    return "Parquet" if path.suffix in (".parquet", ".pq") else "JSONL"
+    return {".parquet": "Parquet", ".pq": "Parquet", ".csv": "CSV"}.get(path.suffix, "JSONL")  # type: ignore[return-value]
 
 
 def _jsonl_rows(raw: bytes, source: PromptSource) -> list[Mapping[str, Any]]:
@@ -114,6 +119,41 @@ def _jsonl_rows(raw: bytes, source: PromptSource) -> list[Mapping[str, Any]]:
         else:
             rows.append(row)
     _check_problems(problems, source)
+    return rows
+
+
+def _csv_rows(raw: bytes, source: PromptSource) -> list[Mapping[str, Any]]:
+    """With a header, RFC 4180: every cell is text as it stands, `=1+1` and `007` among them. An empty line is none."""
+    try:
+        text = raw.removeprefix(b"\xef\xbb\xbf").decode()
+    except UnicodeDecodeError as error:
+        line = raw[: error.start].count(b"\n") + 1
+        raise DataError(f"line {line}: not UTF-8", where=source.uri, fix="save the file as UTF-8") from None
+    csv.field_size_limit(MAX_CELL)
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    rows: list[Mapping[str, Any]] = []
+    problems: list[str] = []
+    try:
+        header = next(reader)
+        twice = sorted({name for name in header if header.count(name) > 1})
+        if twice:
+            raise DataError(f"the header names {twice[0]!r} more than once", where=source.uri, fix="rename one of them")
+        for cells in reader:
+            if not cells:
+                continue
+            row = dict(zip(header, cells, strict=False))
+            problem = row_problem(row, source.prompt_field)
+            if len(cells) != len(header):
+                problem = f"{len(cells)} cells, the header has {len(header)}"
+            if problem:
+                problems.append(f"line {reader.line_num}: {problem}")
+            else:
+                rows.append(row)
+    except csv.Error as error:
+        raise DataError(
+            f"line {reader.line_num}: not CSV: {error}", where=source.uri, fix="quote cells as RFC 4180 does"
+        ) from None
+    _check_problems(problems, source, "one row of cells a line, below a header that has the prompt's column")
     return rows
 
 
@@ -190,15 +230,15 @@ def _json_problem(row: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _check_problems(problems: list[str], source: PromptSource) -> None:
+def _check_problems(
+    problems: list[str], source: PromptSource, fix: str = "one JSON object a line, each with the prompt's key"
+) -> None:
     if not problems:
         return
     listed = "\n".join(f"  {problem}" for problem in problems[:MAX_LISTED])
     more = f"\n  and {len(problems) - MAX_LISTED} more" if len(problems) > MAX_LISTED else ""
     count = "1 broken row" if len(problems) == 1 else f"{len(problems)} broken rows"
-    raise DataError(
-        f"{count}:\n{listed}{more}", where=source.uri, fix="one JSON object a line, each with the prompt's key"
-    )
+    raise DataError(f"{count}:\n{listed}{more}", where=source.uri, fix=fix)
 
 
 def _refuse_constant(constant: str) -> float:

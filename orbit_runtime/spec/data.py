@@ -31,8 +31,9 @@ class Prompts(Block):
     """A file: a path, `file:///…`, `hf://datasets/org/name@revision/file`, `s3://bucket/key`, on a cluster
     `pvc://claim/path`, or `builtin://two-digit-addition` and `builtin://two-digit-multiplication`, which ship with
     Orbit. It may move on resume: a run knows its prompts by digest."""
-    format: Annotated[Literal["Auto", "JSONL", "Parquet"], IDENTITY] = "Auto"
-    """`Auto` goes by the end of the name: `.parquet` is Parquet, everything else JSON lines."""
+    format: Annotated[Literal["Auto", "JSONL", "CSV", "Parquet"], IDENTITY] = "Auto"
+    """`Auto` goes by the end of the name: `.parquet` is Parquet, `.csv` CSV with a header, everything else JSON lines.
+    Cells of CSV are text as they stand."""
     prompt_field: Annotated[str, IDENTITY, Field(min_length=1, max_length=128)] = "prompt"
     """Column with the prompt: text, which becomes one user message, or a list of chat messages."""
 

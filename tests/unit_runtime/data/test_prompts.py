@@ -94,6 +94,33 @@ def test_parquet_rows_equal_jsonl_rows(tmp_path: Path) -> None:
     assert parquet.prompts_P == load_prompts([numbered(tmp_path, 4)]).prompts_P
 
 
+def test_cells_of_csv_are_text_as_they_stand(tmp_path: Path) -> None:
+    path = tmp_path / "sums.csv"
+    path.write_text(
+        '\ufeffQuestion,Correct Answer,Worked\r\n"What is 1+1?",=1+1,"two,\r\nor ""2"""\r\n\r\n=A1 is?,007,\r\n'
+    )
+    table = load_prompts([PromptSource(str(path), prompt_field="Question")])
+    assert [prompt.messages[0]["content"] for prompt in table.prompts_P] == ["What is 1+1?", "=A1 is?"]
+    assert [prompt.fields["Correct Answer"] for prompt in table.prompts_P] == ["=1+1", "007"]
+    assert table.prompts_P[0].fields["Worked"] == 'two,\r\nor "2"'
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("prompt,answer\n1+1=,2,3\n", "line 2: 3 cells, the header has 2"),
+        ("question,answer\n1+1=,2\n", "line 2: no key 'prompt'"),
+        ("prompt,prompt\n1,2\n", "names 'prompt' more than once"),
+        ('prompt,answer\n"1+1=,2\n', "not CSV"),
+        ("prompt,answer\n", "has no rows"),
+    ],
+)
+def test_a_wrong_row_of_csv_is_named(tmp_path: Path, text: str, words: str) -> None:
+    (tmp_path / "wrong.csv").write_text(text)
+    with pytest.raises(DataError, match=words):
+        load_prompts([PromptSource(str(tmp_path / "wrong.csv"))])
+
+
 def test_the_shipped_prompts_are_every_two_digit_sum() -> None:
     table = load_prompts([PromptSource("builtin://two-digit-addition")])
     assert len(table.prompts_P) == 8100
