@@ -21,10 +21,10 @@ FinishReason = Literal["stop", "length", "abort", "deadline"]
 Outcome = Literal["value", "wrong", "timeout", "crash"]
 Probe = Literal["identity", "random"]
 """An adapter that nobody trained, for measuring the two sides with."""
-ColumnName = Literal["sampled", "advantage", "reference", "stale", "value", "return"]
+ColumnName = Literal["sampled", "advantage", "reference", "stale", "value", "return", "teacher"]
 """What a sample says of each token. `sampled`: its log-prob on the sampling side; `reference`: under the bare base;
 `stale`: 1 where an older policy than the one that is trained sampled it; `value`: what the critic expected before it;
-`return`: what the critic is to expect."""
+`return`: what the critic is to expect; `teacher`: its log-prob under the teacher."""
 
 BASE_VERSION = -1
 """Stands for the bare base where a policy version is told."""
@@ -476,6 +476,10 @@ class Trainer(Protocol):
 
     def values(self, samples_D: Sequence[Sample]) -> list[array[float]]:
         """The column `value` of each sample, by the critic as it is now. Only where the algorithm has one."""
+        ...
+
+    def teacher_logprobs(self, samples_D: Sequence[Sample]) -> list[array[float]]:
+        """The column `teacher` of each sample, by the teacher as it is now. Only where the algorithm has one."""
         ...
 
     def save_state(self, writer: StateWriter) -> None:

@@ -16,7 +16,7 @@ from torch import nn
 
 from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.adapters.expert_layer import AdaptedExpertLinear
-from orbit_runtime.adapters.layer import CRITIC_SLOT, TRAINER_SLOT, AdaptedLinear, Selection
+from orbit_runtime.adapters.layer import TRAINER_SLOT, AdaptedLinear, Selection
 from orbit_runtime.adapters.lora import initial_A
 from orbit_runtime.adapters.masters import Masters, Place
 from orbit_runtime.adapters.oft import check_block_size
@@ -116,8 +116,8 @@ def inject(
     return Injected(adapter, report, selection, layers, masters)
 
 
-def add_critic(injected: Injected, adapter: AdapterConfig, seed: int) -> Masters:
-    """A second adapter of the same kind around the same layers, under `CRITIC_SLOT`; the model's own is untouched."""
+def add_masters(injected: Injected, slot: str, adapter: AdapterConfig, seed: int) -> Masters:
+    """A further adapter of the same kind around the same layers, under a slot of its own; the model's is untouched."""
     layers, owner = injected.layers, injected.masters.owner
     for name, layer in layers.items():
         _check_size(name, layer.base, adapter)
@@ -129,7 +129,7 @@ def add_critic(injected: Injected, adapter: AdapterConfig, seed: int) -> Masters
                 places[f"{name}.{kind}"] = Place(kind, layer.part, layer.shapes(adapter)[kind])
     masters = Masters(adapter, dict(sorted(parameters.items())), owner, places)
     selection = injected.selection
-    selection.applied_masters[CRITIC_SLOT] = lambda: masters.applied(selection.compute_dtype)
+    selection.applied_masters[slot] = lambda: masters.applied(selection.compute_dtype)
     return masters
 
 

@@ -26,7 +26,9 @@ from orbit_runtime.seeds import stream_key
 TRAINER_SLOT = "trainer"
 """The slot whose values come from the trainer's masters, with gradient."""
 CRITIC_SLOT = "critic"
-"""The same of a critic's masters, where there is one; all other slots hold published bytes."""
+"""The same of a critic's masters, where there is one."""
+TEACHER_SLOT = "teacher"
+"""An adapter that teaches: averaged masters, or what was loaded. All other slots hold published bytes."""
 
 Slot = LoRASlot | OFTSlot
 Segment = tuple[str | None, int, int]

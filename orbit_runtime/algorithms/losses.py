@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from orbit_runtime.algorithms.distillation import sampled_divergence
 from orbit_runtime.algorithms.divergence import LOG_RATIO_LIMIT, kl_estimate, weighted_kl
 from orbit_runtime.algorithms.ratios import LogRatio, token_ratio
 from orbit_runtime.spec.objectives import KLEstimator
@@ -30,11 +31,16 @@ class PolicyLossSettings:
     kl_estimator: KLEstimator = "K3"
     kl_weighted: bool = False
     """The KL term is multiplied by the ratio."""
+    teacher_coefficient: float = 0.0
+    """Weight of the divergence from the teacher; 0.0: there is none."""
+    teacher_beta: float = 1.0
+    """Which divergence (`distillation`), where it is estimated from the sampled tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class LossInputs:
-    """What a loss is computed from: a micro-batch of whole samples. Gradient flows through `logprobs_T` alone."""
+    """What a loss is computed from: a micro-batch of whole samples. Gradient flows through `logprobs_T`, and through
+    `distances_T` where there are some."""
 
     logprobs_T: Tensor
     old_logprobs_T: Tensor
@@ -44,6 +50,10 @@ class LossInputs:
     reference_logprobs_T: Tensor | None = None
     importance_T: Tensor | None = None
     """Weights of `corrections`, without gradient."""
+    teacher_logprobs_T: Tensor | None = None
+    """Of the sampled tokens."""
+    distances_T: Tensor | None = None
+    """From the teacher's distribution, as `policy.distance` computes them; None: only sampled tokens are compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,13 +105,18 @@ def clipped_weights(
     return TokenLosses(-weight_T * inputs.advantages_T * inputs.logprobs_T, weight_T != ratio_T)
 
 
+def nothing(inputs: LossInputs, settings: PolicyLossSettings) -> TokenLosses:
+    """Of an algorithm that learns from its teacher alone."""
+    return TokenLosses(0.0 * inputs.logprobs_T)
+
+
 def policy_loss(
     inputs: LossInputs, weights_T: Tensor, settings: PolicyLossSettings, *, surrogate: Surrogate = clipped
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """A surrogate with its correction, the KL term and the reduction: the loss of a micro-batch.
+    """A surrogate with its correction, the KL term, the teacher's and the reduction: the loss of a micro-batch.
 
     ```
-    loss = sum_t weights_t * (importance_t * surrogate_t + kl_coefficient * KL_t)
+    loss = sum_t weights_t * (importance_t * surrogate_t + kl_coefficient * KL_t + teacher_coefficient * D_t)
     ```
     The correction multiplies the surrogate only, not the KL term, as in TRL 1.16.
 
@@ -109,7 +124,8 @@ def policy_loss(
         The scalar loss, and detached SUMS over this micro-batch, so that micro-batches add up: `loss` (weighted, as
         above), `tokens`, and, each to be divided by `tokens`: `kl` (K3 estimate to the reference, whatever estimator is
         in the loss; absent without a reference), `kl_old` (K3 to the policy that sampled), `clip_fraction` (see
-        `TokenLosses`), `dropped_fraction` (tokens whose correction is 0; absent without a correction).
+        `TokenLosses`), `dropped_fraction` (tokens whose correction is 0; absent without a correction), `teacher_divergence` (the
+        loss's, or over sampled tokens K3 to the teacher; absent without a teacher).
     """
     logprobs_T, old_T, reference_T = inputs.logprobs_T, inputs.old_logprobs_T.detach(), inputs.reference_logprobs_T
     assert settings.kl_coefficient == 0.0 or reference_T is not None, "a KL term needs reference log-probs"
@@ -123,6 +139,8 @@ def policy_loss(
         else:
             kl_T = kl_estimate(logprobs_T, reference_T.detach(), settings.kl_estimator)
         loss_T = loss_T + settings.kl_coefficient * kl_T
+    if settings.teacher_coefficient != 0.0:
+        loss_T = loss_T + settings.teacher_coefficient * _taught(inputs, settings.teacher_beta)
     loss = (weights_T * loss_T).sum()
 
     with torch.no_grad():
@@ -137,4 +155,17 @@ def policy_loss(
             metrics["dropped_fraction"] = (inputs.importance_T == 0).sum().float()
         if reference_T is not None:
             metrics["kl"] = kl_estimate(logprobs_T, reference_T, "K3").sum()
+        if inputs.distances_T is not None:
+            metrics["teacher_divergence"] = inputs.distances_T.sum()
+        elif inputs.teacher_logprobs_T is not None:
+            metrics["teacher_divergence"] = kl_estimate(logprobs_T, inputs.teacher_logprobs_T, "K3").sum()
     return loss, metrics
+
+
+def _taught(inputs: LossInputs, beta: float) -> Tensor:
+    if inputs.distances_T is not None:
+        return inputs.distances_T
+    assert inputs.teacher_logprobs_T is not None, "a teacher says how likely it finds each token"
+    return sampled_divergence(
+        inputs.logprobs_T, inputs.old_logprobs_T.detach(), inputs.teacher_logprobs_T.detach(), beta
+    )

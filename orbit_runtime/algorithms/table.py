@@ -17,7 +17,14 @@ from orbit_runtime.algorithms.advantages import (
     estimate_advantages,
 )
 from orbit_runtime.algorithms.corrections import Correction
-from orbit_runtime.algorithms.losses import PolicyLossSettings, Surrogate, clipped, clipped_weights, policy_loss
+from orbit_runtime.algorithms.losses import (
+    PolicyLossSettings,
+    Surrogate,
+    clipped,
+    clipped_weights,
+    nothing,
+    policy_loss,
+)
 from orbit_runtime.algorithms.ratios import RATIOS
 from orbit_runtime.spec.algorithm import Algorithm as Settings
 from orbit_runtime.types import ColumnName
@@ -40,13 +47,15 @@ class Algorithm:
 
 def loss_settings(settings: Settings) -> PolicyLossSettings:
     """The constants of its loss."""
-    objective = settings.objective
+    objective, teacher = settings.objective, settings.teacher
     return PolicyLossSettings(
         clip_low=objective.clip_low,
         clip_high=objective.clip_high,
         kl_coefficient=settings.kl.coefficient if objective.kl_placement == "Loss" else 0.0,
         kl_estimator=objective.kl_estimator,
         kl_weighted=settings.kl.importance_weighted,
+        teacher_coefficient=teacher.coefficient if teacher else 0.0,
+        teacher_beta=teacher.beta if teacher else 1.0,
     )
 
 
@@ -64,6 +73,8 @@ def build_algorithm(
     if objective.surrogate == "Own":
         assert own_loss is not None, "an own objective comes with its loss"
         surrogate = own_loss
+    elif objective.surrogate == "Teacher":
+        surrogate = nothing
     else:
         surrogate = partial(SURROGATES[objective.surrogate], log_ratio=RATIOS[objective.ratio])
     critic = settings.decided_critic
@@ -76,5 +87,6 @@ def build_algorithm(
         advantages = partial(estimate_advantages, baseline=objective.baseline, normalize=objective.normalize, gae=gae)
     needs: frozenset[ColumnName] = frozenset({"reference"} if settings.kl.coefficient > 0 else ())
     needs |= frozenset({"value"} if gae else ())
+    needs |= frozenset({"teacher"} if settings.teacher and settings.teacher.is_column else ())
     returns = partial(critic_returns, gae=gae) if gae else None
     return Algorithm(needs, advantages, partial(policy_loss, surrogate=surrogate), returns)

@@ -32,6 +32,8 @@ def build_batch(spec: RunSpec, algorithm: Algorithm, trainer: Trainer, groups_P:
     samples_D = build_samples(groups_P)
     if "reference" in algorithm.needs:
         samples_D = with_column(samples_D, "reference", trainer.reference_logprobs(samples_D))
+    if "teacher" in algorithm.needs:
+        samples_D = with_column(samples_D, "teacher", trainer.teacher_logprobs(samples_D))
     in_reward = objective.kl_placement == "Reward" and spec.algorithm.kl.coefficient > 0
     penalties_PGT = (
         list(_penalties(spec.algorithm.kl, objective, samples_D, groups_P)) if in_reward else [None] * len(groups_P)

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from orbit_runtime.checkpoints.adapter_folder import AdapterFolder
 from orbit_runtime.data.prompts import PromptStream, PromptTable, check_fields, check_lengths, load_prompts
 from orbit_runtime.data.rows import PromptSource
 from orbit_runtime.environments.asked import environment_target, fields_read, process_limits, reward_targets
@@ -33,6 +34,7 @@ from orbit_runtime.loop.keeper import Keeper
 from orbit_runtime.loop.measure import HeldOut, open_held_out
 from orbit_runtime.loop.publish import Publisher
 from orbit_runtime.loop.show import Show
+from orbit_runtime.loop.teacher import check_base, open_teacher, teacher_digest
 from orbit_runtime.loop.trainers import (
     TrainerSide,
     build_side,
@@ -90,6 +92,8 @@ class Parts:
     show: Show
     held_out: HeldOut | None = None
     """What the policy is measured on while it trains; None: nothing."""
+    teacher: AdapterFolder | None = None
+    """The adapter that teaches, as it was read."""
 
     @property
     def spec(self) -> RunSpec:
@@ -149,12 +153,15 @@ def build_parts(
     scorer = closing.enter_context(_build_scorer(spec, rewards or {}, inputs.search_path()))
     pool = _build_pool(spec, inputs.search_path(), closing)
     algorithm = load_algorithm(resolved, inputs.search_path)
+    teacher = open_teacher(spec)
     show.stage("fetching the model")
     folder = inputs.model()
     division = decide_division(resolved, folder)
     resolved = with_trainer(resolved, division.trainer)
     run, spec = resolved.run, resolved.run.spec
     check_engine(spec)
+    weights = kept_weights_digest(folder, Cache(default_cache(os.environ)))
+    check_base(teacher, weights)
     show.stage(f"loading the model, {_amount(folder)}")
     closing.callback(unfreeze_objects)
     with gc_paused():
@@ -164,7 +171,7 @@ def build_parts(
         new_tokens = spec.rollout.sampling.max_new_tokens
         encode = partial(tokenizer.encode_many, tools=pool.tools if pool else ())
         check_lengths(table, encode, max_prompt_tokens=spec.model.max_sequence_length - new_tokens)
-        side = build_side(resolved, division, folder, algorithm, names.model, note=show.note, closing=closing)
+        side = build_side(resolved, division, folder, algorithm, names.model, teacher, note=show.note, closing=closing)
         check_token_ids(spec, side.facts.vocabulary)
         check_replay(spec, side.facts)
     held_out = open_held_out(run, inputs, rewards, tokenizer, closing)
@@ -175,7 +182,6 @@ def build_parts(
     show.metrics.add_engine(engine.read_servers)
     keeper = Keeper()
     closing.callback(keeper.close)
-    weights = kept_weights_digest(folder, Cache(default_cache(os.environ)))
     publisher = Publisher(
         store,
         execution,
@@ -210,12 +216,13 @@ def build_parts(
         versions=PolicyVersions(engine),
         algorithm=algorithm,
         names=names,
-        content=content_digests(folder, table, weights, inputs.code_digest()),
+        content=content_digests(folder, table, weights, inputs.code_digest()) | teacher_digest(teacher),
         inputs=inputs,
         reference_fields=tuple(read) or ("answer",),
         sequences=sequences,
         show=show,
         held_out=held_out,
+        teacher=teacher,
     )
 
 

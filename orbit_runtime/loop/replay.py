@@ -20,6 +20,7 @@ from orbit_runtime.loop.keep import step_name
 from orbit_runtime.loop.machine import explain_rounding, machine_facts, rounding_facts
 from orbit_runtime.loop.origin import find_origin
 from orbit_runtime.loop.resume import read_run_file
+from orbit_runtime.loop.teacher import CONTENT, FIELD, open_teacher, teacher_digest
 from orbit_runtime.loop.trainers import build_policy, build_trainer, decide_division, load_algorithm
 from orbit_runtime.model_info.content import kept_weights_digest
 from orbit_runtime.observability.metrics import MetricsRow, parse_row
@@ -86,7 +87,10 @@ def replay(
     if kept_weights_digest(folder, Cache(default_cache(os.environ))) != before["identity"][WEIGHTS]:
         raise ModelError("the base has other bytes than when the run began", where=spec.model.uri)
     policy = build_policy(resolved, folder, decide_division(resolved, folder).recompute, lambda _: None)
-    trainer = build_trainer(resolved, policy, algorithm, base_model=before["names"]["model"])
+    teacher = open_teacher(spec)
+    if teacher_digest(teacher).get(CONTENT) != before["identity"].get(CONTENT):
+        raise ModelError("the teacher is another adapter than when the run began", where=f"{FIELD}.uri")
+    trainer = build_trainer(resolved, policy, algorithm, teacher, base_model=before["names"]["model"])
     origin = find_origin(resolved.run, before)
     if origin is not None:
         trainer.load_state(origin.bundle.parts)

@@ -39,6 +39,7 @@ from orbit_runtime.loop.show import Show
 from orbit_runtime.loop.signals import StopFlag, stop_on_signals
 from orbit_runtime.loop.state import RunState
 from orbit_runtime.loop.steps import run_steps
+from orbit_runtime.loop.teacher import check_teacher
 from orbit_runtime.observability.last_words import add_last_words
 from orbit_runtime.observability.metrics import RunMetrics
 from orbit_runtime.observability.progress import Progress, build_progress
@@ -158,6 +159,10 @@ def _run(
         show.note(_nothing_left(state.step, total))
     show.status.update(phase="Preflight", total=total, step=state.step, resumed_from_step=state.step)
     _start_policy(parts, state)
+    if bundle is None:
+        for warning in check_teacher(parts):
+            state.warn(warning)
+            show.note(f"warning: {warning}")
     show.status.update(phase="Running")
     show.target(total, state.step)
     ended = run_steps(parts, state, stop)

@@ -26,12 +26,13 @@ from orbit_runtime.types import Probe, Trainer
 if TYPE_CHECKING:
     from orbit_runtime.adapters.config import AdapterConfig
     from orbit_runtime.algorithms.table import Algorithm
+    from orbit_runtime.checkpoints.adapter_folder import AdapterFolder
     from orbit_runtime.planner.layout import Layout
     from orbit_runtime.policy.facts import PolicyFacts
     from orbit_runtime.policy.model import Policy
     from orbit_runtime.policy.recompute import Recompute
     from orbit_runtime.policy.snapshot import Snapshot
-    from orbit_runtime.training.settings import CriticSettings, TrainerSettings
+    from orbit_runtime.training.settings import CriticSettings, TeacherSettings, TrainerSettings
 
 
 @dataclass(frozen=True)
@@ -98,9 +99,10 @@ def decide_division(resolved: Resolved, folder: Path) -> Division:
         raise
     if training.trainer == "Torch" or made.trainer == "Torch":
         return replace(alone, recompute=made.recompute)
-    if resolved.run.spec.algorithm.decided_critic is not None:
+    algorithm = resolved.run.spec.algorithm
+    if algorithm.decided_critic is not None or (algorithm.teacher and not algorithm.teacher.is_on_ranks):
         raise UnsupportedError(
-            "; ".join(made.support.reasons) or "this version divides no critic among ranks",
+            "; ".join(made.support.reasons) or "this version divides neither critic nor teacher among ranks",
             where="spec.training.trainer",
             fix=made.support.fix or "write training.trainer: Torch",
         )
@@ -115,6 +117,7 @@ def build_side(
     folder: Path,
     algorithm: Algorithm,
     base_model: str,
+    teacher: AdapterFolder | None,
     *,
     note: Callable[[str], None],
     closing: ExitStack,
@@ -123,13 +126,14 @@ def build_side(
 
     Args:
         base_model: named in published files.
+        teacher: the adapter that teaches.
         closing: ranks are ended there.
     """
     if division.recompute != "None":
         note(f"layers are computed again in the backward pass: training.recompute is {division.recompute}")
     if division.trainer == "Megatron":
         return _build_ranks(resolved, folder, algorithm, base_model, division, note, closing)
-    return _build_alone(resolved, folder, algorithm, base_model, division, note)
+    return _build_alone(resolved, folder, algorithm, base_model, teacher, division, note)
 
 
 def _build_ranks(
@@ -221,6 +225,7 @@ def _build_alone(
     folder: Path,
     algorithm: Algorithm,
     base_model: str,
+    teacher: AdapterFolder | None,
     division: Division,
     note: Callable[[str], None],
 ) -> TrainerSide:
@@ -228,7 +233,7 @@ def _build_alone(
     from orbit_runtime.policy.snapshot import take_snapshot
 
     policy = build_policy(resolved, folder, division.recompute, note)
-    trainer = build_trainer(resolved, policy, algorithm, base_model=base_model)
+    trainer = build_trainer(resolved, policy, algorithm, teacher, base_model=base_model)
     return TrainerSide(
         trainer,
         describe(policy),
@@ -311,10 +316,20 @@ def _policy_settings(resolved: Resolved) -> dict[str, Any]:
     }
 
 
-def build_trainer(resolved: Resolved, policy: Policy, algorithm: Algorithm, *, base_model: str) -> Trainer:
-    """As the first step finds it, in this process."""
+def build_trainer(
+    resolved: Resolved, policy: Policy, algorithm: Algorithm, teacher: AdapterFolder | None, *, base_model: str
+) -> Trainer:
+    """As the first step finds it, in this process.
+
+    Raises:
+        ModelError: the teacher does not fit this base, or what its adapter goes around.
+    """
+    from orbit_runtime.adapters.foreign import load_foreign
+    from orbit_runtime.adapters.layer import TEACHER_SLOT
     from orbit_runtime.training.torch_trainer import TorchTrainer
 
+    if teacher is not None:
+        load_foreign(policy.injected.layers, TEACHER_SLOT, teacher.config, teacher.files, teacher.place)
     return TorchTrainer(policy, _trainer_settings(resolved, base_model), algorithm.loss)
 
 
@@ -352,6 +367,7 @@ def _trainer_settings(resolved: Resolved, base_model: str) -> TrainerSettings:
         seed=spec.data.seed,
         router_replay=spec.rollout.router_replay,
         critic=_critic_settings(spec),
+        teacher=_teacher_settings(spec),
     )
 
 
@@ -363,6 +379,17 @@ def _critic_settings(spec: RunSpec) -> CriticSettings | None:
         return None
     peak = critic.learning_rate or spec.training.learning_rate
     return CriticSettings(peak, critic.value_clip, critic.warmup_steps, critic.rank)
+
+
+def _teacher_settings(spec: RunSpec) -> TeacherSettings | None:
+    from orbit_runtime.policy.distance import Measure
+    from orbit_runtime.training.settings import TeacherSettings
+
+    teacher = spec.algorithm.decided_teacher
+    if teacher is None:
+        return None
+    measure = None if teacher.is_column else Measure(teacher.beta, teacher.top_k)
+    return TeacherSettings(teacher.type, measure, teacher.decay, teacher.every_steps)
 
 
 def check_replay(spec: RunSpec, facts: PolicyFacts) -> None:

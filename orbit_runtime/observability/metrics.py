@@ -85,6 +85,8 @@ METRICS: tuple[Metric, ...] = (
            display=".2%"),
     Metric("dropped_fraction", "share", "Share of tokens that importance sampling gave weight 0.",
            "orbit_run_dropped_fraction", display=".2%"),
+    Metric("teacher_divergence", "nats", "Mean divergence from the teacher, over sampled tokens K3.",
+           "orbit_run_teacher_divergence", display=".4f"),
     Metric("value_loss", "reward^2", "Loss of the critic, over the step's updates.", "orbit_run_value_loss"),
     Metric("explained_variance", "share", "Share of the returns' variance that the critic foresaw before the step.",
            "orbit_run_explained_variance", display=".3f"),

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from orbit_runtime.model_info.gpus import GPUCard
 from orbit_runtime.planner.devices import Devices, split_devices
 from orbit_runtime.spec import OrbitRun
+from orbit_runtime.spec.teacher import TeacherType
 
 ExpertLayout = Literal["SharedOuter", "Shared", "PerExpert", "None"]
 
@@ -77,6 +78,12 @@ class Job:
     """`rollout.tensorParallel`; None: to be chosen."""
     critic_rank: int | None
     """LoRA's rank or OFT's block size of the critic's adapter; None: there is no critic."""
+    teacher: TeacherType | None
+    """Who teaches; None: nobody."""
+    compares_logits: bool
+    """A teacher's distribution over the vocabulary with the policy's, not only how likely it finds a token."""
+    teacher_on_ranks: bool
+    """There is none, or ranks can ask it."""
     devices: Devices
     sleep: Literal["None", "Cache", "All"]
     """What servers on the trainer's GPUs give back while it works."""
@@ -115,7 +122,7 @@ def build_job(run: OrbitRun, machine: Machine, *, may_choose: bool = True, devic
         may_choose: a micro-batch that the manifest leaves at its default may be made smaller.
     """
     spec = run.spec
-    training, adapter, placement = spec.training, spec.adapter, spec.placement
+    training, adapter, placement, teacher = spec.training, spec.adapter, spec.placement, spec.algorithm.teacher
     several = machine.num_gpus > 1
     devices = devices or split_devices(placement, machine.num_gpus)
     parallel = training.parallel
@@ -143,6 +150,9 @@ def build_job(run: OrbitRun, machine: Machine, *, may_choose: bool = True, devic
         servers=spec.rollout.replicas,
         asked_server_gpus=spec.rollout.tensor_parallel,
         critic_rank=_critic_rank(run),
+        teacher=teacher.type if teacher else None,
+        compares_logits=teacher is not None and not teacher.is_column,
+        teacher_on_ranks=teacher is None or teacher.is_on_ranks,
         devices=devices,
         sleep=spec.rollout.sleep,
         kept_checkpoints=spec.checkpoint.keep,

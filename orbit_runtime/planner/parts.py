@@ -238,7 +238,17 @@ def _optimizer(setting: Setting) -> Parts:
         "optimizer": local * known.MOMENT_BYTES,
         "critic": critic * known.MASTER_BYTES,
         "critic's optimizer": critic * known.MOMENT_BYTES,
+        "teacher": _teacher(setting),
     }
+
+
+def _teacher(setting: Setting) -> int:
+    """An adapter that was trained before is in the compute dtype, one that follows the policy has masters of its own.
+    Of the first no more is known than the run's own: that is what it is counted as."""
+    kind, parameters = setting.job.teacher, setting.adapter.total
+    if kind in (None, "Base"):
+        return 0
+    return parameters * (setting.compute_bytes if kind == "Adapter" else known.MASTER_BYTES)
 
 
 def _critic_parameters(setting: Setting) -> int:
@@ -332,6 +342,10 @@ def _training(setting: Setting) -> Parts:
     if job.adapter == "OFT":
         whole = setting.adapter.rotation_elements * local // max(1, setting.adapter.total)
         parts["adapter, rounded"] = whole * (width + known.ROTATION_GRAPH_BYTES)
+    if job.compares_logits:
+        parts["teacher's states"] = tokens * model.hidden_size * width
+    if job.teacher in ("Average", "Lagged"):
+        parts["adapter, rounded"] += _local_adapter(setting) * width
     parts["dequantisation"] = _dequantisation(setting)
     rows = min(tokens, max(1, known.LOGIT_ELEMENTS // model.vocab_size))
     parts["logits"] = math.ceil(rows * model.vocab_size * 4 * known.LOGIT_COPIES)

@@ -44,6 +44,8 @@ class Combination:
     """Short name of the card (`model_info.gpus`); empty where it is not known."""
     critic: bool = False
     """The algorithm has one."""
+    teacher: bool = False
+    """It has one that ranks cannot ask."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +73,15 @@ class Limit:
     """Only with `down_proj`."""
     critic: bool = False
     """Only with a critic."""
+    teacher: bool = False
+    """Only with a teacher that ranks cannot ask."""
 
     def matches(self, asked: Combination) -> bool:
         names = ("format", "family", "adapter", "experts", "engine", "trainer", "gpu")
         fits = all(not getattr(self, name) or getattr(asked, name) in getattr(self, name) for name in names)
         fits = fits and not (self.on_cpu and asked.num_gpus) and not (self.deterministic and not asked.deterministic)
         fits = fits and not (self.adapts_down and not asked.adapts_down) and not (self.critic and not asked.critic)
+        fits = fits and not (self.teacher and not asked.teacher)
         return fits and asked.num_gpus >= (2 if self.several_gpus else 1 if self.on_gpu else 0)
 
 
@@ -157,6 +162,13 @@ LIMITS: tuple[Limit, ...] = (
         "missing", "this version divides no critic among ranks",
         "write training.trainer: Torch where one GPU is enough, or an algorithm without a critic", "training.trainer",
         trainer=("Megatron",), critic=True,
+    ),
+    Limit(
+        "missing", "ranks hold no second adapter, and none a whole distribution: their teacher is the base, by sampled "
+        "tokens",
+        "write training.trainer: Torch where one GPU is enough, or algorithm.teacher: {type: Base, over: Sampled}",
+        "training.trainer",
+        trainer=("Megatron",), teacher=True,
     ),
     Limit(
         "planned", "ranks that hold a model in parts have run on CPUs, not on hardware",

@@ -102,8 +102,15 @@ class Policy:
             seen: of the same branches; needed where `sampling` penalises repetition.
             routed_TLC: experts that the tokens are sent to (`lay_out_experts`); None: where the routers choose.
         """
+        hidden_RN = self.target_hidden(batch, routed_TLC)
+        return self.logprobs_of(hidden_RN, batch, sampling=sampling, seen=seen)
+
+    def logprobs_of(
+        self, hidden_RN: torch.Tensor, batch: PackedBatch, *, sampling: Sampling = UNSHAPED, seen: Seen | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`logprobs` from the hidden states of the same batch."""
         return token_logprobs(
-            self._target_hidden(batch, routed_TLC),
+            hidden_RN,
             batch.target_ids_R,
             self.head,
             vocabulary=self.vocabulary,
@@ -111,17 +118,13 @@ class Policy:
             seen=seen,
         )
 
-    def target_hidden(self, batch: PackedBatch) -> torch.Tensor:
-        """Last hidden states `[R, N]` in the places that predict the batch's targets, with gradient to the adapter."""
-        return self._target_hidden(batch, None)
-
     def scores(self, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """`(logprobs [R] fp32, most probable tokens [R] int64)` in the places of the batch's targets; no gradients."""
-        hidden = self._target_hidden(batch, None)
+        hidden = self.target_hidden(batch)
         return token_scores(hidden, batch.target_ids_R, self.head, vocabulary=self.vocabulary)
 
-    def _target_hidden(self, batch: PackedBatch, routed_TLC: torch.Tensor | None) -> torch.Tensor:
-        """`[R, N]`"""
+    def target_hidden(self, batch: PackedBatch, routed_TLC: torch.Tensor | None = None) -> torch.Tensor:
+        """Last hidden states `[R, N]` in the places that predict the batch's targets, with gradient to the adapter."""
         plan = PackedPlan(batch, self.kernel)
         if self.packs:
             with self.routing.given(routed_TLC) if self.routing else nullcontext():

@@ -102,6 +102,14 @@ class TorchEngine:
             self._retired.add(name)
             remove_slot(self._policy.injected.layers, name)
 
+    def adopt(self, name: str, version: int) -> None:
+        """Samples from a slot that the trainer's side filled, until `release`: no published bytes, hence no proof."""
+        self._slots[name] = Slot(version, "", b"")
+
+    def release(self, name: str) -> None:
+        """The slot stays with whoever filled it."""
+        del self._slots[name]
+
     def adapter_digest(self, name: str) -> str:
         return slot_digest(self._policy.injected.layers, name, self._slot(name).config)
 

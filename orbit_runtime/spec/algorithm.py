@@ -32,9 +32,17 @@ from orbit_runtime.spec.objectives import (
     Objective,
     Reduction,
 )
+from orbit_runtime.spec.teacher import Teacher
 
 TRUNCATION_CAP = CORRECTIONS["None"].cap
 BUFFER_SHARE = 0.2
+IDLE_IN_DISTILLATION = (
+    ("clip", "high"),
+    ("advantage", "baseline"),
+    ("advantage", "normalize"),
+    ("advantage", "entrypoint"),
+    ("overlong", "penalty"),
+)
 
 
 class KL(Block):
@@ -185,6 +193,14 @@ class Algorithm(Block):
     critic: Critic | None = None
     """Of `advantage.baseline: Critic`, which is PPO's. Unset, a critic with defaults where there is one."""
 
+    teacher: Teacher | None = None
+    """On-policy distillation, beside the algorithm's own loss or, with `type: Distillation`, alone. Unset, there is
+    none."""
+
+    @property
+    def decided_teacher(self) -> Teacher | None:
+        return self.teacher.decided if self.teacher else None
+
     @property
     def decided_critic(self) -> Critic | None:
         """None: the objective has none."""
@@ -222,12 +238,14 @@ class Algorithm(Block):
             "dynamic_sampling": (self.dynamic_sampling, {"max_rounds": objective.max_rounds}),
         }
         blocks = {name: block.model_copy(update=update) for name, (block, update) in changes.items()}
-        return self.model_copy(update={**blocks, "reduction": objective.reduction, "critic": self.decided_critic})
+        decided = {"reduction": objective.reduction, "critic": self.decided_critic, "teacher": self.decided_teacher}
+        return self.model_copy(update={**blocks, **decided})
 
     def contradictions(self) -> Iterator[Contradiction]:
         objective = self.objective
         yield from self._entrypoint_contradictions()
         yield from self._clip_contradictions(objective)
+        yield from self._distillation_contradictions()
         if self.critic is not None and objective.baseline != "Critic":
             yield Contradiction(
                 ("critic",),
@@ -293,6 +311,25 @@ class Algorithm(Block):
                     (("advantage", "entrypoint"),),
                     "advantages come from `entrypoint`, so this field does nothing",
                     f"remove `{name}` or `entrypoint`",
+                )
+
+    def _distillation_contradictions(self) -> Iterator[Contradiction]:
+        if self.type != "Distillation":
+            return
+        if self.teacher is None:
+            yield Contradiction(
+                ("type",),
+                (("teacher",),),
+                "`type: Distillation` learns from a teacher alone",
+                "add `teacher: {type: Adapter, uri: …}`",
+            )
+        for block, name in IDLE_IN_DISTILLATION:
+            if getattr(getattr(self, block), name) is not None:
+                yield Contradiction(
+                    (block, name),
+                    (("type",),),
+                    "under `type: Distillation` no reward and no ratio enters the loss, so this field does nothing",
+                    f"remove `{name}`, or write another `type` beside the teacher",
                 )
 
     def _clip_contradictions(self, objective: Objective) -> Iterator[Contradiction]:

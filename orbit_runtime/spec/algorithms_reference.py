@@ -9,12 +9,14 @@ from collections.abc import Sequence
 
 from orbit_runtime.spec.algorithm import BUFFER_SHARE, Algorithm
 from orbit_runtime.spec.objectives import CORRECTIONS, OBJECTIVES, Objective
+from orbit_runtime.spec.teacher import Teacher
 
 _RATIO = {
     "Token": "token",
     "SequenceMean": "answer, mean of log-ratios",
     "SequenceSum": "answer, sum of log-ratios",
 }
+_OF_ITS_OWN = {"Own": "its own", "Teacher": "-"}
 _BASELINE = {
     "GroupMean": "r - mean of the group",
     "LeaveOneOut": "r - mean of the others",
@@ -69,10 +71,13 @@ def describe_algorithm(settings: Algorithm) -> str:
     """
     row = settings.objective
     kl = settings.kl.coefficient
-    parts = [
+    own = [
         _advantage(row) if settings.advantage.entrypoint is None else settings.advantage.entrypoint,
         f"loss {settings.entrypoint}" if settings.entrypoint else f"ratio of {_RATIO[row.ratio]}",
         f"clip {_clip(row)}",
+    ]
+    parts = [
+        *(own if row.surrogate != "Teacher" else []),
         _REDUCTION[row.reduction].replace("`", ""),
         f"KL {kl:g} * {row.kl_estimator} in the {row.kl_placement.lower()}" if kl else "no KL",
     ]
@@ -86,9 +91,24 @@ def describe_algorithm(settings: Algorithm) -> str:
     critic = settings.decided_critic
     if critic is not None:
         parts.append(f"critic: gamma {critic.gamma:g}, lambda {critic.gae_lambda:g}, value clip {critic.value_clip:g}")
+    teacher = settings.decided_teacher
+    if teacher is not None:
+        parts.append(_teacher(teacher))
     if row.max_rounds:
         parts.append(f"dynamic sampling, {row.max_rounds} rounds")
     return f"{settings.type}: " + "; ".join(parts)
+
+
+def _teacher(teacher: Teacher) -> str:
+    over = {"Full": "the vocabulary", "TopK": f"its {teacher.top_k} likeliest tokens", "Sampled": "sampled tokens"}
+    kind = {0.0: "forward KL", 1.0: "reverse KL"}.get(teacher.beta, f"JSD of {teacher.beta:g}")
+    who = {
+        "Base": "the base",
+        "Adapter": str(teacher.uri),
+        "Average": f"its own average, decay {teacher.decay}",
+        "Lagged": f"itself, at most {teacher.every_steps} steps ago",
+    }
+    return f"teacher: {who[teacher.type]}, {teacher.coefficient:g} * {kind} over {over[teacher.over]}"
 
 
 def _cells(name: str, row: Objective) -> tuple[str, ...]:
@@ -100,9 +120,9 @@ def _cells(name: str, row: Objective) -> tuple[str, ...]:
     return (
         f"`{name}`",
         row.name,
-        _advantage(row),
-        "its own" if row.surrogate == "Own" else _RATIO[row.ratio],
-        _clip(row),
+        "-" if row.surrogate == "Teacher" else _advantage(row),
+        _OF_ITS_OWN.get(row.surrogate) or _RATIO[row.ratio],
+        "-" if row.surrogate == "Teacher" else _clip(row),
         _REDUCTION[row.reduction],
         f"{row.kl_estimator} in the {row.kl_placement.lower()}",
         "; ".join(besides) or "-",

@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-Surrogate = Literal["Clipped", "ClippedWeights", "Own"]
+Surrogate = Literal["Clipped", "ClippedWeights", "Teacher", "Own"]
 """`Clipped`: min(ratio * A, clip(ratio) * A), PPO, https://arxiv.org/abs/1707.06347 eq. 7. `ClippedWeights`:
-clip(ratio) without its gradient, times A * log-prob, CISPO. `Own`: a function of the user's."""
+clip(ratio) without its gradient, times A * log-prob, CISPO. `Teacher`: nothing; all there is to learn is the teacher's.
+`Own`: a function of the user's."""
 Ratio = Literal["Token", "SequenceMean", "SequenceSum"]
 """The ratio of new to old probability: of each token; of the whole answer, its log-ratios averaged over the tokens; of
 the whole answer, its log-ratios added up."""
@@ -35,6 +36,7 @@ AlgorithmType = Literal[
     "ReinforcePlusPlus",
     "ReinforcePlusPlusBaseline",
     "PPO",
+    "Distillation",
     "Custom",
 ]
 
@@ -150,6 +152,17 @@ OBJECTIVES: Mapping[AlgorithmType, Objective] = {
         kl_estimator="K1",
         source="clip: eq. 7; advantages by GAE (https://arxiv.org/abs/1506.02438 eq. 16) against a critic, normalised "
         "over all tokens of the step, K1 in the reward of each token: as in TRL 1.16 and verl 0.9",
+    ),
+    "Distillation": Objective(
+        name="on-policy distillation",
+        paper="https://arxiv.org/abs/2306.13649",
+        surrogate="Teacher",
+        baseline="None",
+        normalize="None",
+        clip_low=None,
+        source="GKD, eq. 2 with lambda 1: the student's own answers, a divergence from the teacher in each token, no "
+        "reward; `algorithm.teacher` says which divergence and from whom. Thinking Machines, On-Policy Distillation "
+        "(2025), is `teacher: {over: Sampled}`",
     ),
     "Custom": Objective(
         name="your own",

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
+from orbit_runtime.spec.algorithm import Algorithm
 from orbit_runtime.spec.block import Block, FieldSet
 from orbit_runtime.spec.evaluation import EvaluationEnvironment
 from orbit_runtime.spec.fields import field_sets, later_defaults
@@ -109,6 +110,7 @@ def resolve(run: OrbitRun, machine: MachineFacts, *, folder: Path | None = None)
     rollout = _decide_rollout(spec.rollout, spec.placement.layout, trainer)
     decided = _with_spec(
         decided,
+        algorithm=_with_absolute_teacher(decided.spec.algorithm, base),
         model=_changed(decided.spec.model, uri=absolute_uri(spec.model.uri, base)),
         data=_changed(spec.data, prompts=prompts),
         environment=environment,
@@ -120,6 +122,13 @@ def resolve(run: OrbitRun, machine: MachineFacts, *, folder: Path | None = None)
     if machine.has_cuda:
         return Resolved(run, decided, "cuda", "bfloat16")
     return Resolved(run, decided, "cpu", "float32")
+
+
+def _with_absolute_teacher(algorithm: Algorithm, base: Path) -> Algorithm:
+    teacher = algorithm.teacher
+    if teacher is None or teacher.uri is None:
+        return algorithm
+    return _changed(algorithm, teacher=_changed(teacher, uri=absolute_uri(teacher.uri, base)))
 
 
 def _absolute(measured: EvaluationEnvironment, base: Path) -> EvaluationEnvironment:

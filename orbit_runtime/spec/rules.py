@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from orbit_runtime.spec.adapter import COFT_EPS, NEUMANN_TERMS
-from orbit_runtime.spec.algorithm import BUFFER_SHARE, TRUNCATION_CAP
+from orbit_runtime.spec.algorithm import BUFFER_SHARE, IDLE_IN_DISTILLATION, TRUNCATION_CAP
 from orbit_runtime.spec.block import LABEL_KEY, MAX_LABEL_KEY
 from orbit_runtime.spec.data import PROMPT_SCHEMES
 from orbit_runtime.spec.environment import CODE_SCHEMES
@@ -20,6 +20,7 @@ from orbit_runtime.spec.objectives import CORRECTIONS, OBJECTIVES
 from orbit_runtime.spec.rollout import TOKEN_ID_PATTERN
 from orbit_runtime.spec.run import NAME_LENGTH, NAME_PATTERN, RunSpec
 from orbit_runtime.spec.storage import STORAGE_SCHEMES
+from orbit_runtime.spec.teacher import OWNERS
 
 MUTABLE = ("suspend", "queueName", "ttlSecondsAfterFinished")
 """Of `spec.lifecycle`: what may change, `queueName` only while the run is suspended."""
@@ -102,6 +103,15 @@ def _algorithm_rules() -> tuple[Rule, ...]:
             "remove it, or write type: PPO",
             ".critic",
         ),
+        Rule("self.type != 'Distillation' || has(self.teacher)", "add teacher: {type: Adapter, uri: …}", ".type"),
+        *(
+            Rule(
+                f"self.type != 'Distillation' || !has(self.{block}.{name})",
+                f"remove {name}, or write another type beside the teacher",
+                f".{block}.{name}",
+            )
+            for block, name in IDLE_IN_DISTILLATION
+        ),
         Rule(
             f"!self.kl.importanceWeighted || ({placement} == 'Loss' && {estimator} != 'K2')",
             "remove it, or write placement: Loss and estimator: K1 or K3",
@@ -116,6 +126,24 @@ def _algorithm_rules() -> tuple[Rule, ...]:
             f"self.groupSize != 1 || {_rounds('self')} <= 0",
             "write groupSize: 2 or more, or maxRounds: 0",
             ".dynamicSampling.maxRounds",
+        ),
+    )
+
+
+def _teacher_rules() -> tuple[Rule, ...]:
+    address = _uri_rule(STORAGE_SCHEMES)
+    return (
+        address._replace(cel=f"!has(self.uri) || {address.cel}"),
+        Rule("self.type != 'Adapter' || has(self.uri)", "add uri: runs/<run>/adapters/policy-v…", ".type"),
+        *(
+            Rule(f"!has(self.{name}) || self.type == '{owner}'", f"remove {name}, or write type: {owner}", f".{name}")
+            for name, owner in OWNERS.items()
+        ),
+        Rule("!has(self.topK) || self.over == 'TopK'", "remove topK, or write over: TopK", ".topK"),
+        Rule(
+            "self.over != 'Sampled' || self.beta <= 0.0 || self.beta >= 1.0",
+            "write beta: 0 or beta: 1, or over: Full",
+            ".beta",
         ),
     )
 
@@ -204,6 +232,7 @@ CHECKS: dict[str, tuple[Rule, ...]] = {
     ),
     "spec.algorithm": _algorithm_rules(),
     "spec.algorithm.importanceSampling": _correction_rules(),
+    "spec.algorithm.teacher": _teacher_rules(),
     "spec.data.prompts[]": (_uri_rule(PROMPT_SCHEMES),),
     "spec.environment": (
         Rule("!has(self.entrypoint) || self.type == 'MultiTurn'", "remove it, or write type: MultiTurn", ".entrypoint"),

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from orbit_runtime.adapters.inject import add_critic
+from orbit_runtime.adapters.inject import add_masters
 from orbit_runtime.adapters.layer import CRITIC_SLOT
 from orbit_runtime.algorithms.values import value_loss
 from orbit_runtime.policy.model import Policy
@@ -34,7 +34,7 @@ class Critic:
         self.settings = critic
         own = policy.injected.config
         adapter = own if critic.rank is None else replace(own, rank=critic.rank)
-        self._masters = add_critic(policy.injected, adapter, stream_key(settings.seed, "critic"))
+        self._masters = add_masters(policy.injected, CRITIC_SLOT, adapter, stream_key(settings.seed, "critic"))
         width = policy.model.get_output_embeddings().in_features
         self._weight_N = nn.Parameter(torch.zeros(width, device=policy.device))
         self._bias = nn.Parameter(torch.zeros(1, device=policy.device))

@@ -21,6 +21,7 @@ from orbit_runtime.policy.model import Policy
 from orbit_runtime.policy.packed import Branch, PackedBatch
 from orbit_runtime.policy.routing import Routing
 from orbit_runtime.training.micro_batches import MicroBatch
+from orbit_runtime.training.teacher import Teacher
 from orbit_runtime.types import Sampling
 
 
@@ -34,8 +35,9 @@ class TrainingPass:
     dropout_key: int
 
 
-LossOf = Callable[[MicroBatch, Tensor, Tensor], Tensor]
-"""(micro-batch, fp32 log-probs `[R]`, entropies `[R]`) → the scalar to go backward from."""
+LossOf = Callable[[MicroBatch, Tensor, Tensor, Tensor | None], Tensor]
+"""(micro-batch, fp32 log-probs `[R]`, entropies `[R]`, distances of the trained tokens from the teacher) → the scalar
+to go backward from."""
 
 
 class Passes(Protocol):
@@ -94,8 +96,10 @@ class LocalPasses:
 
     replica = (0, 1)
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy, teacher: Teacher | None = None) -> None:
+        """Args: teacher: whose distribution the policy's is compared with in each training pass; None: nobody's."""
         self._policy = policy
+        self._teacher = teacher
         self.device = policy.device
         self.masters = policy.injected.masters
         self.routing = policy.routing
@@ -110,7 +114,7 @@ class LocalPasses:
         sampling: Sampling,
         loss_of: LossOf,
     ) -> None:
-        accumulate(self._policy, passes, sampling, loss_of)
+        accumulate(self._policy, passes, sampling, loss_of, self._teacher)
 
     def finish_gradients(self) -> Tensor:
         gradients = [master.grad for master in self.masters.parameters.values() if master.grad is not None]
@@ -140,14 +144,18 @@ def accumulate(
     passes: Iterable[TrainingPass],
     sampling: Sampling,
     loss_of: LossOf,
+    teacher: Teacher | None = None,
 ) -> None:
     """`Passes.forward_backward` of such a policy: one micro-batch after the other."""
     for each in passes:
         micro, selection = each.micro, policy.injected.selection
         # Layers that are computed again select again: an engine in another thread waits for the backward pass too.
         with selection.turn:
+            taught_RN = teacher.hidden(micro, each.routed_TLC) if teacher and teacher.compares else None
             with selection.use(TRAINER_SLOT, dropout_key=each.dropout_key):
-                logprobs_R, entropy_R = policy.logprobs(
-                    micro.packed, sampling=sampling, seen=micro.seen, routed_TLC=each.routed_TLC
-                )
-            loss_of(micro, logprobs_R, entropy_R).backward()
+                hidden_RN = policy.target_hidden(micro.packed, each.routed_TLC)
+                logprobs_R, entropy_R = policy.logprobs_of(hidden_RN, micro.packed, sampling=sampling, seen=micro.seen)
+                distances_R = None
+                if teacher is not None and taught_RN is not None:
+                    distances_R = teacher.distances(hidden_RN[micro.trained_R], taught_RN)
+            loss_of(micro, logprobs_R, entropy_R, distances_R).backward()

@@ -11,7 +11,9 @@ from typing import Literal
 
 from orbit_runtime.algorithms.corrections import Correction
 from orbit_runtime.algorithms.losses import PolicyLossSettings
+from orbit_runtime.policy.distance import Measure
 from orbit_runtime.spec.objectives import Reduction
+from orbit_runtime.spec.teacher import TeacherType
 from orbit_runtime.training.schedule import Schedule
 from orbit_runtime.types import Sampling
 
@@ -27,6 +29,19 @@ class CriticSettings:
     warmup_steps: int
     rank: int | None = None
     """LoRA; None: the policy's."""
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherSettings:
+    """Who teaches, and what is compared."""
+
+    type: TeacherType
+    measure: Measure | None
+    """None: the log-probs of the sampled tokens."""
+    decay: float | None = None
+    """Of an average."""
+    every_steps: int | None = None
+    """Of one that lags."""
 
 
 @dataclass(frozen=True)
@@ -58,3 +73,4 @@ class TrainerSettings:
     """`Replay`: every pass sends tokens to the experts that rollout chose, the reference's too. With it and with
     `Record` a step measures parity with and without."""
     critic: CriticSettings | None = None
+    teacher: TeacherSettings | None = None

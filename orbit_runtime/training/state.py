@@ -18,20 +18,22 @@ from orbit_runtime.model_info.headers import parse_header
 
 PART = "trainer.safetensors"
 CRITIC_PART = "critic.safetensors"
+TEACHER_PART = "teacher.safetensors"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def build_state(
-    masters: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer, counters: Mapping[str, int]
+    masters: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer | None, counters: Mapping[str, int]
 ) -> TensorFile:
     """Tensors `master/<name>`, `exp_avg/<name>`, `exp_avg_sq/<name>` (fp32) and the counters as metadata.
 
-    Moments are absent before the first update. The tensors are the trainer's own, and none is copied before it is read.
+    Moments are absent before the first update, and where nothing optimizes. The tensors are the trainer's own, and
+    none is copied before it is read.
     """
     tensors: dict[str, torch.Tensor] = {}
     for name, master in masters.items():
         tensors[f"master/{name}"] = master.detach()
-        moments = optimizer.state.get(master, {})
+        moments = optimizer.state.get(master, {}) if optimizer else {}
         for moment in MOMENTS:
             if moment in moments:
                 tensors[f"{moment}/{name}"] = moments[moment]
@@ -59,7 +61,9 @@ def parse_state(data: Buffer, shapes: Mapping[str, tuple[int, ...]]) -> tuple[di
     return tensors, counters
 
 
-def unpack_state(data: Buffer, masters: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer) -> dict[str, int]:
+def unpack_state(
+    data: Buffer, masters: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer | None
+) -> dict[str, int]:
     """Writes tensors back in place; returns the counters.
 
     Raises:
@@ -69,7 +73,7 @@ def unpack_state(data: Buffer, masters: Mapping[str, torch.Tensor], optimizer: t
     with torch.no_grad():
         for name, master in masters.items():
             master.copy_(tensors[f"master/{name}"])
-            if counters["updates"]:
+            if optimizer and counters["updates"]:
                 step = torch.tensor(float(counters["updates"]), dtype=torch.float32)
                 moments = {moment: tensors[f"{moment}/{name}"].to(master.device).clone() for moment in MOMENTS}
                 optimizer.state[master] = {"step": step, **moments}

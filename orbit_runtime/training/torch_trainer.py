@@ -20,7 +20,8 @@ from orbit_runtime.policy.packed import Branch
 from orbit_runtime.training.critic import Critic
 from orbit_runtime.training.passes import LocalPasses
 from orbit_runtime.training.settings import TrainerSettings
-from orbit_runtime.training.state import CRITIC_PART, PART, build_state, unpack_state
+from orbit_runtime.training.state import CRITIC_PART, PART, TEACHER_PART, build_state, unpack_state
+from orbit_runtime.training.teacher import Teacher
 from orbit_runtime.training.updater import Updater
 from orbit_runtime.types import AdapterManifest, AdapterSink, Sample, Scored, StateWriter, UpdateResult
 
@@ -33,7 +34,8 @@ class TorchTrainer:
         self._settings = settings
         self._masters = policy.injected.masters.parameters
         critic = Critic(policy, settings, settings.critic) if settings.critic else None
-        self._updater = Updater(LocalPasses(policy), settings, loss, critic)
+        teacher = Teacher(policy, settings.teacher) if settings.teacher else None
+        self._updater = Updater(LocalPasses(policy, teacher), settings, loss, critic, teacher)
         self._optimizer = self._updater.optimizer
 
     @property
@@ -49,6 +51,10 @@ class TorchTrainer:
 
     def values(self, samples_D: Sequence[Sample]) -> list[array[float]]:
         columns = self._updater.values(samples_D)
+        return [columns[index] for index in range(len(samples_D))]
+
+    def teacher_logprobs(self, samples_D: Sequence[Sample]) -> list[array[float]]:
+        columns = self._updater.teacher_logprobs(samples_D)
         return [columns[index] for index in range(len(samples_D))]
 
     # --- publishing and proof ---
@@ -81,6 +87,9 @@ class TorchTrainer:
         if critic is not None:
             held = build_state(critic.parameters, critic.optimizer, {"updates": critic.updates})
             writer.write(CRITIC_PART, held.size, held.pieces)
+        taught = self._updater.teacher.state() if self._updater.teacher else None
+        if taught is not None:
+            writer.write(TEACHER_PART, taught.size, taught.pieces)
         self._updater.reader = writer
 
     def load_state(self, parts: Mapping[str, Buffer]) -> None:
@@ -91,3 +100,5 @@ class TorchTrainer:
         # A run that begins from another's adapter may have a critic where that one had none.
         if critic is not None and CRITIC_PART in parts:
             critic.updates = unpack_state(parts[CRITIC_PART], critic.parameters, critic.optimizer)["updates"]
+        if self._updater.teacher is not None:
+            self._updater.teacher.restore(parts.get(TEACHER_PART))

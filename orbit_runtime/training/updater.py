@@ -30,6 +30,7 @@ from orbit_runtime.training.parity import ParitySums
 from orbit_runtime.training.passes import Passes, TrainingPass
 from orbit_runtime.training.schedule import learning_rate
 from orbit_runtime.training.settings import TrainerSettings
+from orbit_runtime.training.teacher import Teacher
 from orbit_runtime.types import FLOATS, Sample, StateWriter, UpdateResult
 
 
@@ -42,8 +43,10 @@ class Updater:
         settings: TrainerSettings,
         loss: Callable[..., Any] = policy_loss,
         critic: Critic | None = None,
+        teacher: Teacher | None = None,
     ) -> None:
         self.critic = critic
+        self.teacher = teacher
         self._passes = passes
         self._settings = settings
         self._loss = loss
@@ -107,6 +110,9 @@ class Updater:
         if self.critic is not None:
             metrics |= {"value_loss": value_losses / updates} | explained_variance(samples_D)
         self.steps += 1
+        if self.teacher is not None and updates > 0:
+            self.let_be_read()
+            self.teacher.follow(self.steps)
         return UpdateResult(metrics | parity.metrics(self._passes.collect) | replayed, updates, tokens)
 
     def _accumulate(
@@ -121,7 +127,9 @@ class Updater:
         old_of = {micro.number: each for micro, each in zip(micro_batches, old, strict=True)} if old else {}
         finite = True
 
-        def loss_of(micro: MicroBatch, all_R: torch.Tensor, entropy_R: torch.Tensor) -> torch.Tensor:
+        def loss_of(
+            micro: MicroBatch, all_R: torch.Tensor, entropy_R: torch.Tensor, distances_R: torch.Tensor | None
+        ) -> torch.Tensor:
             nonlocal finite
             logprobs_R = all_R[micro.trained_R]
             sampled_R = micro.columns_R["sampled"]
@@ -136,6 +144,8 @@ class Updater:
                 micro.lengths_D,
                 reference_logprobs_T=micro.columns_R.get("reference"),
                 importance_T=importance_R,
+                teacher_logprobs_T=micro.columns_R.get("teacher"),
+                distances_T=distances_R,
             )
             loss, sums = self._loss(inputs, micro.weights_R, settings.loss)
             if not micro.counts:
@@ -303,6 +313,11 @@ class Updater:
         assert self.critic is not None, "the algorithm has a critic"
         return self._read(samples_D, self.critic.values)
 
+    def teacher_logprobs(self, samples_D: Sequence[Sample]) -> dict[int, array[float]]:
+        assert self.teacher is not None, "the algorithm has a teacher"
+        teacher, sampling = self.teacher, self._settings.sampling
+        return self._read(samples_D, lambda micro: teacher.logprobs(micro, sampling, self._replayed(micro)))
+
     def _read(self, samples_D: Sequence[Sample], read: Callable[[MicroBatch], torch.Tensor]) -> dict[int, array[float]]:
         """A column of what `read` says of each trained token, for those samples that this replica computes."""
         columns: dict[int, array[float]] = {}
@@ -319,7 +334,7 @@ class Updater:
         return columns
 
 
-_TOKEN_MEANS = ("kl", "kl_old", "clip_fraction", "dropped_fraction", "entropy")
+_TOKEN_MEANS = ("kl", "kl_old", "clip_fraction", "dropped_fraction", "entropy", "teacher_divergence")
 
 _DIVERGED_FIX = (
     "lower spec.training.learningRate, or set spec.training.maxGradNorm; the step's evidence is kept in the run folder"

@@ -50,7 +50,9 @@ def _demanding(adapter: dict[str, Any], precision: str, **algorithm: Any) -> dic
 
 DEMANDING = {
     "LoRA with dropout": _demanding({"type": "LoRA", "lora": {"dropout": 0.1}}, "INT4"),
-    "OFT on NVFP4": _demanding({"type": "OFT"}, "NVFP4"),
+    "OFT on NVFP4, its own teacher": _demanding(
+        {"type": "OFT"}, "NVFP4", teacher={"type": "Average", "decay": 0.9, "coefficient": 0.1}
+    ),
     "MXFP4, PPO with KL": _demanding({"type": "LoRA"}, "MXFP4", type="PPO", kl={"coefficient": 0.1}),
 }
 """Runs with more that could go another way the second time: two updates a step, each with work for two threads."""

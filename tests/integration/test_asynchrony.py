@@ -91,7 +91,7 @@ def plain_run(parts: Parts) -> list[str]:
     return digests
 
 
-@pytest.mark.parametrize("name", ["small", "OFT on NVFP4", "MXFP4, PPO with KL"])
+@pytest.mark.parametrize("name", ["small", "OFT on NVFP4, its own teacher", "MXFP4, PPO with KL"])
 def test_no_staleness_has_the_bits_of_the_plainest_loop(tmp_path: Path, name: str) -> None:
     asked = small_manifest(steps=6) if name == "small" else demanding_manifest(name, steps=3)
     spec = OrbitRun.model_validate(asked)

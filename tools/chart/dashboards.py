@@ -185,6 +185,12 @@ RUN = Dashboard(
                 {"value loss": "orbit_run_value_loss{@}", "explained": "orbit_run_explained_variance{@}"},
                 text="With algorithm.type PPO: 1 is a critic that foresaw every return, 0 one that knows their mean.",
             ),
+            Panel(
+                "Teacher",
+                "line",
+                {"divergence": "orbit_run_teacher_divergence{@}"},
+                text="With algorithm.teacher: what the policy's tokens are from the teacher's, in nats.",
+            ),
             Panel("Routers that agree", "line", {"share": "orbit_run_router_agreement{@}"}, unit="percentunit"),
         ),
         "Engine": (

@@ -128,6 +128,10 @@ class MegatronTrainer:
         columns = ChainMap(*self._call("reference_logprobs", tuple(samples_D)))
         return [columns[index] for index in range(len(samples_D))]
 
+    def teacher_logprobs(self, samples_D: Sequence[Sample]) -> list[array[float]]:
+        """Ranks hold no second adapter, so the teacher is the base."""
+        return self.reference_logprobs(samples_D)
+
     def _call(self, method: str, *arguments: Any) -> list[Any]:
         with self._turn:
             return list(self._ranks.call(method, *arguments, patience=PATIENCE_SECONDS))

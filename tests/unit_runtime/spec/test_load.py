@@ -82,7 +82,7 @@ FIELDS = [
         "    xyzzy: 1",
         "run.yaml:11: spec.algorithm.xyzzy: unknown field\n"
         "  fix: its block has the fields type, entrypoint, groupSize, kl, clip, advantage, "
-        "reduction, importanceSampling, overlong, dynamicSampling, critic",
+        "reduction, importanceSampling, overlong, dynamicSampling, critic, teacher",
     ),
     (
         "    type: LoRA",

@@ -143,7 +143,10 @@ def test_the_sets_are_those_of_the_design() -> None:
 
     assert of("layout") == [
         "model.uri",
-        "data.prompts[].uri",
+        "algorithm.teacher.uri",
+            "algorithm.teacher.preflight",
+            "algorithm.teacher.preflightPrompts",
+            "data.prompts[].uri",
         "environment.limits.startSeconds",
         "environment.limits.memory",
         "environment.limits.processes",

@@ -1,0 +1,227 @@
+"""A run's teacher: opened, held against the run's base, and measured before the first step.
+
+Belongs here: what the manifest names as teacher, and whether it is worth learning from. Does not belong here: its
+passes (`training.teacher`), the divergence (`algorithms.distillation`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+from orbit_runtime.checkpoints.adapter_folder import AdapterFolder, open_adapter
+from orbit_runtime.data.samples import build_samples
+from orbit_runtime.digests import tree_digest
+from orbit_runtime.environments.episodes import Episode, Played
+from orbit_runtime.errors import GateError, ModelError
+from orbit_runtime.loop.asking import Asking
+from orbit_runtime.loop.collect import build_groups
+from orbit_runtime.rollout.torch_engine import TorchEngine
+from orbit_runtime.spec.run import RunSpec
+from orbit_runtime.types import AdapterFiles, Completion, Sampling, Trainer
+
+if TYPE_CHECKING:
+    from orbit_runtime.loop.build import Parts
+
+FIELD = "spec.algorithm.teacher"
+CONTENT = "content.teacher"
+"""Of its name among the digests of what a run reads."""
+PREFLIGHT_FILE = "teacher.json"
+ERRORS = 2.0
+"""Standard errors of the mean difference: what a teacher may seem to be worse by, by chance."""
+
+
+def open_teacher(spec: RunSpec) -> AdapterFolder | None:
+    """None: the manifest names no adapter that teaches.
+
+    Raises:
+        ModelError: (66) there is no adapter, or one that Orbit does not compute with.
+    """
+    teacher = spec.algorithm.teacher
+    if teacher is None or teacher.uri is None:
+        return None
+    return open_adapter(teacher.uri)
+
+
+def teacher_digest(adapter: AdapterFolder | None) -> dict[str, str]:
+    """Name → digest of its files, for the run's identity."""
+    from orbit_runtime.adapters.state import pieces_of
+
+    return {} if adapter is None else {CONTENT: tree_digest(pieces_of(adapter.files))}
+
+
+def check_base(adapter: AdapterFolder | None, weights: str) -> None:
+    """Raises ModelError (66) for an adapter that is known to be another base's."""
+    if adapter is not None and adapter.base_weights not in (None, weights):
+        raise ModelError(
+            f"the teacher {adapter.place} was trained on another base ({str(adapter.base_weights)[:19]}…, this run's "
+            f"is {weights[:19]}…)",
+            where=f"{FIELD}.uri",
+            fix="take an adapter of this model and precision, or write the model that it was trained on",
+        )
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The same prompts, answered by teacher and policy; only those that both were scored for."""
+
+    teacher_P: tuple[float, ...]
+    """Reward of each prompt's answer."""
+    student_P: tuple[float, ...]
+
+    @property
+    def teacher(self) -> float:
+        return sum(self.teacher_P) / len(self.teacher_P)
+
+    @property
+    def student(self) -> float:
+        return sum(self.student_P) / len(self.student_P)
+
+    @property
+    def error(self) -> float:
+        """Standard error of the mean of the differences."""
+        differences = [a - b for a, b in zip(self.teacher_P, self.student_P, strict=True)]
+        mean = sum(differences) / len(differences)
+        spread = sum((each - mean) ** 2 for each in differences) / max(1, len(differences) - 1)
+        return math.sqrt(spread / len(differences))
+
+    @property
+    def is_worse(self) -> bool:
+        """By more than chance does."""
+        return self.teacher - self.student < -ERRORS * self.error
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "prompts": len(self.teacher_P),
+            "teacher_reward": self.teacher,
+            "student_reward": self.student,
+            "difference_error": self.error,
+        }
+
+
+def check_teacher(parts: Parts) -> list[str]:
+    """Before a run's first step; returns warnings. Other teachers than adapters are what the policy is at first.
+
+    Raises:
+        GateError: (84) its log-probs are not finite, or it earns less than the policy.
+    """
+    teacher, adapter = parts.spec.algorithm.teacher, parts.teacher
+    if teacher is None or adapter is None:
+        return []
+    prompts = parts.prompts.state()
+    asked = parts.prompts.take(teacher.preflight_prompts)
+    parts.prompts.restore(prompts)
+    # One answer to each: the prompts differ more than two answers to one of them.
+    episodes = [each for each in parts.environment.build_episodes(asked, 0) if each.sample_index == 0]
+    policy = parts.versions.active
+    played = asyncio.run(_play(parts, episodes, policy.name, policy.version))
+    groups = build_groups(asked, [each.rollout for each in played])
+    _check_finite(parts.trainer, build_samples(groups), groups)
+    slot = _enter(parts, adapter)
+    if slot is None:
+        return [
+            f"{FIELD}: the engine holds no slot for an adapter of this kind and rank, so that the teacher's answers "
+            "were not compared with the policy's"
+        ]
+    try:
+        taught = asyncio.run(_play(parts, episodes, slot, TEACHER_VERSION))
+    finally:
+        _leave(parts, slot)
+    measured = _compare(played, taught)
+    if measured is None:
+        return [f"{FIELD}: no prompt was scored for both teacher and policy: nothing is known of the teacher"]
+    parts.store.put(PREFLIGHT_FILE, json.dumps(measured.to_json(), indent=1).encode())
+    told = (
+        f"on {len(measured.teacher_P)} prompts the teacher earns {measured.teacher:.3f}, the policy "
+        f"{measured.student:.3f} (standard error of the difference {measured.error:.3f})"
+    )
+    parts.show.note(told)
+    if measured.is_worse and teacher.preflight == "Enforce":
+        raise GateError(
+            f"{told}: there is nothing to learn from it",
+            where=f"{FIELD}.uri",
+            fix="take a better adapter, or write preflight: Report to learn from this one all the same",
+        )
+    return [] if measured.teacher > measured.student else [f"{FIELD}: {told}: no better than what it is to teach"]
+
+
+def _check_finite(trainer: Trainer, samples_D: Sequence[Any], groups: Sequence[Any]) -> None:
+    for sample, column in zip(samples_D, trainer.teacher_logprobs(samples_D) if samples_D else (), strict=True):
+        bad = next((index for index, each in enumerate(column) if not math.isfinite(each)), None)
+        if bad is not None:
+            raise GateError(
+                f"the teacher's log-prob of token {bad} of an answer is {column[bad]}: {sample.token_ids_T[bad]} after "
+                f"{list(sample.token_ids_T[max(0, bad - 4) : bad])}",
+                where=FIELD,
+                fix="its values overflow on this base: take another adapter",
+            )
+
+
+def _compare(played: Sequence[Played], taught: Sequence[Played]) -> Measured | None:
+    pairs = [
+        (theirs.rollout.reward, own.rollout.reward)
+        for theirs, own in zip(taught, played, strict=True)
+        if theirs.rollout.reward is not None and own.rollout.reward is not None
+    ]
+    return Measured(*map(tuple, zip(*pairs, strict=True))) if pairs else None
+
+
+# --- answers ---
+
+TEACHER_VERSION = -2
+"""What tokens carry that a teacher sampled in preflight; they are not trained on."""
+_NAMES = count()
+
+
+@dataclass(frozen=True)
+class _Sampler:
+    name: str | None
+    version: int
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    asking: Asking
+
+    async def sample(self, prompt_ids_T: Sequence[int], sampling: Sampling, *, key: int) -> Completion:
+        return await self.asking.ask(tuple(prompt_ids_T), sampling, key, None)
+
+
+async def _play(parts: Parts, episodes: Sequence[Episode], slot: str | None, version: int) -> list[Played]:
+    asking = Asking(parts.engine)
+    serving = asyncio.create_task(asking.serve())
+    try:
+        await asking.switch(_Sampler(slot, version))
+        return list(await asyncio.gather(*(parts.environment.play(each, _Tokens(asking)) for each in episodes)))
+    finally:
+        await asking.close()
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+
+
+def _enter(parts: Parts, adapter: AdapterFolder) -> str | None:
+    """The slot under which the engine answers as the teacher; None: it cannot."""
+    from orbit_runtime.adapters.layer import TEACHER_SLOT
+
+    if isinstance(parts.engine, TorchEngine):
+        parts.engine.adopt(TEACHER_SLOT, TEACHER_VERSION)
+        return TEACHER_SLOT
+    own = parts.facts.adapter
+    rank = own.rank if own.type == "LoRA" else own.block_size
+    if adapter.base_weights is None or (adapter.type, adapter.rank) != (own.type, rank):
+        return None
+    name = f"teacher-{next(_NAMES)}"
+    parts.engine.load_adapter(name, AdapterFiles(TEACHER_VERSION, adapter.files, teacher_digest(adapter)[CONTENT]))
+    return name
+
+
+def _leave(parts: Parts, slot: str) -> None:
+    if isinstance(parts.engine, TorchEngine):
+        parts.engine.release(slot)
+    else:
+        parts.engine.unload_adapter(slot)

@@ -1,0 +1,113 @@
+"""How far two sets of hidden states are apart as distributions over the vocabulary, a chunk of rows at a time.
+
+Belongs here: the last projection of student and teacher, so that no `[tokens, vocabulary]` tensor outlives its chunk.
+Does not belong here: hidden states (`model`), what a divergence is (`algorithms.distillation`).
+
+Both are the model's own distributions: neither temperature nor truncation of sampling enters.
+
+Legend: `R` targets, `N` hidden size, `V` vocabulary, `K` the teacher's likeliest tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from orbit_runtime.algorithms.distillation import divergence, rest_of, split_off, spread_slopes
+from orbit_runtime.policy.logprobs import CHUNK_ELEMENTS, Head
+
+MODELS = 2
+"""Whose logits a chunk holds at the same time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What a teacher that is somewhere else says of each target: its likeliest tokens."""
+
+    ids_RK: Tensor
+    logprobs_RK: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """Which divergence, and over what."""
+
+    beta: float
+    top_k: int | None = None
+    """None: over the whole vocabulary."""
+
+
+def _compared(logits_RV: Tensor, teacher: Tensor | Told, head: Head, measure: Measure) -> tuple[Tensor, Tensor]:
+    """`(values [R], slopes [R, V])` of one chunk. Args: teacher: hidden states, or what was told."""
+    student_RV = torch.log_softmax(logits_RV.float(), dim=-1)
+    if isinstance(teacher, Told):
+        ids_RK = teacher.ids_RK
+        cells_RC = torch.cat([teacher.logprobs_RK, rest_of(teacher.logprobs_RK)], dim=-1)
+    else:
+        teacher_RV = torch.log_softmax(head(teacher).float(), dim=-1)
+        if measure.top_k is None or measure.top_k >= teacher_RV.shape[-1]:
+            return divergence(student_RV, teacher_RV, measure.beta)
+        ids_RK = teacher_RV.topk(measure.top_k, dim=-1).indices
+        cells_RC = split_off(teacher_RV, ids_RK)
+    own_RC = split_off(student_RV, ids_RK)
+    value_R, slopes_RC = divergence(own_RC, cells_RC, measure.beta)
+    return value_R, spread_slopes(slopes_RC, student_RV, ids_RK, own_RC[:, -1:])
+
+
+class _Distance(torch.autograd.Function):
+    """Saves both sides' hidden states; backward computes each chunk's logits again."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_RN: Tensor, teacher: Tensor | Told, head: Head, measure: Measure, rows: int) -> Tensor:
+        values = [
+            _compared(head(hidden_RN[part]), _cut(teacher, part), head, measure)[0]
+            for part in _parts(len(hidden_RN), rows)
+        ]
+        ctx.save_for_backward(hidden_RN)
+        ctx.settings = (teacher, head, measure, rows)
+        return torch.cat(values) if values else hidden_RN.new_zeros(0, dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, grad_R: Tensor) -> tuple[Tensor, None, None, None, None]:
+        (hidden_RN,) = ctx.saved_tensors
+        teacher, head, measure, rows = ctx.settings
+        grad_hidden = torch.empty_like(hidden_RN)
+        for part in _parts(len(hidden_RN), rows):
+            with torch.enable_grad():
+                hidden = hidden_RN[part].detach().requires_grad_(True)
+                logits = head(hidden)
+            _, slopes = _compared(logits.detach(), _cut(teacher, part), head, measure)
+            slopes.mul_(grad_R[part, None])
+            (grad_hidden[part],) = torch.autograd.grad(logits, hidden, slopes.to(logits.dtype))
+        return grad_hidden, None, None, None, None
+
+
+def _parts(count: int, rows: int) -> list[slice]:
+    return [slice(start, start + rows) for start in range(0, count, rows)]
+
+
+def _cut(teacher: Tensor | Told, part: slice) -> Tensor | Told:
+    if isinstance(teacher, Told):
+        return Told(teacher.ids_RK[part], teacher.logprobs_RK[part])
+    return teacher[part]
+
+
+def token_distances(
+    hidden_RN: Tensor,
+    teacher: Tensor | Told,
+    head: Head,
+    measure: Measure,
+    *,
+    vocabulary: int,
+    chunk_elements: int = CHUNK_ELEMENTS,
+) -> Tensor:
+    """fp32 `[R]`: the divergence in each place. The head is frozen: gradients flow to `hidden` alone.
+
+    Args:
+        teacher: its hidden states `[R, N]` in the same places, behind the same head; or what it told.
+    """
+    rows = max(1, chunk_elements // (MODELS * vocabulary))
+    return _Distance.apply(hidden_RN, teacher, head, measure, rows)  # type: ignore[no-any-return]

@@ -1,0 +1,103 @@
+"""`spec.algorithm.teacher`: whom the policy learns from, token by token, on what it sampled itself.
+
+Belongs here: the settings of distillation. Does not belong here: the arithmetic (`algorithms.distillation`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from orbit_runtime.spec.block import IDENTITY, LAYOUT, Block, Contradiction, Uri, check_scheme
+from orbit_runtime.spec.storage import STORAGE_SCHEMES
+
+TeacherType = Literal["Base", "Adapter", "Average", "Lagged"]
+Over = Literal["Full", "TopK", "Sampled"]
+DECAY, EVERY_STEPS, TOP_K = 0.99, 10, 32
+OWNERS: dict[str, TeacherType] = {"uri": "Adapter", "decay": "Average", "everySteps": "Lagged"}
+"""Field → the only type that reads it."""
+
+
+class Teacher(Block):
+    """On-policy distillation: a divergence from a teacher, added to the loss of each sampled token."""
+
+    type: Annotated[TeacherType, IDENTITY] = "Base"
+    """The base with its adapter off; an adapter that was trained before; a running average of the policy itself; or the
+    policy as it was some steps ago. All of them are the run's one base: none is a second copy of it."""
+    uri: Annotated[Uri | None, LAYOUT, Field(examples=["runs/bigger/adapters/policy-v60"])] = None
+    """Folder of the adapter: PEFT's, or a run's `adapters/policy-v…`."""
+    decay: Annotated[float | None, IDENTITY, Field(ge=0, lt=1)] = None
+    """Share of the average that a step leaves as it is; unset, 0.99."""
+    every_steps: Annotated[int | None, IDENTITY, Field(ge=1, le=1_000_000)] = None
+    """A lagged teacher becomes the policy after each so many steps; unset, 10."""
+    coefficient: Annotated[float, IDENTITY, Field(gt=0, le=1000)] = 1.0
+    """Weight of the divergence beside the algorithm's own loss."""
+    over: Annotated[Over, IDENTITY] = "Full"
+    """The divergence of the two distributions over the whole vocabulary; over the teacher's `topK` likeliest tokens and
+    all others as one; or estimated from the token that was sampled."""
+    top_k: Annotated[int | None, IDENTITY, Field(ge=1, le=100_000)] = None
+    """Unset, 32."""
+    beta: Annotated[float, IDENTITY, Field(ge=0, le=1)] = 1.0
+    """0: forward KL(teacher || student); 1: reverse KL(student || teacher); in between the generalised Jensen-Shannon
+    divergence (GKD, https://arxiv.org/abs/2306.13649, eq. 1)."""
+    preflight: Annotated[Literal["Enforce", "Report"], LAYOUT] = "Enforce"
+    """Before the first step an adapter answers prompts as the policy does; one that earns less stops the run (84), or
+    is only reported."""
+    preflight_prompts: Annotated[int, LAYOUT, Field(ge=2, le=100_000)] = 64
+    """How many prompts that takes."""
+
+    @property
+    def decided(self) -> Teacher:
+        """With what its type and `over` read, written out."""
+        decay = (DECAY if self.decay is None else self.decay) if self.type == "Average" else None
+        every = (self.every_steps or EVERY_STEPS) if self.type == "Lagged" else None
+        top_k = (self.top_k or TOP_K) if self.over == "TopK" else None
+        return self.model_copy(update={"decay": decay, "every_steps": every, "top_k": top_k})
+
+    @property
+    def is_column(self) -> bool:
+        """What it says of a sample are numbers, one a token, that are known before a step."""
+        return self.over == "Sampled"
+
+    @property
+    def is_on_ranks(self) -> bool:
+        """A trainer that is divided among ranks can ask it: they hold no second adapter, and each only a part of a
+        token's distribution."""
+        return self.type == "Base" and self.is_column
+
+    @property
+    def has_adapter(self) -> bool:
+        """It is a set of adapter parameters beside the policy's."""
+        return self.type != "Base"
+
+    def contradictions(self) -> Iterator[Contradiction]:
+        if self.uri is not None:
+            yield from check_scheme("uri", self.uri, STORAGE_SCHEMES)
+        if self.type == "Adapter" and self.uri is None:
+            fix = "add `uri: runs/<run>/adapters/policy-v…`"
+            yield Contradiction(("type",), (("uri",),), "`type: Adapter` needs the adapter that teaches", fix)
+        for name, value in (("uri", self.uri), ("decay", self.decay), ("everySteps", self.every_steps)):
+            owner = OWNERS[name]
+            if value is not None and self.type != owner:
+                yield Contradiction(
+                    (name,),
+                    (("type",),),
+                    f"only `type: {owner}` reads it, so this field does nothing",
+                    f"remove `{name}`, or write `type: {owner}`",
+                )
+        if self.top_k is not None and self.over != "TopK":
+            yield Contradiction(
+                ("topK",),
+                (("over",),),
+                f"`over: {self.over}` picks no likeliest tokens, so this field does nothing",
+                "remove `topK`, or write `over: TopK`",
+            )
+        if self.over == "Sampled" and 0.0 < self.beta < 1.0:
+            yield Contradiction(
+                ("beta",),
+                (("over",),),
+                "one sampled token says nothing of the mixture of two distributions",
+                "write `beta: 0` or `beta: 1`, or `over: Full`",
+            )

@@ -1,0 +1,98 @@
+"""A teacher: what else the policy's one base says, under no adapter, another one, or the policy as it was.
+
+Belongs here: its passes, and how a teacher that is made of the policy follows it. Does not belong here: the divergence
+(`algorithms.distillation`), reading an adapter's files (`adapters.foreign`), the policy's updates (`updater`).
+
+Legend: `R` trained tokens of a micro-batch, `N` hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Buffer
+
+import torch
+from torch import Tensor
+
+from orbit_runtime.adapters.inject import add_masters
+from orbit_runtime.adapters.layer import TEACHER_SLOT
+from orbit_runtime.adapters.masters import Masters
+from orbit_runtime.adapters.tensorfile import TensorFile
+from orbit_runtime.policy.distance import token_distances
+from orbit_runtime.policy.model import Policy
+from orbit_runtime.training.micro_batches import MicroBatch
+from orbit_runtime.training.settings import TeacherSettings
+from orbit_runtime.training.state import build_state, unpack_state
+from orbit_runtime.types import Sampling
+
+
+class Teacher:
+    """On the policy's base. It never drops inputs; its tokens go to the experts that the policy's go to."""
+
+    def __init__(self, policy: Policy, settings: TeacherSettings) -> None:
+        """An adapter that was trained before stands in its slot already (`adapters.foreign.load_teacher`)."""
+        self._policy = policy
+        self._settings = settings
+        self._slot = None if settings.type == "Base" else TEACHER_SLOT
+        self._masters: Masters | None = None
+        if settings.type in ("Average", "Lagged"):
+            self._masters = add_masters(policy.injected, TEACHER_SLOT, policy.injected.config, seed=0)
+            self._blend(0.0)
+
+    @property
+    def compares(self) -> bool:
+        """In training passes, distribution with distribution."""
+        return self._settings.measure is not None
+
+    def hidden(self, micro: MicroBatch, routed_TLC: Tensor | None) -> Tensor:
+        """`[R, N]`, without gradient."""
+        with torch.no_grad(), self._policy.injected.selection.use(self._slot):
+            return self._policy.target_hidden(micro.packed, routed_TLC)[micro.trained_R]
+
+    def distances(self, hidden_RN: Tensor, taught_RN: Tensor) -> Tensor:
+        """fp32 `[R]`: of the policy's hidden states, with their gradient, from the teacher's."""
+        measure, policy = self._settings.measure, self._policy
+        assert measure is not None
+        return token_distances(hidden_RN, taught_RN, policy.head, measure, vocabulary=policy.vocabulary)
+
+    def logprobs(self, micro: MicroBatch, sampling: Sampling, routed_TLC: Tensor | None) -> Tensor:
+        """fp32 `[R]` of the sampled tokens, as `sampling` draws them."""
+        policy = self._policy
+        with torch.no_grad(), policy.injected.selection.use(self._slot):
+            all_R, _ = policy.logprobs(micro.packed, sampling=sampling, seen=micro.seen, routed_TLC=routed_TLC)
+        return all_R[micro.trained_R]
+
+    # --- of the policy itself ---
+
+    def follow(self, steps: int) -> None:
+        """After so many steps of the run: an average moves, one that lags becomes the policy when it is time."""
+        if self._settings.type == "Average":
+            assert self._settings.decay is not None
+            self._blend(self._settings.decay)
+        elif self._settings.type == "Lagged":
+            assert self._settings.every_steps is not None
+            if steps % self._settings.every_steps == 0:
+                self._blend(0.0)
+
+    def _blend(self, decay: float) -> None:
+        """Averages OFT's parameters, whose rotation is built from the average: no mean of rotations is a rotation."""
+        assert self._masters is not None
+        own = self._policy.injected.masters.parameters
+        with torch.no_grad():
+            for name, parameter in self._masters.parameters.items():
+                if decay:
+                    parameter.lerp_(own[name], 1.0 - decay)
+                else:
+                    parameter.copy_(own[name])
+
+    def state(self) -> TensorFile | None:
+        """For the checkpoint; None: there is nothing that the manifest does not say."""
+        return None if self._masters is None else build_state(self._masters.parameters, None, {"updates": 0})
+
+    def restore(self, data: Buffer | None) -> None:
+        """Args: data: None where the checkpoint has none: the teacher is then the policy as it was restored."""
+        if self._masters is None:
+            return
+        if data is None:
+            self._blend(0.0)
+        else:
+            unpack_state(data, self._masters.parameters, None)
