@@ -124,8 +124,8 @@ def policy_loss(
         The scalar loss, and detached SUMS over this micro-batch, so that micro-batches add up: `loss` (weighted, as
         above), `tokens`, and, each to be divided by `tokens`: `kl` (K3 estimate to the reference, whatever estimator is
         in the loss; absent without a reference), `kl_old` (K3 to the policy that sampled), `clip_fraction` (see
-        `TokenLosses`), `dropped_fraction` (tokens whose correction is 0; absent without a correction), `teacher_divergence` (the
-        loss's, or over sampled tokens K3 to the teacher; absent without a teacher).
+        `TokenLosses`), `dropped_fraction` (tokens whose correction is 0; absent without a correction),
+        `teacher_divergence` (the loss's, or over sampled tokens K3 to the teacher; absent without a teacher).
     """
     logprobs_T, old_T, reference_T = inputs.logprobs_T, inputs.old_logprobs_T.detach(), inputs.reference_logprobs_T
     assert settings.kl_coefficient == 0.0 or reference_T is not None, "a KL term needs reference log-probs"

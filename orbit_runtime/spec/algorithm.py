@@ -40,9 +40,9 @@ IDLE_IN_DISTILLATION = (
     ("clip", "high"),
     ("advantage", "baseline"),
     ("advantage", "normalize"),
-    ("advantage", "entrypoint"),
     ("overlong", "penalty"),
 )
+"""What no loss of a teacher's reads."""
 
 
 class KL(Block):
@@ -237,6 +237,9 @@ class Algorithm(Block):
             "overlong": (self.overlong, {"penalty": objective.overlong_penalty}),
             "dynamic_sampling": (self.dynamic_sampling, {"max_rounds": objective.max_rounds}),
         }
+        if objective.surrogate == "Teacher":
+            for block, name in IDLE_IN_DISTILLATION:
+                changes[block][1].pop(name)
         blocks = {name: block.model_copy(update=update) for name, (block, update) in changes.items()}
         decided = {"reduction": objective.reduction, "critic": self.decided_critic, "teacher": self.decided_teacher}
         return self.model_copy(update={**blocks, **decided})

@@ -190,7 +190,6 @@ BAD_BLOCKS: dict[str, tuple[tuple[str, str], ...]] = {
         ("{type: Distillation, teacher: {}, clip: {low: 0.1}}", "clip.low"),
         ("{type: Distillation, teacher: {}, advantage: {baseline: GroupMean}}", "advantage.baseline"),
         ("{type: Distillation, teacher: {}, advantage: {normalize: Batch}}", "advantage.normalize"),
-        ("{type: Distillation, teacher: {}, advantage: {entrypoint: m:f}}", "advantage.entrypoint"),
         ("{type: Distillation, teacher: {}, overlong: {penalty: 1}}", "overlong.penalty"),
         ("{teacher: {type: Adapter}}", "teacher.type"), ("{teacher: {uri: runs/a}}", "teacher.uri"),
         ("{teacher: {type: Adapter, uri: ftp://a/b}}", "teacher.uri"),

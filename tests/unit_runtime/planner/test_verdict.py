@@ -33,6 +33,7 @@ WANTED = {
     "quickstart-oft": (YES,) * 6,
     "calculator": (YES,) * 6,
     "ppo": (YES,) * 6,
+    "distillation": (YES,) * 6,
     "qwen3-4b": (SMALL, SMALL, YES, YES, YES, YES),
     # With fewer requests at a time these two would do on one B200.
     "qwen3-30b-a3b": (SMALL, SMALL, SMALL, SMALL, YES, SMALL),

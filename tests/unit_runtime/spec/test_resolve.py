@@ -144,9 +144,9 @@ def test_the_sets_are_those_of_the_design() -> None:
     assert of("layout") == [
         "model.uri",
         "algorithm.teacher.uri",
-            "algorithm.teacher.preflight",
-            "algorithm.teacher.preflightPrompts",
-            "data.prompts[].uri",
+        "algorithm.teacher.preflight",
+        "algorithm.teacher.preflightPrompts",
+        "data.prompts[].uri",
         "environment.limits.startSeconds",
         "environment.limits.memory",
         "environment.limits.processes",
@@ -291,7 +291,7 @@ def test_what_the_algorithm_leaves_open_is_decided_by_its_type_and_stands_in_the
 
 @pytest.mark.parametrize("name", sorted(OBJECTIVES))
 def test_a_resolved_manifest_is_a_manifest_of_the_same_identity(name: str) -> None:
-    own = ["algorithm.entrypoint=m:f"] if name == "Custom" else []
+    own = {"Custom": ["algorithm.entrypoint=m:f"], "Distillation": ["algorithm.teacher={}"]}.get(name, [])
     for correction in CORRECTIONS:
         first = resolved(f"algorithm.type={name}", f"algorithm.importanceSampling.type={correction}", *own)
         again = OrbitRun.model_validate(first.run.to_manifest())
@@ -300,7 +300,9 @@ def test_a_resolved_manifest_is_a_manifest_of_the_same_identity(name: str) -> No
 
 
 def test_every_algorithm_and_correction_has_an_identity_of_its_own() -> None:
-    kinds = [[f"algorithm.type={name}"] for name in OBJECTIVES if name != "Custom"]
+    kinds = [[f"algorithm.type={name}"] for name in OBJECTIVES if name not in ("Custom", "Distillation")]
+    kinds += [["algorithm={type: Distillation, teacher: {}}"], ["algorithm.teacher={}"]]
+    kinds += [["algorithm.teacher={type: Average}"], ["algorithm.teacher.over=Sampled"]]
     kinds += [["algorithm={type: Custom, entrypoint: m:f}"], ["algorithm={type: Custom, entrypoint: m:g}"]]
     kinds += [[f"algorithm.importanceSampling.type={name}"] for name in CORRECTIONS if name != "None"]
     kinds += [["algorithm.advantage.baseline=LeaveOneOut"], ["algorithm.kl.importanceWeighted=true"]]
