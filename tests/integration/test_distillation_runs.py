@@ -24,6 +24,7 @@ from orbit_runtime.storage import open_store
 from tests.integration.killing import adapter_digests, small_manifest
 
 FILE = "adapter_model.safetensors"
+pytestmark = pytest.mark.timeout(600)  # whole runs, on machines that may be busy
 
 
 def manifest(steps: int, prompts: int, **algorithm: Any) -> dict[str, Any]:
