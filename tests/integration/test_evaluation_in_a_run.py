@@ -25,7 +25,8 @@ from tests.integration.killing import adapter_digests, small_manifest, timeless_
 from tests.integration.run_launcher import RunLauncher
 
 STEPS, PROMPTS, SAMPLES = 3, 16, 2
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(900)
+"""Several starts each; beside other work one alone has taken minutes."""
 
 
 def manifest(*, max_staleness: int = 0, evaluated: bool = True, **evaluation: Any) -> dict[str, Any]:
