@@ -3,7 +3,8 @@
 Two texts are near-duplicates when the sets of their trigrams (case and white space folded) have a Jaccard similarity of
 `threshold` or more. Nothing is approximated: the search is a prefix-filtered join (Bayardo et al., Scaling Up All Pairs
 Similarity Search, 2007) with prefixes long enough to share several tokens (Wang et al., Can We Beat the Prefix
-Filtering?, 2012), and every candidate is verified.
+Filtering?, 2012), and every candidate is verified: first by signatures of some hundred bits, of which each that differs
+stands for a trigram that only one of the two has, then by the sets.
 
 Belongs here: the join. Does not belong here: what an item's text is (`items`).
 """
@@ -22,6 +23,8 @@ from orbit_runtime.agents.items import text_of
 
 _MOST_KEYS = 30
 """Of one item in the index: more keys each are rarer, so that fewer candidates are verified, and take more memory."""
+_SIGNATURE_BITS = 509
+"""Several times an item's trigrams, so that few share a bit; and no more, as comparing costs time by its words."""
 _SLACK = 1e-9
 """Against rounding: a similarity that is the threshold exactly counts."""
 
@@ -68,31 +71,41 @@ class _Kept:
         # A token of one set only is shared with none.
         self._first_shared = sum(count == 1 for count in frequency.values())
         self._sets = sets
+        self._bits = [1 << rank % _SIGNATURE_BITS for rank in range(len(order))]
         self._kept: list[frozenset[int]] = []
+        self._signatures: list[int] = []
         self._index: dict[int, list[int]] = {}
         self._depth = cache(self._find_depth)
         self._depths = cache(self._find_depths)
 
     def add(self, place: int) -> bool:
         """Whether this set is kept."""
-        ranks = sorted(self._rank[token] for token in self._sets[place])
-        mine, size = frozenset(ranks), len(ranks)
-        candidates: set[int] = set()
+        ranks = sorted([self._rank[token] for token in self._sets[place]])
+        mine, size, signature = frozenset(ranks), len(ranks), 0
+        for rank in ranks:
+            signature |= self._bits[rank]
         entries: list[int] = []
         for depth in self._depths(size):
             keys = self._keys(ranks, depth)
-            for key in keys:
-                found = self._index.get(key)
-                if found is not None:
-                    candidates.update(found)
+            if self._has_near(mine, signature, keys):
+                return False
             if depth == self._depth(size):
                 entries = keys
-        if any(self._is_near(mine, self._kept[each]) for each in candidates):
-            return False
         for key in entries:
             self._index.setdefault(key, []).append(len(self._kept))
         self._kept.append(mine)
+        self._signatures.append(signature)
         return True
+
+    def _has_near(self, mine: frozenset[int], signature: int, keys: list[int]) -> bool:
+        # A set may stand under several keys; to compare signatures again is cheaper than to remember who was seen.
+        most = self._most_unshared(len(mine))
+        signatures = self._signatures
+        for key in keys:
+            for each in self._index.get(key, ()):
+                if (signature ^ signatures[each]).bit_count() <= most and self._is_near(mine, self._kept[each]):
+                    return True
+        return False
 
     def _is_near(self, a: frozenset[int], b: frozenset[int]) -> bool:
         if min(len(a), len(b)) < self._threshold * max(len(a), len(b)) - _SLACK:
@@ -106,6 +119,10 @@ class _Kept:
 
     def _least_shared(self, size: int) -> int:
         return ceil(self._threshold * size - _SLACK)
+
+    def _most_unshared(self, size: int) -> int:
+        """Tokens that only one of two sets has, at most, where one is of this size and they are near."""
+        return int((1 - self._threshold) / self._threshold * size + _SLACK)
 
     def _find_depth(self, size: int) -> int:
         least = self._least_shared(size)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from orbit_runtime.agents.checks import awaited, check_async, check_count, check_number
+from orbit_runtime.agents.checks import awaited, check_async, check_count, check_number, check_sync
 from orbit_runtime.errors import UsageError
 
 
@@ -83,8 +83,9 @@ class Trainer(ABC):
         return self.dataset is not None and (not hasattr(self.dataset, "__len__") or len(self.dataset) > 0)
 
     async def check_reward(self) -> bool | None:
-        """It can be called."""
-        return callable(self.reward_fn)
+        """It can be called, and gives a value and nothing to await."""
+        check_sync(self.reward_fn, "Trainer.reward")
+        return True
 
     async def check_config(self) -> bool | None:
         """It is there."""

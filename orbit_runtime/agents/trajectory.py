@@ -14,6 +14,7 @@ from typing import Any
 from orbit_runtime.agents import files
 from orbit_runtime.agents.checks import check_items, check_sync, plain
 from orbit_runtime.agents.items import TrajectoryItem, item_from
+from orbit_runtime.errors import UsageError
 
 
 class TrajectoryStrategy(ABC):
@@ -73,6 +74,9 @@ class TrajectoryDataset:
         items: Iterable[TrajectoryItem | Mapping[str, Any]] = (),
     ) -> None:
         self.strategy: TrajectoryStrategy = DefaultStrategy() if strategy is None else strategy
+        if isinstance(self.strategy, type):
+            called = self.strategy.__name__
+            raise UsageError(f"{called} is a class", where="strategy", fix=f"give an object of it: `{called}()`")
         for name in ("should_capture", "process"):
             check_sync(getattr(self.strategy, name, None), f"strategy.{name}")
         self._items: list[TrajectoryItem] = []

@@ -64,7 +64,7 @@ class VeRLConfig:
     clip_range: float = 0.2
     """How far from 1 the ratio of new to old probability counts."""
     group_size: int = 8
-    """Outputs of each prompt."""
+    """Outputs of each prompt; GRPO compares them, and needs two or more."""
     max_new_tokens: int = 32
     max_sequence_length: int = 256
     """Of a prompt and its output together."""
@@ -85,6 +85,9 @@ class VeRLConfig:
             raise UsageError(f"{self.algorithm!r} is no algorithm", where="VeRLConfig.algorithm", fix=fix) from None
         for name in ("epochs", "batch_size", "group_size", "max_new_tokens", "max_sequence_length"):
             check_count(f"VeRLConfig.{name}", getattr(self, name))
+        if self.algorithm is VeRLAlgorithm.GRPO and self.group_size == 1:
+            fix = "give 2 or more, or `algorithm=VeRLAlgorithm.PPO`"
+            raise UsageError("GRPO compares the outputs of a prompt", where="VeRLConfig.group_size", fix=fix)
         check_number("VeRLConfig.learning_rate", self.learning_rate, low=0, high=1, above=True)
         check_number("VeRLConfig.kl_coef", self.kl_coef, low=0, high=1000)
         check_number("VeRLConfig.clip_range", self.clip_range, low=0, high=1)

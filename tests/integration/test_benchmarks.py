@@ -16,6 +16,7 @@ from benchmarks.programs import programs
 HERE: dict[str, tuple[str, ...]] = {
     "adapter_transports": ("--only", "medium"),
     "eval_api": (),
+    "deduplicate": (),
     "frozen_linear": (),
     "generation_vs_transformers": (),
     "loading_memory": (),

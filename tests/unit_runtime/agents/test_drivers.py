@@ -12,6 +12,7 @@ import pytest
 
 import orbit_runtime.agents as agents
 from orbit_runtime.agents import (
+    DefaultStrategy,
     EvolutionConfig,
     EvolutionPhase,
     EvolutionPipeline,
@@ -24,6 +25,7 @@ from orbit_runtime.agents import (
     Trainer,
     TrainerState,
     TrainMetrics,
+    TrajectoryDataset,
     TrajectoryItem,
     VeRLAlgorithm,
     VeRLConfig,
@@ -239,6 +241,13 @@ async def late(output: str) -> float:
     return 1.0
 
 
+def test_an_async_reward_of_a_trainer_is_refused_before_it_trains() -> None:
+    trainer = Walk("agent", ["data"], late, TrainConfig())
+    with pytest.raises(UsageError, match=r"Trainer\.reward: this function is async"):
+        asyncio.run(trainer.run())
+    assert trainer.seen == [TrainerState.VALIDATING]
+
+
 @pytest.mark.parametrize(
     "make",
     [
@@ -246,6 +255,8 @@ async def late(output: str) -> float:
         lambda: RewardSpec("none", 1.0),
         lambda: VeRLConfig(algorithm="dpo"),  # type: ignore[arg-type]
         lambda: VeRLConfig(batch_size=0),
+        lambda: VeRLConfig(group_size=1),
+        lambda: TrajectoryDataset(strategy=DefaultStrategy),  # type: ignore[arg-type]
         lambda: VeRLTrainer(VeRLConfig(), []),
         lambda: asyncio.run(VeRLTrainer(VeRLConfig(), RewardSpec("n", 1.0, len)).train([])),
         lambda: asyncio.run(VeRLTrainer(VeRLConfig(), RewardSpec("n", 1.0, len)).train([{"state": 3}])),
