@@ -15,7 +15,7 @@ SPREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest --numproce
 
 SGLANG_SAMPLE := tests/engines/test_contract.py tests/engines/test_plain_sglang.py \
 	tests/engines/test_sglang_faults.py::test_a_server_killed_in_mid_generation_loses_and_doubles_nothing \
-	tests/engines/test_ranks_run.py
+	tests/engines/test_ranks_run.py::test_a_rank_that_is_killed_is_named_nothing_stays_and_the_run_goes_on_in_other_divisions
 
 PURE := agents errors types seeds spec storage workers model_info planner algorithms data environments observability
 PURE_PATHS = $(wildcard $(PURE:%=orbit_runtime/%.py) $(PURE:%=orbit_runtime/%))

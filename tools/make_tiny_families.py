@@ -29,7 +29,15 @@ HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 BLOCKS = {"head_dim": 128, "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 256}
 """Halves of matrices under scales of 128 x 128."""
 MLA = {"q_lora_rank": 64, "kv_lora_rank": 64, "v_head_dim": 32, "intermediate_size": 128, "moe_intermediate_size": 64}
-FAMILIES: dict[str, tuple[str, dict[str, str], dict[str, int]]] = {
+AS_PUBLISHED = {
+    "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 50000.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+        "beta_fast": 1.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+    },
+    "moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid",
+}  # fmt: skip
+"""What Kimi-K2's config.json says; SGLang's DeepSeek layers know no rotary angles but such."""
+FAMILIES: dict[str, tuple[str, dict[str, str], dict[str, Any]]] = {
     "tiny-qwen3": ("qwen3", {"bf16": "BF16", "fp8": "FP8Block"}, BLOCKS),
     "tiny-llama": ("llama", {"bf16": "BF16"}, HEADS | {"intermediate_size": 128}),
     "tiny-qwen3-moe": (
@@ -39,7 +47,7 @@ FAMILIES: dict[str, tuple[str, dict[str, str], dict[str, int]]] = {
         "glm4_moe", {"fp8": "FP8"}, HEADS | {"intermediate_size": 128, "moe_intermediate_size": 64},
     ),
     "tiny-gpt-oss": ("gpt_oss", {"mxfp4": "MXFP4GptOss"}, HEADS),
-    "tiny-kimi-k2": ("kimi_k2", {"int4": "INT4"}, MLA),
+    "tiny-kimi-k2": ("kimi_k2", {"int4": "INT4"}, MLA | AS_PUBLISHED),
     "tiny-deepseek-v4": ("deepseek_v4", {"mxfp4": "MXFP4V4"}, {}),
 }  # fmt: skip
 """Name → family, its layout by variant, its sizes."""

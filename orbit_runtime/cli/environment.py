@@ -57,6 +57,10 @@ VARIABLES: tuple[Variable, ...] = (
              "orbit run"),
     Variable("ORBIT_CACHE", "~/.cache/orbit-rl", "Where downloads are kept; any number of processes may share it. The "
              "operator sets it to the volume of `placement.modelCache`.", "orbit run"),
+    Variable("WANDB_API_KEY", "", "Key of Weights & Biases; `WANDB_MODE=offline` keeps everything on this machine.",
+             "orbit run with a tracker `WandB`"),
+    Variable("MLFLOW_TRACKING_URI", "", "MLflow's server, where the tracker has no `uri`; its own variables hold user "
+             "and password or a token.", "orbit run with a tracker `MLflow`"),
     Variable("XDG_CACHE_HOME", "~/.cache", "Where `orbit-rl` lies, unless `ORBIT_CACHE` is set.", "orbit run"),
     Variable("HF_ENDPOINT", "https://huggingface.co", "The hub that `hf://` asks, or a mirror of it.",
              "orbit run, orbit plan"),

@@ -40,8 +40,10 @@ from orbit_runtime.loop.signals import StopFlag, stop_on_signals
 from orbit_runtime.loop.state import RunState
 from orbit_runtime.loop.steps import run_steps
 from orbit_runtime.loop.teacher import check_teacher
+from orbit_runtime.loop.telling import asked_trackers, start_trackers, tell_the_end
 from orbit_runtime.observability.last_words import add_last_words
 from orbit_runtime.observability.metrics import RunMetrics
+from orbit_runtime.observability.notify import Webhook, build_webhooks
 from orbit_runtime.observability.progress import Progress, build_progress
 from orbit_runtime.observability.report import build_report
 from orbit_runtime.observability.report_html import render_html
@@ -99,7 +101,10 @@ def run(
         execution.start_heartbeat()
         stop = closing.enter_context(stop_on_signals())
         show = _build_show(spec, execution, attempt, progress, closing)
+        webhooks: list[Webhook] = []
+        closing.callback(lambda: tell_the_end(webhooks, show, store.uri, show.note))
         try:
+            webhooks += build_webhooks(spec.spec.observability.notify, os.environ)
             search_path = [str(folder) for folder in (manifest_folder, Path.cwd()) if folder]
             stop.on_request = show.stopping
             with told_where_memory_ran_out(show):
@@ -130,6 +135,8 @@ def _run(
     closing: ExitStack,
 ) -> tuple[str, Mapping[str, Any]]:
     before = read_run_file(store)
+    started = (before or {}).get("started", time.time())
+    trackers = asked_trackers(resolved.run, store, started)
     if before:
         resolved = keep_decisions(resolved, before["resolved"])
     changes = check_same_run(store, before, resolved) if before else []
@@ -153,7 +160,8 @@ def _run(
     for change in changes:
         show.note(f"changed since the last start: {change}")
     _warn(parts, state, rewards)
-    _write_run_file(parts, state, before, rewards, origin)
+    _write_run_file(parts, state, before, rewards, origin, started)
+    start_trackers(trackers, store, show, state.step, closing)
     total = parts.spec.training.steps
     if state.step >= total:
         show.note(_nothing_left(state.step, total))
@@ -269,6 +277,7 @@ def _write_run_file(
     before: Mapping[str, Any] | None,
     rewards: Mapping[str, Any] | None,
     origin: Origin | None,
+    started: float,
 ) -> None:
     """`run.json`: what was asked, what it was resolved to, digests, versions, the seed, and where it was computed."""
     content = {
@@ -288,7 +297,7 @@ def _write_run_file(
             **installed_versions(),
         },
         "rounding": add_rounding_facts((before or {}).get("rounding", []), _rounding(parts)),
-        "started": (before or {}).get("started", time.time()),
+        "started": started,
         "execution": parts.execution.number,
     }
     parts.store.put(RUN_FILE, json.dumps(content, indent=1).encode())

@@ -6,6 +6,7 @@ Belongs here: passing the same facts to every display. Does not belong here: how
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from orbit_runtime.loop.keep import checkpoint_prefix
@@ -13,6 +14,7 @@ from orbit_runtime.loop.state import RunState
 from orbit_runtime.observability.metrics import MetricsRow, RunMetrics
 from orbit_runtime.observability.progress import Progress
 from orbit_runtime.observability.status import RunStatus
+from orbit_runtime.observability.trackers import Tracking
 
 
 class Show:
@@ -26,6 +28,7 @@ class Show:
         self.progress = progress
         self.status = status
         self.metrics = metrics
+        self.trackers: Sequence[Tracking] = ()
         self.current = "start"
         """The stage that the run is in."""
         self.step_now: int | None = None
@@ -50,6 +53,8 @@ class Show:
         self.metrics.observe(row)
         self.metrics.set_progress(time.time())
         self.progress.step(row)
+        for tracker in self.trackers:
+            tracker.row(row)
 
     def evaluation(self, row: MetricsRow) -> None:
         """What was evaluated behind this row's step, which may have been shown already."""

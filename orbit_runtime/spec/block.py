@@ -51,6 +51,8 @@ Entrypoint = Annotated[
 """`module:function`."""
 Quantity = Annotated[str, Field(min_length=1, max_length=20, pattern=r"^[1-9][0-9]*(Ki|Mi|Gi|Ti|k|M|G|T)?$")]
 """Bytes as Kubernetes writes them."""
+VARIABLE_PATTERN = r"^[A-Za-z_][A-Za-z0-9_]*$"
+"""Of an environment variable's name."""
 AsTuple = Strict(False)
 """A list in the file becomes a tuple here; its items stay strict."""
 

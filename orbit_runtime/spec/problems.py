@@ -35,6 +35,8 @@ _HINTS = {
     "spec.rollout.endpoints[].headers[].value": "printable ASCII without spaces",
     "spec.rollout.endpoints[].headers[].valueEnv": _VARIABLE,
     "spec.rollout.adapterFolder": "an absolute path",
+    "spec.observability.notify[].url": "`https://host/path`",
+    "spec.observability.notify[].urlEnv": _VARIABLE,
     "metadata.name": "lower-case letters, digits and `-`, with a letter or digit at both ends",
     "metadata.namespace": "lower-case letters, digits and `-`, with a letter or digit at both ends",
     "metadata.labels.*": _LABEL_VALUE,

@@ -11,10 +11,18 @@ from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue
 
-from orbit_runtime.spec.block import IDENTITY, LATER_IDENTITY, LAYOUT, AsTuple, Block, Contradiction, WithoutEmpty
+from orbit_runtime.spec.block import (
+    IDENTITY,
+    LATER_IDENTITY,
+    LAYOUT,
+    VARIABLE_PATTERN,
+    AsTuple,
+    Block,
+    Contradiction,
+    WithoutEmpty,
+)
 from orbit_runtime.spec.engine_arguments import argument_problems
 
-VARIABLE_PATTERN = r"^[A-Za-z_][A-Za-z0-9_]*$"
 HEADER_PATTERN = r"^[A-Za-z0-9-]+$"
 VALUE_PATTERN = r"^[!-~]+$"
 TOKEN_ID_PATTERN = r"^(0|[1-9][0-9]{0,6})$"

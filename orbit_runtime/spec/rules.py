@@ -335,6 +335,9 @@ CHECKS: dict[str, tuple[Rule, ...]] = {
             ".headers",
         ),
     ),
+    "spec.observability.notify[]": (
+        Rule("has(self.url) != has(self.urlEnv)", "write url or urlEnv, and not both", ".url"),
+    ),
     "spec.rollout.endpoints[].headers[]": (
         Rule("has(self.value) != has(self.valueEnv)", "write value or valueEnv, and not both", ".name"),
         Rule(

@@ -32,7 +32,7 @@ HEAVY = {
 
 IMPORT_NAMES = {
     "ruamel.yaml": "ruamel", "math-verify": "math_verify", "prometheus-client": "prometheus_client",
-    "megatron-core": "megatron",
+    "megatron-core": "megatron", "mlflow-skinny": "mlflow",
 }  # fmt: skip
 """Distributions whose module has another name."""
 INDIRECT = {"jinja2": "renders chat templates, inside transformers", "tokenizers": "pinned with transformers"}

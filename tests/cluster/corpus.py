@@ -134,6 +134,10 @@ GOOD_BLOCKS: dict[str, tuple[str, ...]] = {
         "{steps: 5, schedule: {warmupSteps: 50}}", "{steps: 5, promptsPerStep: 12, miniBatchPrompts: 4}",
         "{steps: 5} # five", '{"steps": 5}',
     ),
+    "observability": (
+        "{trackers: [{type: TensorBoard}, {type: WandB, project: a b}, {type: MLflow, uri: 'http://mlflow:5000'}]}",
+        "{notify: [{url: 'https://hooks/x'}, {urlEnv: HOOK, events: [Gate, Stopped]}]}", "{trackers: [], notify: }",
+    ),
     "storage": (
         *(
             f"{{uri: '{uri}'}}"
@@ -277,6 +281,13 @@ BAD_BLOCKS: dict[str, tuple[tuple[str, str], ...]] = {
             (f"{{engine: OpenAI, endpoints: [{{url: '{url}'}}]}}", "endpoints[0].url")
             for url in ("engine:30000", "ftp://a", "http://", "http://a/v1", "http://me:word@a", "http://a b")
         ),
+    ),
+    "observability": (
+        ("{trackers: [{}]}", "trackers[0].type"), ("{trackers: [{type: Comet}]}", "trackers[0].type"),
+        ("{notify: [{events: [Done]}]}", "notify[0].url"), ("{notify: [{url: 'ftp://a'}]}", "notify[0].url"),
+        ("{notify: [{url: 'https://a', urlEnv: HOOK}]}", "notify[0].url"),
+        ("{notify: [{urlEnv: 'https://a'}]}", "notify[0].urlEnv"),
+        ("{notify: [{urlEnv: HOOK, events: []}]}", "notify[0].events"),
     ),
     "training": (
         ("", ""), (" # empty", ""), ("{}", "steps"), ("{steps: }", "steps"), ("{steps: '5'}", "steps"),

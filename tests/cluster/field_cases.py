@@ -52,6 +52,15 @@ AROUND: dict[str, dict[str, Any]] = {
         }
         for field, around in (("name", {"value": "a"}), ("value", {"name": "X-Route"}), ("valueEnv", {"name": "X-Key"}))
     },
+    **{
+        f"spec.observability.notify[].{field}": {"observability": {"notify": [around]}}
+        for field, around in (("url", {}), ("urlEnv", {}), ("events", {"urlEnv": "HOOK"}))
+    },
+    **{
+        f"spec.observability.trackers[].{field}": {"observability": {"trackers": [{"type": "WandB"}]}}
+        for field in ("project", "uri")
+    },
+    "spec.observability.notify": {"observability": {"notify": [{"urlEnv": "HOOK"}]}},
     "spec.rollout.adapterFolder": {"rollout": {"engine": "OpenAI", "endpoints": [{"url": "http://engine:30000"}]}},
     "spec.training.schedule.warmupSteps": {"training": {"steps": 5}},
     "spec.training.schedule": {"training": {"steps": 100_000_000, "schedule": {"type": "Cosine", "decaySteps": 10**8}}},
@@ -156,6 +165,8 @@ def _value_of(schema: Schema) -> Any:
 def _item(schema: Schema, index: int) -> Any:
     if ":" in schema.get("pattern", ""):
         return f"a:b{index}"
+    if "enum" in schema:
+        return schema["enum"][index % len(schema["enum"])]
     return index + 1 if schema["type"] == "integer" else f"a{index}"
 
 

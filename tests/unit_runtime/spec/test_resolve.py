@@ -198,6 +198,7 @@ def test_the_sets_are_those_of_the_design() -> None:
         "observability.metricsPort",
         "observability.logLevel",
         "observability.logFormat",
+        *(path for path in of("display") if path.startswith(("observability.trackers", "observability.notify"))),
     ]
 
 

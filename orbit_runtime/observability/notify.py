@@ -1,0 +1,106 @@
+"""Webhooks: an address is told by POST how a run ended. Nothing that goes wrong here changes how it ended.
+
+Belongs here: the body, and sending it. Does not belong here: when a run has ended (`loop.run`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from orbit_runtime.errors import UsageError
+
+Event = Literal["Done", "Stopped", "Failed", "Gate"]
+ATTEMPTS, TIMEOUT_SECONDS, PAUSE_SECONDS = 3, 5.0, 1.0
+GATES = frozenset({84, 85})
+
+
+@dataclass(frozen=True)
+class Webhook:
+    """Where, and of what it is told."""
+
+    url: str
+    events: Sequence[str]
+    name: str
+    """For messages: the field, never the address, which may be a secret."""
+
+
+def build_webhooks(asked: Sequence[Any], environ: Mapping[str, str]) -> list[Webhook]:
+    """From `spec.observability.notify`. Raises UsageError where a variable is not set, or holds no address."""
+    found = []
+    for index, each in enumerate(asked):
+        where = f"spec.observability.notify[{index}]"
+        url = each.url
+        if each.url_env is not None:
+            url, where = environ.get(each.url_env, ""), f"{where}.urlEnv"
+            if not url.startswith(("http://", "https://")):
+                problem = "holds no address that begins with https://" if url else "is not set"
+                fix = "set it, on a cluster by a secret of spec.placement.envFromSecrets"
+                raise UsageError(f"the variable {each.url_env} {problem}", where=where, fix=fix)
+        found.append(Webhook(url, each.events, where))
+    return found
+
+
+def event_of(exit_code: int) -> Event:
+    if exit_code == 0:
+        return "Done"
+    if exit_code == 75:
+        return "Stopped"
+    return "Gate" if exit_code in GATES else "Failed"
+
+
+def build_body(status: Mapping[str, Any], *, exit_code: int, uri: str) -> dict[str, Any]:
+    """What is sent; `text` is what Slack, Mattermost and Google Chat show."""
+    run, event = status["run"], event_of(exit_code)
+    step, total, message = status.get("step"), status.get("total"), status.get("message")
+    text = f"Orbit run {run}: {event.lower()} after step {step} of {total}"
+    return {
+        "text": f"{text}: {message}" if message and event != "Done" else text,
+        "event": event,
+        "run": run,
+        "namespace": status.get("namespace"),
+        "exit_code": exit_code,
+        "message": message,
+        "step": step,
+        "total": total,
+        "reward_mean": status.get("reward"),
+        "uri": uri,
+        "report": f"{uri.rstrip('/')}/report.html",
+    }
+
+
+def notify(
+    webhooks: Sequence[Webhook],
+    body: Mapping[str, Any],
+    note: Callable[[str], None],
+    *,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """Tells those that asked for this event; one that does not answer is noted, and takes some 20 s at most."""
+    for each in webhooks:
+        if body["event"] not in each.events:
+            continue
+        problem = ""
+        for attempt in range(ATTEMPTS):
+            problem, again = _post(each.url, body)
+            if not again:
+                break
+            if attempt + 1 < ATTEMPTS:
+                sleep(PAUSE_SECONDS * 2**attempt)
+        if problem:
+            note(f"warning: {each.name} was not told how the run ended: {problem}")
+
+
+def _post(url: str, body: Mapping[str, Any]) -> tuple[str, bool]:
+    """What is wrong, and whether to try again. Nothing of the address is in it."""
+    import httpx
+
+    try:
+        answer = httpx.post(url, json=body, headers={"User-Agent": "orbit-rl"}, timeout=TIMEOUT_SECONDS)
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+        return type(error).__name__, isinstance(error, httpx.TransportError)
+    if answer.is_success:
+        return "", False
+    return f"HTTP {answer.status_code}", answer.status_code == 429 or answer.status_code >= 500

@@ -1,0 +1,247 @@
+"""Every step's numbers to TensorBoard, Weights & Biases and MLflow as well, if a manifest asks for it.
+
+A run folder stays the truth, and a tracker a copy of it: each start sends the rows of the steps before as well, so that
+a kill loses none, and each kind sees to it that none is there twice. A tracker has a thread of its own. One that raises
+or hangs is left behind with a word, and the run goes on.
+
+Belongs here: the kinds, and the thread between them and a run. Does not belong here: what a row holds (`metrics`).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from orbit_runtime.errors import UnsupportedError
+from orbit_runtime.observability.metrics import MetricsRow
+
+QUEUE_ROWS = 1024
+"""Steps that may wait; beyond them a tracker is behind for good, and given up."""
+CLOSE_SECONDS = 30.0
+PACKAGES = {"TensorBoard": "tensorboard", "WandB": "wandb", "MLflow": "mlflow"}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One tracker of the manifest, and the run that it is told of."""
+
+    kind: str
+    project: str
+    uri: str | None
+    run: str
+    """The run's name."""
+    run_id: str
+    """The same in each start of a run folder, and of no other: letters, digits and `-`."""
+    config: Mapping[str, Any]
+    """The manifest."""
+
+
+class Tracker(Protocol):
+    """A kind. All is called from one thread, one call at a time."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """A step's numbers; steps come in order, those before this start too, and may be there already."""
+        ...
+
+    def close(self) -> None:
+        """Everything told is where it belongs."""
+        ...
+
+
+def check_trackers(asked: Sequence[Asked]) -> None:
+    """Raises UnsupportedError before anything is loaded where a tracker cannot work at all."""
+    for index, each in enumerate(asked):
+        where = f"spec.observability.trackers[{index}]"
+        package = PACKAGES[each.kind]
+        if importlib.util.find_spec(package) is None:
+            fix = "pip install 'orbit-rl[trackers]', or remove this tracker"
+            raise UnsupportedError(f"{each.kind} needs the package {package}", where=f"{where}.type", fix=fix)
+        if each.kind == "TensorBoard" and (each.uri is None or "://" in each.uri):
+            raise UnsupportedError(
+                "TensorBoard's files are written to a local folder, and the run folder is none",
+                where=f"{where}.uri",
+                fix="write a local path",
+            )
+
+
+class Tracking:
+    """Tells one tracker, in a thread of its own."""
+
+    def __init__(self, name: str, open_tracker: Callable[[], Tracker], note: Callable[[str], None]) -> None:
+        """
+        Args:
+            open_tracker: called in the thread.
+            note: for people, when something went wrong; called at most once.
+        """
+        self._name = name
+        self._open = open_tracker
+        self._note = note
+        self._rows: queue.Queue[tuple[int, dict[str, float]] | None] = queue.Queue(QUEUE_ROWS)
+        self._given_up = threading.Event()
+        self._thread = threading.Thread(target=self._work, name=f"tracker-{name}", daemon=True)
+        self._thread.start()
+
+    def row(self, row: MetricsRow) -> None:
+        """Returns at once."""
+        if self._given_up.is_set():
+            return
+        step = row.number("step")
+        assert step is not None
+        try:
+            self._rows.put_nowait((int(step), numbers(row)))
+        except queue.Full:
+            self._give_up(f"it is {QUEUE_ROWS} steps behind")
+
+    def close(self, seconds: float = CLOSE_SECONDS) -> None:
+        """Until all is told, at most so long."""
+        until = time.monotonic() + seconds
+        while not self._given_up.is_set():
+            try:
+                self._rows.put(None, timeout=0.1)
+                break
+            except queue.Full:
+                if time.monotonic() >= until:
+                    break
+        self._thread.join(max(0.0, until - time.monotonic()))
+        if self._thread.is_alive():
+            self._give_up(f"it has not taken everything within {seconds:.0f} s")
+
+    def _work(self) -> None:
+        try:
+            tracker = self._open()
+            while (item := self._rows.get()) is not None:
+                if self._given_up.is_set():
+                    return
+                tracker.log(*item)
+            tracker.close()
+        # A service's client may raise anything, SystemExit among it; none of it is a reason to lose a run.
+        except BaseException as error:
+            self._give_up(f"{type(error).__name__}: {error}")
+
+    def _give_up(self, reason: str) -> None:
+        if not self._given_up.is_set():
+            self._given_up.set()
+            self._note(
+                f"warning: {self._name} is told nothing more, and the run goes on: {reason}; its rows are in the run "
+                "folder, and the next start of this run sends them again"
+            )
+
+
+def numbers(row: MetricsRow) -> dict[str, float]:
+    """The finite numbers of a row, without the step."""
+    found = ((name, row.number(name)) for name in row if name != "step")
+    return {name: value for name, value in found if value is not None and math.isfinite(value)}
+
+
+def open_tracker(asked: Asked) -> Tracker:
+    return {"TensorBoard": TensorBoard, "WandB": WandB, "MLflow": MLflow}[asked.kind](asked)
+
+
+class TensorBoard:
+    """Event files. Each start begins with the first step and a mark that takes back what files before it say."""
+
+    def __init__(self, asked: Asked) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # type: ignore[import-untyped]
+        from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter  # type: ignore[import-untyped]
+
+        assert asked.uri is not None, "checked before the run"
+        folder = Path(asked.uri)
+        self._event, self._summary = Event, Summary
+        self._writer = EventFileWriter(str(folder))
+        # Readers drop what they have of this step and later ones when they see it.
+        mark = Event(step=1, wall_time=time.time(), session_log=SessionLog(status=SessionLog.START))
+        self._writer.add_event(mark)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        summary = self._summary(
+            value=[self._summary.Value(tag=tag(name), simple_value=value) for name, value in values.items()]
+        )
+        self._writer.add_event(self._event(step=step, wall_time=time.time(), summary=summary))
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandB:
+    """A run whose id is the run folder's, so that a later start continues it; the service takes a step once."""
+
+    def __init__(self, asked: Asked) -> None:
+        import wandb
+
+        settings = wandb.Settings(silent=True, console="off", base_url=asked.uri or wandb.Settings().base_url)
+        self._run = wandb.init(
+            project=asked.project,
+            name=asked.run,
+            id=asked.run_id,
+            resume="allow",
+            config=dict(asked.config),
+            settings=settings,
+        )
+        self._first = int(self._run.step or 0)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        if step >= self._first:
+            self._run.log({tag(name): value for name, value in values.items()}, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class MLflow:
+    """A run that is found again by its tag; a step that the server has is not sent again."""
+
+    def __init__(self, asked: Asked) -> None:
+        from mlflow.entities import Metric, Param, RunStatus
+        from mlflow.tracking import MlflowClient
+
+        self._metric, self._done = Metric, RunStatus.to_string(RunStatus.FINISHED)
+        self._client = MlflowClient(tracking_uri=asked.uri)
+        experiment = self._client.get_experiment_by_name(asked.project)
+        number = experiment.experiment_id if experiment else self._client.create_experiment(asked.project)
+        found = self._client.search_runs([number], filter_string=f"tags.`orbit.run_id` = '{asked.run_id}'")
+        if found:
+            self._run = found[0].info.run_id
+            history = self._client.get_metric_history(self._run, tag("reward_mean"))
+            self._last = max((each.step for each in history), default=0)
+        else:
+            tags = {"orbit.run_id": asked.run_id}
+            self._run = self._client.create_run(number, run_name=asked.run, tags=tags).info.run_id
+            self._last = 0
+            flat = [Param(name, value[:500]) for name, value in _flat(asked.config)]
+            for start in range(0, len(flat), 100):
+                self._client.log_batch(self._run, params=flat[start : start + 100])
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        if step <= self._last:
+            return
+        now = int(time.time() * 1000)
+        metrics = [self._metric(tag(name), value, now, step) for name, value in values.items()]
+        self._client.log_batch(self._run, metrics=metrics)
+
+    def close(self) -> None:
+        self._client.set_terminated(self._run, self._done)
+
+
+_GROUPS = ("reward", "parity", "seconds", "eval")
+
+
+def tag(name: str) -> str:
+    """Example: `reward_mean` is `reward/mean`, which all three show in a group; `loss` is `train/loss`."""
+    group, _, rest = name.partition("_")
+    return f"{group}/{rest}" if rest and group in _GROUPS else f"train/{name}"
+
+
+def _flat(value: Any, path: str = "") -> list[tuple[str, str]]:
+    if isinstance(value, Mapping):
+        return [pair for key, each in value.items() for pair in _flat(each, f"{path}.{key}" if path else str(key))]
+    if isinstance(value, list):
+        return [pair for index, each in enumerate(value) for pair in _flat(each, f"{path}.{index}")]
+    return [(path, str(value))]
