@@ -141,7 +141,8 @@ def numbers(row: MetricsRow) -> dict[str, float]:
 
 
 def open_tracker(asked: Asked) -> Tracker:
-    return {"TensorBoard": TensorBoard, "WandB": WandB, "MLflow": MLflow}[asked.kind](asked)
+    kinds: dict[str, Callable[[Asked], Tracker]] = {"TensorBoard": TensorBoard, "WandB": WandB, "MLflow": MLflow}
+    return kinds[asked.kind](asked)
 
 
 class TensorBoard:
