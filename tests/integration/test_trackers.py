@@ -219,7 +219,7 @@ def test_a_tracker_that_cannot_work_is_refused_before_the_run(monkeypatch: pytes
         check_trackers([asked("TensorBoard")])
     monkeypatch.setitem(sys.modules, "wandb", None)  # As where it is not installed.
     with pytest.raises(UnsupportedError, match=r"trackers\[1\]\.type: WandB needs the package wandb") as refused:
-        check_trackers([asked("TensorBoard", "/tmp/x"), asked("WandB")])
+        check_trackers([asked("TensorBoard", "events"), asked("WandB")])
     assert "orbit-rl[trackers]" in str(refused.value.fix)
 
 
