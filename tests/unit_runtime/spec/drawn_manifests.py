@@ -26,6 +26,7 @@ PATTERNS = {
     "cidr": st.sampled_from(["10.0.0.0/8", "fd00::/8"]),
     "url": st.sampled_from(["http://engine:30000", "http://127.0.0.1:30000"]),
     "apiKeyEnv": st.sampled_from(["ENGINE_KEY", "_k"]),
+    "urlEnv": st.sampled_from(["HOOK", "_h"]),
     "valueEnv": st.sampled_from(["TEAM", "x1"]),
     "adapterFolder": st.sampled_from(["/shared", "/dev/shm/a"]),
     "logitBias": st.dictionaries(st.integers(0, 10**6).map(str), st.floats(-100, 100), max_size=3),
