@@ -35,7 +35,8 @@ def run(record: Record) -> None:
     record.add("device", device)
     record.add("reward", {"first steps": first, "last steps": last, "of each step": rewards})
     record.add("seconds of a step", {
-        name: statistics.median(row[name] for row in rows) for name in rows[0] if name.startswith("seconds_")
+        name: statistics.median(row[name] for row in rows)
+        for name, first_value in rows[0].items() if name.startswith("seconds_") and first_value is not None
     })  # fmt: skip
     report = result.report
     record.add("publishes", {"all": report["publishes"], "proven": report["publishes_proven"]})

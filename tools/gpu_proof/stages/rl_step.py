@@ -79,7 +79,8 @@ def measure_orbit(record: Record, shape: Shape, folder: Path, adapter: Mapping[s
     turn(turns)
     release()
     planned = {phase: made.total(phase) for phase in made.phases}
-    seconds = {name: median(turns, name) for name in turns.rows[0] if name.startswith("seconds_")}
+    told = [name for name, value in turns.rows[0].items() if name.startswith("seconds_") and value is not None]
+    seconds = {name: median(turns, name) for name in told}
     record.add(f"Orbit, {shape.precision}", {
         "seconds": seconds,
         "tokens a second": median(turns, "tokens_per_second"),
