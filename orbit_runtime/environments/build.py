@@ -1,12 +1,16 @@
-"""The environment that a manifest asks for.
+"""The environment that a manifest asks for, and who scores in it.
 
-Belongs here: choosing among those of this folder. Does not belong here: starting processes and loading models (`loop`).
+Belongs here: choosing among those of this folder and its workers. Does not belong here: starting processes and loading
+models (`loop`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
+from orbit_runtime.environments.asked import reward_targets
 from orbit_runtime.environments.episodes import Environment
 from orbit_runtime.environments.multi_turn import EpisodeLimits, EpisodeSettings, MultiTurn
 from orbit_runtime.environments.opponents import OwnProcess, ToolUse
@@ -15,6 +19,20 @@ from orbit_runtime.spec.run import RunSpec
 from orbit_runtime.types import Sampling, Tokenizer
 from orbit_runtime.workers.environment_pool import EnvironmentPool
 from orbit_runtime.workers.reward_protocol import RewardScorer
+
+
+def build_scorer(
+    spec: RunSpec, functions: Mapping[str, Callable[..., Any]], search_path: Sequence[str]
+) -> RewardScorer:
+    """Who scores: processes, or threads of this one where functions were given from Python, by reward name."""
+    targets = reward_targets(spec, functions)
+    if functions:
+        from orbit_runtime.workers.reward_threads import RewardThreads
+
+        return RewardThreads(targets)
+    from orbit_runtime.workers.reward_pool import RewardPool
+
+    return RewardPool(targets, search_path=search_path)
 
 
 def build_environment(

@@ -16,8 +16,8 @@ from typing import Any
 
 from orbit_runtime.data.prompts import PromptTable, check_fields, load_prompts
 from orbit_runtime.data.rows import PromptSource
-from orbit_runtime.environments.asked import environment_target, fields_read, process_limits, reward_targets
-from orbit_runtime.environments.build import build_environment
+from orbit_runtime.environments.asked import environment_target, fields_read, process_limits
+from orbit_runtime.environments.build import build_environment, build_scorer
 from orbit_runtime.environments.episodes import Environment
 from orbit_runtime.planner.sampling import sampling_of
 from orbit_runtime.seeds import stream_key
@@ -26,9 +26,7 @@ from orbit_runtime.storage.download import Patience
 from orbit_runtime.storage.inputs import fetch_input
 from orbit_runtime.types import Sampling, Tokenizer
 from orbit_runtime.workers.environment_pool import EnvironmentPool
-from orbit_runtime.workers.reward_pool import RewardPool
 from orbit_runtime.workers.reward_protocol import RewardScorer
-from orbit_runtime.workers.reward_threads import RewardThreads
 
 PACKAGES = {"Gymnasium": "gymnasium", "SkyRLGym": "skyrl-gym", "Verifiers": "verifiers"}
 """`environment.type` → the distribution whose version is the environment's."""
@@ -115,9 +113,8 @@ def open_task(
         OrbitError: prompts, rewards or environment cannot be used.
     """
     patience = patience or Patience()
-    functions = {
-        each.name: (rewards or {})[each.name] for each in spec.environment.rewards if each.name in (rewards or {})
-    }
+    given = rewards or {}
+    functions = {each.name: given[each.name] for each in spec.environment.rewards if each.name in given}
     fetched = [
         None if each.uri.startswith("builtin://") else fetch_input(
             each.uri, "prompts", f"{name}.prompts[{index}].uri", patience=patience).path
@@ -136,10 +133,7 @@ def open_task(
     versions = environment_versions(spec, path)
     if code_input and code_input.digest:
         versions["code"] = code_input.digest
-    targets = reward_targets(spec, functions)
-    scorer: RewardScorer = closing.enter_context(
-        RewardThreads(targets) if functions else RewardPool(targets, search_path=path)
-    )
+    scorer = closing.enter_context(build_scorer(spec, functions, path))
     target = environment_target(spec)
     pool = None
     if target is not None:

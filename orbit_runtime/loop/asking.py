@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import time
 from array import array
-from collections.abc import Sequence
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -30,6 +30,28 @@ class Sampled(Protocol):
 
     @property
     def version(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class OnePolicy:
+    """The only one that samples, as long as it is asked."""
+
+    name: str | None
+    version: int
+
+
+@asynccontextmanager
+async def asking_one(engine: Engine, policy: Sampled) -> AsyncIterator[Asking]:
+    """An engine that nobody else asks meanwhile, under one policy."""
+    asking = Asking(engine)
+    serving = asyncio.create_task(asking.serve())
+    try:
+        await asking.switch(policy)
+        yield asking
+    finally:
+        await asking.close()
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
 
 
 @dataclass(frozen=True, slots=True)

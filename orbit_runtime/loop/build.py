@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 from orbit_runtime.checkpoints.adapter_folder import AdapterFolder
 from orbit_runtime.data.prompts import PromptStream, PromptTable, check_fields, check_lengths, load_prompts
 from orbit_runtime.data.rows import PromptSource
-from orbit_runtime.environments.asked import environment_target, fields_read, process_limits, reward_targets
-from orbit_runtime.environments.build import build_environment
+from orbit_runtime.environments.asked import environment_target, fields_read, process_limits
+from orbit_runtime.environments.build import build_environment, build_scorer
 from orbit_runtime.environments.episodes import Environment
 from orbit_runtime.loop.content import Names, content_digests
 from orbit_runtime.loop.engines import (
@@ -55,7 +55,6 @@ from orbit_runtime.storage.cache import Cache, default_cache
 from orbit_runtime.types import Engine, Tokenizer, Trainer
 from orbit_runtime.workers.environment_pool import EnvironmentPool
 from orbit_runtime.workers.garbage_collection import gc_paused, unfreeze_objects
-from orbit_runtime.workers.reward_protocol import RewardScorer
 
 if TYPE_CHECKING:
     from orbit_runtime.algorithms.table import Algorithm
@@ -150,7 +149,7 @@ def build_parts(
     table = load_prompts(sources, limit=spec.data.limit)
     read = fields_read(spec, rewards or {})
     check_fields(table, read)
-    scorer = closing.enter_context(_build_scorer(spec, rewards or {}, inputs.search_path()))
+    scorer = closing.enter_context(build_scorer(spec, rewards or {}, inputs.search_path()))
     pool = _build_pool(spec, inputs.search_path(), closing)
     algorithm = load_algorithm(resolved, inputs.search_path)
     teacher = open_teacher(spec)
@@ -230,19 +229,6 @@ def _amount(folder: Path) -> str:
     """Bytes of the weights."""
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
-
-
-def _build_scorer(
-    spec: RunSpec, functions: Mapping[str, Callable[..., Any]], search_path: Sequence[str]
-) -> RewardScorer:
-    targets = reward_targets(spec, functions)
-    if functions:
-        from orbit_runtime.workers.reward_threads import RewardThreads
-
-        return RewardThreads(targets)
-    from orbit_runtime.workers.reward_pool import RewardPool
-
-    return RewardPool(targets, search_path=search_path)
 
 
 def _build_pool(spec: RunSpec, search_path: Sequence[str], closing: ExitStack) -> EnvironmentPool | None:

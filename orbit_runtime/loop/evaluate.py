@@ -6,7 +6,6 @@ Belongs here: loading them, and one policy at a time in the engine. Does not bel
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -19,7 +18,7 @@ from orbit_runtime.data.chat import ChatTokenizer
 from orbit_runtime.data.prompts import check_lengths
 from orbit_runtime.errors import ModelError, UsageError
 from orbit_runtime.evaluation.tasks import EvalTask
-from orbit_runtime.loop.asking import Asking
+from orbit_runtime.loop.asking import OnePolicy, asking_one
 from orbit_runtime.loop.machine import machine_facts
 from orbit_runtime.loop.measure import EngineEpisode
 from orbit_runtime.loop.publish import adapter_name
@@ -33,14 +32,6 @@ from orbit_runtime.storage.cache import Cache, default_cache
 from orbit_runtime.storage.download import Patience
 from orbit_runtime.storage.inputs import fetch_input
 from orbit_runtime.types import BASE_VERSION, AdapterFiles, Engine
-
-
-@dataclass(frozen=True)
-class Policy:
-    """What samples: a slot of the engine, or the bare base."""
-
-    name: str | None
-    version: int
 
 
 @dataclass(frozen=True)
@@ -61,18 +52,13 @@ class LocalSubject:
 
     @asynccontextmanager
     async def asking(self) -> AsyncIterator[Callable[[], EngineEpisode]]:
-        asking = Asking(self.engine)
         slot = f"evaluated-{self.name}" if self.adapter else None
         if self.adapter and slot:
             self.engine.load_adapter(slot, self.adapter)
-        serving = asyncio.create_task(asking.serve())
         try:
-            await asking.switch(Policy(slot, self.version))
-            yield lambda: EngineEpisode(asking)
+            async with asking_one(self.engine, OnePolicy(slot, self.version)) as asking:
+                yield lambda: EngineEpisode(asking)
         finally:
-            await asking.close()
-            serving.cancel()
-            await asyncio.gather(serving, return_exceptions=True)
             if slot:
                 self.engine.unload_adapter(slot)
 

@@ -34,7 +34,7 @@ from orbit_runtime.loop.state import RunState
 from orbit_runtime.observability.metrics import MetricsRow, Value, build_row, evaluation_field, parse_row
 from orbit_runtime.planner.sampling import check_engine
 from orbit_runtime.spec import OrbitRun
-from orbit_runtime.storage import NotFound
+from orbit_runtime.storage import NotFound, Store
 from orbit_runtime.types import Completion, Sampling, Tokenizer
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ def measure(parts: Parts, state: RunState, collector: Collector, stop: StopFlag,
     every, held_out = parts.spec.evaluation.every_steps, parts.held_out
     if held_out is None or every is None or not (is_last or state.step % every == 0):
         return
-    found = _read(parts, state.step)
+    found = read_evaluation(parts.store, state.step)
     if found is None:
         parts.show.stage("evaluate", state.step)
         found = _ask(parts, state, collector, stop, held_out)
@@ -146,10 +146,10 @@ def _folder(step: int) -> str:
     return f"evaluation/{step_name(step)}/"
 
 
-def _read(parts: Parts, step: int) -> dict[str, Any] | None:
-    """What came of it; None where it was not ended."""
+def read_evaluation(store: Store, step: int) -> dict[str, Any] | None:
+    """What came of the one behind a step; None where it was not ended."""
     try:
-        return dict(json.loads(parts.store.get(f"{_folder(step)}{SUMMARY}")))
+        return dict(json.loads(store.get(f"{_folder(step)}{SUMMARY}")))
     except (NotFound, ValueError):
         return None
 
@@ -189,7 +189,7 @@ def _ask(
         "seconds": time.monotonic() - started,
         "settings": settings,
         "scores": [{**score.to_json(), "means": dict(score.means)} for score in scores],
-        "change": _changes(_read(parts, 0), settings, scores) if state.step else {},
+        "change": _changes(read_evaluation(parts.store, 0), settings, scores) if state.step else {},
     }
     parts.execution.check()
     parts.store.put(f"{folder}{SUMMARY}", json.dumps(found, indent=1).encode())
@@ -212,7 +212,7 @@ def _changes(first: Mapping[str, Any] | None, settings: Mapping[str, Any], score
 def _tell(parts: Parts, state: RunState, found: Mapping[str, Any]) -> None:
     """Into the row of its step, which is stored already, and into the metrics."""
     fields = evaluation_fields(found)
-    parts.show.evaluation(build_row(**fields))
+    parts.show.evaluation(build_row(step=state.step, **fields))
     row = state.row if state.row is not None else _stored_row(parts, state.step)
     if row is not None and any(row.get(name) != value for name, value in fields.items()):
         row = build_row(**{**row, **fields})

@@ -102,7 +102,7 @@ def run(
         stop = closing.enter_context(stop_on_signals())
         show = _build_show(spec, execution, attempt, progress, closing)
         webhooks: list[Webhook] = []
-        closing.callback(lambda: tell_the_end(webhooks, show, store.uri, show.note))
+        closing.push(lambda kind, _error, _trace: tell_the_end(webhooks, show, store.uri, kind))
         try:
             webhooks += build_webhooks(spec.spec.observability.notify, os.environ)
             search_path = [str(folder) for folder in (manifest_folder, Path.cwd()) if folder]

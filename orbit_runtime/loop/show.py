@@ -53,13 +53,17 @@ class Show:
         self.metrics.observe(row)
         self.metrics.set_progress(time.time())
         self.progress.step(row)
-        for tracker in self.trackers:
-            tracker.row(row)
+        self._track(row)
 
     def evaluation(self, row: MetricsRow) -> None:
         """What was evaluated behind this row's step, which may have been shown already."""
         self.metrics.observe_evaluation(row)
         self.metrics.set_progress(time.time())
+        self._track(row)
+
+    def _track(self, row: MetricsRow) -> None:
+        for tracker in self.trackers:
+            tracker.row(row)
 
     def checkpoint(self, state: RunState) -> None:
         """The newest step that is durable."""

@@ -19,11 +19,12 @@ from orbit_runtime.data.samples import build_samples
 from orbit_runtime.digests import tree_digest
 from orbit_runtime.environments.episodes import Episode, Played
 from orbit_runtime.errors import GateError, ModelError
-from orbit_runtime.loop.asking import Asking
+from orbit_runtime.loop.asking import OnePolicy, asking_one
 from orbit_runtime.loop.collect import build_groups
+from orbit_runtime.loop.measure import EngineEpisode
 from orbit_runtime.rollout.torch_engine import TorchEngine
 from orbit_runtime.spec.run import RunSpec
-from orbit_runtime.types import AdapterFiles, Completion, Sampling, Trainer
+from orbit_runtime.types import AdapterFiles, Trainer
 
 if TYPE_CHECKING:
     from orbit_runtime.loop.build import Parts
@@ -178,30 +179,9 @@ TEACHER_VERSION = -2
 _NAMES = count()
 
 
-@dataclass(frozen=True)
-class _Sampler:
-    name: str | None
-    version: int
-
-
-@dataclass(frozen=True)
-class _Tokens:
-    asking: Asking
-
-    async def sample(self, prompt_ids_T: Sequence[int], sampling: Sampling, *, key: int) -> Completion:
-        return await self.asking.ask(tuple(prompt_ids_T), sampling, key, None)
-
-
 async def _play(parts: Parts, episodes: Sequence[Episode], slot: str | None, version: int) -> list[Played]:
-    asking = Asking(parts.engine)
-    serving = asyncio.create_task(asking.serve())
-    try:
-        await asking.switch(_Sampler(slot, version))
-        return list(await asyncio.gather(*(parts.environment.play(each, _Tokens(asking)) for each in episodes)))
-    finally:
-        await asking.close()
-        serving.cancel()
-        await asyncio.gather(serving, return_exceptions=True)
+    async with asking_one(parts.engine, OnePolicy(slot, version)) as asking:
+        return list(await asyncio.gather(*(parts.environment.play(each, EngineEpisode(asking)) for each in episodes)))
 
 
 def _enter(parts: Parts, adapter: AdapterFolder) -> str | None:

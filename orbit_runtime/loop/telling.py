@@ -7,22 +7,31 @@ they are told (`observability`).
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 from orbit_runtime.errors import InternalError
+from orbit_runtime.loop.keep import step_name
+from orbit_runtime.loop.measure import evaluation_fields, read_evaluation
 from orbit_runtime.loop.show import Show
-from orbit_runtime.observability.metrics import parse_row
+from orbit_runtime.observability.metrics import MetricsRow, build_row, parse_row
 from orbit_runtime.observability.notify import Webhook, build_body, notify
 from orbit_runtime.observability.trackers import Asked, Tracking, check_trackers, open_tracker
 from orbit_runtime.spec import OrbitRun
 from orbit_runtime.storage import NotFound, Store
 
+ROWS_READ = 256
+
 
 def asked_trackers(run: OrbitRun, store: Store, started: float) -> list[Asked]:
-    """Raises UnsupportedError where one cannot work. Args: started: when the run began, the same in each start."""
+    """Args: started: when the run began, the same in each start.
+
+    Raises:
+        UnsupportedError: one cannot work. CredentialsError: one has no key.
+    """
     marked = hashlib.sha256(f"{run.name} {started!r}".encode()).hexdigest()[:12]
     is_local = "://" not in store.uri
     asked = [
@@ -36,31 +45,34 @@ def asked_trackers(run: OrbitRun, store: Store, started: float) -> list[Asked]:
         )
         for each in run.spec.observability.trackers
     ]
-    check_trackers(asked)
+    check_trackers(asked, os.environ)
     return asked
 
 
 def start_trackers(asked: list[Asked], store: Store, show: Show, step: int, closing: ExitStack) -> None:
-    """Sends the rows up to `step`, and from then on every one that is shown."""
-    if not asked:
+    """Sends what is known up to `step`, and from then on every row that is shown."""
+    earlier = partial(_rows_until, store, step)
+    show.trackers = [Tracking(each.kind, partial(open_tracker, each), show.note, earlier) for each in asked]
+    for tracking in show.trackers:
+        closing.callback(tracking.close)
+
+
+def _rows_until(store: Store, step: int) -> Iterator[MetricsRow]:
+    """The evaluation before the first step, which has no row, and the rows; some hundred at a time in memory."""
+    if (found := read_evaluation(store, 0)) is not None:
+        yield build_row(step=0, **evaluation_fields(found))
+    for first in range(1, step + 1, ROWS_READ):
+        keys = [f"metrics/{step_name(number)}.json" for number in range(first, min(step + 1, first + ROWS_READ))]
+        for data in store.view_many(keys):
+            if not isinstance(data, NotFound):
+                yield parse_row(bytes(data))
+
+
+def tell_the_end(webhooks: list[Webhook], show: Show, uri: str, kind: type[BaseException] | None) -> None:
+    """Args: kind: of the error that ended the run. Who interrupts it a second time is there, and waits for nothing."""
+    if kind is not None and issubclass(kind, KeyboardInterrupt):
         return
-    trackings = [Tracking(each.kind, partial(open_tracker, each), show.note) for each in asked]
-    show.trackers = trackings
-    for each in trackings:
-        closing.callback(each.close)
-    keys = [f"metrics/step-{number:06d}.json" for number in range(1, step + 1)]
-    for data in store.view_many(keys):
-        if not isinstance(data, NotFound):
-            row = parse_row(bytes(data))
-            for tracking in trackings:
-                tracking.row(row)
-
-
-def tell_the_end(webhooks: list[Webhook], show: Show, uri: str, note: Callable[[str], None]) -> None:
     status: Mapping[str, Any] = show.status.snapshot()
     exit_code = status["exit_code"]
-    notify(
-        webhooks,
-        build_body(status, exit_code=InternalError.exit_code if exit_code is None else exit_code, uri=uri),
-        note,
-    )
+    body = build_body(status, exit_code=InternalError.exit_code if exit_code is None else exit_code, uri=uri)
+    notify(webhooks, body, show.note)

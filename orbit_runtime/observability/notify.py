@@ -8,13 +8,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from orbit_runtime.errors import UsageError
+from orbit_runtime.errors import EXIT_DONE, EXIT_STOPPED, DivergedError, GateError, UsageError
 
-Event = Literal["Done", "Stopped", "Failed", "Gate"]
+if TYPE_CHECKING:
+    from orbit_runtime.spec import observability as given
+
 ATTEMPTS, TIMEOUT_SECONDS, PAUSE_SECONDS = 3, 5.0, 1.0
-GATES = frozenset({84, 85})
+GATES = (GateError.exit_code, DivergedError.exit_code)
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,7 @@ class Webhook:
     """For messages: the field, never the address, which may be a secret."""
 
 
-def build_webhooks(asked: Sequence[Any], environ: Mapping[str, str]) -> list[Webhook]:
+def build_webhooks(asked: Sequence[given.Webhook], environ: Mapping[str, str]) -> list[Webhook]:
     """From `spec.observability.notify`. Raises UsageError where a variable is not set, or holds no address."""
     found = []
     for index, each in enumerate(asked):
@@ -39,14 +41,15 @@ def build_webhooks(asked: Sequence[Any], environ: Mapping[str, str]) -> list[Web
                 problem = "holds no address that begins with https://" if url else "is not set"
                 fix = "set it, on a cluster by a secret of spec.placement.envFromSecrets"
                 raise UsageError(f"the variable {each.url_env} {problem}", where=where, fix=fix)
+        assert url is not None, "the spec asks for one of the two"
         found.append(Webhook(url, each.events, where))
     return found
 
 
-def event_of(exit_code: int) -> Event:
-    if exit_code == 0:
+def event_of(exit_code: int) -> given.Event:
+    if exit_code == EXIT_DONE:
         return "Done"
-    if exit_code == 75:
+    if exit_code == EXIT_STOPPED:
         return "Stopped"
     return "Gate" if exit_code in GATES else "Failed"
 

@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from orbit_runtime.errors import OutputError
 from orbit_runtime.observability.metrics import RunMetrics
@@ -21,7 +21,6 @@ from orbit_runtime.observability.status import RunStatus
 if TYPE_CHECKING:
     import uvicorn
     from fastapi import FastAPI
-    from starlette.types import ASGIApp
 
 BIND_VARIABLE = "ORBIT_BIND_ADDRESS"
 _START_SECONDS = 10.0
@@ -84,23 +83,11 @@ def start_server(status: RunStatus, metrics: RunMetrics, port: int = 0, *, host:
     """
     address = host or os.environ.get(BIND_VARIABLE) or "127.0.0.1"
     fix = f"{_FIX}; {BIND_VARIABLE} must be an address of this machine"
-    return start_app(build_app(status, metrics), address, port, where="spec.observability.metricsPort", fix=fix)
-
-
-def start_app(app: ASGIApp, host: str, port: int, *, where: str, fix: str, **settings: Any) -> HTTPServer:
-    """Serves an application until `close()`.
-
-    Args:
-        where, fix: of the error where it cannot listen.
-        settings: of uvicorn.
-
-    Raises:
-        OutputError: the port is taken, or the address is not one of this machine's.
-    """
-    listener = listen(host, port, where, fix)
+    listener = listen(address, port, "spec.observability.metricsPort", fix)
     import uvicorn
 
-    config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", workers=1, **settings)
+    app = build_app(status, metrics)
+    config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", workers=1)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="orbit-http", daemon=True)
     thread.start()
@@ -108,8 +95,8 @@ def start_app(app: ASGIApp, host: str, port: int, *, where: str, fix: str, **set
     while not server.started and thread.is_alive() and time.monotonic() < deadline:
         time.sleep(0.002)
     if not server.started:
-        raise OutputError("the server did not start", where=f"{host}:{port}", fix=fix)
-    return HTTPServer(host, listener.getsockname()[1], server, thread)
+        raise OutputError("the server did not start", where=f"{address}:{port}", fix=fix)
+    return HTTPServer(address, listener.getsockname()[1], server, thread)
 
 
 _FIX = "set spec.observability.metricsPort to 0 (any free port), to another port, or to -1 (off)"

@@ -11,28 +11,33 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import netrc
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+from urllib.parse import urlsplit
 
-from orbit_runtime.errors import UnsupportedError
+from orbit_runtime.errors import CredentialsError, UnsupportedError
 from orbit_runtime.observability.metrics import MetricsRow
+
+if TYPE_CHECKING:
+    from orbit_runtime.spec.observability import TrackerType
 
 QUEUE_ROWS = 1024
 """Steps that may wait; beyond them a tracker is behind for good, and given up."""
 CLOSE_SECONDS = 30.0
-PACKAGES = {"TensorBoard": "tensorboard", "WandB": "wandb", "MLflow": "mlflow"}
+PACKAGES: Mapping[TrackerType, str] = {"TensorBoard": "tensorboard", "WandB": "wandb", "MLflow": "mlflow"}
 
 
 @dataclass(frozen=True)
 class Asked:
     """One tracker of the manifest, and the run that it is told of."""
 
-    kind: str
+    kind: TrackerType
     project: str
     uri: str | None
     run: str
@@ -47,7 +52,8 @@ class Tracker(Protocol):
     """A kind. All is called from one thread, one call at a time."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """A step's numbers; steps come in order, those before this start too, and may be there already."""
+        """Numbers of a step, each once; steps come in order, and those before this start too, which may be there
+        already. What was evaluated behind a step may follow in a second call."""
         ...
 
     def close(self) -> None:
@@ -55,8 +61,13 @@ class Tracker(Protocol):
         ...
 
 
-def check_trackers(asked: Sequence[Asked]) -> None:
-    """Raises UnsupportedError before anything is loaded where a tracker cannot work at all."""
+def check_trackers(asked: Sequence[Asked], environ: Mapping[str, str]) -> None:
+    """Before anything is loaded.
+
+    Raises:
+        UnsupportedError: (78) a tracker cannot work at all.
+        CredentialsError: (77) Weights & Biases has no key here; its client would ask for one at the run's terminal.
+    """
     for index, each in enumerate(asked):
         where = f"spec.observability.trackers[{index}]"
         package = PACKAGES[each.kind]
@@ -69,21 +80,52 @@ def check_trackers(asked: Sequence[Asked]) -> None:
                 where=f"{where}.uri",
                 fix="write a local path",
             )
+        if each.kind == "WandB" and not _has_key(each.uri, environ):
+            raise CredentialsError(
+                "there is no key of Weights & Biases here",
+                where=where,
+                fix="set WANDB_API_KEY, run `wandb login`, or set WANDB_MODE=offline",
+            )
+
+
+def _has_key(uri: str | None, environ: Mapping[str, str]) -> bool:
+    """Or needs none."""
+    if environ.get("WANDB_MODE") in ("offline", "disabled", "dryrun"):
+        return True
+    if environ.get("WANDB_API_KEY") or environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    host = urlsplit(uri or environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname or ""
+    try:
+        # Where `wandb login` writes it.
+        return netrc.netrc(environ.get("NETRC")).authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
 
 
 class Tracking:
     """Tells one tracker, in a thread of its own."""
 
-    def __init__(self, name: str, open_tracker: Callable[[], Tracker], note: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        name: str,
+        open_tracker: Callable[[], Tracker],
+        note: Callable[[str], None],
+        earlier: Callable[[], Iterable[MetricsRow]] = tuple,
+    ) -> None:
         """
         Args:
             open_tracker: called in the thread.
             note: for people, when something went wrong; called at most once.
+            earlier: rows of the steps before this start; called and read in the thread, however many they are.
         """
         self._name = name
         self._open = open_tracker
         self._note = note
-        self._rows: queue.Queue[tuple[int, dict[str, float]] | None] = queue.Queue(QUEUE_ROWS)
+        self._earlier = earlier
+        self._sent: dict[str, int] = {}
+        """Number → the last step of which it was told. The thread's own."""
+        self._once = threading.Lock()
+        self._rows: queue.Queue[MetricsRow | None] = queue.Queue(QUEUE_ROWS)
         self._given_up = threading.Event()
         self._thread = threading.Thread(target=self._work, name=f"tracker-{name}", daemon=True)
         self._thread.start()
@@ -92,10 +134,8 @@ class Tracking:
         """Returns at once."""
         if self._given_up.is_set():
             return
-        step = row.number("step")
-        assert step is not None
         try:
-            self._rows.put_nowait((int(step), numbers(row)))
+            self._rows.put_nowait(row)
         except queue.Full:
             self._give_up(f"it is {QUEUE_ROWS} steps behind")
 
@@ -116,17 +156,26 @@ class Tracking:
     def _work(self) -> None:
         try:
             tracker = self._open()
+            for row in self._earlier():
+                self._tell(tracker, row)
             while (item := self._rows.get()) is not None:
                 if self._given_up.is_set():
                     return
-                tracker.log(*item)
+                self._tell(tracker, item)
             tracker.close()
         # A service's client may raise anything, SystemExit among it; none of it is a reason to lose a run.
         except BaseException as error:
             self._give_up(f"{type(error).__name__}: {error}")
 
+    def _tell(self, tracker: Tracker, row: MetricsRow) -> None:
+        step = int(row.number("step") or 0)
+        fresh = {name: value for name, value in numbers(row).items() if self._sent.get(name, -1) < step}
+        self._sent |= dict.fromkeys(fresh, step)
+        if fresh:
+            tracker.log(step, fresh)
+
     def _give_up(self, reason: str) -> None:
-        if not self._given_up.is_set():
+        if self._once.acquire(blocking=False):
             self._given_up.set()
             self._note(
                 f"warning: {self._name} is told nothing more, and the run goes on: {reason}; its rows are in the run "
@@ -146,7 +195,7 @@ def open_tracker(asked: Asked) -> Tracker:
 
 
 class TensorBoard:
-    """Event files. Each start begins with the first step and a mark that takes back what files before it say."""
+    """Event files. Each start sends everything again, behind a mark that takes back what files before it say."""
 
     def __init__(self, asked: Asked) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # type: ignore[import-untyped]
@@ -158,7 +207,7 @@ class TensorBoard:
         self._event, self._summary = Event, Summary
         self._writer = EventFileWriter(str(folder))
         # Readers drop what they have of this step and later ones when they see it.
-        mark = Event(step=1, wall_time=time.time(), session_log=SessionLog(status=SessionLog.START))
+        mark = Event(step=0, wall_time=time.time(), session_log=SessionLog(status=SessionLog.START))
         self._writer.add_event(mark)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -208,24 +257,32 @@ class MLflow:
         experiment = self._client.get_experiment_by_name(asked.project)
         number = experiment.experiment_id if experiment else self._client.create_experiment(asked.project)
         found = self._client.search_runs([number], filter_string=f"tags.`orbit.run_id` = '{asked.run_id}'")
+        self._last: dict[str, int] = {}
+        """Metric → the last step that the server has of it."""
+        self._is_new = not found
         if found:
             self._run = found[0].info.run_id
-            history = self._client.get_metric_history(self._run, tag("reward_mean"))
-            self._last = max((each.step for each in history), default=0)
         else:
             tags = {"orbit.run_id": asked.run_id}
             self._run = self._client.create_run(number, run_name=asked.run, tags=tags).info.run_id
-            self._last = 0
             flat = [Param(name, value[:500]) for name, value in _flat(asked.config)]
             for start in range(0, len(flat), 100):
                 self._client.log_batch(self._run, params=flat[start : start + 100])
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        if step <= self._last:
-            return
         now = int(time.time() * 1000)
-        metrics = [self._metric(tag(name), value, now, step) for name, value in values.items()]
-        self._client.log_batch(self._run, metrics=metrics)
+        told = {tag(name): value for name, value in values.items()}
+        metrics = [self._metric(key, value, now, step) for key, value in told.items() if step > self._last_of(key)]
+        if metrics:
+            self._client.log_batch(self._run, metrics=metrics)
+
+    def _last_of(self, key: str) -> int:
+        if self._is_new:
+            return -1
+        if key not in self._last:
+            history = self._client.get_metric_history(self._run, key)
+            self._last[key] = max((each.step for each in history), default=-1)
+        return self._last[key]
 
     def close(self) -> None:
         self._client.set_terminated(self._run, self._done)

@@ -9,11 +9,15 @@ from pydantic import Field
 
 from orbit_runtime.spec.block import DISPLAY, VARIABLE_PATTERN, AsTuple, Block, Contradiction, Uri
 
+TrackerType = Literal["TensorBoard", "WandB", "MLflow"]
+Event = Literal["Done", "Stopped", "Failed", "Gate"]
+"""How a run ended, for those who are told."""
+
 
 class Tracker(Block):
     """A service or a folder that gets every step's numbers as well. One that fails never stops a run."""
 
-    type: Annotated[Literal["TensorBoard", "WandB", "MLflow"], DISPLAY, Field(examples=["TensorBoard"])]
+    type: Annotated[TrackerType, DISPLAY, Field(examples=["TensorBoard"])]
     """Its package is not installed with Orbit: `pip install 'orbit-rl[trackers]'`. Keys come from variables that the
     service itself reads, such as `WANDB_API_KEY`; on a cluster from a secret of `placement.envFromSecrets`."""
     project: Annotated[str, DISPLAY, Field(min_length=1, max_length=128)] = "orbit"
@@ -33,9 +37,11 @@ class Webhook(Block):
     ] = None
     """Environment variable that holds the address, where that is a secret. On a cluster it comes from a secret of
     `placement.envFromSecrets`."""
-    events: Annotated[
-        tuple[Literal["Done", "Stopped", "Failed", "Gate"], ...], AsTuple, DISPLAY, Field(min_length=1, max_length=4)
-    ] = ("Done", "Failed", "Gate")
+    events: Annotated[tuple[Event, ...], AsTuple, DISPLAY, Field(min_length=1, max_length=4)] = (
+        "Done",
+        "Failed",
+        "Gate",
+    )
     """`Stopped`: on request, to be continued. `Gate`: a measured limit stopped the run (exit codes 84 and 85)."""
 
     def contradictions(self) -> Iterator[Contradiction]:

@@ -29,7 +29,7 @@ class Teacher:
     """On the policy's base. It never drops inputs; its tokens go to the experts that the policy's go to."""
 
     def __init__(self, policy: Policy, settings: TeacherSettings) -> None:
-        """An adapter that was trained before stands in its slot already (`adapters.foreign.load_teacher`)."""
+        """An adapter that was trained before stands in its slot already (`adapters.foreign.load_foreign`)."""
         self._policy = policy
         self._settings = settings
         self._slot = None if settings.type == "Base" else TEACHER_SLOT

@@ -14,25 +14,12 @@ from typer.testing import CliRunner
 from orbit_runtime.cli.chat import ChatOptions, run_chat
 from orbit_runtime.cli.main import app
 from orbit_runtime.errors import CredentialsError, EngineDiedError, UsageError
-from orbit_runtime.loop import run
-from orbit_runtime.observability.progress import SilentProgress
 from orbit_runtime.serve.open import Asked, open_models
 from orbit_runtime.serve.requests import Limits
 from orbit_runtime.serve.server import start_serving
-from orbit_runtime.spec import OrbitRun
-from tests.integration.killing import small_manifest
 
 TOKEN = "a-token-of-tests"
 SETTINGS = {"max_tokens": 4, "temperature": 0.0}
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("run")
-    manifest = small_manifest(steps=2)
-    manifest["spec"]["training"]["learningRate"] = 0.05
-    run(OrbitRun.model_validate(manifest), out=str(folder), progress=SilentProgress())
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -20,29 +20,16 @@ import openai
 import pytest
 
 from orbit_runtime.errors import EngineDiedError
-from orbit_runtime.loop import run
-from orbit_runtime.observability.progress import SilentProgress
 from orbit_runtime.rollout import TorchEngine
 from orbit_runtime.rollout.requests import sample
 from orbit_runtime.serve.open import Asked, Opened, open_models
 from orbit_runtime.serve.requests import Limits, choice_key
 from orbit_runtime.serve.server import Serving, start_serving
-from orbit_runtime.spec import OrbitRun
 from orbit_runtime.types import Request, Sampling
-from tests.integration.killing import small_manifest
 
 TOKEN = "a-token-of-tests"
 MESSAGES = [{"role": "user", "content": "12+34="}]
 MODELS = ("tiny-adder", "policy")
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("run")
-    manifest = small_manifest(steps=2)
-    manifest["spec"]["training"]["learningRate"] = 0.05
-    run(OrbitRun.model_validate(manifest), out=str(folder), progress=SilentProgress())
-    return folder
 
 
 @pytest.fixture(scope="module")

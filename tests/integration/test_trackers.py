@@ -18,9 +18,9 @@ from mlflow.tracking import MlflowClient
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb.proto import wandb_internal_pb2
 
-from orbit_runtime.errors import OrbitError, UnsupportedError, UsageError
+from orbit_runtime.errors import CredentialsError, OrbitError, UnsupportedError, UsageError
 from orbit_runtime.loop import run
-from orbit_runtime.observability.metrics import build_row
+from orbit_runtime.observability.metrics import build_row, evaluation_field
 from orbit_runtime.observability.notify import build_body, build_webhooks, notify
 from orbit_runtime.observability.progress import SilentProgress
 from orbit_runtime.observability.trackers import QUEUE_ROWS, Asked, Tracking, check_trackers
@@ -186,7 +186,7 @@ def test_a_tracker_that_raises_is_given_up_with_one_word(error: BaseException) -
     said: list[str] = []
     tracking = Tracking("MLflow", lambda: Raises([]), said.append)
     for step in range(5):
-        tracking.row(build_row(step=step))
+        tracking.row(build_row(step=step, loss=1.0))
     tracking.close()
     assert len(said) == 1
     assert "MLflow is told nothing more, and the run goes on" in said[0]
@@ -203,7 +203,7 @@ def test_a_tracker_that_hangs_holds_a_run_no_longer_than_it_is_given() -> None:
     tracking = Tracking("WandB", lambda: Hangs([]), said.append)
     started = time.monotonic()
     for step in range(QUEUE_ROWS + 10):
-        tracking.row(build_row(step=step))
+        tracking.row(build_row(step=step, loss=1.0))
     tracking.close(0.3)
     assert time.monotonic() - started < 20
     assert len(said) == 1
@@ -216,11 +216,85 @@ def asked(kind: str, uri: str | None = None) -> Asked:
 
 def test_a_tracker_that_cannot_work_is_refused_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UnsupportedError, match=r"trackers\[0\]\.uri"):
-        check_trackers([asked("TensorBoard")])
+        check_trackers([asked("TensorBoard")], {})
     monkeypatch.setitem(sys.modules, "wandb", None)  # As where it is not installed.
     with pytest.raises(UnsupportedError, match=r"trackers\[1\]\.type: WandB needs the package wandb") as refused:
-        check_trackers([asked("TensorBoard", "events"), asked("WandB")])
+        check_trackers([asked("TensorBoard", "events"), asked("WandB")], {})
     assert "orbit-rl[trackers]" in str(refused.value.fix)
+
+
+def test_without_a_key_weights_and_biases_is_refused_and_never_asks_for_one(tmp_path: Path) -> None:
+    wandb = [asked("WandB", "https://wandb.example")]
+    nowhere = {"NETRC": str(tmp_path / "netrc")}
+    with pytest.raises(CredentialsError, match=r"trackers\[0\]: there is no key") as refused:
+        check_trackers(wandb, nowhere)
+    assert "WANDB_MODE=offline" in str(refused.value.fix)
+    for enough in ({"WANDB_API_KEY": "k"}, {"WANDB_MODE": "offline"}):
+        check_trackers(wandb, nowhere | enough)
+    (tmp_path / "netrc").write_text("machine wandb.example login user password key\n")
+    check_trackers(wandb, nowhere)
+    with pytest.raises(CredentialsError):
+        check_trackers([asked("WandB", "https://other.example")], nowhere)
+
+
+def test_rows_of_a_long_run_before_this_start_are_no_backlog(tmp_path: Path) -> None:
+    steps: list[int] = []
+    opened = threading.Event()
+
+    def slowly() -> Recorder:
+        opened.wait(10)
+        return Recorder(steps)
+
+    earlier = [build_row(step=step, loss=1.0) for step in range(1, 3 * QUEUE_ROWS)]
+    tracking = Tracking("T", slowly, pytest.fail, lambda: iter(earlier))
+    tracking.row(build_row(step=3 * QUEUE_ROWS, loss=1.0))
+    opened.set()
+    tracking.close()
+    assert steps == [*range(1, 3 * QUEUE_ROWS + 1), -1]
+
+
+def test_what_is_evaluated_behind_a_step_follows_its_row_once() -> None:
+    told: list[tuple[int, dict[str, float]]] = []
+
+    class Keeps(Recorder):
+        def log(self, step: int, values: Mapping[str, float]) -> None:
+            told.append((step, dict(values)))
+
+    tracking = Tracking("T", lambda: Keeps([]), pytest.fail)
+    evaluated = {evaluation_field("sums", "mean"): 0.5}
+    tracking.row(build_row(step=0, **evaluated))
+    tracking.row(build_row(step=1, loss=2.0))
+    tracking.row(build_row(step=1, **evaluated))
+    tracking.row(build_row(step=1, loss=2.0, **evaluated))
+    tracking.close()
+    assert told == [(0, {"eval_sums_mean": 0.5}), (1, {"loss": 2.0}), (1, {"eval_sums_mean": 0.5})]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_evaluations_of_a_run_are_in_trackers_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    out, mlflow = tmp_path / "run", f"file://{tmp_path}/mlflow"
+    held_out = "[{name: sums, prompts: [{uri: builtin://two-digit-addition}]}]"
+    settings = [
+        f"observability.trackers=[{{type: TensorBoard}}, {{type: MLflow, uri: '{mlflow}'}}]",
+        f"evaluation={{everySteps: 1, limit: 4, samples: 1, environments: {held_out}}}",
+    ]
+    train(out, 1, *settings)
+    train(out, 2, *settings)
+    means = {row["step"]: row["eval_sums_mean"] for row in rows_of(out)}
+    assert list(means) == [1, 2]
+
+    events = EventAccumulator(str(out / "tensorboard"))
+    events.Reload()
+    scalars = {each.step: pytest.approx(each.value) for each in events.Scalars("eval/sums_mean")}
+    assert [each.step for each in events.Scalars("eval/sums_mean")] == [0, 1, 2]
+    assert {step: scalars[step] for step in means} == means
+
+    client = MlflowClient(tracking_uri=mlflow)
+    (found,) = client.search_runs([client.get_experiment_by_name("orbit").experiment_id])
+    history = client.get_metric_history(found.info.run_id, "eval/sums_mean")
+    assert [each.step for each in history] == [0, 1, 2]
+    assert {each.step: each.value for each in history if each.step} == means
 
 
 def test_a_failed_run_is_told_with_its_exit_code_and_an_unset_variable_stops_it_first(
