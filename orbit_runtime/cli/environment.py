@@ -57,8 +57,15 @@ VARIABLES: tuple[Variable, ...] = (
              "orbit run"),
     Variable("ORBIT_CACHE", "~/.cache/orbit-rl", "Where downloads are kept; any number of processes may share it. The "
              "operator sets it to the volume of `placement.modelCache`.", "orbit run"),
-    Variable("WANDB_API_KEY", "", "Key of Weights & Biases; `WANDB_MODE=offline` keeps everything on this machine.",
+    Variable("WANDB_API_KEY", "", "Key of Weights & Biases; without one, and without what the next four say, a run "
+             "with such a tracker is refused.", "orbit run with a tracker `WandB`"),
+    Variable("WANDB_MODE", "online", "`offline` keeps everything on this machine and needs no key.",
              "orbit run with a tracker `WandB`"),
+    Variable("WANDB_IDENTITY_TOKEN_FILE", "", "File with a token of an identity provider, in place of a key.",
+             "orbit run with a tracker `WandB`"),
+    Variable("WANDB_BASE_URL", "", "The server, where it is one's own and the tracker has no `uri`.",
+             "orbit run with a tracker `WandB`"),
+    Variable("NETRC", "~/.netrc", "Where `wandb login` keeps the key.", "orbit run with a tracker `WandB`"),
     Variable("MLFLOW_TRACKING_URI", "", "MLflow's server, where the tracker has no `uri`; its own variables hold user "
              "and password or a token.", "orbit run with a tracker `MLflow`"),
     Variable("XDG_CACHE_HOME", "~/.cache", "Where `orbit-rl` lies, unless `ORBIT_CACHE` is set.", "orbit run"),

@@ -94,7 +94,7 @@ def _has_key(uri: str | None, environ: Mapping[str, str]) -> bool:
         return True
     if environ.get("WANDB_API_KEY") or environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
-    host = urlsplit(uri or environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname or ""
+    host = urlsplit(uri or environ.get("WANDB_BASE_URL", "")).hostname or "api.wandb.ai"
     try:
         # Where `wandb login` writes it.
         return netrc.netrc(environ.get("NETRC")).authenticators(host) is not None
