@@ -27,7 +27,7 @@ import torch
 from benchmarks import harness
 from orbit_runtime.adapters import tensorfile
 from orbit_runtime.adapters.buffer import AdapterBuffer
-from orbit_runtime.adapters.state import CONFIG_FILE, MODEL_FILE, ROTATIONS_FILE
+from orbit_runtime.adapters.files import CONFIG_FILE, MODEL_FILE, ROTATIONS_FILE
 from orbit_runtime.rollout.handover import Broadcast, SharedMemory, Transport
 from orbit_runtime.sglang_plugin.arrival import files_of
 from orbit_runtime.types import AdapterFiles, AdapterManifest

@@ -62,6 +62,7 @@ def our_side(algorithm: str, flat: Sequence[Any], rewards: Sequence[float], leng
 
     from orbit_runtime.algorithms.advantages import ScoredGroup
     from orbit_runtime.algorithms.losses import LossInputs
+    from orbit_runtime.algorithms.objective import build_loss
     from orbit_runtime.algorithms.reduction import token_weights
     from orbit_runtime.algorithms.table import build_algorithm, loss_settings
     from orbit_runtime.data.samples import spread
@@ -74,7 +75,7 @@ def our_side(algorithm: str, flat: Sequence[Any], rewards: Sequence[float], leng
             **({"clip": {"low": LOW, "high": HIGH}} if algorithm == "GRPO" else {}),
         }
     )
-    built, constants = build_algorithm(settings), loss_settings(settings)
+    built, policy_loss, constants = build_algorithm(settings), build_loss(settings), loss_settings(settings)
     logprobs_T, old_T, reference_T = flat
     masks_D = [array("b", bytes([1]) * length) for length in lengths]
 
@@ -90,7 +91,7 @@ def our_side(algorithm: str, flat: Sequence[Any], rewards: Sequence[float], leng
         weights_D = torch.tensor(token_weights(lengths, settings.objective.reduction, max(lengths)))
         given_T = logprobs_T.clone().requires_grad_(True)
         inputs = LossInputs(given_T, old_T, advantages_T, lengths_D, reference_logprobs_T=reference_T)
-        loss, _ = built.loss(inputs, weights_D.repeat_interleave(lengths_D), constants)
+        loss, _ = policy_loss(inputs, weights_D.repeat_interleave(lengths_D), constants)
         loss.backward()
         return given_T.grad
 

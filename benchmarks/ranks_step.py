@@ -70,7 +70,7 @@ def build(name: str, options: argparse.Namespace, closing: ExitStack) -> Any:
 
 def _parts(options: argparse.Namespace) -> tuple[Path, Any, Any]:
     from orbit_runtime.adapters.config import AdapterConfig
-    from orbit_runtime.algorithms.losses import PolicyLossSettings
+    from orbit_runtime.algorithms.constants import PolicyLossSettings
     from orbit_runtime.model_info.builtin_models import builtin_folder
     from orbit_runtime.training.settings import TrainerSettings
     from orbit_runtime.types import Sampling

@@ -15,7 +15,7 @@ import torch
 
 from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.adapters.state import export_adapter
-from orbit_runtime.algorithms.losses import PolicyLossSettings
+from orbit_runtime.algorithms.constants import PolicyLossSettings
 from orbit_runtime.checkpoints.convert import convert
 from orbit_runtime.checkpoints.target import Target
 from orbit_runtime.data.chat import ChatTokenizer

@@ -12,7 +12,8 @@ from collections.abc import Buffer, Mapping
 import torch
 from torch import Tensor
 
-from orbit_runtime.adapters.state import CONFIG_FILE, parse_tensors
+from orbit_runtime.adapters.files import CONFIG_FILE
+from orbit_runtime.adapters.state import parse_tensors
 from orbit_runtime.errors import ModelError
 
 NAMED = 2

@@ -21,6 +21,7 @@ from orbit_runtime.adapters.lora import initial_A
 from orbit_runtime.adapters.masters import Masters, Place
 from orbit_runtime.adapters.oft import check_block_size
 from orbit_runtime.adapters.part import Part
+from orbit_runtime.adapters.report import InjectReport, ReportRow
 from orbit_runtime.errors import InternalError, ManifestError
 
 AdaptedLayer = AdaptedLinear | AdaptedExpertLinear
@@ -31,34 +32,6 @@ SHARED_INPUTS = (
     ("w1", "w3"),
 )
 """Siblings that take the same input. Engines fuse them, so they rotate it by one R."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReportRow:
-    """What one target matched. `shapes` counts base shapes `(out, in)`; `parameters` counts shared ones once."""
-
-    target: str
-    count: int
-    shapes: tuple[tuple[tuple[int, int], int], ...]
-    parameters: int
-    experts: int = 0
-    """How many of the layers are of routed experts, all experts of one counted once."""
-
-
-@dataclass(frozen=True, slots=True)
-class InjectReport:
-    rows: tuple[ReportRow, ...]
-    trainable_parameters: int
-    expert_layout: str = "None"
-
-    def text(self) -> str:
-        lines = [f"{'target':<16} {'layers':>6} {'parameters':>12}  shapes"]
-        for row in self.rows:
-            shapes = ", ".join(f"{out}x{into}" + (f" ({n})" if n > 1 else "") for (out, into), n in row.shapes)
-            experts = f", {row.experts} of them of experts: {self.expert_layout}" if row.experts else ""
-            lines.append(f"{row.target:<16} {row.count:>6} {row.parameters:>12,}  {shapes}{experts}")
-        lines.append(f"{'trainable':<16} {sum(row.count for row in self.rows):>6} {self.trainable_parameters:>12,}")
-        return "\n".join(lines)
 
 
 @dataclass(frozen=True, eq=False)

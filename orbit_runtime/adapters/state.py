@@ -13,10 +13,7 @@ Belongs here: names, bytes, digests and strict loading. Does not belong here: st
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Buffer, Iterable, Mapping, Sequence
-from contextlib import suppress
-from itertools import islice
 from typing import Any
 
 import torch
@@ -24,21 +21,16 @@ from torch import Tensor
 
 from orbit_runtime.adapters import tensorfile
 from orbit_runtime.adapters.config import AdapterConfig
+from orbit_runtime.adapters.files import CONFIG_FILE, MODEL_FILE, PEFT_PREFIX, ROTATIONS_FILE, digest_applied, plain_key
 from orbit_runtime.adapters.inject import AdaptedLayer, Injected, owners
 from orbit_runtime.adapters.layer import TRAINER_SLOT, Applied, Slot
 from orbit_runtime.adapters.lora import LoRASlot
 from orbit_runtime.adapters.names import join_tensors, split_tensor
 from orbit_runtime.adapters.oft import OFTSlot, rotations
 from orbit_runtime.adapters.tensorfile import TensorFile
-from orbit_runtime.digests import PIECE_BYTES, Piece, Pieces, cut, hash_pieces, tree_digest
+from orbit_runtime.digests import Pieces, cut, hash_pieces, tree_digest
 from orbit_runtime.errors import InternalError, ModelError
-from orbit_runtime.model_info.headers import parse_header
 from orbit_runtime.types import AdapterManifest, AdapterSink
-
-MODEL_FILE = "adapter_model.safetensors"
-CONFIG_FILE = "adapter_config.json"
-ROTATIONS_FILE = "rotations.safetensors"
-PEFT_PREFIX = "base_model.model."
 
 DESCRIPTIVE_FIELDS = {"base_model_name_or_path", "inference_mode", "peft_version", "target_modules", "task_type"}
 """Of the configuration: what describes the file, or is checked by the tensors' names, and may differ."""
@@ -115,23 +107,6 @@ def export_adapter(injected: Injected, config: AdapterConfig, base_model_name: s
     """The files' bytes, each as one: for adapters that are small."""
     files = build_files(injected, config, base_model_name)
     return {name: file if isinstance(file, bytes) else b"".join(file.pieces()) for name, file in files.items()}
-
-
-def pieces_of(files: Mapping[str, Buffer]) -> dict[str, Pieces]:
-    """Of each file, cut as `digests` says; a damaged one as if it held no tensors."""
-    return {name: hash_pieces(_cut_file(name, data)) for name, data in files.items()}
-
-
-def _cut_file(name: str, data: Buffer) -> Iterable[memoryview]:
-    if name != CONFIG_FILE:
-        with suppress(ModelError):
-            return tensorfile.file_pieces(data, where=name)
-    return cut(data)
-
-
-def files_digest(files: Mapping[str, Buffer]) -> str:
-    """`tree:<hex>` over every piece of every file; see `digests`."""
-    return tree_digest(pieces_of(files))
 
 
 def load_slot(layers: Mapping[str, AdaptedLayer], slot_name: str, files: Mapping[str, Buffer]) -> None:
@@ -238,50 +213,15 @@ def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
-def expected_applied_digest(files: Mapping[str, Buffer], pieces: Mapping[str, Pieces] | None = None) -> str:
-    """What `applied_digest` must be when a pass applied exactly these files in every layer.
-
-    Args:
-        pieces: of these files, as they were hashed when they were published; None: they are hashed here.
-    """
-    fields = json.loads(bytes(files[CONFIG_FILE]))
-    is_oft = fields["peft_type"] == "OFT"
-    name = ROTATIONS_FILE if is_oft else MODEL_FILE
-    shapes, by_tensor = _by_tensor(name, files[name], (pieces or pieces_of({name: files[name]}))[name])
-    if is_oft:
-        return digest_applied(shapes, by_tensor, {None})
-    divisor = math.sqrt(fields["r"]) if fields["use_rslora"] else fields["r"]
-    return digest_applied(shapes, by_tensor, {float(fields["lora_alpha"]) / divisor})
-
-
-def _by_tensor(
-    name: str, data: Buffer, pieces: Iterable[Piece]
-) -> tuple[dict[str, tuple[int, ...]], dict[str, Pieces]]:
-    """Shapes and pieces of a file's tensors, as layers name them."""
-    view = memoryview(data).cast("B")
-    header = parse_header(view, size=view.nbytes, where=name)
-    left = iter(pieces)
-    assert next(left).bytes == header.data_start
-    shapes, found = {}, {}
-    for key, info in sorted(header.tensors.items(), key=lambda item: item[1].start):
-        shapes[_plain_key(key)] = info.shape
-        found[_plain_key(key)] = tuple(islice(left, -(-info.num_bytes // PIECE_BYTES)))
-    return shapes, found
-
-
 def published_tensors(files: Mapping[str, Buffer]) -> dict[str, Tensor]:
     """What layers multiply by under this adapter: `<module>.lora_A` and `.lora_B`, or OFT's rotations."""
     if json.loads(bytes(files[CONFIG_FILE]))["peft_type"] == "OFT":
         return parse_tensors(files, ROTATIONS_FILE)
-    return {_plain_key(key): tensor for key, tensor in parse_tensors(files, MODEL_FILE).items()}
+    return {plain_key(key): tensor for key, tensor in parse_tensors(files, MODEL_FILE).items()}
 
 
 def _peft_key(key: str) -> str:
     return f"{PEFT_PREFIX}{key}.weight"
-
-
-def _plain_key(key: str) -> str:
-    return key.removeprefix(PEFT_PREFIX).removesuffix(".weight")
 
 
 def _parts(layers: Mapping[str, AdaptedLayer], values: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -351,7 +291,7 @@ def _lora_slots(layers: Mapping[str, AdaptedLayer], tensors: Mapping[str, Tensor
         for name, shape in _shapes(layer, kind).items()
     }
     check_tensors(MODEL_FILE, tensors, shapes, torch.bfloat16)
-    wide = {_plain_key(key): tensor for key, tensor in _widened(tensors, layers).items()}
+    wide = {plain_key(key): tensor for key, tensor in _widened(tensors, layers).items()}
     slots: dict[str, Slot] = {}
     for name, layer in layers.items():
         A, B = (join_tensors(layer.file_names(kind), wide) for kind in kinds)
@@ -375,7 +315,7 @@ def _oft_slots(
     _check_rotations({key: tensors[_peft_key(key)] for key in owned}, turned, next(iter(layers.values())).config)
     wide = _widened({key: turned[key] for key in owned}, layers)
     R = {name: join_tensors(names[name], wide) for name in set(owner.values())}
-    plain = {_plain_key(key): tensor for key, tensor in tensors.items()}
+    plain = {plain_key(key): tensor for key, tensor in tensors.items()}
     return {name: OFTSlot(R[owner[name]], join_tensors(names[name], plain).clone()) for name in layers}
 
 
@@ -403,11 +343,3 @@ def _widened(tensors: Mapping[str, Tensor], layers: Mapping[str, AdaptedLayer]) 
     """In the compute dtype, on the layers' device, in memory of their own."""
     layer = next(iter(layers.values()))
     return tensorfile.widened(tensors, layer.device, layer.selection.compute_dtype)
-
-
-def digest_applied(
-    shapes: Mapping[str, Sequence[int]], pieces: Mapping[str, Pieces], scalings: Iterable[float | None]
-) -> str:
-    """`applied_digest` of tensors that are known by their pieces, under their names in layers."""
-    scaled = " ".join(sorted(str(scaling) for scaling in scalings))
-    return tree_digest({f"{name} {list(shapes[name])} {scaled}": each for name, each in pieces.items()})

@@ -240,14 +240,6 @@ def _bytes(values: Tensor) -> memoryview:
     return memoryview(values.detach().cpu().view(torch.uint8).numpy()).cast("B")
 
 
-def file_pieces(data: Buffer, *, where: str) -> Iterator[memoryview]:
-    """The pieces of a file as it lies there. ModelError where it is none."""
-    view = memoryview(data).cast("B")
-    header = parse_header(view, size=view.nbytes, where=where)
-    sizes = [info.num_bytes for info in sorted(header.tensors.values(), key=lambda info: info.start)]
-    return chain([view[: header.data_start]], cut(view[header.data_start :], sizes))
-
-
 def parse(data: Buffer, *, where: str) -> dict[str, Tensor]:
     """The tensors of a file: views of its bytes where those may be written, else on one private copy of them.
 

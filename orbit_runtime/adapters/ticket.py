@@ -21,7 +21,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from orbit_runtime.adapters.state import CONFIG_FILE
+from orbit_runtime.adapters.files import CONFIG_FILE
 from orbit_runtime.errors import ModelError
 from orbit_runtime.types import AdapterFiles
 

@@ -8,26 +8,12 @@ Belongs here: importance weights without gradient. Does not belong here: the rat
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
+from orbit_runtime.algorithms.constants import Correction
 from orbit_runtime.algorithms.divergence import LOG_RATIO_LIMIT
 from orbit_runtime.algorithms.ratios import sample_sums, sequence_mean_ratio, sequence_ratio, spread
-from orbit_runtime.spec.objectives import CorrectionType
-
-
-@dataclass(frozen=True, slots=True)
-class Correction:
-    """What the ratio trainer / engine is taken of, and held against."""
-
-    type: CorrectionType
-    cap: float
-    floor: float | None = None
-    """Of the masked types."""
-    veto: float | None = None
-    """A sample with a token below this counts for nothing."""
 
 
 def importance_weights(

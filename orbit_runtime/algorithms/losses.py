@@ -13,28 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from orbit_runtime.algorithms.constants import PolicyLossSettings
 from orbit_runtime.algorithms.distillation import sampled_divergence
 from orbit_runtime.algorithms.divergence import LOG_RATIO_LIMIT, kl_estimate, weighted_kl
 from orbit_runtime.algorithms.ratios import LogRatio, token_ratio
-from orbit_runtime.spec.objectives import KLEstimator
-
-
-@dataclass(frozen=True, slots=True)
-class PolicyLossSettings:
-    """The constants of a policy loss."""
-
-    clip_low: float | None = 0.2
-    """None: no lower bound."""
-    clip_high: float = 0.2
-    kl_coefficient: float = 0.0
-    """Weight of the KL term inside the loss; 0.0 where KL is off or placed in the reward."""
-    kl_estimator: KLEstimator = "K3"
-    kl_weighted: bool = False
-    """The KL term is multiplied by the ratio."""
-    teacher_coefficient: float = 0.0
-    """Weight of the divergence from the teacher; 0.0: there is none."""
-    teacher_beta: float = 1.0
-    """Which divergence (`distillation`), where it is estimated from the sampled tokens."""
 
 
 @dataclass(frozen=True, slots=True)

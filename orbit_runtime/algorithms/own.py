@@ -24,7 +24,8 @@ from orbit_runtime.workers.entrypoints import (
 )
 
 if TYPE_CHECKING:
-    from orbit_runtime.algorithms.losses import LossInputs, PolicyLossSettings, TokenLosses
+    from orbit_runtime.algorithms.constants import PolicyLossSettings
+    from orbit_runtime.algorithms.losses import LossInputs, TokenLosses
 
 LOSS, ADVANTAGES = "spec.algorithm.entrypoint", "spec.algorithm.advantage.entrypoint"
 ARGUMENTS = {LOSS: ("inputs", "settings"), ADVANTAGES: ("groups",)}
@@ -36,29 +37,22 @@ def own_targets(settings: Algorithm) -> dict[str, str]:
     return {where: target for where, target in named.items() if target is not None}
 
 
-def load_own(settings: Algorithm, search_path: Sequence[str]) -> dict[str, Any]:
-    """`own_loss` and `own_advantages` for `algorithms.table.build_algorithm`, as far as the manifest names them.
+def load_own(settings: Algorithm, field: str, search_path: Sequence[str]) -> Callable[..., Any] | None:
+    """The function that the manifest names in this field, `LOSS` or `ADVANTAGES`, held to its contract; None: none.
 
     Raises:
-        ManifestError: one cannot be imported or called.
+        ManifestError: it cannot be imported or called.
     """
-    targets = own_targets(settings)
-    if targets:
-        # For good: a function may import more when it is called.
-        sys.path[:] = list(dict.fromkeys([*search_path, *sys.path]))
-    names: dict[str, tuple[str, Callable[..., Any]]] = {
-        LOSS: ("own_loss", hold_loss),
-        ADVANTAGES: ("own_advantages", hold_advantages),
-    }
-    found: dict[str, Any] = {}
-    for where, target in targets.items():
-        name, held = names[where]
-        try:
-            function = load_function(target, ARGUMENTS[where])
-        except TargetError as error:
-            raise ManifestError(str(error), where=where) from error
-        found[name] = partial(held, function, target)
-    return found
+    target = own_targets(settings).get(field)
+    if target is None:
+        return None
+    # For good: a function may import more when it is called.
+    sys.path[:] = list(dict.fromkeys([*search_path, *sys.path]))
+    try:
+        function = load_function(target, ARGUMENTS[field])
+    except TargetError as error:
+        raise ManifestError(str(error), where=field) from error
+    return partial(hold_loss if field == LOSS else hold_advantages, function, target)
 
 
 def check_own(settings: Algorithm, search_path: Sequence[str]) -> list[str]:

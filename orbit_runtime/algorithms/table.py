@@ -1,14 +1,13 @@
-"""From a row of `spec.objectives` to the functions that it names.
+"""From a row of `spec.objectives` to the advantages and constants that it names; no torch.
 
-Belongs here: names → functions and their constants. Does not belong here: the functions, or which names go together.
+Belongs here: names → functions and their constants. Does not belong here: the functions, which names go together, or
+the loss (`objective`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from orbit_runtime.algorithms.advantages import (
     GAE,
@@ -16,31 +15,18 @@ from orbit_runtime.algorithms.advantages import (
     critic_returns,
     estimate_advantages,
 )
-from orbit_runtime.algorithms.corrections import Correction
-from orbit_runtime.algorithms.losses import (
-    PolicyLossSettings,
-    Surrogate,
-    clipped,
-    clipped_weights,
-    nothing,
-    policy_loss,
-)
-from orbit_runtime.algorithms.ratios import RATIOS
+from orbit_runtime.algorithms.constants import Correction, PolicyLossSettings
 from orbit_runtime.spec.algorithm import Algorithm as Settings
 from orbit_runtime.types import ColumnName
-
-SURROGATES: Mapping[str, Callable[..., Any]] = {"Clipped": clipped, "ClippedWeights": clipped_weights}
 
 
 @dataclass(frozen=True, slots=True)
 class Algorithm:
-    """What a step calls, in this order."""
+    """What a step calls before it trains, in this order."""
 
     needs: frozenset[ColumnName]
     """Columns that must have been scored before advantages are computed."""
     advantages: AdvantageFunction
-    loss: Callable[..., Any]
-    """`losses.policy_loss` with this algorithm's surrogate."""
     returns: AdvantageFunction | None = None
     """What the critic is to expect at each token; None: there is no critic."""
 
@@ -65,18 +51,9 @@ def correction_of(settings: Settings) -> Correction | None:
     return None if asked.type == "None" else Correction(asked.type, *asked.bounds, asked.veto)
 
 
-def build_algorithm(
-    settings: Settings, *, own_loss: Surrogate | None = None, own_advantages: AdvantageFunction | None = None
-) -> Algorithm:
-    """Args: own_loss, own_advantages: functions of the user's, where the manifest names some."""
+def build_algorithm(settings: Settings, *, own_advantages: AdvantageFunction | None = None) -> Algorithm:
+    """Args: own_advantages: the user's, where the manifest names some."""
     objective = settings.objective
-    if objective.surrogate == "Own":
-        assert own_loss is not None, "an own objective comes with its loss"
-        surrogate = own_loss
-    elif objective.surrogate == "Teacher":
-        surrogate = nothing
-    else:
-        surrogate = partial(SURROGATES[objective.surrogate], log_ratio=RATIOS[objective.ratio])
     critic = settings.decided_critic
     gae = GAE(critic.gamma, critic.gae_lambda) if critic else None
     if own_advantages is not None:
@@ -89,4 +66,4 @@ def build_algorithm(
     needs |= frozenset({"value"} if gae else ())
     needs |= frozenset({"teacher"} if settings.teacher and settings.teacher.is_column else ())
     returns = partial(critic_returns, gae=gae) if gae else None
-    return Algorithm(needs, advantages, partial(policy_loss, surrogate=surrogate), returns)
+    return Algorithm(needs, advantages, returns)

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from orbit_runtime.adapters import tensorfile
+from orbit_runtime.adapters.files import pieces_of
 from orbit_runtime.adapters.oft import rotations, skew_symmetric
-from orbit_runtime.adapters.state import pieces_of
 from orbit_runtime.checkpoints.adapter_folder import (
     CONFIG_FILE,
     MODEL_FILE,

@@ -6,19 +6,16 @@ Belongs here: what an algorithm is given. Does not belong here: its formulas (`a
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from orbit_runtime.algorithms.advantages import Advantage, ScoredGroup, is_informative
 from orbit_runtime.algorithms.kl_reward import kl_penalties
 from orbit_runtime.algorithms.shaping import overlong_penalty
+from orbit_runtime.algorithms.table import Algorithm
 from orbit_runtime.data.samples import build_samples, spread, trained, with_column, with_end
 from orbit_runtime.spec.algorithm import KL
 from orbit_runtime.spec.objectives import Objective
 from orbit_runtime.spec.run import RunSpec
 from orbit_runtime.types import ColumnName, Group, Rollout, Sample, Trainer
-
-if TYPE_CHECKING:
-    from orbit_runtime.algorithms.table import Algorithm
 
 
 def build_batch(spec: RunSpec, algorithm: Algorithm, trainer: Trainer, groups_P: Sequence[Group]) -> list[Sample]:

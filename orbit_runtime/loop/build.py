@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from orbit_runtime.algorithms.table import Algorithm
 from orbit_runtime.checkpoints.adapter_folder import AdapterFolder
 from orbit_runtime.data.prompts import PromptStream, PromptTable, check_fields, check_lengths, load_prompts
 from orbit_runtime.data.rows import PromptSource
@@ -42,6 +43,7 @@ from orbit_runtime.loop.trainers import (
     check_replay,
     decide_division,
     load_algorithm,
+    load_loss,
 )
 from orbit_runtime.loop.versions import PolicyVersions
 from orbit_runtime.model_info.content import kept_weights_digest
@@ -57,7 +59,6 @@ from orbit_runtime.workers.environment_pool import EnvironmentPool
 from orbit_runtime.workers.garbage_collection import gc_paused, unfreeze_objects
 
 if TYPE_CHECKING:
-    from orbit_runtime.algorithms.table import Algorithm
     from orbit_runtime.policy.facts import PolicyFacts
 
 SHORT_CANARY, LONG_CANARY = 32, 512
@@ -152,6 +153,7 @@ def build_parts(
     scorer = closing.enter_context(build_scorer(spec, rewards or {}, inputs.search_path()))
     pool = _build_pool(spec, inputs.search_path(), closing)
     algorithm = load_algorithm(resolved, inputs.search_path)
+    loss = load_loss(resolved, inputs.search_path)
     teacher = open_teacher(spec)
     show.stage("fetching the model")
     folder = inputs.model()
@@ -170,7 +172,7 @@ def build_parts(
         new_tokens = spec.rollout.sampling.max_new_tokens
         encode = partial(tokenizer.encode_many, tools=pool.tools if pool else ())
         check_lengths(table, encode, max_prompt_tokens=spec.model.max_sequence_length - new_tokens)
-        side = build_side(resolved, division, folder, algorithm, names.model, teacher, note=show.note, closing=closing)
+        side = build_side(resolved, division, folder, loss, names.model, teacher, note=show.note, closing=closing)
         check_token_ids(spec, side.facts.vocabulary)
         check_replay(spec, side.facts)
     held_out = open_held_out(run, inputs, rewards, tokenizer, closing)

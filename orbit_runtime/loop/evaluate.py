@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from orbit_runtime.adapters.state import files_digest
+from orbit_runtime.adapters.files import files_digest
 from orbit_runtime.checkpoints.adapter_folder import AdapterFolder, open_adapter
 from orbit_runtime.data.chat import ChatTokenizer
 from orbit_runtime.data.prompts import check_lengths

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from orbit_runtime.adapters.buffer import publishable
-from orbit_runtime.adapters.state import expected_applied_digest
+from orbit_runtime.adapters.files import expected_applied_digest
 from orbit_runtime.digests import Pieces, split
 from orbit_runtime.errors import GateError, OrbitError
 from orbit_runtime.loop.keeper import Keeper

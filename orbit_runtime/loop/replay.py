@@ -21,7 +21,7 @@ from orbit_runtime.loop.machine import explain_rounding, machine_facts, rounding
 from orbit_runtime.loop.origin import find_origin
 from orbit_runtime.loop.resume import read_run_file
 from orbit_runtime.loop.teacher import CONTENT, FIELD, open_teacher, teacher_digest
-from orbit_runtime.loop.trainers import build_policy, build_trainer, decide_division, load_algorithm
+from orbit_runtime.loop.trainers import build_policy, build_trainer, decide_division, load_algorithm, load_loss
 from orbit_runtime.model_info.content import kept_weights_digest
 from orbit_runtime.observability.metrics import MetricsRow, parse_row
 from orbit_runtime.spec import OrbitRun, resolve
@@ -82,6 +82,7 @@ def replay(
     spec = resolved.run.spec
     inputs = Inputs(spec, before.get("inputs", {}), Patience(), search_path)
     algorithm = load_algorithm(resolved, inputs.search_path)
+    loss = load_loss(resolved, inputs.search_path)
     folder = inputs.model()
     check_weights_known(store.uri, before["identity"])
     if kept_weights_digest(folder, Cache(default_cache(os.environ))) != before["identity"][WEIGHTS]:
@@ -90,7 +91,7 @@ def replay(
     teacher = open_teacher(spec)
     if teacher_digest(teacher).get(CONTENT) != before["identity"].get(CONTENT):
         raise ModelError("the teacher is another adapter than when the run began", where=f"{FIELD}.uri")
-    trainer = build_trainer(resolved, policy, algorithm, teacher, base_model=before["names"]["model"])
+    trainer = build_trainer(resolved, policy, loss, teacher, base_model=before["names"]["model"])
     origin = find_origin(resolved.run, before)
     if origin is not None:
         trainer.load_state(origin.bundle.parts)

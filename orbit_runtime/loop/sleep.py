@@ -6,6 +6,7 @@ does it (`rollout`).
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -36,9 +37,8 @@ def engine_asleep(parts: Parts, state: RunState) -> Iterator[None]:
 
 def _give_back() -> None:
     """What torch keeps on a GPU for its next pass: the engine's cache is planned in the same memory."""
-    import torch
-
-    if torch.cuda.is_available():
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 

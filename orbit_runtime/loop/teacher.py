@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
+from orbit_runtime.adapters.files import pieces_of
 from orbit_runtime.checkpoints.adapter_folder import AdapterFolder, open_adapter
 from orbit_runtime.data.samples import build_samples
 from orbit_runtime.digests import tree_digest
@@ -22,7 +23,6 @@ from orbit_runtime.errors import GateError, ModelError
 from orbit_runtime.loop.asking import OnePolicy, asking_one
 from orbit_runtime.loop.collect import build_groups
 from orbit_runtime.loop.measure import EngineEpisode
-from orbit_runtime.rollout.torch_engine import TorchEngine
 from orbit_runtime.spec.run import RunSpec
 from orbit_runtime.types import AdapterFiles, Trainer
 
@@ -51,8 +51,6 @@ def open_teacher(spec: RunSpec) -> AdapterFolder | None:
 
 def teacher_digest(adapter: AdapterFolder | None) -> dict[str, str]:
     """Name → digest of its files, for the run's identity."""
-    from orbit_runtime.adapters.state import pieces_of
-
     return {} if adapter is None else {CONTENT: tree_digest(pieces_of(adapter.files))}
 
 
@@ -187,6 +185,7 @@ async def _play(parts: Parts, episodes: Sequence[Episode], slot: str | None, ver
 def _enter(parts: Parts, adapter: AdapterFolder) -> str | None:
     """The slot under which the engine answers as the teacher; None: it cannot."""
     from orbit_runtime.adapters.layer import TEACHER_SLOT
+    from orbit_runtime.rollout.torch_engine import TorchEngine
 
     if isinstance(parts.engine, TorchEngine):
         parts.engine.adopt(TEACHER_SLOT, TEACHER_VERSION)
@@ -201,6 +200,8 @@ def _enter(parts: Parts, adapter: AdapterFolder) -> str | None:
 
 
 def _leave(parts: Parts, slot: str) -> None:
+    from orbit_runtime.rollout.torch_engine import TorchEngine
+
     if isinstance(parts.engine, TorchEngine):
         parts.engine.release(slot)
     else:

@@ -16,16 +16,17 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from orbit_runtime.algorithms.own import load_own, own_targets
+from orbit_runtime.algorithms.own import ADVANTAGES, LOSS, load_own, own_targets
+from orbit_runtime.algorithms.table import Algorithm, build_algorithm, correction_of, loss_settings
 from orbit_runtime.errors import OrbitError, UnsupportedError
 from orbit_runtime.planner.sampling import sampling_of
 from orbit_runtime.spec import Resolved
+from orbit_runtime.spec.algorithm import Algorithm as AlgorithmSpec
 from orbit_runtime.spec.run import RunSpec
 from orbit_runtime.types import Probe, Trainer
 
 if TYPE_CHECKING:
     from orbit_runtime.adapters.config import AdapterConfig
-    from orbit_runtime.algorithms.table import Algorithm
     from orbit_runtime.checkpoints.adapter_folder import AdapterFolder
     from orbit_runtime.planner.layout import Layout
     from orbit_runtime.policy.facts import PolicyFacts
@@ -115,7 +116,7 @@ def build_side(
     resolved: Resolved,
     division: Division,
     folder: Path,
-    algorithm: Algorithm,
+    loss: Callable[..., Any],
     base_model: str,
     teacher: AdapterFolder | None,
     *,
@@ -132,14 +133,14 @@ def build_side(
     if division.recompute != "None":
         note(f"layers are computed again in the backward pass: training.recompute is {division.recompute}")
     if division.trainer == "Megatron":
-        return _build_ranks(resolved, folder, algorithm, base_model, division, note, closing)
-    return _build_alone(resolved, folder, algorithm, base_model, teacher, division, note)
+        return _build_ranks(resolved, folder, loss, base_model, division, note, closing)
+    return _build_alone(resolved, folder, loss, base_model, teacher, division, note)
 
 
 def _build_ranks(
     resolved: Resolved,
     folder: Path,
-    algorithm: Algorithm,
+    loss: Callable[..., Any],
     base_model: str,
     division: Division,
     note: Callable[[str], None],
@@ -173,7 +174,7 @@ def _build_ranks(
         replace(_trainer_settings(resolved, base_model), micro_batch_tokens=division.micro_batch_tokens),
         policy=_policy_settings(resolved),
         recompute=division.recompute,
-        loss=algorithm.loss,
+        loss=loss,
     )
     threads = _threads_of_a_rank(sizes.world, resolved.device)
     where = "on the CPU" if division.gpus is None else f"on GPUs {division.gpus[0]} to {division.gpus[-1]}"
@@ -223,7 +224,7 @@ def _threads_of_a_rank(world: int, device: str) -> int:
 def _build_alone(
     resolved: Resolved,
     folder: Path,
-    algorithm: Algorithm,
+    loss: Callable[..., Any],
     base_model: str,
     teacher: AdapterFolder | None,
     division: Division,
@@ -233,7 +234,7 @@ def _build_alone(
     from orbit_runtime.policy.snapshot import take_snapshot
 
     policy = build_policy(resolved, folder, division.recompute, note)
-    trainer = build_trainer(resolved, policy, algorithm, teacher, base_model=base_model)
+    trainer = build_trainer(resolved, policy, loss, teacher, base_model=base_model)
     return TrainerSide(
         trainer,
         describe(policy),
@@ -317,7 +318,7 @@ def _policy_settings(resolved: Resolved) -> dict[str, Any]:
 
 
 def build_trainer(
-    resolved: Resolved, policy: Policy, algorithm: Algorithm, teacher: AdapterFolder | None, *, base_model: str
+    resolved: Resolved, policy: Policy, loss: Callable[..., Any], teacher: AdapterFolder | None, *, base_model: str
 ) -> Trainer:
     """As the first step finds it, in this process.
 
@@ -330,20 +331,33 @@ def build_trainer(
 
     if teacher is not None:
         load_foreign(policy.injected.layers, TEACHER_SLOT, teacher.config, teacher.files, teacher.place)
-    return TorchTrainer(policy, _trainer_settings(resolved, base_model), algorithm.loss)
+    return TorchTrainer(policy, _trainer_settings(resolved, base_model), loss)
 
 
 def load_algorithm(resolved: Resolved, search_path: Callable[[], Sequence[str]]) -> Algorithm:
-    """Args: search_path: asked only where functions of the user's are imported, into this process."""
+    """What a step computes before it trains; no torch.
+
+    Args:
+        search_path: asked only where functions of the user's are imported, into this process.
+    """
+    settings = resolved.run.spec.algorithm
+    return build_algorithm(settings, own_advantages=_own(settings, ADVANTAGES, search_path))
+
+
+def load_loss(resolved: Resolved, search_path: Callable[[], Sequence[str]]) -> Callable[..., Any]:
+    """What the trainer's side computes. Args: as of `load_algorithm`."""
     _check_torch()
-    from orbit_runtime.algorithms.table import build_algorithm
+    from orbit_runtime.algorithms.objective import build_loss
 
     settings = resolved.run.spec.algorithm
-    return build_algorithm(settings, **(load_own(settings, search_path()) if own_targets(settings) else {}))
+    return build_loss(settings, own_loss=_own(settings, LOSS, search_path))
+
+
+def _own(settings: AlgorithmSpec, field: str, search_path: Callable[[], Sequence[str]]) -> Callable[..., Any] | None:
+    return load_own(settings, field, search_path()) if field in own_targets(settings) else None
 
 
 def _trainer_settings(resolved: Resolved, base_model: str) -> TrainerSettings:
-    from orbit_runtime.algorithms.table import correction_of, loss_settings
     from orbit_runtime.training.settings import TrainerSettings
 
     spec = resolved.run.spec

@@ -30,7 +30,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from orbit_runtime.adapters.state import expected_applied_digest
+from orbit_runtime.adapters.files import expected_applied_digest
 from orbit_runtime.errors import GateError
 from orbit_runtime.parity.effect import LARGEST_IN_NOISE, Effect, noise_of, unexplained, weigh
 from orbit_runtime.parity.statistics import top1_agreement

@@ -6,11 +6,13 @@ Belongs here: reading them from a policy. Does not belong here: what a checkpoin
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from orbit_runtime.adapters.config import AdapterConfig
-from orbit_runtime.adapters.inject import InjectReport
-from orbit_runtime.policy.model import Policy
-from orbit_runtime.policy.snapshot import group_size_of
+from orbit_runtime.adapters.report import InjectReport
+
+if TYPE_CHECKING:
+    from orbit_runtime.policy.model import Policy
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,8 @@ class PolicyFacts:
 
 
 def describe(policy: Policy) -> PolicyFacts:
+    from orbit_runtime.policy.snapshot import group_size_of
+
     layers = policy.injected.layers
     formats = {str(layer.base.format) for name, layer in layers.items() if ".experts." in name}
     routing = policy.routing

@@ -20,7 +20,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from orbit_runtime.adapters.config import AdapterConfig
-from orbit_runtime.adapters.inject import InjectReport, inject
+from orbit_runtime.adapters.inject import inject
+from orbit_runtime.adapters.report import InjectReport
 from orbit_runtime.errors import ManifestError, ModelError, OrbitError, UnsupportedError
 from orbit_runtime.model_info.families import default_targets
 from orbit_runtime.model_info.headers import check_finished

@@ -19,8 +19,8 @@ from typing import Any, Literal
 import numpy as np
 
 from orbit_runtime.adapters import tensorfile
+from orbit_runtime.adapters.files import CONFIG_FILE, MODEL_FILE
 from orbit_runtime.adapters.patience import total_bytes
-from orbit_runtime.adapters.state import CONFIG_FILE, MODEL_FILE
 from orbit_runtime.data.routing import pack_experts
 from orbit_runtime.errors import GateError
 from orbit_runtime.rollout.request_fields import given_fields

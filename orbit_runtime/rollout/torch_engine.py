@@ -16,8 +16,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from orbit_runtime.adapters.difference import explain_difference
+from orbit_runtime.adapters.files import CONFIG_FILE
 from orbit_runtime.adapters.layer import Applied
-from orbit_runtime.adapters.state import CONFIG_FILE, applied_digest, load_slot, remove_slot, slot_digest, slot_files
+from orbit_runtime.adapters.state import applied_digest, load_slot, remove_slot, slot_digest, slot_files
 from orbit_runtime.data.routing import pack_experts
 from orbit_runtime.errors import GateError
 from orbit_runtime.policy.model import Policy

@@ -20,7 +20,8 @@ import torch
 
 from orbit_runtime.adapters import tensorfile
 from orbit_runtime.adapters.config import AdapterConfig
-from orbit_runtime.adapters.state import CONFIG_FILE, MODEL_FILE, config_json, expected_applied_digest, files_digest
+from orbit_runtime.adapters.files import CONFIG_FILE, MODEL_FILE, expected_applied_digest, files_digest
+from orbit_runtime.adapters.state import config_json
 from orbit_runtime.checkpoints.adapter_folder import AdapterFolder, is_adapter, read_adapter
 from orbit_runtime.data.chat import ChatTokenizer
 from orbit_runtime.errors import GateError, ModelError, UsageError

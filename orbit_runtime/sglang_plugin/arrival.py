@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from orbit_runtime.adapters.buffer import read_place
+from orbit_runtime.adapters.files import CONFIG_FILE, MODEL_FILE, ROTATIONS_FILE
 from orbit_runtime.adapters.group import Group, join
-from orbit_runtime.adapters.state import CONFIG_FILE, MODEL_FILE, ROTATIONS_FILE, parse_tensors
+from orbit_runtime.adapters.state import parse_tensors
 from orbit_runtime.adapters.ticket import (
     NotArrivedError,
     Ticket,

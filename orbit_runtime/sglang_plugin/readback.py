@@ -22,18 +22,9 @@ from torch import Tensor
 
 from orbit_runtime.adapters import tensorfile
 from orbit_runtime.adapters.difference import explain_difference
+from orbit_runtime.adapters.files import CONFIG_FILE, MODEL_FILE, PEFT_PREFIX, ROTATIONS_FILE, digest_applied
 from orbit_runtime.adapters.names import STACKED_NAMES
-from orbit_runtime.adapters.state import (
-    CONFIG_FILE,
-    MODEL_FILE,
-    PEFT_PREFIX,
-    ROTATIONS_FILE,
-    config_file,
-    digest_applied,
-    held_digest,
-    published_tensors,
-    shapes_of,
-)
+from orbit_runtime.adapters.state import config_file, held_digest, published_tensors, shapes_of
 from orbit_runtime.digests import Pieces
 from orbit_runtime.sglang_plugin.experts import expert_buffers
 from orbit_runtime.sglang_plugin.ranks import count, own_rank

@@ -17,16 +17,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from orbit_runtime.adapters.files import CONFIG_FILE, MODEL_FILE, PEFT_PREFIX, ROTATIONS_FILE
 from orbit_runtime.adapters.oft import num_parameters, rotate
-from orbit_runtime.adapters.state import (
-    CONFIG_FILE,
-    MODEL_FILE,
-    PEFT_PREFIX,
-    ROTATIONS_FILE,
-    check_shared,
-    check_tensors,
-    parse_tensors,
-)
+from orbit_runtime.adapters.state import check_shared, check_tensors, parse_tensors
 from orbit_runtime.errors import InternalError, ModelError
 
 FUSED = {

@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from orbit_runtime.algorithms.corrections import Correction
-from orbit_runtime.algorithms.losses import PolicyLossSettings
+from orbit_runtime.algorithms.constants import Correction, PolicyLossSettings
 from orbit_runtime.policy.distance import Measure
 from orbit_runtime.spec.objectives import Reduction
 from orbit_runtime.spec.teacher import TeacherType

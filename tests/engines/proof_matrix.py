@@ -29,7 +29,7 @@ import httpx
 import torch
 from safetensors.torch import load, save
 
-from orbit_runtime.adapters.state import CONFIG_FILE, MODEL_FILE, ROTATIONS_FILE
+from orbit_runtime.adapters.files import CONFIG_FILE, MODEL_FILE, ROTATIONS_FILE
 from orbit_runtime.errors import GateError
 from orbit_runtime.loop.build import build_canary
 from orbit_runtime.parity.liveness import CHANGE_LIMITS, Limits, Proof, Reading, prove

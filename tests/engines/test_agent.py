@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from orbit_runtime.adapters.state import expected_applied_digest
+from orbit_runtime.adapters.files import expected_applied_digest
 from orbit_runtime.rollout.requests import sample
 from orbit_runtime.types import Sampling
 from orbit_runtime.workers.run_token import TOKEN_VARIABLE

@@ -11,8 +11,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from orbit_runtime.adapters.files import expected_applied_digest
 from orbit_runtime.adapters.layer import TRAINER_SLOT
-from orbit_runtime.adapters.state import expected_applied_digest, load_slot, remove_slot
+from orbit_runtime.adapters.state import load_slot, remove_slot
 from orbit_runtime.data.chat import ChatTokenizer
 from orbit_runtime.errors import GateError
 from orbit_runtime.policy import Policy

@@ -24,7 +24,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from orbit_runtime.adapters.config import AdapterConfig
-from orbit_runtime.adapters.state import ROTATIONS_FILE, expected_applied_digest, parse_tensors
+from orbit_runtime.adapters.files import ROTATIONS_FILE, expected_applied_digest
+from orbit_runtime.adapters.state import parse_tensors
 from orbit_runtime.policy import Policy, load_policy
 from orbit_runtime.rollout.sglang_experts import served_experts
 from orbit_runtime.rollout.sglang_server import (

@@ -13,7 +13,7 @@ import httpx
 import pytest
 import torch
 
-from orbit_runtime.adapters.state import expected_applied_digest
+from orbit_runtime.adapters.files import expected_applied_digest
 from orbit_runtime.errors import GateError
 from orbit_runtime.observability.metrics import RunMetrics
 from orbit_runtime.parity.liveness import Limits, Reading, check_proofs, prove

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load, save
 
-from orbit_runtime.adapters.state import CONFIG_FILE, MODEL_FILE, ROTATIONS_FILE, expected_applied_digest
+from orbit_runtime.adapters.files import CONFIG_FILE, MODEL_FILE, ROTATIONS_FILE, expected_applied_digest
 from orbit_runtime.data.chat import ChatTokenizer
 from orbit_runtime.errors import EngineDiedError, GateError
 from orbit_runtime.model_info.builtin_models import builtin_folder

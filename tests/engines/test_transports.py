@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from orbit_runtime.adapters.state import MODEL_FILE
+from orbit_runtime.adapters.files import MODEL_FILE
 from orbit_runtime.adapters.ticket import NOT_ARRIVED, read_ticket
 from orbit_runtime.errors import GateError
 from orbit_runtime.parity.liveness import Limits, check_proofs, prove

@@ -16,7 +16,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from orbit_runtime.adapters.state import expected_applied_digest, files_digest
+from orbit_runtime.adapters.files import expected_applied_digest, files_digest
 from orbit_runtime.errors import EngineDiedError, OrbitError
 
 Answer = tuple[int, Any]

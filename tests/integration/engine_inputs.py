@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from orbit_runtime.adapters.state import export_adapter, files_digest
+from orbit_runtime.adapters.files import files_digest
+from orbit_runtime.adapters.state import export_adapter
 from orbit_runtime.data.chat import ChatTokenizer
 from orbit_runtime.policy import Policy
 from orbit_runtime.seeds import stream_key

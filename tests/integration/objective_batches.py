@@ -11,8 +11,9 @@ from torch import Tensor
 
 from orbit_runtime.algorithms.corrections import importance_weights
 from orbit_runtime.algorithms.losses import LossInputs
+from orbit_runtime.algorithms.objective import build_loss
 from orbit_runtime.algorithms.reduction import token_weights
-from orbit_runtime.algorithms.table import build_algorithm, correction_of, loss_settings
+from orbit_runtime.algorithms.table import correction_of, loss_settings
 from orbit_runtime.spec.algorithm import Algorithm
 
 LONGEST = 7
@@ -71,7 +72,7 @@ def our_loss(
     """
     chosen = list(range(len(batch.mask)) if rows is None else rows)
     given = (batch.logprobs if logprobs is None else logprobs).clone().requires_grad_(True)
-    algorithm, correction = build_algorithm(settings, **own), correction_of(settings)
+    policy_loss, correction = build_loss(settings, **own), correction_of(settings)
     lengths = batch.mask.sum(-1)
     weights = torch.tensor(token_weights(lengths.tolist(), settings.objective.reduction, LONGEST), dtype=torch.float64)[
         :, None
@@ -91,7 +92,7 @@ def our_loss(
         reference_logprobs_T=flat(batch.reference),
         importance_T=importance,
     )
-    loss, sums = algorithm.loss(inputs, flat(weights), loss_settings(settings))
+    loss, sums = policy_loss(inputs, flat(weights), loss_settings(settings))
     loss.backward()
     assert given.grad is not None
     return loss.detach(), sums, given.grad

@@ -17,8 +17,10 @@ from orbit_runtime.adapters.buffer import publishable
 from orbit_runtime.adapters.foreign import load_foreign
 from orbit_runtime.adapters.layer import TEACHER_SLOT
 from orbit_runtime.adapters.tensorfile import dump
+from orbit_runtime.algorithms.constants import PolicyLossSettings
 from orbit_runtime.algorithms.distillation import divergence, rest_of, sampled_divergence, split_off
-from orbit_runtime.algorithms.losses import LossInputs, PolicyLossSettings, policy_loss
+from orbit_runtime.algorithms.losses import LossInputs, policy_loss
+from orbit_runtime.algorithms.objective import build_loss
 from orbit_runtime.algorithms.table import build_algorithm
 from orbit_runtime.data.samples import with_column
 from orbit_runtime.errors import ModelError
@@ -228,10 +230,11 @@ def test_it_is_added_to_any_loss_and_stands_alone() -> None:
     both, sums = policy_loss(inputs, weights, replace(settings, teacher_coefficient=0.5))
     assert float(both) == pytest.approx(float(plain + 0.5 * distances.mean()))
     assert float(sums["teacher_divergence"]) == pytest.approx(float(distances.sum()))
-    alone = build_algorithm(Algorithm.model_validate({"type": "Distillation", "teacher": {"over": "Sampled"}}))
-    assert alone.needs == {"teacher"}
+    settings_alone = Algorithm.model_validate({"type": "Distillation", "teacher": {"over": "Sampled"}})
+    alone = build_loss(settings_alone)
+    assert build_algorithm(settings_alone).needs == {"teacher"}
     sampled = replace(inputs, distances_T=None, teacher_logprobs_T=teacher)
-    loss, _ = alone.loss(sampled, weights, replace(settings, teacher_coefficient=2.0))
+    loss, _ = alone(sampled, weights, replace(settings, teacher_coefficient=2.0))
     expected = (2.0 * (new - old).exp() * (new - teacher)).mean()
     assert float(loss) == pytest.approx(float(expected))
 

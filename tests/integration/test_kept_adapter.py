@@ -13,8 +13,8 @@ from peft import PeftModel
 from transformers import AutoTokenizer, PreTrainedModel
 
 from orbit_runtime.adapters.config import AdapterConfig
+from orbit_runtime.adapters.files import PEFT_PREFIX
 from orbit_runtime.adapters.layer import TRAINER_SLOT
-from orbit_runtime.adapters.state import PEFT_PREFIX
 from orbit_runtime.data.records import decompress_rollouts
 from orbit_runtime.loop import run
 from orbit_runtime.model_info.builtin_models import builtin_folder

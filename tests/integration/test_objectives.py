@@ -11,11 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from orbit_runtime.algorithms.corrections import Correction, importance_weights
-from orbit_runtime.algorithms.losses import LossInputs, PolicyLossSettings, TokenLosses, policy_loss
+from orbit_runtime.algorithms.constants import Correction, PolicyLossSettings
+from orbit_runtime.algorithms.corrections import importance_weights
+from orbit_runtime.algorithms.losses import LossInputs, TokenLosses, policy_loss
+from orbit_runtime.algorithms.objective import build_loss
 from orbit_runtime.algorithms.ratios import sample_sums, spread
 from orbit_runtime.algorithms.reduction import token_weights
-from orbit_runtime.algorithms.table import build_algorithm, loss_settings
+from orbit_runtime.algorithms.table import loss_settings
 from orbit_runtime.spec.algorithm import Algorithm
 from orbit_runtime.spec.objectives import CORRECTIONS, OBJECTIVES
 from tests.integration.objective_batches import LENGTHS, Batch, our_loss, random_batch
@@ -94,7 +96,7 @@ def flat_loss(
     per_sample = token_weights(lengths, chosen.objective.reduction, 4)
     weights = torch.tensor(per_sample, dtype=torch.float64).repeat_interleave(torch.tensor(lengths))
     inputs = LossInputs(new, old, torch.tensor(advantages, dtype=torch.float64), torch.tensor(lengths))
-    loss, _ = build_algorithm(chosen).loss(inputs, weights, loss_settings(chosen))
+    loss, _ = build_loss(chosen)(inputs, weights, loss_settings(chosen))
     loss.backward()
     assert new.grad is not None
     return float(loss.detach()), new.grad.tolist()

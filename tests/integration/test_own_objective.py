@@ -13,9 +13,10 @@ import pytest
 import torch
 from ruamel.yaml import YAML
 
+from orbit_runtime.algorithms import own
 from orbit_runtime.algorithms.advantages import ScoredGroup
 from orbit_runtime.algorithms.losses import LossInputs
-from orbit_runtime.algorithms.own import load_own
+from orbit_runtime.algorithms.objective import build_loss
 from orbit_runtime.algorithms.table import build_algorithm, loss_settings
 from orbit_runtime.cli.main import run_command
 from orbit_runtime.errors import ManifestError
@@ -129,13 +130,15 @@ def test_what_a_function_returns_is_held_to_its_contract(
 ) -> None:
     (tmp_path / "my_objective.py").write_text(code)
     chosen = Algorithm.model_validate(settings)
-    algorithm = build_algorithm(chosen, **load_own(chosen, [str(tmp_path)]))
+    own_loss, own_advantages = (own.load_own(chosen, field, [str(tmp_path)]) for field in (own.LOSS, own.ADVANTAGES))
+    algorithm = build_algorithm(chosen, own_advantages=own_advantages)
+    loss = build_loss(chosen, own_loss=own_loss)
     logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
     inputs = LossInputs(logprobs, logprobs.detach(), torch.ones(2), torch.tensor([2]))
 
     def step() -> None:
         algorithm.advantages([ScoredGroup([1.0, 0.0], [2, 2])])
-        algorithm.loss(inputs, torch.ones(2), loss_settings(chosen))
+        loss(inputs, torch.ones(2), loss_settings(chosen))
 
     with pytest.raises(ManifestError, match=re.escape(said)) as error:
         step()

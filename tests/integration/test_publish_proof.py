@@ -14,7 +14,7 @@ import torch
 from fakes.faulty_engine import FaultyEngine, drop_one, swap_two, wrong_prefix, zero_one
 
 from orbit_runtime.adapters.config import AdapterConfig
-from orbit_runtime.algorithms.losses import PolicyLossSettings
+from orbit_runtime.algorithms.constants import PolicyLossSettings
 from orbit_runtime.data.chat import ChatTokenizer
 from orbit_runtime.errors import GateError
 from orbit_runtime.loop.keeper import Keeper

@@ -13,8 +13,7 @@ import torch
 
 from orbit_runtime.adapters.buffer import AdapterBuffer, publishable
 from orbit_runtime.adapters.config import AdapterConfig
-from orbit_runtime.algorithms.corrections import Correction
-from orbit_runtime.algorithms.losses import PolicyLossSettings
+from orbit_runtime.algorithms.constants import Correction, PolicyLossSettings
 from orbit_runtime.data.samples import spread, with_column
 from orbit_runtime.errors import DivergedError, ModelError
 from orbit_runtime.policy import load_policy

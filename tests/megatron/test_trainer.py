@@ -12,8 +12,8 @@ import pytest
 import safetensors.torch
 
 from orbit_runtime.adapters.buffer import publishable
-from orbit_runtime.adapters.state import expected_applied_digest
-from orbit_runtime.algorithms.corrections import Correction
+from orbit_runtime.adapters.files import expected_applied_digest
+from orbit_runtime.algorithms.constants import Correction
 from orbit_runtime.data.routing import pack_experts
 from orbit_runtime.errors import GateError
 from orbit_runtime.policy import load_policy

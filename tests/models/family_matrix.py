@@ -20,15 +20,9 @@ from typing import Any
 import torch
 
 from orbit_runtime.adapters.config import AdapterConfig
+from orbit_runtime.adapters.files import expected_applied_digest, files_digest
 from orbit_runtime.adapters.layer import TRAINER_SLOT
-from orbit_runtime.adapters.state import (
-    applied_digest,
-    expected_applied_digest,
-    export_adapter,
-    files_digest,
-    load_slot,
-    slot_files,
-)
+from orbit_runtime.adapters.state import applied_digest, export_adapter, load_slot, slot_files
 from orbit_runtime.policy import Policy, load_policy
 from orbit_runtime.policy.packed import Branch
 from tests.integration.tiny_families import LAYOUTS, make_family

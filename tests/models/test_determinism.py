@@ -16,8 +16,7 @@ from torch.nn import functional as F
 
 from orbit_runtime.adapters.buffer import publishable
 from orbit_runtime.adapters.lora import dropout
-from orbit_runtime.algorithms.corrections import Correction
-from orbit_runtime.algorithms.losses import PolicyLossSettings
+from orbit_runtime.algorithms.constants import Correction, PolicyLossSettings
 from orbit_runtime.data.chat import ChatTokenizer
 from orbit_runtime.policy import Policy, load_policy
 from orbit_runtime.policy.packed import gather_rows

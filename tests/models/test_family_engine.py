@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from orbit_runtime.adapters.state import export_adapter, files_digest
+from orbit_runtime.adapters.files import files_digest
+from orbit_runtime.adapters.state import export_adapter
 from orbit_runtime.data.chat import ChatTokenizer
 from orbit_runtime.policy import Policy, load_policy
 from orbit_runtime.policy.packed import Branch

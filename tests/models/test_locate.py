@@ -13,7 +13,8 @@ import torch
 
 from orbit_runtime.adapters import tensorfile
 from orbit_runtime.adapters.config import AdapterConfig
-from orbit_runtime.adapters.state import MODEL_FILE, load_slot
+from orbit_runtime.adapters.files import MODEL_FILE
+from orbit_runtime.adapters.state import load_slot
 from orbit_runtime.model_info.builtin_models import builtin_folder
 from orbit_runtime.parity.locate import Location, locate
 from orbit_runtime.policy import Policy, load_policy

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from orbit_runtime.adapters import state
 from orbit_runtime.adapters.config import AdapterConfig
+from orbit_runtime.adapters.files import files_digest
 from orbit_runtime.checkpoints.adapter_folder import AdapterFolder, open_adapter
 from orbit_runtime.checkpoints.combine import combine
 from orbit_runtime.cli.main import run_command
@@ -53,7 +54,7 @@ def keep_adapter(folder: Path, base: Path, config: AdapterConfig, *, seed: int, 
     folder.mkdir(parents=True)
     for name, data in files.items():
         (folder / name).write_bytes(data)
-    facts = {"version": 1, "digest": state.files_digest(files)}
+    facts = {"version": 1, "digest": files_digest(files)}
     if digest is not None:
         facts |= {"base": {"weights": digest or weights_digest(base)}}
     manifest = {"format": 1, "kind": "adapter", "execution": 1, "parts": {}, "facts": facts, "written": 0.0}

@@ -22,15 +22,9 @@ import torch
 from torch import Tensor
 
 from orbit_runtime.adapters import tensorfile
+from orbit_runtime.adapters.files import CONFIG_FILE, MODEL_FILE, PEFT_PREFIX, ROTATIONS_FILE, digest_applied
 from orbit_runtime.adapters.part import Part
-from orbit_runtime.adapters.state import (
-    CONFIG_FILE,
-    MODEL_FILE,
-    PEFT_PREFIX,
-    ROTATIONS_FILE,
-    config_json,
-    digest_applied,
-)
+from orbit_runtime.adapters.state import config_json
 from orbit_runtime.digests import Piece, Pieces, cut, tree_digest
 from orbit_runtime.errors import GateError, InternalError, UnsupportedError
 from orbit_runtime.policy.facts import PolicyFacts

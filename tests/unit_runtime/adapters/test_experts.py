@@ -13,8 +13,10 @@ from torch import Tensor, nn
 
 from orbit_runtime.adapters import state
 from orbit_runtime.adapters.config import AdapterConfig
-from orbit_runtime.adapters.inject import Injected, InjectReport, inject
+from orbit_runtime.adapters.files import MODEL_FILE
+from orbit_runtime.adapters.inject import Injected, inject
 from orbit_runtime.adapters.oft import constrained, rotations, series_error, skew_symmetric
+from orbit_runtime.adapters.report import InjectReport
 from orbit_runtime.errors import ManifestError
 from orbit_runtime.policy.experts import FrozenExperts, gated
 from orbit_runtime.quant import int4
@@ -164,7 +166,7 @@ def test_files_name_experts_as_peft_and_engines_do(kind: str, layout: str, expec
 
     _, injected = adapted(kind, layout, rotation_dtype="BF16")
     files = state.export_adapter(injected, injected.config, "base")
-    tensors = parse(files[state.MODEL_FILE], where="test")
+    tensors = parse(files[MODEL_FILE], where="test")
     assert set(tensors) == {f"base_model.model.{name}.weight" for name in expected}
     if layout == "SharedOuter":
         shapes = {key.removeprefix("base_model.model.experts."): tuple(t.shape) for key, t in tensors.items()}

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from orbit_runtime.adapters import state
 from orbit_runtime.adapters.config import AdapterConfig
+from orbit_runtime.adapters.files import expected_applied_digest, files_digest
 from orbit_runtime.adapters.inject import Injected, inject
 from orbit_runtime.errors import InternalError, ModelError
 
@@ -58,13 +59,13 @@ def test_a_slot_reads_back_as_the_bytes_it_was_loaded_from(config: AdapterConfig
     state.load_slot(engine.layers, "policy-v1", files)
     again = state.slot_files(engine.layers, "policy-v1", files["adapter_config.json"])
     assert again == files
-    assert state.files_digest(again) == state.files_digest(files)
+    assert files_digest(again) == files_digest(files)
 
 
 @CONFIGS
 def test_equal_masters_give_equal_bytes(config: AdapterConfig) -> None:
     assert published(config) == published(config)
-    assert state.files_digest(published(config)) != state.files_digest(published(config, seed=1))
+    assert files_digest(published(config)) != files_digest(published(config, seed=1))
 
 
 @CONFIGS
@@ -78,7 +79,7 @@ def test_trainer_and_engine_compute_the_same_bits_and_prove_it(config: AdapterCo
             injected.selection.trace = []
             outputs.append(model(X).detach())
             digests.append(state.applied_digest(injected.selection.trace))
-    assert digests == [state.expected_applied_digest(files)] * 2
+    assert digests == [expected_applied_digest(files)] * 2
     assert torch.equal(*outputs)
 
 
@@ -98,7 +99,7 @@ def test_one_changed_bit_of_any_file_changes_the_digest(config: AdapterConfig, d
     bit = data.draw(st.integers(0, len(files[name]) * 8 - 1))
     damaged = bytearray(files[name])
     damaged[bit // 8] ^= 1 << bit % 8
-    assert state.files_digest(files | {name: bytes(damaged)}) != state.files_digest(files)
+    assert files_digest(files | {name: bytes(damaged)}) != files_digest(files)
 
 
 @CONFIGS
@@ -112,11 +113,11 @@ def test_one_changed_bit_in_a_slot_changes_what_is_read_back(config: AdapterConf
     words = tensor.view(-1).view(torch.int32)
     words[data.draw(st.integers(0, words.numel() - 1))] ^= 1 << data.draw(st.integers(0, 30))
     again = state.slot_files(engine.layers, "policy-v1", files["adapter_config.json"])
-    assert state.files_digest(again) != state.files_digest(files)
+    assert files_digest(again) != files_digest(files)
     engine.selection.trace = []
     with torch.no_grad(), engine.selection.use("policy-v1"):
         model(X)
-    assert state.applied_digest(engine.selection.trace) != state.expected_applied_digest(files)
+    assert state.applied_digest(engine.selection.trace) != expected_applied_digest(files)
 
 
 def test_a_changed_scaling_shows() -> None:
@@ -124,11 +125,11 @@ def test_a_changed_scaling_shows() -> None:
     state.load_slot(engine.layers, "policy-v1", files)
     engine.layers["1.up_proj"].slots["policy-v1"].scaling = 1.0
     again = state.slot_files(engine.layers, "policy-v1", files["adapter_config.json"])
-    assert state.files_digest(again) != state.files_digest(files)
+    assert files_digest(again) != files_digest(files)
     engine.selection.trace = []
     with torch.no_grad(), engine.selection.use("policy-v1"):
         model(X)
-    assert state.applied_digest(engine.selection.trace) != state.expected_applied_digest(files)
+    assert state.applied_digest(engine.selection.trace) != expected_applied_digest(files)
 
 
 def test_a_layer_that_did_not_take_part_shows() -> None:
@@ -137,7 +138,7 @@ def test_a_layer_that_did_not_take_part_shows() -> None:
     engine.selection.trace = []
     with torch.no_grad(), engine.selection.use("policy-v1"):
         model[0](X)
-    assert state.applied_digest(engine.selection.trace) != state.expected_applied_digest(files)
+    assert state.applied_digest(engine.selection.trace) != expected_applied_digest(files)
 
 
 KEY = "base_model.model.0.k_proj."

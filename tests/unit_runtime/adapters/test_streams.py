@@ -15,7 +15,7 @@ from safetensors.torch import load, save
 
 from orbit_runtime.adapters import tensorfile
 from orbit_runtime.adapters.buffer import AdapterBuffer, shared
-from orbit_runtime.adapters.state import MODEL_FILE, files_digest, pieces_of
+from orbit_runtime.adapters.files import MODEL_FILE, file_pieces, files_digest, pieces_of
 from orbit_runtime.digests import PIECE_BYTES, cut, hash_pieces, tree_digest
 from orbit_runtime.types import AdapterFiles
 
@@ -40,7 +40,7 @@ def test_a_streamed_file_is_read_by_safetensors_and_has_a_piece_for_each_part_of
     assert found.keys() == tensors.keys()
     assert all(torch.equal(found[name], tensor.to(dtype)) for name, tensor in tensors.items())
     # What is cut as it is made, is cut alike when the file lies there.
-    assert [bytes(each) for each in tensorfile.file_pieces(data, where="x")] == pieces
+    assert [bytes(each) for each in file_pieces(data, where="x")] == pieces
     assert max(map(len, pieces)) <= PIECE_BYTES
     header = int.from_bytes(data[:8], "little") + 8
     expected = [data[:header]]

@@ -23,8 +23,8 @@ import psutil
 import pytest
 import torch
 
+from orbit_runtime.adapters.files import files_digest
 from orbit_runtime.adapters.group import Group, join
-from orbit_runtime.adapters.state import files_digest
 from orbit_runtime.adapters.ticket import (
     NotArrivedError,
     Ticket,

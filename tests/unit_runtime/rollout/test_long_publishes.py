@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from fakes.fake_servers import FakeServer, Fault
 
-from orbit_runtime.adapters.state import files_digest
+from orbit_runtime.adapters.files import files_digest
 from orbit_runtime.errors import GateError
 from orbit_runtime.types import AdapterFiles
 from tests.unit_runtime.rollout.test_served_engine import Build, adapter, build

@@ -18,7 +18,7 @@ import torch
 from fakes.fake_servers import CUT, FakeServer, dies_at, once
 from safetensors.torch import save
 
-from orbit_runtime.adapters.state import expected_applied_digest, files_digest
+from orbit_runtime.adapters.files import expected_applied_digest, files_digest
 from orbit_runtime.errors import EngineDiedError, GateError
 from orbit_runtime.observability.metrics import RunMetrics
 from orbit_runtime.parity.liveness import Limits, check_proofs, prove

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from orbit_runtime.adapters import tensorfile
-from orbit_runtime.adapters.state import CONFIG_FILE, MODEL_FILE, PEFT_PREFIX, files_digest
+from orbit_runtime.adapters.files import CONFIG_FILE, MODEL_FILE, PEFT_PREFIX, files_digest
 from orbit_runtime.rollout.taps import asked_facts
 from orbit_runtime.sglang_plugin import readback, taps
 

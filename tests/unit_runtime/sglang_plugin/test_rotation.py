@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save
 
+from orbit_runtime.adapters.files import CONFIG_FILE, MODEL_FILE, PEFT_PREFIX, ROTATIONS_FILE
 from orbit_runtime.adapters.oft import rotate, rotations
-from orbit_runtime.adapters.state import CONFIG_FILE, MODEL_FILE, PEFT_PREFIX, ROTATIONS_FILE
 from orbit_runtime.errors import InternalError, ModelError
 from orbit_runtime.sglang_plugin.arrival import files_of
 from orbit_runtime.sglang_plugin.rotation import UNTURNED, Published, Rotations, parts

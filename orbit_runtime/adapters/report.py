@@ -1,0 +1,36 @@
+"""What an adapter matched in a model, for people; plain values, which also travel between processes.
+
+Belongs here: the record and its table. Does not belong here: matching (`inject`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ReportRow:
+    """What one target matched. `shapes` counts base shapes `(out, in)`; `parameters` counts shared ones once."""
+
+    target: str
+    count: int
+    shapes: tuple[tuple[tuple[int, int], int], ...]
+    parameters: int
+    experts: int = 0
+    """How many of the layers are of routed experts, all experts of one counted once."""
+
+
+@dataclass(frozen=True, slots=True)
+class InjectReport:
+    rows: tuple[ReportRow, ...]
+    trainable_parameters: int
+    expert_layout: str = "None"
+
+    def text(self) -> str:
+        lines = [f"{'target':<16} {'layers':>6} {'parameters':>12}  shapes"]
+        for row in self.rows:
+            shapes = ", ".join(f"{out}x{into}" + (f" ({n})" if n > 1 else "") for (out, into), n in row.shapes)
+            experts = f", {row.experts} of them of experts: {self.expert_layout}" if row.experts else ""
+            lines.append(f"{row.target:<16} {row.count:>6} {row.parameters:>12,}  {shapes}{experts}")
+        lines.append(f"{'trainable':<16} {sum(row.count for row in self.rows):>6} {self.trainable_parameters:>12,}")
+        return "\n".join(lines)

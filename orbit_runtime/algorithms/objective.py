@@ -1,0 +1,34 @@
+"""From a row of `spec.objectives` to the loss that it names.
+
+Belongs here: names → surrogates. Does not belong here: the surrogates (`losses`), or what stands before the loss
+(`table`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from orbit_runtime.algorithms.losses import Surrogate, clipped, clipped_weights, nothing, policy_loss
+from orbit_runtime.algorithms.ratios import RATIOS
+from orbit_runtime.spec.algorithm import Algorithm as Settings
+
+SURROGATES: Mapping[str, Callable[..., Any]] = {"Clipped": clipped, "ClippedWeights": clipped_weights}
+
+
+def build_loss(settings: Settings, *, own_loss: Surrogate | None = None) -> Callable[..., Any]:
+    """`losses.policy_loss` with this algorithm's surrogate.
+
+    Args:
+        own_loss: the user's, where the manifest names one.
+    """
+    objective = settings.objective
+    if objective.surrogate == "Own":
+        assert own_loss is not None, "an own objective comes with its loss"
+        surrogate: Surrogate = own_loss
+    elif objective.surrogate == "Teacher":
+        surrogate = nothing
+    else:
+        surrogate = partial(SURROGATES[objective.surrogate], log_ratio=RATIOS[objective.ratio])
+    return partial(policy_loss, surrogate=surrogate)
