@@ -470,6 +470,10 @@ class Trainer(Protocol):
         """The same tokens with the adapter and with the bare base."""
         ...
 
+    def logprobs(self, samples_D: Sequence[Sample]) -> list[array[float]]:
+        """Of each sample's trained tokens under the policy as it is now, 0.0 elsewhere."""
+        ...
+
     def reference_logprobs(self, samples_D: Sequence[Sample]) -> list[array[float]]:
         """The column `reference` of each sample: log-probs under the base with its adapter off."""
         ...

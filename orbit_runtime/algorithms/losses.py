@@ -92,6 +92,11 @@ def nothing(inputs: LossInputs, settings: PolicyLossSettings) -> TokenLosses:
     return TokenLosses(0.0 * inputs.logprobs_T)
 
 
+def likelihood(inputs: LossInputs, settings: PolicyLossSettings) -> TokenLosses:
+    """Cross-entropy of what demonstrations answer: `l_t = -logprob`."""
+    return TokenLosses(-inputs.logprobs_T)
+
+
 def policy_loss(
     inputs: LossInputs, weights_T: Tensor, settings: PolicyLossSettings, *, surrogate: Surrogate = clipped
 ) -> tuple[Tensor, dict[str, Tensor]]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from orbit_runtime.algorithms.losses import Surrogate, clipped, clipped_weights, nothing, policy_loss
+from orbit_runtime.algorithms.losses import Surrogate, clipped, clipped_weights, likelihood, nothing, policy_loss
 from orbit_runtime.algorithms.ratios import RATIOS
 from orbit_runtime.spec.algorithm import Algorithm as Settings
 
@@ -29,6 +29,8 @@ def build_loss(settings: Settings, *, own_loss: Surrogate | None = None) -> Call
         surrogate: Surrogate = own_loss
     elif objective.surrogate == "Teacher":
         surrogate = nothing
+    elif objective.surrogate == "Likelihood":
+        surrogate = likelihood
     else:
         surrogate = partial(SURROGATES[objective.surrogate], log_ratio=RATIOS[objective.ratio])
     return partial(policy_loss, surrogate=surrogate)

@@ -81,6 +81,26 @@ def run(
 
 
 @app.command()
+def sft(
+    file: Manifest,
+    out: Annotated[
+        str | None, typer.Option(metavar="URI", help="The run folder itself; without it, storage.uri/name.")
+    ] = None,
+    overrides: Overrides = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print every process it would start; start nothing.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Learn from demonstrations. As `run` does where the manifest says algorithm.type: SFT; the adapter can begin an RL
+    run (adapter.initFrom)."""
+    from orbit_runtime.cli.run import run_manifest
+
+    asked = ["spec.algorithm.type=SFT", *(overrides or [])]
+    raise typer.Exit(run_manifest(file, out=out, overrides=asked, dry_run=dry_run, as_json=as_json))
+
+
+@app.command()
 def validate(file: Manifest, overrides: Overrides = None, as_json: AsJson = False) -> None:
     """Check a manifest and say everything that is wrong with it. Opens the prompts and rewards that are here."""
     from orbit_runtime.cli.validate import run_validate

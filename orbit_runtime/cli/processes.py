@@ -25,19 +25,30 @@ def describe(run: OrbitRun, server_gpus: int | None = None, ranks: Layout | None
     """
     from orbit_runtime.workers.reward_pool import default_workers
 
+    is_sft = run.spec.algorithm.type == "SFT"
+    does = "loop" if ranks else "trainer, loop" if is_sft else "trainer, engine, loop"
     return [
         {
             "name": "run",
             "count": 1,
             "argv": [sys.executable, "-m", "orbit_runtime.cli.main", "run", "FILE"],
             "environment": {},
-            "role": f"{'loop' if ranks else 'trainer, engine, loop'} and status server of run {run.name}",
+            "role": f"{does} and status server of run {run.name}",
         },
         *(_ranks(ranks) if ranks else []),
+        # Demonstrations are neither sampled nor scored.
+        *([] if is_sft else _of_rollouts(run, server_gpus, ranks, default_workers())),
+    ]
+
+
+def _of_rollouts(
+    run: OrbitRun, server_gpus: int | None, ranks: Layout | None, reward_workers: int
+) -> list[dict[str, Any]]:
+    return [
         *([_sglang(run, server_gpus)] if ranks or run.spec.rollout.engine == "SGLang" else []),
         {
             "name": "reward-worker",
-            "count": default_workers(),
+            "count": reward_workers,
             "argv": [sys.executable, "-m", "orbit_runtime.workers.reward_worker"],
             "environment": {},
             "role": "rewards: " + ", ".join(reward.name for reward in run.spec.environment.rewards),

@@ -49,7 +49,8 @@ def _read(uri: str) -> tuple[Store, Report]:
 def format_report(report: Report) -> str:
     """A run in a dozen lines."""
     facts = report.to_json()
-    first, last = facts["reward_first"], facts["reward_last"]
+    headline = facts["headline"]
+    first, last = headline["first"], headline["last"]
     gain = "" if first is None or last is None else f" ({last - first:+.4f})"
     status = facts["status"] if not facts["reason"] else f"{facts['status']}: {facts['reason']}"
     of = _asked(facts["steps"], facts["steps_total"])
@@ -59,7 +60,7 @@ def format_report(report: Report) -> str:
         ("run", facts["run"]),
         ("state", status),
         ("steps", f"{facts['steps']}{of}, {facts['seconds']:.1f} s, {facts['tokens']} tokens"),
-        ("reward", f"{format_number(first)} before, {format_number(last)} after{gain}"),
+        (headline["name"], f"{format_number(first)} before, {format_number(last)} after{gain}"),
         *((f"reward {name}", f"{format_number(part['first'])} before, {format_number(part['last'])} after")
           for name, part in facts["reward_parts"].items()),
         ("publishes proven", f"{facts['publishes_proven']} of {facts['publishes']}"),

@@ -115,15 +115,24 @@ def summary_of(report: Mapping[str, Any]) -> dict[str, Any]:
 
 def format_result(ended: str, uri: str, report: Mapping[str, Any]) -> str:
     """Reward before and after, what is proven, and where everything is."""
-    first, last = report.get("reward_first"), report.get("reward_last")
+    headline = report.get("headline") or {"name": "reward", "first": None, "last": None}
+    first, last = headline["first"], headline["last"]
     gain = "" if first is None or last is None else f" ({last - first:+.4f})"
-    state = {"stopped": "stopped on request; the same command continues", "exhausted": "done: the prompts are used up"}
+    state = {
+        "stopped": "stopped on request; the same command continues",
+        "exhausted": "done: the prompts are used up",
+        "converged": "done early: what was held out got no better",
+    }
     took = f"{report.get('steps')} steps in {report.get('seconds', 0):.1f} s"
     version = report.get("policy_version")
     words = [
         f"{report.get('run')}: {state.get(ended, ended)}, {took}",
-        f"reward before {format_number(first)}, after {format_number(last)}{gain}",
-        f"publishes proven {report.get('publishes_proven')} of {report.get('publishes')}",
+        f"{headline['name']} before {format_number(first)}, after {format_number(last)}{gain}",
+        *(
+            [f"publishes proven {report.get('publishes_proven')} of {report.get('publishes')}"]
+            if report.get("publishes")
+            else []
+        ),
         *(f"warning: {warning}" for warning in report.get("warnings", ())),
         # Stopped before the first step, a run has trained no adapter.
         *([] if version is None else [f"adapter {uri}/adapters/policy-v{version}"]),

@@ -55,6 +55,10 @@ def _summary(run: OrbitRun) -> list[tuple[str, str]]:
         settings = f"block size {adapter.oft.block_size}, {adapter.oft.parametrization}" if adapter.oft else ""
     targets = f"{len(adapter.targets)} targets" if adapter.targets else "the family's usual targets"
     batch = f"{training.prompts_per_step} prompts x {spec.algorithm.group_size} samples"
+    if spec.algorithm.type == "SFT":
+        learned = f"{training.steps} of {training.prompts_per_step} demonstrations"
+    else:
+        learned = f"{training.steps} of {batch}, up to {spec.rollout.sampling.max_new_tokens} tokens each"
     return [
         ("name", run.name),
         ("model", f"{spec.model.uri} ({spec.model.precision})"),
@@ -62,7 +66,7 @@ def _summary(run: OrbitRun) -> list[tuple[str, str]]:
         ("algorithm", describe_algorithm(spec.algorithm)),
         ("prompts", ", ".join(each.uri for each in spec.data.prompts)),
         ("rewards", ", ".join(f"{each.name} ({each.type or each.entrypoint})" for each in spec.environment.rewards)),
-        ("steps", f"{training.steps} of {batch}, up to {spec.rollout.sampling.max_new_tokens} tokens each"),
+        ("steps", learned),
         ("trainer, engine", f"{training.trainer}, {spec.rollout.engine}"),
         ("run folder", f"{spec.storage.uri.rstrip('/')}/{run.name}"),
     ]

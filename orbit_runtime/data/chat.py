@@ -66,11 +66,8 @@ class ChatTokenizer:
 
     def encode_many(self, conversations: Sequence[Messages], *, tools: Tools = ()) -> list[list[int]]:
         """`encode_chat` of each, in one call to the tokenizer."""
-        texts = [self._render(messages, tools) for messages in conversations]
-        if not texts:
-            return []
-        # The template already wrote the special tokens.
-        return [list(ids) for ids in self._tokenizer(texts, add_special_tokens=False)["input_ids"]]
+        texts = [self.render(messages, tools) for messages in conversations]
+        return self.encode_texts(texts)
 
     def encode_continuation(
         self, messages: Messages, answered: int, last_id: int | None, *, tools: Tools = ()
@@ -90,8 +87,8 @@ class ChatTokenizer:
         """
         mark = _free_placeholder(messages)
         before = [*messages[:answered], {"role": "assistant", "content": mark}]
-        closing = self._after(mark, self._render(before, tools, answer=False))
-        following = self._after(mark, self._render([*before, *messages[answered + 1 :]], tools))
+        closing = self._after(mark, self.render(before, tools, answer=False))
+        following = self._after(mark, self.render([*before, *messages[answered + 1 :]], tools))
         if not following.startswith(closing):
             raise ModelError(
                 f"the chat template ends an answer with {closing[:40]!r}, and with {following[:40]!r} once messages "
@@ -102,11 +99,21 @@ class ChatTokenizer:
         for message in messages[answered + 1 :]:
             self._check_written(message, following)
         if last_id in self._eos_ids:
-            following = following.removeprefix(str(self._tokenizer.decode([last_id], skip_special_tokens=False)))
+            following = following.removeprefix(self.decode_all([last_id]))
         return self.encode_text(following)
 
     def encode_text(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
+        """Of rendered text, in one call: the template already wrote the special tokens."""
+        if not texts:
+            return []
+        return [list(ids) for ids in self._tokenizer(list(texts), add_special_tokens=False)["input_ids"]]
+
+    def decode_all(self, token_ids: Sequence[int]) -> str:
+        """Text with its special tokens."""
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text without special tokens, with its spaces as they are."""
@@ -133,7 +140,8 @@ class ChatTokenizer:
             )
         return text.partition(mark)[2]
 
-    def _render(self, messages: Messages, tools: Tools, *, answer: bool = True) -> str:
+    def render(self, messages: Messages, tools: Tools = (), *, answer: bool = True) -> str:
+        """The conversation as text; with `answer`, up to where the assistant's begins."""
         try:
             plain = [dict(message) for message in messages]
             return str(

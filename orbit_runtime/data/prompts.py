@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from orbit_runtime.data.rows import MAX_LISTED, PromptSource, load_rows
+from orbit_runtime.data.rows import PromptSource, listed, load_rows
 from orbit_runtime.errors import DataError
 from orbit_runtime.seeds import stream_key
 from orbit_runtime.types import Prompt
@@ -26,6 +26,8 @@ class PromptTable:
     """`sha256:<hex>` over the sources' bytes, prompt fields and the limit: equal digests mean equal prompts."""
     file_digests: tuple[str, ...]
     """`sha256:<hex>` of each source's bytes."""
+    rows: tuple[int, ...] = ()
+    """How many each source has, those beyond the limit among them."""
 
 
 def load_prompts(sources: Sequence[PromptSource], *, limit: int | None = None) -> PromptTable:
@@ -37,10 +39,12 @@ def load_prompts(sources: Sequence[PromptSource], *, limit: int | None = None) -
     prompts: list[Prompt] = []
     digest = hashlib.sha256()
     files: list[str] = []
+    counts: list[int] = []
     seen: dict[str, int] = {}
     for source in sources:
         rows, file_digest = load_rows(source)
         files.append(f"sha256:{file_digest}")
+        counts.append(len(rows))
         digest.update(f"{file_digest} {source.prompt_field}\n".encode())
         seen[source.name] = seen.get(source.name, 0) + 1
         name = source.name if seen[source.name] == 1 else f"{source.name}-{seen[source.name]}"
@@ -54,7 +58,28 @@ def load_prompts(sources: Sequence[PromptSource], *, limit: int | None = None) -
             where="spec.data.prompts",
             fix="name at least one file; spec.data.limit is 1 or more",
         )
-    return PromptTable(tuple(prompts), f"sha256:{digest.hexdigest()}", tuple(files))
+    return PromptTable(tuple(prompts), f"sha256:{digest.hexdigest()}", tuple(files), tuple(counts))
+
+
+def hold_out(table: PromptTable, share: float, seed: int) -> tuple[PromptTable, tuple[Prompt, ...]]:
+    """What is left of a table, and the share of its rows that is held out: at least one, none of a share of 0.
+
+    Raises:
+        DataError: nothing would be left.
+    """
+    if share == 0:
+        return table, ()
+    count = len(table.prompts_P)
+    held = sorted(shuffled(count, stream_key(seed, "hold out"))[: max(1, round(share * count))])
+    if len(held) == count:
+        raise DataError(
+            f"holding out {len(held)} of {count} rows leaves none to train on",
+            where="spec.data.validation.share",
+            fix="give more rows, lower it, or remove `validation`",
+        )
+    chosen = set(held)
+    left = tuple(prompt for index, prompt in enumerate(table.prompts_P) if index not in chosen)
+    return replace(table, prompts_P=left), tuple(table.prompts_P[index] for index in held)
 
 
 def check_fields(table: PromptTable, required: Mapping[str, str]) -> None:
@@ -83,10 +108,9 @@ def check_lengths(
     ]
     if not long:
         return
-    listed = "\n".join(f"  {prompt_id}: {length} tokens" for prompt_id, length in long[:MAX_LISTED])
-    more = f"\n  and {len(long) - MAX_LISTED} more" if len(long) > MAX_LISTED else ""
+    lines = [f"{prompt_id}: {length} tokens" for prompt_id, length in long]
     raise DataError(
-        f"prompts longer than {max_prompt_tokens} tokens:\n{listed}{more}",
+        f"prompts longer than {max_prompt_tokens} tokens:\n{listed(lines)}",
         where="spec.data.prompts",
         fix="shorten or drop them, raise spec.model.maxSequenceLength, or lower spec.rollout.sampling.maxNewTokens",
     )

@@ -10,7 +10,7 @@ import csv
 import hashlib
 import io
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -235,10 +235,14 @@ def _check_problems(
 ) -> None:
     if not problems:
         return
-    listed = "\n".join(f"  {problem}" for problem in problems[:MAX_LISTED])
-    more = f"\n  and {len(problems) - MAX_LISTED} more" if len(problems) > MAX_LISTED else ""
     count = "1 broken row" if len(problems) == 1 else f"{len(problems)} broken rows"
-    raise DataError(f"{count}:\n{listed}{more}", where=source.uri, fix=fix)
+    raise DataError(f"{count}:\n{listed(problems)}", where=source.uri, fix=fix)
+
+
+def listed(problems: Sequence[str]) -> str:
+    """The first of them, a line each, and how many more there are."""
+    more = f"\n  and {len(problems) - MAX_LISTED} more" if len(problems) > MAX_LISTED else ""
+    return "\n".join(f"  {problem}" for problem in problems[:MAX_LISTED]) + more
 
 
 def _refuse_constant(constant: str) -> float:

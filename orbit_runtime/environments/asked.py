@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from orbit_runtime.data.demonstrations import read_demonstrations
 from orbit_runtime.data.prompts import check_fields, load_prompts
 from orbit_runtime.data.rows import PromptSource
 from orbit_runtime.environments.rewards import REWARDS
@@ -97,9 +98,14 @@ def check_local_inputs(spec: RunSpec, folders: Sequence[str]) -> list[str]:
         ManifestError, UsageError: a reward function, or the folder of its code, is not there or cannot be called.
     """
     unopened = [each.uri for each in spec.data.prompts if not _is_here(each.uri)]
-    local = [PromptSource(each.uri, each.format, each.prompt_field) for each in spec.data.prompts if _is_here(each.uri)]
-    if local:
-        check_fields(load_prompts(local, limit=spec.data.limit), fields_read(spec, {}))
+    here = [each for each in spec.data.prompts if _is_here(each.uri)]
+    if here:
+        local = [PromptSource(each.uri, each.format, each.prompt_field) for each in here]
+        table = load_prompts(local, limit=spec.data.limit)
+        if spec.algorithm.type == "SFT":
+            read_demonstrations(table, here, last_only=spec.data.chat.answers == "Last")
+        else:
+            check_fields(table, fields_read(spec, {}))
     written = [target for target in reward_targets(spec, {}) if _is_entrypoint(spec, target)]
     code = spec.environment.code
     if code is not None and not _is_here(code.uri):

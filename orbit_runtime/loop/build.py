@@ -66,34 +66,25 @@ SHORT_CANARY, LONG_CANARY = 32, 512
 CANARY_ANSWER_TOKENS = 4
 
 
-@dataclass(frozen=True)
-class Parts:
-    """Everything a loop needs, built and checked. Nothing here chooses anything any more."""
+@dataclass(frozen=True, kw_only=True)
+class RunParts:
+    """What every kind of run has. Nothing here chooses anything any more."""
 
     run: OrbitRun
     resolved: Resolved
     store: Store
     execution: Execution
+    keeper: Keeper
     prompts: PromptStream
-    environment: Environment
-    engine: Engine
     side: TrainerSide
-    publisher: Publisher
-    versions: PolicyVersions
     algorithm: Algorithm
     names: Names
     content: Mapping[str, str]
     """Digests of the model, the prompts and the code, by name."""
     inputs: Inputs
-    reference_fields: tuple[str, ...]
-    """Columns of the prompts that hold the expected answer."""
     sequences: tuple[tuple[int, ...], ...]
     """Real prompts as token ids: what preflight measures on."""
     show: Show
-    held_out: HeldOut | None = None
-    """What the policy is measured on while it trains; None: nothing."""
-    teacher: AdapterFolder | None = None
-    """The adapter that teaches, as it was read."""
 
     @property
     def spec(self) -> RunSpec:
@@ -114,8 +105,24 @@ class Parts:
 
     @property
     def checkpoints(self) -> Checkpoints:
-        keeper, keep = self.publisher.keeper, self.spec.checkpoint.keep
-        return Checkpoints(self.store, self.execution, keeper, self.trainer, self.identity, keep)
+        keep = self.spec.checkpoint.keep
+        return Checkpoints(self.store, self.execution, self.keeper, self.trainer, self.identity, keep)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts(RunParts):
+    """Everything that a loop of rollouts needs besides, built and checked."""
+
+    environment: Environment
+    engine: Engine
+    publisher: Publisher
+    versions: PolicyVersions
+    reference_fields: tuple[str, ...]
+    """Columns of the prompts that hold the expected answer."""
+    held_out: HeldOut | None = None
+    """What the policy is measured on while it trains; None: nothing."""
+    teacher: AdapterFolder | None = None
+    """The adapter that teaches, as it was read."""
 
 
 def build_parts(
@@ -143,10 +150,7 @@ def build_parts(
     for index, endpoint in enumerate(spec.rollout.endpoints):
         endpoint_headers(index, endpoint, os.environ)
     show.stage("reading prompts")
-    sources = [
-        PromptSource(each.uri, each.format, each.prompt_field, name, inputs.prompts(index))
-        for index, (each, name) in enumerate(zip(spec.data.prompts, names.prompts, strict=True))
-    ]
+    sources = prompt_sources(spec, names, inputs)
     table = load_prompts(sources, limit=spec.data.limit)
     read = fields_read(spec, rewards or {})
     check_fields(table, read)
@@ -163,7 +167,7 @@ def build_parts(
     check_engine(spec)
     weights = kept_weights_digest(folder, Cache(default_cache(os.environ)))
     check_base(teacher, weights)
-    show.stage(f"loading the model, {_amount(folder)}")
+    show.stage(f"loading the model, {amount(folder)}")
     closing.callback(unfreeze_objects)
     with gc_paused():
         from orbit_runtime.data.chat import ChatTokenizer
@@ -177,7 +181,7 @@ def build_parts(
         check_replay(spec, side.facts)
     held_out = open_held_out(run, inputs, rewards, tokenizer, closing)
     show.stage("starting the engine")
-    sequences = _sequences(table, tokenizer)
+    sequences = first_sequences(table, tokenizer)
     engine = build_engine(resolved, side, tokenizer, folder, sequences, closing)
     closing.callback(engine.close)
     show.metrics.add_engine(engine.read_servers)
@@ -209,6 +213,7 @@ def build_parts(
         resolved=resolved,
         store=store,
         execution=execution,
+        keeper=keeper,
         prompts=stream,
         environment=environment,
         engine=engine,
@@ -227,7 +232,15 @@ def build_parts(
     )
 
 
-def _amount(folder: Path) -> str:
+def prompt_sources(spec: RunSpec, names: Names, inputs: Inputs) -> list[PromptSource]:
+    """`data.prompts`, fetched."""
+    return [
+        PromptSource(each.uri, each.format, each.prompt_field, name, inputs.prompts(index))
+        for index, (each, name) in enumerate(zip(spec.data.prompts, names.prompts, strict=True))
+    ]
+
+
+def amount(folder: Path) -> str:
     """Bytes of the weights."""
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
@@ -241,7 +254,7 @@ def _build_pool(spec: RunSpec, search_path: Sequence[str], closing: ExitStack) -
     return closing.enter_context(EnvironmentPool(target, limits=process_limits(spec), search_path=search_path))
 
 
-def _sequences(table: PromptTable, tokenizer: Tokenizer, count: int = 8) -> tuple[tuple[int, ...], ...]:
+def first_sequences(table: PromptTable, tokenizer: Tokenizer, count: int = 8) -> tuple[tuple[int, ...], ...]:
     """The first prompts with their chat template, as training sees them."""
     return tuple(tuple(ids) for ids in tokenizer.encode_many([prompt.messages for prompt in table.prompts_P[:count]]))
 

@@ -75,10 +75,10 @@ def build_references(groups_P: Sequence[Group], fields: Sequence[str]) -> dict[s
     return references
 
 
-def keep_row(store: Store, execution: Execution, row: MetricsRow) -> None:
-    """The last step's row, complete."""
+def keep_rows(store: Store, execution: Execution, rows: Sequence[MetricsRow]) -> None:
+    """Rows of steps that leave no rollouts, or the last step's, complete."""
     execution.check()
-    store.put(*_row_file(row))
+    store.put_many([_row_file(row) for row in rows])
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ def _facts(state: RunState, cursor: Mapping[str, Any], identity: str) -> dict[st
         "adapter_digest": state.publication.adapter.digest,
         "cursor": dict(cursor),
         "identity": identity,
-        "proof": state.publication.proof.to_json(),
+        "proof": state.publication.proof.to_json() if state.publication.proofs else None,
         "summary": state.facts(),
     }
 

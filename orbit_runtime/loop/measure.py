@@ -28,7 +28,7 @@ from orbit_runtime.evaluation.tasks import EvalTask, asked_of, open_task, task_s
 from orbit_runtime.loop.asking import Asking
 from orbit_runtime.loop.collector import Collector
 from orbit_runtime.loop.inputs import Inputs
-from orbit_runtime.loop.keep import keep_row, step_name
+from orbit_runtime.loop.keep import keep_rows, step_name
 from orbit_runtime.loop.signals import StopFlag
 from orbit_runtime.loop.state import RunState
 from orbit_runtime.observability.metrics import MetricsRow, Value, build_row, evaluation_field, parse_row
@@ -216,7 +216,7 @@ def _tell(parts: Parts, state: RunState, found: Mapping[str, Any]) -> None:
     row = state.row if state.row is not None else _stored_row(parts, state.step)
     if row is not None and any(row.get(name) != value for name, value in fields.items()):
         row = build_row(**{**row, **fields})
-        keep_row(parts.store, parts.execution, row)
+        keep_rows(parts.store, parts.execution, [row])
     if state.row is not None:
         state.row = row
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from orbit_runtime.errors import UsageError
-from orbit_runtime.loop.build import Parts
+from orbit_runtime.loop.build import RunParts
 from orbit_runtime.loop.content import PREFIX, WEIGHTS, check_weights_known
 from orbit_runtime.loop.resume import read_run_file
 from orbit_runtime.loop.state import RunState
@@ -93,7 +93,7 @@ def _read(store: Store, prefix: str | None) -> Bundle:
         ) from None
 
 
-def begin_from(parts: Parts, state: RunState, origin: Origin) -> None:
+def begin_from(parts: RunParts, state: RunState, origin: Origin) -> None:
     """Brings trainer and counters to the other run's checkpoint, and prompts too where they are the same.
 
     Raises:

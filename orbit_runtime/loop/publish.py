@@ -45,7 +45,7 @@ class Publication:
 
     @property
     def proof(self) -> Proof:
-        """The one that came closest to its limit."""
+        """The one that came closest to its limit; there is one wherever an engine is."""
         return max(self.proofs, key=lambda proof: proof.change_error)
 
     @property
@@ -87,14 +87,9 @@ class Publisher:
         """
         adapter = publishable(self.trainer, version)
         adapted, base = self.trainer.score(self.canary_T)
-        # What `serve` needs to repeat the effect check with no trainer.
-        canary = {"token_ids": self.canary_T, "logprobs": adapted.logprobs_T, "base_logprobs": base.logprobs_T}
-        of_base = {"weights": self.base_weights}
-        facts = {"version": version, "digest": adapter.digest, "base": of_base, "canary": canary}
+        facts = adapter_facts(adapter, self.canary_T, (adapted, base), self.base_weights)
+        self.keeper.submit(partial(write_adapter_bundle, self.store, self.execution, adapter, facts))
         assert adapter.pieces is not None
-        parts = {name: _content(data, adapter.pieces[name]) for name, data in adapter.files.items()}
-        prefix = f"adapters/{adapter_name(version)}"
-        self.keeper.submit(partial(write_bundle, self.store, self.execution, prefix, parts, facts, plain_names=True))
         # The same for every copy, and nothing that a server should wait for.
         expected = expected_applied_digest(adapter.files, adapter.pieces)
         try:
@@ -135,6 +130,24 @@ class Publisher:
     def _keep_evidence(self, version: int, evidence: Mapping[str, Any]) -> None:
         key = f"parity/publish-v{version}-e{self.execution.number:06d}.json"
         self.store.put(key, json.dumps(evidence, indent=1).encode())
+
+
+def adapter_facts(
+    adapter: AdapterFiles, canary_T: Sequence[int], scores: tuple[Scored, Scored], base_weights: str
+) -> dict[str, Any]:
+    """What travels with an adapter: whose base it is for, and what `serve` needs to repeat the effect check with no
+    trainer. Args: scores: of the canary, with the adapter and without."""
+    adapted, base = scores
+    canary = {"token_ids": canary_T, "logprobs": adapted.logprobs_T, "base_logprobs": base.logprobs_T}
+    of_base = {"weights": base_weights}
+    return {"version": adapter.version, "digest": adapter.digest, "base": of_base, "canary": canary}
+
+
+def write_adapter_bundle(store: Store, execution: Execution, adapter: AdapterFiles, facts: Mapping[str, Any]) -> None:
+    """`adapters/policy-v…/`, under PEFT's names."""
+    assert adapter.pieces is not None
+    parts = {name: _content(data, adapter.pieces[name]) for name, data in adapter.files.items()}
+    write_bundle(store, execution, f"adapters/{adapter_name(adapter.version)}", parts, facts, plain_names=True)
 
 
 def _content(data: Buffer, pieces: Pieces) -> Content:

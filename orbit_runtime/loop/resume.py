@@ -11,8 +11,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from orbit_runtime.errors import OutputError
-from orbit_runtime.loop.build import Parts
+from orbit_runtime.errors import GateError, OutputError
+from orbit_runtime.loop.build import RunParts
 from orbit_runtime.loop.content import check_digest_scheme
 from orbit_runtime.loop.keep import load_rollouts
 from orbit_runtime.loop.state import RunState
@@ -65,7 +65,16 @@ def find_checkpoint(store: Store) -> tuple[Bundle | None, tuple[str, ...]]:
     return newest_readable(store, "checkpoints/")
 
 
-def restore(parts: Parts, state: RunState, bundle: Bundle) -> None:
+def restored_wrongly(found: str, state: RunState) -> GateError:
+    """Args: found: digest of the adapter that the restored trainer holds."""
+    return GateError(
+        f"the restored trainer publishes {found[:19]}…, not the checkpoint's {str(state.expected_digest)[:19]}…",
+        where=f"checkpoints/step-{state.step:06d}",
+        fix="the checkpoint was not restored exactly; delete it to continue from the one before",
+    )
+
+
+def restore(parts: RunParts, state: RunState, bundle: Bundle) -> None:
     """Brings trainer, prompts and counters to the checkpoint; the engine follows by the publish that comes next.
 
     Raises:

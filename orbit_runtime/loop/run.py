@@ -19,7 +19,6 @@ import orbit_runtime
 from orbit_runtime.errors import (
     EXIT_STOPPED,
     DataError,
-    GateError,
     ManifestError,
     ModelError,
     OrbitError,
@@ -27,14 +26,22 @@ from orbit_runtime.errors import (
     UnsupportedError,
     UsageError,
 )
-from orbit_runtime.loop.build import Parts, build_parts
+from orbit_runtime.loop.build import Parts, RunParts, build_parts
 from orbit_runtime.loop.content import check_content, resolve_names
 from orbit_runtime.loop.inputs import Inputs, build_patience
 from orbit_runtime.loop.machine import add_rounding_facts, explain_rounding, machine_facts, rounding_facts
 from orbit_runtime.loop.memory import told_where_memory_ran_out
 from orbit_runtime.loop.origin import Origin, begin_from, find_origin
 from orbit_runtime.loop.parity import check_sides
-from orbit_runtime.loop.resume import RUN_FILE, check_same_run, find_checkpoint, read_run_file, restore
+from orbit_runtime.loop.resume import (
+    RUN_FILE,
+    check_same_run,
+    find_checkpoint,
+    read_run_file,
+    restore,
+    restored_wrongly,
+)
+from orbit_runtime.loop.sft import SftParts, build_sft, check_restored, run_sft
 from orbit_runtime.loop.show import Show
 from orbit_runtime.loop.signals import StopFlag, stop_on_signals
 from orbit_runtime.loop.state import RunState
@@ -65,7 +72,8 @@ class RunResult:
     """How a run ended."""
 
     ended: str
-    """`done`, `exhausted` (no prompts left) or `stopped` (on request, resumable)."""
+    """`done`, `exhausted` (no prompts left), `converged` (SFT that got no better) or `stopped` (on request,
+    resumable)."""
     uri: str
     report: Mapping[str, Any]
     """The content of `report.json`."""
@@ -145,7 +153,13 @@ def _run(
     names = resolve_names(resolved, before)
     patience = build_patience(show, stop, store.deadline_seconds)
     inputs = Inputs(resolved.run.spec, (before or {}).get("inputs", {}), patience, search_path)
-    parts = build_parts(resolved, store, execution, show, rewards=rewards, inputs=inputs, names=names, closing=closing)
+    parts: Parts | SftParts
+    if resolved.run.spec.algorithm.type == "SFT":
+        parts = build_sft(resolved, store, execution, show, inputs=inputs, names=names, closing=closing)
+    else:
+        parts = build_parts(
+            resolved, store, execution, show, rewards=rewards, inputs=inputs, names=names, closing=closing
+        )
     if before:
         check_content(store.uri, before, parts.content)
         changes += explain_rounding(before["rounding"][-1:], _rounding(parts)) if "rounding" in before else []
@@ -166,21 +180,20 @@ def _run(
     if state.step >= total:
         show.note(_nothing_left(state.step, total))
     show.status.update(phase="Preflight", total=total, step=state.step, resumed_from_step=state.step)
-    _start_policy(parts, state)
-    if bundle is None:
-        for warning in check_teacher(parts):
-            state.warn(warning)
-            show.note(f"warning: {warning}")
+    if isinstance(parts, SftParts):
+        check_restored(parts, state)
+    else:
+        _start_policy(parts, state, is_new=bundle is None)
     show.status.update(phase="Running")
     show.target(total, state.step)
-    ended = run_steps(parts, state, stop)
+    ended = run_sft(parts, state, stop) if isinstance(parts, SftParts) else run_steps(parts, state, stop)
     show.status.update(phase="Stopped" if ended == "stopped" else "Done", exit_code=75 if ended == "stopped" else 0)
     report = _finish(store, ended)
     show.progress.finish(report)
     return ended, report
 
 
-def _rounding(parts: Parts) -> Mapping[str, str]:
+def _rounding(parts: RunParts) -> Mapping[str, str]:
     return {**rounding_facts(), **parts.side.rounding}
 
 
@@ -194,21 +207,24 @@ def _nothing_left(done: int, total: int) -> str:
     return f"nothing left to train: {done} steps are done; to go on, raise spec.training.steps ({total})"
 
 
-def _start_policy(parts: Parts, state: RunState) -> None:
-    """Publishes the current policy with proof, then measures parity on real prompts, before a token is sampled."""
+def _start_policy(parts: Parts, state: RunState, *, is_new: bool) -> None:
+    """Publishes the current policy with proof, then measures parity on real prompts, before a token is sampled.
+
+    Args: is_new: no step of the run is done, so that a teacher is to be asked first.
+    """
     parts.show.stage("preflight")
     state.publication = parts.publisher.publish(state.policy_version, None)
     parts.versions.activate(state.publication)
     digest = state.publication.adapter.digest
     if state.expected_digest not in (None, digest):
-        raise GateError(
-            f"the restored trainer publishes {digest[:19]}…, not the checkpoint's {str(state.expected_digest)[:19]}…",
-            where=f"checkpoints/step-{state.step:06d}",
-            fix="the checkpoint was not restored exactly; delete it to continue from the one before",
-        )
+        raise restored_wrongly(digest, state)
     state.publishes += 1
     state.publishes_proven += state.publication.is_proven
     check_sides(parts, state, "preflight")
+    if is_new:
+        for warning in check_teacher(parts):
+            state.warn(warning)
+            parts.show.note(f"warning: {warning}")
 
 
 def _build_show(
@@ -236,7 +252,20 @@ SMALLEST_USUAL_RATE = 5e-6
 """Rates below are those of training all weights, about a tenth of an adapter's (LoRA Without Regret, 2025)."""
 
 
-def _warn(parts: Parts, state: RunState, rewards: Mapping[str, Callable[..., Any]] | None) -> None:
+def _warn(parts: Parts | SftParts, state: RunState, rewards: Mapping[str, Callable[..., Any]] | None) -> None:
+    rate = parts.spec.training.learning_rate
+    if rate < SMALLEST_USUAL_RATE:
+        state.warn(
+            f"training.learningRate is {rate:g}, a rate for training all weights; adapters usually take 1e-5 to 2e-3, "
+            "about ten times as much or more"
+        )
+    if isinstance(parts, Parts):
+        _warn_of_rollouts(parts, state, rewards)
+    for warning in state.warnings:
+        parts.show.note(f"warning: {warning}")
+
+
+def _warn_of_rollouts(parts: Parts, state: RunState, rewards: Mapping[str, Callable[..., Any]] | None) -> None:
     algorithm, objective = parts.spec.algorithm, parts.spec.algorithm.objective
     if algorithm.group_size == 1 and objective.baseline not in ("Critic", "None", None):
         state.warn("a group of one has no gradient: set algorithm.groupSize to 2 or more to learn")
@@ -245,12 +274,6 @@ def _warn(parts: Parts, state: RunState, rewards: Mapping[str, Callable[..., Any
         state.warn(
             "the gradient of K1 in the loss is 0 on average, so it holds the policy to nothing (arXiv:2506.09477): set "
             "algorithm.kl.importanceWeighted, or estimator: K2, or placement: Reward"
-        )
-    rate = parts.spec.training.learning_rate
-    if rate < SMALLEST_USUAL_RATE:
-        state.warn(
-            f"training.learningRate is {rate:g}, a rate for training all weights; adapters usually take 1e-5 to 2e-3, "
-            "about ten times as much or more"
         )
     if parts.resolved.engine == "SGLang" and parts.resolved.device == "cpu" and parts.facts.precision != "BF16":
         state.warn(f"on a CPU SGLang serves the {parts.facts.precision} base dequantised to BF16 (the same values)")
@@ -267,12 +290,10 @@ def _warn(parts: Parts, state: RunState, rewards: Mapping[str, Callable[..., Any
             )
     if rewards:
         state.warn("rewards were given from Python: this run can resume only with the same functions")
-    for warning in state.warnings:
-        parts.show.note(f"warning: {warning}")
 
 
 def _write_run_file(
-    parts: Parts,
+    parts: RunParts,
     state: RunState,
     before: Mapping[str, Any] | None,
     rewards: Mapping[str, Any] | None,

@@ -42,6 +42,8 @@ class RunState:
     base_digest_after: str | None = None
     trainable_parameters: int = 0
     warnings: list[str] = field(default_factory=list)
+    validated: dict[str, Any] | None = None
+    """What held-out demonstrations said so far (`sft.Validated`)."""
     sleep: dict[str, int] | None = None
     """Bytes that the engine held before it first slept, and meanwhile; of this execution."""
     woken: bool = False
@@ -67,6 +69,7 @@ class RunState:
             "trainable_parameters": self.trainable_parameters,
             "warnings": list(self.warnings),
             "sleep": self.sleep,
+            **({} if self.validated is None else {"validated": self.validated}),
         }
 
     def restore(self, facts: Mapping[str, Any]) -> None:
@@ -75,3 +78,4 @@ class RunState:
         self.resumed = int(facts["resumed"]) + 1
         self.parity_limit = float(facts["parity_limit"])
         self.warnings = list(facts["warnings"])
+        self.validated = facts.get("validated")

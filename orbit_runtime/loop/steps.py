@@ -16,7 +16,7 @@ from orbit_runtime.loop.buffer import Kept
 from orbit_runtime.loop.build import Parts
 from orbit_runtime.loop.collect import Collected, check_failures
 from orbit_runtime.loop.collector import Collector
-from orbit_runtime.loop.keep import keep_failure, keep_row, keep_step
+from orbit_runtime.loop.keep import keep_failure, keep_rows, keep_step
 from orbit_runtime.loop.measure import measure
 from orbit_runtime.loop.parity import check_again, step_limits
 from orbit_runtime.loop.resample import collect_informative, what_is_missing
@@ -200,6 +200,6 @@ def _keep_newest(parts: Parts, state: RunState, cursor: Mapping[str, Any], kept:
     else:
         parts.checkpoints.begin(state, cursor, kept)
         _settle(parts, state)
-    keep_row(parts.store, parts.execution, state.row)
+    keep_rows(parts.store, parts.execution, [state.row])
     if state.step == parts.spec.training.steps:
         parts.show.step(state.row, state)

@@ -23,7 +23,7 @@ from orbit_runtime.planner.sampling import sampling_of
 from orbit_runtime.spec import Resolved
 from orbit_runtime.spec.algorithm import Algorithm as AlgorithmSpec
 from orbit_runtime.spec.run import RunSpec
-from orbit_runtime.types import Probe, Trainer
+from orbit_runtime.types import Probe, Sampling, Trainer
 
 if TYPE_CHECKING:
     from orbit_runtime.adapters.config import AdapterConfig
@@ -362,6 +362,7 @@ def _trainer_settings(resolved: Resolved, base_model: str) -> TrainerSettings:
 
     spec = resolved.run.spec
     training, algorithm, sampling = spec.training, spec.algorithm, spec.rollout.sampling
+    is_sampled = algorithm.type != "SFT"
     return TrainerSettings(
         peak_learning_rate=training.learning_rate,
         schedule=training.schedule.type,
@@ -376,10 +377,10 @@ def _trainer_settings(resolved: Resolved, base_model: str) -> TrainerSettings:
         reduction=algorithm.objective.reduction,
         constant_length=sampling.max_new_tokens,
         correction=correction_of(algorithm),
-        sampling=sampling_of(spec),
+        sampling=sampling_of(spec) if is_sampled else Sampling(),
         base_model=base_model,
         seed=spec.data.seed,
-        router_replay=spec.rollout.router_replay,
+        router_replay=spec.rollout.router_replay if is_sampled else "None",
         critic=_critic_settings(spec),
         teacher=_teacher_settings(spec),
     )

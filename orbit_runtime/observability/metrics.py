@@ -90,6 +90,8 @@ METRICS: tuple[Metric, ...] = (
     Metric("value_loss", "reward^2", "Loss of the critic, over the step's updates.", "orbit_run_value_loss"),
     Metric("explained_variance", "share", "Share of the returns' variance that the critic foresaw before the step.",
            "orbit_run_explained_variance", display=".3f"),
+    Metric("validation_loss", "nats", "SFT: mean loss of a held-out answer's token, where the step measured it.",
+           "orbit_run_validation_loss", display=".4f"),
     Metric("learning_rate", "rate", "Learning rate of the step's last optimizer update.", "orbit_run_learning_rate",
            display=".3g"),
     Metric("oft_series_error", "norm", "Bound on how far OFT's series is from an exact rotation.",
@@ -104,8 +106,9 @@ METRICS: tuple[Metric, ...] = (
            display="d"),
     Metric("tool_errors", "calls", "Those that were answered by an error: malformed, unknown, failed, out of time.",
            "orbit_run_tool_errors", "counter", display="d"),
-    Metric("tokens", "tokens", "Tokens sampled in the step.", "orbit_run_tokens", "counter", display="d"),
-    Metric("tokens_per_second", "tokens/s", "Sampled tokens over seconds_total.",
+    Metric("tokens", "tokens", "Tokens sampled in the step; under SFT, tokens of answers.", "orbit_run_tokens",
+           "counter", display="d"),
+    Metric("tokens_per_second", "tokens/s", "`tokens` over seconds_total.",
            "orbit_run_tokens_per_second", display=".0f", is_time=True),
     _parity("mean", "nats", "Mean |log-prob difference| between trainer and engine."),
     _parity("p99", "nats", "99th percentile of |log-prob difference|."),
@@ -135,7 +138,7 @@ METRICS: tuple[Metric, ...] = (
     _stage("checkpoint", "What making the step durable took of the loop's time; most of it happens beside the next "
            "step. It is written with the next step's row, or at the end: empty until then, and where the process was "
            "killed before."),
-    _stage("evaluate", "Asking the held-out prompts behind the step; no part of seconds_total."),
+    _stage("evaluate", "Measuring what is held out behind the step; no part of seconds_total."),
     Metric("seconds_total", "s", "The whole step, its checkpoint included where seconds_checkpoint is there.",
            "orbit_run_step_seconds", display=".3f", is_time=True),
 )  # fmt: skip
@@ -237,6 +240,11 @@ class MetricsRow(Mapping[str, Value]):
     def to_json(self) -> str:
         """One line of JSON. NaN and the infinities, which JSON has no words for, travel as strings."""
         return json.dumps({name: _encode(value) for name, value in self._values.items()}, allow_nan=False)
+
+
+def is_unscored(rows: Sequence[MetricsRow]) -> bool:
+    """Steps of demonstrations: no group was sampled, so that there is no reward."""
+    return bool(rows) and all(row["groups"] is None and row["reward_mean"] is None for row in rows)
 
 
 def build_row(**values: Value) -> MetricsRow:

@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from typing import IO, TYPE_CHECKING, Any, Protocol
 
 from orbit_runtime.observability.logs import LogFormat, is_json
-from orbit_runtime.observability.metrics import MetricsRow, format_value
+from orbit_runtime.observability.metrics import MetricsRow, format_value, is_unscored
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -136,8 +136,8 @@ class PlainProgress:
     def step(self, row: MetricsRow) -> None:
         self._pace.step(row)
         left = format_seconds(self._pace.seconds_left())
-        reward, speed = (format_value(name, row[name]) for name in ("reward_mean", "tokens_per_second"))
-        self._print(f"step {self._pace.done}/{self._pace.total}  reward {reward}  {speed} tokens/s  {left} left")
+        speed = format_value("tokens_per_second", row["tokens_per_second"])
+        self._print(f"step {self._pace.done}/{self._pace.total}  {_headline(row)}  {speed} tokens/s  {left} left")
 
     def note(self, message: str, **facts: Any) -> None:
         self._print(_sentence(message, facts))
@@ -259,10 +259,11 @@ class LiveProgress:
             return Text("waiting for the first step"[: self._console.width - 1], style="dim", no_wrap=True)
         unicode = _can_unicode(self._console.encoding)
         parts = [
-            f"reward {format_value('reward_mean', self._row['reward_mean'])} {self._pace.trend(unicode)}",
+            f"{_headline(self._row)} {self._pace.trend(unicode)}",
             f"{format_value('tokens_per_second', self._row['tokens_per_second'])} tokens/s",
-            f"parity {format_value('parity_mean', self._row['parity_mean'])}",
         ]
+        if not is_unscored([self._row]):
+            parts.append(f"parity {format_value('parity_mean', self._row['parity_mean'])}")
         line = Text("   ".join(part for part in parts), no_wrap=True, overflow="ellipsis")
         room = self._console.width - line.cell_len - 4
         if unicode and room >= 8:
@@ -271,8 +272,14 @@ class LiveProgress:
         return line
 
 
+def _headline(row: MetricsRow) -> str:
+    """Example: `reward 0.5312`, or of demonstrations `loss 0.1392`."""
+    name = "loss" if is_unscored([row]) else "reward_mean"
+    return f"{name.removesuffix('_mean')} {format_value(name, row[name])}"
+
+
 class _Pace:
-    """Steps done, their recent speed, and where the reward is going."""
+    """Steps done, their recent speed, and where the reward is going, or the loss."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.total = 0
@@ -292,7 +299,7 @@ class _Pace:
         self._last = now
         self._seconds = seconds if self._seconds is None else 0.8 * self._seconds + 0.2 * seconds
         self.done = int(row.number("step") or self.done + 1)
-        reward = row.number("reward_mean")
+        reward = row.number("loss" if is_unscored([row]) else "reward_mean")
         if reward is not None and math.isfinite(reward):
             self.rewards.append(reward)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from orbit_runtime import errors
-from orbit_runtime.observability.metrics import MetricsRow
+from orbit_runtime.observability.metrics import MetricsRow, is_unscored
 from orbit_runtime.observability.run_folder import RunFolder, Source, read_run_folder
 from orbit_runtime.storage.execution import STALE_SECONDS
 
@@ -58,6 +58,17 @@ class Report:
         """Of a run with several rewards, in the manifest's order."""
         return tuple(dict.fromkeys(name for row in self.rows for name in row.reward_parts))
 
+    @property
+    def headline(self) -> dict[str, Any]:
+        """`name, first, last` of what the run is about: its reward, or where nothing is scored its loss; of what was
+        held out, before training and at its best."""
+        validated = self.folder.summary.get("validated")
+        if validated:
+            return {"name": "held-out loss", "first": validated["first"], "last": validated["best"]}
+        name = "loss" if is_unscored(self.rows) else "reward"
+        ends = [row.number("loss" if name == "loss" else "reward_mean") for row in (self.rows[:1] + self.rows[-1:])]
+        return {"name": name, "first": ends[0] if ends else None, "last": ends[-1] if ends else None}
+
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values; a number that the run has not produced yet is `None`."""
         rows, summary, facts = self.rows, self.folder.summary, self.folder.facts
@@ -78,6 +89,7 @@ class Report:
                 name: {"first": rows[0].reward_parts.get(name), "last": rows[-1].reward_parts.get(name)}
                 for name in self.reward_names
             },
+            "headline": self.headline,
             "evaluation": evaluation_curves(self.folder.evaluations),
             "publishes": summary.get("publishes", 0),
             "publishes_proven": summary.get("publishes_proven", 0),
@@ -171,6 +183,8 @@ def _judge_ended(ended: str, folder: RunFolder) -> tuple[str, str | None, int | 
         return "done", None, errors.EXIT_DONE
     if ended == "exhausted":
         return "done", "the prompts are used up (data.epochs)", errors.EXIT_DONE
+    if ended == "converged":
+        return "done", "what was held out got no better (data.validation.patience)", errors.EXIT_DONE
     if ended == "stopped":
         return "stopped", "on request; start it again to continue", errors.EXIT_STOPPED
     kind = getattr(errors, ended, None)

@@ -86,7 +86,7 @@ def build_charts(rows: tuple[MetricsRow, ...]) -> list[dict[str, Any]]:
     )
     stages = [line(f"seconds_{stage}", stage, style) for style, stage in enumerate(STAGES)]
     rewards = dict.fromkeys(name for row in rows for name in row.reward_parts)
-    return [
+    charts = [
         chart("Reward", line("reward_mean", "mean"), line("reward_std", "standard deviation", 1)),
         *(chart(f"Reward {name}, before its weight", part(name)) for name in rewards),
         chart("Train-rollout parity |Δ log-prob|", line("parity_mean", "mean"), line("parity_max", "max", 1),
@@ -96,12 +96,15 @@ def build_charts(rows: tuple[MetricsRow, ...]) -> list[dict[str, Any]]:
         chart("KL from the base (nats)", line("kl", "KL")),
         chart("Entropy (nats)", line("entropy", "entropy")),
         chart("Loss", line("loss", "loss")),
+        chart("Loss of what was held out (nats a token)", line("validation_loss", "loss")),
         chart("Gradient norm before clipping", line("grad_norm", "norm")),
         chart("Response length (tokens)", line("response_tokens_mean", "mean")),
         chart("Tokens per second", line("tokens_per_second", "whole step")),
         {"title": "Seconds of a step, by stage", "svg": plots.draw_stack("Seconds of a step, by stage", steps, stages),
          "legend": stages},
     ]  # fmt: skip
+    # A chart without a number says nothing, but of a run that has not begun, which shows what will be there.
+    return [each for each in charts if not rows or any(v is not None for s in each["legend"] for v in s.values)]
 
 
 def evaluation_charts(curves: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:

@@ -36,13 +36,14 @@ from orbit_runtime.spec.teacher import Teacher
 
 TRUNCATION_CAP = CORRECTIONS["None"].cap
 BUFFER_SHARE = 0.2
-IDLE_IN_DISTILLATION = (
+UNREWARDED = ("Distillation", "SFT")
+IDLE_WITHOUT_REWARD = (
     ("clip", "high"),
     ("advantage", "baseline"),
     ("advantage", "normalize"),
     ("overlong", "penalty"),
 )
-"""What no loss of a teacher's reads."""
+"""What no loss reads that is a teacher's or of demonstrations alone."""
 
 
 class KL(Block):
@@ -237,8 +238,8 @@ class Algorithm(Block):
             "overlong": (self.overlong, {"penalty": objective.overlong_penalty}),
             "dynamic_sampling": (self.dynamic_sampling, {"max_rounds": objective.max_rounds}),
         }
-        if objective.surrogate == "Teacher":
-            for block, name in IDLE_IN_DISTILLATION:
+        if self.type in UNREWARDED:
+            for block, name in IDLE_WITHOUT_REWARD:
                 changes[block][1].pop(name)
         blocks = {name: block.model_copy(update=update) for name, (block, update) in changes.items()}
         decided = {"reduction": objective.reduction, "critic": self.decided_critic, "teacher": self.decided_teacher}
@@ -248,7 +249,7 @@ class Algorithm(Block):
         objective = self.objective
         yield from self._entrypoint_contradictions()
         yield from self._clip_contradictions(objective)
-        yield from self._distillation_contradictions()
+        yield from self._unrewarded_contradictions()
         if self.critic is not None and objective.baseline != "Critic":
             yield Contradiction(
                 ("critic",),
@@ -316,23 +317,30 @@ class Algorithm(Block):
                     f"remove `{name}` or `entrypoint`",
                 )
 
-    def _distillation_contradictions(self) -> Iterator[Contradiction]:
-        if self.type != "Distillation":
+    def _unrewarded_contradictions(self) -> Iterator[Contradiction]:
+        if self.type not in UNREWARDED:
             return
-        if self.teacher is None:
+        if self.type == "SFT" and self.teacher is not None:
+            yield Contradiction(
+                ("teacher",),
+                (("type",),),
+                "`type: SFT` learns from demonstrations, and asks no teacher",
+                "remove `teacher`, or write `type: Distillation`",
+            )
+        if self.type == "Distillation" and self.teacher is None:
             yield Contradiction(
                 ("type",),
                 (("teacher",),),
                 "`type: Distillation` learns from a teacher alone",
                 "add `teacher: {type: Adapter, uri: …}`",
             )
-        for block, name in IDLE_IN_DISTILLATION:
+        for block, name in IDLE_WITHOUT_REWARD:
             if getattr(getattr(self, block), name) is not None:
                 yield Contradiction(
                     (block, name),
                     (("type",),),
-                    "under `type: Distillation` no reward and no ratio enters the loss, so this field does nothing",
-                    f"remove `{name}`, or write another `type` beside the teacher",
+                    f"under `type: {self.type}` no reward and no ratio enters the loss, so this field does nothing",
+                    f"remove `{name}`, or write another `type`",
                 )
 
     def _clip_contradictions(self, objective: Objective) -> Iterator[Contradiction]:

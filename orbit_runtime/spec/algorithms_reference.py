@@ -77,7 +77,8 @@ def describe_algorithm(settings: Algorithm) -> str:
         f"clip {_clip(row)}",
     ]
     parts = [
-        *(own if row.surrogate != "Teacher" else []),
+        *(["cross-entropy of demonstrated answers"] if row.surrogate == "Likelihood" else []),
+        *(own if row.surrogate not in ("Teacher", "Likelihood") else []),
         _REDUCTION[row.reduction].replace("`", ""),
         f"KL {kl:g} * {row.kl_estimator} in the {row.kl_placement.lower()}" if kl else "no KL",
     ]

@@ -36,6 +36,13 @@ class Prompts(Block):
     Cells of CSV are text as they stand."""
     prompt_field: Annotated[str, IDENTITY, Field(min_length=1, max_length=128)] = "prompt"
     """Column with the prompt: text, which becomes one user message, or a list of chat messages."""
+    completion_field: Annotated[
+        str | None, LATER_IDENTITY, Field(min_length=1, max_length=128, examples=["answer"])
+    ] = None
+    """Of `algorithm.type: SFT`: column with the answer to learn, text or chat messages. Unset, `promptField` holds
+    whole conversations. Without SFT it is a column like any other."""
+    tools_field: Annotated[str | None, LATER_IDENTITY, Field(min_length=1, max_length=128, examples=["tools"])] = None
+    """Of `algorithm.type: SFT`: column with the JSON schemas of the functions that the conversation may call."""
 
     def contradictions(self) -> Iterator[Contradiction]:
         yield from check_scheme("uri", self.uri, PROMPT_SCHEMES)
@@ -48,6 +55,19 @@ class Chat(Block):
         dict[str, JsonValue], LATER_IDENTITY, Field(max_length=32, examples=[{"enable_thinking": False}])
     ] = Field(default_factory=dict)
     """What the model's chat template is rendered with besides messages and tools."""
+    answers: Annotated[Literal["All", "Last"], LATER_IDENTITY] = "All"
+    """Of `algorithm.type: SFT`: which of a conversation's answers are learned; those before the last are read only."""
+
+
+class Validation(Block):
+    """Demonstrations that are held out, and what is done with what they say."""
+
+    share: Annotated[float, LATER_IDENTITY, Field(gt=0, lt=1)] = 0.05
+    """Share of the rows that is held out, at least one; which ones, `seed` decides."""
+    every_steps: Annotated[int, LATER_IDENTITY, Field(ge=1, le=1_000_000)] = 50
+    """They are measured before the first step, after every so many, and after the last."""
+    patience: Annotated[int | None, LATER_IDENTITY, Field(ge=1, le=1_000_000)] = None
+    """The run ends after so many measurements in a row that were no better than the best; unset, it does not."""
 
 
 class Data(Block):
@@ -61,6 +81,9 @@ class Data(Block):
     """Sources, read one after the other."""
     chat: Chat = Chat()
     """How their messages become the model's text."""
+    validation: Validation | None = None
+    """Of `algorithm.type: SFT`: what is held out. Then an adapter is written when it is the best so far, else with each
+    checkpoint. Unset, nothing is."""
     limit: Annotated[int | None, IDENTITY, Field(ge=1, le=2**53)] = None
     """Use only so many prompts, the first ones; unset, all."""
     epochs: Annotated[int | None, IDENTITY, Field(ge=1, le=1_000_000)] = None

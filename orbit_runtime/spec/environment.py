@@ -108,7 +108,7 @@ class Environment(Block):
             max_length=32,
             examples=[[{"name": "correct", "type": "ExactMatch", "arguments": {"field": "answer"}}]],
         ),
-    ]
+    ] = ()
     """Functions that score a completion, which is the last answer of an episode. What an environment gives itself is
     added, as the part `environment`; beside it the list may be empty."""
     failure_limit: Annotated[float, IDENTITY, Field(ge=0, le=1)] = 0.1
@@ -119,6 +119,13 @@ class Environment(Block):
     def gives_reward(self) -> bool:
         """Whether it scores by itself, besides `rewards`."""
         return self.entrypoint is not None or self.name is not None
+
+    def unscored(self, path: tuple[str, ...], involved: tuple[tuple[str, ...], ...] = ()) -> Iterator[Contradiction]:
+        """What is wrong where somebody is to be scored in it, and nothing does. Args: path: of this block."""
+        if not self.rewards and not self.gives_reward and self.type in PLAIN_TYPES:
+            parts = tuple((*path, name) for name in ("type", "entrypoint", "name"))
+            message, fix = "nothing scores the policy", "add `{name: correct, type: ExactMatch}`"
+            yield Contradiction((*path, "rewards"), (*parts, *involved), message, fix)
 
     def contradictions(self) -> Iterator[Contradiction]:
         names = [reward.name for reward in self.rewards]
@@ -132,10 +139,6 @@ class Environment(Block):
                     "give each reward its own name",
                 )
         yield from self._kind_contradictions()
-        if not self.rewards and not self.gives_reward and self.type in PLAIN_TYPES:
-            message = "nothing scores the policy"
-            involved, fix = (("type",), ("entrypoint",), ("name",)), "add `{name: correct, type: ExactMatch}`"
-            yield Contradiction(("rewards",), involved, message, fix)
         if self.gives_reward and "environment" in names:
             message = f"`environment`, rewards[{names.index('environment')}], is what the environment itself gives"
             yield Contradiction(("rewards",), (("type",),), message, "give the reward another name")

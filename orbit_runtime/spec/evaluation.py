@@ -38,6 +38,10 @@ class EvaluationEnvironment(Block):
     environment: Environment | None = None
     """What answers and scores the policy; unset, the run's own `spec.environment`."""
 
+    def contradictions(self) -> Iterator[Contradiction]:
+        if self.environment is not None:
+            yield from self.environment.unscored(("environment",))
+
 
 class Evaluation(Block):
     """What `orbit eval` asks a policy, and what a run asks its own."""

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-Surrogate = Literal["Clipped", "ClippedWeights", "Teacher", "Own"]
+Surrogate = Literal["Clipped", "ClippedWeights", "Teacher", "Likelihood", "Own"]
 """`Clipped`: min(ratio * A, clip(ratio) * A), PPO, https://arxiv.org/abs/1707.06347 eq. 7. `ClippedWeights`:
 clip(ratio) without its gradient, times A * log-prob, CISPO. `Teacher`: nothing; all there is to learn is the teacher's.
-`Own`: a function of the user's."""
+`Likelihood`: -log-prob, of what demonstrations answer. `Own`: a function of the user's."""
 Ratio = Literal["Token", "SequenceMean", "SequenceSum"]
 """The ratio of new to old probability: of each token; of the whole answer, its log-ratios averaged over the tokens; of
 the whole answer, its log-ratios added up."""
@@ -37,6 +37,7 @@ AlgorithmType = Literal[
     "ReinforcePlusPlusBaseline",
     "PPO",
     "Distillation",
+    "SFT",
     "Custom",
 ]
 
@@ -163,6 +164,16 @@ OBJECTIVES: Mapping[AlgorithmType, Objective] = {
         source="GKD, eq. 2 with lambda 1: the student's own answers, a divergence from the teacher in each token, no "
         "reward; `algorithm.teacher` says which divergence and from whom. Thinking Machines, On-Policy Distillation "
         "(2025), is `teacher: {over: Sampled}`",
+    ),
+    "SFT": Objective(
+        name="supervised fine-tuning",
+        paper="https://arxiv.org/abs/2203.02155",
+        surrogate="Likelihood",
+        baseline="None",
+        normalize="None",
+        clip_low=None,
+        source="cross-entropy of the demonstrations' answers (InstructGPT, section 3.5), every token of an update "
+        "counting the same, as in TRL's SFTTrainer; nothing is sampled and nothing is scored",
     ),
     "Custom": Objective(
         name="your own",

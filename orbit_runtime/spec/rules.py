@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from orbit_runtime.spec.adapter import COFT_EPS, NEUMANN_TERMS
-from orbit_runtime.spec.algorithm import BUFFER_SHARE, IDLE_IN_DISTILLATION, TRUNCATION_CAP
+from orbit_runtime.spec.algorithm import BUFFER_SHARE, IDLE_WITHOUT_REWARD, TRUNCATION_CAP, UNREWARDED
 from orbit_runtime.spec.block import LABEL_KEY, MAX_LABEL_KEY
 from orbit_runtime.spec.data import PROMPT_SCHEMES
 from orbit_runtime.spec.environment import CODE_SCHEMES
@@ -50,6 +50,17 @@ def _keys_rule(name: str) -> Rule:
         f"self.{name}.all(key, size(key) <= {MAX_LABEL_KEY} && key.matches({LABEL_KEY!r}))",
         "write keys of labels: letters, digits, '-', '_' and '.', with a domain and '/' before them if need be",
         f".{name}",
+    )
+
+
+def _scored_rule(is_free: str) -> Rule:
+    """Of what holds an `environment`. Args: is_free: CEL, true where nobody is to be scored in it."""
+    own = "self.environment"
+    return Rule(
+        f"{is_free} || has({own}.entrypoint) || has({own}.name) || !({own}.type in ['SingleTurn', 'MultiTurn'])"
+        f" || size({own}.rewards) > 0",
+        "add {name: correct, type: ExactMatch}",
+        ".environment.rewards",
     )
 
 
@@ -103,14 +114,15 @@ def _algorithm_rules() -> tuple[Rule, ...]:
             "remove it, or write type: PPO",
             ".critic",
         ),
+        Rule("self.type != 'SFT' || !has(self.teacher)", "remove it, or write type: Distillation", ".teacher"),
         Rule("self.type != 'Distillation' || has(self.teacher)", "add teacher: {type: Adapter, uri: …}", ".type"),
         *(
             Rule(
-                f"self.type != 'Distillation' || !has(self.{block}.{name})",
-                f"remove {name}, or write another type beside the teacher",
+                f"!(self.type in {list(UNREWARDED)!r}) || !has(self.{block}.{name})",
+                f"remove {name}, or write another type",
                 f".{block}.{name}",
             )
-            for block, name in IDLE_IN_DISTILLATION
+            for block, name in IDLE_WITHOUT_REWARD
         ),
         Rule(
             f"!self.kl.importanceWeighted || ({placement} == 'Loss' && {estimator} != 'K2')",
@@ -201,6 +213,7 @@ CHECKS: dict[str, tuple[Rule, ...]] = {
             "write 0, or algorithm.dynamicSampling.maxRounds: 0",
             ".rollout.maxStaleness",
         ),
+        _scored_rule("self.algorithm.type == 'SFT'"),
         Rule(
             "!has(self.algorithm.critic) || !has(self.algorithm.critic.rank) || self.adapter.type == 'LoRA'",
             "remove it: an OFT adapter has no rank",
@@ -209,6 +222,11 @@ CHECKS: dict[str, tuple[Rule, ...]] = {
         Rule(
             "self.placement.layout != 'Split' || self.rollout.engine == 'SGLang'",
             "write rollout.engine: SGLang, or layout: Colocated",
+            ".placement.layout",
+        ),
+        Rule(
+            "self.placement.layout != 'Split' || self.algorithm.type != 'SFT' || self.rollout.engine != 'SGLang'",
+            "write layout: Colocated",
             ".placement.layout",
         ),
         Rule(
@@ -251,12 +269,6 @@ CHECKS: dict[str, tuple[Rule, ...]] = {
             "!has(self.name) || !(self.type in ['SingleTurn', 'MultiTurn'])",
             "remove it, or write type: Gymnasium",
             ".name",
-        ),
-        Rule(
-            "has(self.entrypoint) || has(self.name) || !(self.type in ['SingleTurn', 'MultiTurn'])"
-            " || size(self.rewards) > 0",
-            "add {name: correct, type: ExactMatch}",
-            ".rewards",
         ),
         Rule(
             "!(has(self.entrypoint) || has(self.name)) || self.rewards.all(r, r.name != 'environment')",
@@ -420,6 +432,7 @@ CHECKS: dict[str, tuple[Rule, ...]] = {
 which the server has said already."""
 
 MEASURED = "spec.evaluation.environments[]"
+CHECKS |= {MEASURED: (_scored_rule("!has(self.environment)"),)}
 CHECKS |= {f"{MEASURED}.prompts[]": CHECKS["spec.data.prompts[]"]} | {
     f"{MEASURED}{path.removeprefix('spec')}": rules
     for path, rules in CHECKS.items()

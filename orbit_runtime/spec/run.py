@@ -82,8 +82,8 @@ class RunSpec(Block):
     """The learning rule."""
     data: Data
     """The prompts."""
-    environment: Environment
-    """What scores the policy."""
+    environment: Environment = Environment()
+    """What scores the policy. `algorithm.type: SFT` needs none; `orbit eval` asks it there too."""
     rollout: Rollout = Rollout()
     """How completions are sampled."""
     training: Training
@@ -119,6 +119,8 @@ class RunSpec(Block):
                 "prompts that dynamic sampling draws for one step would be those of a step that has begun",
                 "write `maxStaleness: 0`, or `dynamicSampling: {maxRounds: 0}` in `spec.algorithm`",
             )
+        if self.algorithm.type != "SFT":
+            yield from self.environment.unscored(("environment",), (("algorithm", "type"),))
         if self.algorithm.critic and self.algorithm.critic.rank and self.adapter.type != "LoRA":
             yield Contradiction(
                 ("algorithm", "critic", "rank"),
@@ -132,6 +134,13 @@ class RunSpec(Block):
                 (("rollout", "engine"),),
                 f"with `spec.rollout.engine: {self.rollout.engine}` nothing would run on the engine's half of the GPUs",
                 "write `engine: SGLang` in `spec.rollout`, or `layout: Colocated`",
+            )
+        if self.placement.layout == "Split" and self.algorithm.type == "SFT" and self.rollout.engine == "SGLang":
+            yield Contradiction(
+                ("placement", "layout"),
+                (("algorithm", "type"), ("rollout", "engine")),
+                "with `spec.algorithm.type: SFT` no engine runs, so that its half of the GPUs would stand idle",
+                "write `layout: Colocated`",
             )
         if self.placement.layout == "Split" and self.rollout.adapter_transport == "SharedMemory":
             yield Contradiction(

@@ -45,6 +45,10 @@ class TorchTrainer:
     def update(self, samples_D: Sequence[Sample]) -> UpdateResult:
         return self._updater.update(samples_D)
 
+    def logprobs(self, samples_D: Sequence[Sample]) -> list[array[float]]:
+        columns = self._updater.logprobs(samples_D)
+        return [columns[index] for index in range(len(samples_D))]
+
     def reference_logprobs(self, samples_D: Sequence[Sample]) -> list[array[float]]:
         columns = self._updater.reference_logprobs(samples_D)
         return [columns[index] for index in range(len(samples_D))]

@@ -132,7 +132,8 @@ class Updater:
         ) -> torch.Tensor:
             nonlocal finite
             logprobs_R = all_R[micro.trained_R]
-            sampled_R = micro.columns_R["sampled"]
+            # Nobody sampled what is demonstrated: the policy is compared with itself.
+            sampled_R = micro.columns_R.get("sampled", logprobs_R.detach())
             old_R, importance_R = sampled_R, None
             if settings.correction is not None:
                 old_R = old_of.get(micro.number, logprobs_R.detach())
@@ -140,7 +141,7 @@ class Updater:
             inputs = LossInputs(
                 logprobs_R,
                 old_R,
-                micro.columns_R["advantage"],
+                micro.columns_R.get("advantage", torch.ones_like(sampled_R)),
                 micro.lengths_D,
                 reference_logprobs_T=micro.columns_R.get("reference"),
                 importance_T=importance_R,
@@ -150,7 +151,7 @@ class Updater:
             loss, sums = self._loss(inputs, micro.weights_R, settings.loss)
             if not micro.counts:
                 return 0.0 * loss
-            if parity is not None:
+            if parity is not None and "sampled" in micro.columns_R:
                 parity.add(logprobs_R.detach(), sampled_R, micro.columns_R.get("stale"))
             values = {name: float(value) for name, value in sums.items()}
             values["entropy"] = float(entropy_R[micro.trained_R].sum())
@@ -304,6 +305,10 @@ class Updater:
         """fp32 log-probs of the trained tokens, without gradient; with `adapter` off, the reference policy's."""
         all_R = self._passes.logprobs(micro, self._settings.sampling, adapter=adapter, routed_TLC=routed_TLC)
         return all_R[micro.trained_R]
+
+    def logprobs(self, samples_D: Sequence[Sample]) -> dict[int, array[float]]:
+        """Of the policy as it is now; columns of those samples that this replica computes, by index."""
+        return self._read(samples_D, partial(self._passed, adapter=True))
 
     def reference_logprobs(self, samples_D: Sequence[Sample]) -> dict[int, array[float]]:
         """Columns of those samples that this replica computes, by index."""

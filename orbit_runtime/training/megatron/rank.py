@@ -127,6 +127,11 @@ class MegatronRank:
         note(step=self._updater.steps + 1)
         return self._updater.update(samples_D)
 
+    def logprobs(self, samples_D: Sequence[Sample]) -> dict[int, array[float]]:
+        """Columns of this replica's samples, from one of its ranks."""
+        columns = self._updater.logprobs(samples_D)
+        return columns if self._groups.tensor.rank() == 0 else {}
+
     def reference_logprobs(self, samples_D: Sequence[Sample]) -> dict[int, array[float]]:
         """Columns of this replica's samples, from one of its ranks."""
         columns = self._updater.reference_logprobs(samples_D)

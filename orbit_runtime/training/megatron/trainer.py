@@ -118,6 +118,10 @@ class MegatronTrainer:
             fix="write training.trainer: Torch where one GPU is enough, or an algorithm without a critic",
         )
 
+    def logprobs(self, samples_D: Sequence[Sample]) -> list[array[float]]:
+        columns = ChainMap(*self._call("logprobs", tuple(samples_D)))
+        return [columns[index] for index in range(len(samples_D))]
+
     def reference_logprobs(self, samples_D: Sequence[Sample]) -> list[array[float]]:
         columns = ChainMap(*self._call("reference_logprobs", tuple(samples_D)))
         return [columns[index] for index in range(len(samples_D))]

@@ -1,0 +1,328 @@
+"""Supervised fine-tuning, one screen: take demonstrations → train → measure what was held out → keep.
+
+Belongs here: what such a run is made of, and the order of its steps. Does not belong here: demonstrations themselves
+(`data.demonstrations`), how a batch trains (`training`), the life of a run (`run`).
+
+Nothing is sampled, so there is no engine: an adapter is written, with what whoever loads it needs to prove that it
+arrived, and is proven by the run, server or evaluation that does.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from functools import partial
+
+from orbit_runtime.adapters.buffer import publishable
+from orbit_runtime.data.chat import ChatTokenizer
+from orbit_runtime.data.demonstrations import (
+    Encoded,
+    build_demonstration_samples,
+    encode_demonstrations,
+    read_demonstrations,
+)
+from orbit_runtime.data.prompts import PromptStream, hold_out, load_prompts
+from orbit_runtime.data.samples import with_column
+from orbit_runtime.errors import OrbitError
+from orbit_runtime.loop.build import (
+    SHORT_CANARY,
+    RunParts,
+    amount,
+    build_canary,
+    first_sequences,
+    prompt_sources,
+)
+from orbit_runtime.loop.content import Names, content_digests
+from orbit_runtime.loop.inputs import Inputs
+from orbit_runtime.loop.keep import keep_failure, keep_rows
+from orbit_runtime.loop.keeper import Keeper
+from orbit_runtime.loop.publish import Publication, adapter_facts, write_adapter_bundle
+from orbit_runtime.loop.resume import restored_wrongly
+from orbit_runtime.loop.row import with_checkpoint
+from orbit_runtime.loop.show import Show
+from orbit_runtime.loop.signals import StopFlag
+from orbit_runtime.loop.state import RunState
+from orbit_runtime.loop.trainers import build_side, check_rank_packages, decide_division, load_algorithm
+from orbit_runtime.model_info.content import kept_weights_digest
+from orbit_runtime.observability.metrics import FIELDS, MetricsRow, build_row
+from orbit_runtime.spec import Resolved
+from orbit_runtime.spec.data import Validation
+from orbit_runtime.spec.resolve import with_trainer
+from orbit_runtime.storage import Execution, Store
+from orbit_runtime.storage.cache import Cache, default_cache
+from orbit_runtime.types import AdapterFiles, Prompt, Sample, UpdateResult
+from orbit_runtime.workers.garbage_collection import gc_paused, unfreeze_objects
+
+ROWS_SECONDS = 5.0
+"""Rows are stored together: a step may take milliseconds, and a store's answer more than that."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SftParts(RunParts):
+    """Everything that supervised fine-tuning needs, built and checked."""
+
+    encoded: Mapping[str, Encoded]
+    """By prompt id."""
+    held_out: tuple[Encoded, ...]
+    """What the policy is measured on, and never trained on."""
+    canary_T: tuple[int, ...]
+    weights: str
+    """Digest of the base's files."""
+
+    @property
+    def validation(self) -> Validation:
+        return self.spec.data.validation or Validation()
+
+
+@dataclass
+class Validated:
+    """What was held out, measured as the run went on."""
+
+    first: float | None = None
+    """Before training."""
+    best: float = math.inf
+    best_step: int = 0
+    since: int = 0
+    """Measurements since then."""
+
+    def take(self, step: int, loss: float) -> bool:
+        """Whether it is the best so far."""
+        self.first = loss if self.first is None else self.first
+        if loss < self.best:
+            self.best, self.best_step, self.since = loss, step, 0
+            return True
+        self.since += 1
+        return False
+
+
+def build_sft(
+    resolved: Resolved,
+    store: Store,
+    execution: Execution,
+    show: Show,
+    *,
+    inputs: Inputs,
+    names: Names,
+    closing: ExitStack,
+) -> SftParts:
+    """Fetches and reads demonstrations and model, and wires them. What must be closed is pushed on `closing`."""
+    spec = resolved.run.spec
+    if spec.training.trainer == "Megatron":
+        check_rank_packages()
+    show.stage("reading demonstrations")
+    table = load_prompts(prompt_sources(spec, names, inputs), limit=spec.data.limit)
+    demonstrations = read_demonstrations(table, spec.data.prompts, last_only=spec.data.chat.answers == "Last")
+    algorithm = load_algorithm(resolved, inputs.search_path)
+    show.stage("fetching the model")
+    folder = inputs.model()
+    division = decide_division(resolved, folder)
+    resolved = with_trainer(resolved, division.trainer)
+    spec = resolved.run.spec
+    weights = kept_weights_digest(folder, Cache(default_cache(os.environ)))
+    tokenizer = ChatTokenizer(folder, spec.data.chat.template_arguments)
+    show.stage("tokenising demonstrations")
+    encoded = encode_demonstrations(
+        demonstrations, tokenizer, max_tokens=spec.model.max_sequence_length, tell=lambda *_: show.status.beat()
+    )
+    show.note(_told(encoded))
+    show.stage(f"loading the model, {amount(folder)}")
+    closing.callback(unfreeze_objects)
+    with gc_paused():
+        side = build_side(resolved, division, folder, algorithm, names.model, None, note=show.note, closing=closing)
+    keeper = Keeper()
+    closing.callback(keeper.close)
+    trained, measured = hold_out(table, spec.data.validation.share if spec.data.validation else 0.0, spec.data.seed)
+    sequences = first_sequences(table, tokenizer)
+    by_id = {prompt.prompt_id: each for prompt, each in zip(table.prompts_P, encoded, strict=True)}
+    return SftParts(
+        run=resolved.run,
+        resolved=resolved,
+        store=store,
+        execution=execution,
+        keeper=keeper,
+        prompts=PromptStream(trained, seed=spec.data.seed, shuffle=spec.data.shuffle, epochs=spec.data.epochs),
+        side=side,
+        algorithm=algorithm,
+        names=names,
+        content=content_digests(folder, table, weights, inputs.code_digest()),
+        inputs=inputs,
+        sequences=sequences,
+        canary_T=build_canary(sequences, SHORT_CANARY),
+        show=show,
+        encoded=by_id,
+        held_out=tuple(by_id[prompt.prompt_id] for prompt in measured),
+        weights=weights,
+    )
+
+
+def _told(encoded: Sequence[Encoded]) -> str:
+    tokens, learned = sum(len(each.token_ids_T) for each in encoded), sum(sum(each.loss_mask_T) for each in encoded)
+    return f"{len(encoded)} demonstrations of {tokens} tokens, {learned} of them answers; the chat template fits them"
+
+
+def run_sft(parts: SftParts, state: RunState, stop: StopFlag) -> str:
+    """Runs steps until the last one; returns why it ended: `done`, `exhausted`, `converged` or `stopped`.
+
+    Where demonstrations are held out, an adapter is written whenever it is the best so far, so that the newest is the
+    one to hand on; else with every checkpoint.
+    """
+    training, checkpoint = parts.spec.training, parts.spec.checkpoint
+    validated = Validated(**state.validated) if state.validated else Validated()
+    rows = _Rows(parts)
+    ended = "done"
+    if parts.held_out and not state.validated:
+        loss = _measure(parts, state, validated)
+        parts.show.note(f"before training, the held-out answers cost {loss:.4f} nats a token")
+    try:
+        while state.step < training.steps:
+            if stop:
+                parts.show.note(f"{stop.reason} after step {state.step}")
+                ended = "stopped"
+                break
+            if _has_converged(parts, validated):
+                ended = "converged"
+                break
+            prompts_P = parts.prompts.take(training.prompts_per_step)
+            if not prompts_P:
+                ended = "exhausted"
+                break
+            row = _train(parts, state, prompts_P)
+            is_last = state.step == training.steps
+            if parts.held_out and (is_last or state.step % parts.validation.every_steps == 0):
+                started = time.monotonic()
+                loss = _measure(parts, state, validated)
+                row = build_row(**{**row, "validation_loss": loss, "seconds_evaluate": time.monotonic() - started})
+            if state.step % checkpoint.every_steps == 0 and not is_last:
+                row = with_checkpoint(row, _keep(parts, state))
+            state.row = row
+            rows.add(row, at_once=state.checkpoint_begun == state.step)
+            parts.show.step(row, state)
+    finally:
+        rows.flush()
+    if ended == "converged":
+        parts.show.note(
+            f"ended early: in the last {validated.since} measurements no better than the {validated.best:.4f} nats a "
+            f"token after step {validated.best_step}"
+        )
+    if state.checkpoint_begun != state.step:
+        state.base_digest_after = parts.side.base_digest()
+        _keep(parts, state)
+    _settle(parts, state)
+    return ended
+
+
+def _measure(parts: SftParts, state: RunState, validated: Validated) -> float:
+    """The loss of what was held out. Where none was lower, the adapter is written."""
+    parts.show.stage("evaluate", state.step)
+    loss = validation_loss(parts)
+    if validated.take(state.step, loss):
+        _settle(parts, state)
+        _publish(parts, state)
+    state.validated = asdict(validated)
+    return loss
+
+
+def validation_loss(parts: SftParts) -> float:
+    """Mean cross-entropy of the held-out answers' tokens, in nats."""
+    samples_D = build_demonstration_samples(parts.held_out)
+    tokens = sum(sum(each.loss_mask_T) for each in parts.held_out)
+    return -math.fsum(math.fsum(column) for column in parts.trainer.logprobs(samples_D)) / tokens
+
+
+def _has_converged(parts: SftParts, validated: Validated) -> bool:
+    patience = parts.validation.patience
+    return patience is not None and validated.since >= patience
+
+
+def _keep(parts: SftParts, state: RunState) -> float:
+    """Begins the step's checkpoint, once the one before is durable; returns the seconds that this took of the loop."""
+    started = time.monotonic()
+    _settle(parts, state)
+    if not parts.held_out:
+        _publish(parts, state)
+    parts.checkpoints.begin(state, parts.prompts.state(), ())
+    return time.monotonic() - started
+
+
+def _publish(parts: SftParts, state: RunState) -> None:
+    """The trainer's adapter as `policy-v{step}`, for whoever loads it next."""
+    parts.show.stage("publish", state.step)
+    adapter = publishable(parts.trainer, state.step)
+    facts = adapter_facts(adapter, parts.canary_T, parts.trainer.score(parts.canary_T), parts.weights)
+    parts.keeper.submit(partial(write_adapter_bundle, parts.store, parts.execution, adapter, facts))
+    state.publication = Publication(adapter, (), ())
+
+
+def _settle(parts: SftParts, state: RunState) -> None:
+    parts.checkpoints.settle(state)
+    parts.show.checkpoint(state)
+
+
+def check_restored(parts: SftParts, state: RunState) -> None:
+    """A resumed trainer holds the very adapter that its checkpoint names, where that is the one of its step. Without
+    a checkpoint, nothing is to be checked.
+
+    Raises:
+        GateError: it holds another.
+    """
+    expected = state.expected_digest
+    if expected is None:
+        return
+    found = publishable(parts.trainer, state.policy_version).digest
+    if state.policy_version == state.step and found != expected:
+        raise restored_wrongly(found, state)
+    state.publication = Publication(AdapterFiles(state.policy_version, {}, expected), (), ())
+
+
+def _train(parts: SftParts, state: RunState, prompts_P: Sequence[Prompt]) -> MetricsRow:
+    step = state.step + 1
+    parts.show.stage("train", step)
+    started = time.monotonic()
+    encoded = [parts.encoded[prompt.prompt_id] for prompt in prompts_P]
+    samples_D: list[Sample] = build_demonstration_samples(encoded)
+    try:
+        if "reference" in parts.algorithm.needs:
+            samples_D = with_column(samples_D, "reference", parts.trainer.reference_logprobs(samples_D))
+        result = parts.trainer.update(samples_D)
+    except OrbitError as error:
+        keep_failure(parts.store, step, error, ())
+        raise
+    state.step = step
+    return _row(state, encoded, result, time.monotonic() - started)
+
+
+def _row(state: RunState, encoded: Sequence[Encoded], result: UpdateResult, seconds: float) -> MetricsRow:
+    known = {name: value for name, value in result.metrics.items() if name in FIELDS and name != "kl_old"}
+    return build_row(
+        **known,
+        step=state.step,
+        response_tokens_mean=statistics.fmean(sum(each.loss_mask_T) for each in encoded),
+        tokens=result.tokens,
+        tokens_per_second=result.tokens / seconds if seconds > 0 else None,
+        seconds_train=seconds,
+        seconds_total=seconds,
+    )
+
+
+@dataclass
+class _Rows:
+    """Rows that are not stored yet."""
+
+    parts: SftParts
+    waiting: list[MetricsRow] = field(default_factory=list)
+    stored: float = field(default_factory=time.monotonic)
+
+    def add(self, row: MetricsRow, *, at_once: bool) -> None:
+        self.waiting.append(row)
+        if at_once or time.monotonic() - self.stored >= ROWS_SECONDS:
+            self.flush()
+
+    def flush(self) -> None:
+        if self.waiting:
+            keep_rows(self.parts.store, self.parts.execution, self.waiting)
+        self.waiting, self.stored = [], time.monotonic()
