@@ -15,6 +15,9 @@ from orbit_runtime.data.records import decompress_rollouts
 from orbit_runtime.errors import DataError, ModelError, UsageError
 from orbit_runtime.loop.advantages import build_batch
 from orbit_runtime.loop.content import WEIGHTS, check_weights_known
+from orbit_runtime.loop.initial import CONTENT as INITIAL_CONTENT
+from orbit_runtime.loop.initial import FIELD as INITIAL_FIELD
+from orbit_runtime.loop.initial import initial_state, open_initial
 from orbit_runtime.loop.inputs import Inputs
 from orbit_runtime.loop.keep import step_name
 from orbit_runtime.loop.machine import explain_rounding, machine_facts, rounding_facts
@@ -28,6 +31,7 @@ from orbit_runtime.spec import OrbitRun, resolve
 from orbit_runtime.storage import NotFound, Store
 from orbit_runtime.storage.cache import Cache, default_cache
 from orbit_runtime.storage.download import Patience
+from orbit_runtime.training.megatron.outline import outline_of
 from orbit_runtime.types import Group, Prompt, Rollout
 
 
@@ -78,6 +82,12 @@ def replay(
     rows = _rows(store)
     if before is None or not rows:
         raise UsageError("there is no run with a finished step here", where=store.uri, fix="name a run folder")
+    if before["resolved"]["spec"]["algorithm"]["type"] == "SFT":
+        raise UsageError(
+            "this run learned from demonstrations, and recorded no rollouts",
+            where=store.uri,
+            fix="run its manifest again into another folder, and compare the adapters' digests",
+        )
     resolved = resolve(_in_one_process(before["resolved"]), machine_facts())
     spec = resolved.run.spec
     inputs = Inputs(spec, before.get("inputs", {}), Patience(), search_path)
@@ -95,6 +105,11 @@ def replay(
     origin = find_origin(resolved.run, before)
     if origin is not None:
         trainer.load_state(origin.bundle.parts)
+    initial = open_initial(spec, before)
+    if initial is not None:
+        if before["identity"].get(INITIAL_CONTENT) != initial.digest:
+            raise ModelError("the adapter has other bytes than when the run began with it", where=INITIAL_FIELD)
+        trainer.load_state(initial_state(outline_of(policy.injected), initial))
     done: list[ReplayedStep] = []
     for row in rows[:steps]:
         step = int(row.number("step") or 0)

@@ -20,7 +20,9 @@ from orbit_runtime.spec import Resolved, differences
 from orbit_runtime.storage import Bundle, NotFound, Store, newest_readable
 
 RUN_FILE = "run.json"
-MOVABLE = re.compile(r"spec\.(model|data\.prompts\[\d+\]|environment\.code|algorithm\.teacher)\.uri")
+MOVABLE = re.compile(
+    r"spec\.((model|data\.prompts\[\d+\]|environment\.code|algorithm\.teacher)\.uri|adapter\.initFrom)"
+)
 
 
 def read_run_file(store: Store) -> dict[str, Any] | None:

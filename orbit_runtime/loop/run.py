@@ -11,7 +11,7 @@ import platform
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from orbit_runtime.errors import (
 )
 from orbit_runtime.loop.build import Parts, RunParts, build_parts
 from orbit_runtime.loop.content import check_content, resolve_names
+from orbit_runtime.loop.initial import Initial, begin_with, initial_digest, open_initial
 from orbit_runtime.loop.inputs import Inputs, build_patience
 from orbit_runtime.loop.machine import add_rounding_facts, explain_rounding, machine_facts, rounding_facts
 from orbit_runtime.loop.memory import told_where_memory_ran_out
@@ -150,6 +151,7 @@ def _run(
     changes = check_same_run(store, before, resolved) if before else []
     bundle, skipped = find_checkpoint(store)
     origin = find_origin(resolved.run, before) if bundle is None else None
+    initial = open_initial(resolved.run.spec, before) if bundle is None else None
     names = resolve_names(resolved, before)
     patience = build_patience(show, stop, store.deadline_seconds)
     inputs = Inputs(resolved.run.spec, (before or {}).get("inputs", {}), patience, search_path)
@@ -160,6 +162,7 @@ def _run(
         parts = build_parts(
             resolved, store, execution, show, rewards=rewards, inputs=inputs, names=names, closing=closing
         )
+    parts = replace(parts, content={**parts.content, **initial_digest(initial, before)})
     if before:
         check_content(store.uri, before, parts.content)
         changes += explain_rounding(before["rounding"][-1:], _rounding(parts)) if "rounding" in before else []
@@ -169,12 +172,14 @@ def _run(
         show.note(f"continuing after step {state.step} of {store.uri}", resumed_at=state.step)
     elif origin is not None:
         begin_from(parts, state, origin)
+    elif initial is not None:
+        begin_with(parts, state, initial)
     for reason in skipped:
         state.warn(f"a damaged checkpoint was passed over: {reason}")
     for change in changes:
         show.note(f"changed since the last start: {change}")
     _warn(parts, state, rewards)
-    _write_run_file(parts, state, before, rewards, origin, started)
+    _write_run_file(parts, state, before, rewards, origin, initial, started)
     start_trackers(trackers, store, show, state.step, closing)
     total = parts.spec.training.steps
     if state.step >= total:
@@ -298,6 +303,7 @@ def _write_run_file(
     before: Mapping[str, Any] | None,
     rewards: Mapping[str, Any] | None,
     origin: Origin | None,
+    initial: Initial | None,
     started: float,
 ) -> None:
     """`run.json`: what was asked, what it was resolved to, digests, versions, the seed, and where it was computed."""
@@ -309,6 +315,7 @@ def _write_run_file(
         "names": parts.names.to_json(),
         "inputs": parts.inputs.to_json(),
         "origin": origin.to_json() if origin else (before or {}).get("origin"),
+        "initial": initial.to_json() if initial else (before or {}).get("initial"),
         "base_digest": state.base_digest,
         "seed": parts.spec.data.seed,
         "rewards_from_python": sorted(rewards or {}),

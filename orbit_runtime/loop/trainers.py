@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from orbit_runtime.policy.model import Policy
     from orbit_runtime.policy.recompute import Recompute
     from orbit_runtime.policy.snapshot import Snapshot
+    from orbit_runtime.training.megatron.outline import Outline
     from orbit_runtime.training.settings import CriticSettings, TeacherSettings, TrainerSettings
 
 
@@ -42,6 +43,8 @@ class TrainerSide:
 
     trainer: Trainer
     facts: PolicyFacts
+    outline: Outline
+    """What its adapter consists of."""
     base_digest: Callable[[], str]
     """Of the frozen base as it lies in memory: equal before and after a run, whatever way it is divided."""
     probing: Callable[[Probe], AbstractContextManager[None]]
@@ -196,6 +199,7 @@ def _build_ranks(
     return TrainerSide(
         trainer,
         trainer.facts,
+        trainer.outline,
         base_digest=trainer.base_digest,
         probing=partial(trainer.probing, seed=spec.data.seed),
         snapshot=trainer.snapshot,
@@ -232,12 +236,14 @@ def _build_alone(
 ) -> TrainerSide:
     from orbit_runtime.policy.facts import describe
     from orbit_runtime.policy.snapshot import take_snapshot
+    from orbit_runtime.training.megatron.outline import outline_of
 
     policy = build_policy(resolved, folder, division.recompute, note)
     trainer = build_trainer(resolved, policy, loss, teacher, base_model=base_model)
     return TrainerSide(
         trainer,
         describe(policy),
+        outline_of(policy.injected),
         base_digest=policy.base_digest,
         probing=partial(policy.injected.masters.probing, seed=resolved.run.spec.data.seed),
         snapshot=partial(take_snapshot, policy),

@@ -10,7 +10,17 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from orbit_runtime.spec.block import IDENTITY, AsTuple, Block, Contradiction, check_unique
+from orbit_runtime.spec.block import (
+    IDENTITY,
+    LAYOUT,
+    AsTuple,
+    Block,
+    Contradiction,
+    Uri,
+    check_scheme,
+    check_unique,
+)
+from orbit_runtime.spec.storage import STORAGE_SCHEMES
 
 AdapterType = Literal["LoRA", "OFT"]
 ExpertLayout = Literal["Auto", "SharedOuter", "Shared", "PerExpert", "None"]
@@ -83,6 +93,10 @@ class Adapter(Block):
     """Linear layers that get an adapter, by the end of their module names. One that matches nothing is an error. Unset,
     the model family's usual ones: every projection of attention and MLPs, but none that engines fold into others."""
 
+    init_from: Annotated[Uri | None, LAYOUT, Field(examples=["runs/sft"])] = None
+    """A run folder, for its newest adapter, or the folder of one (`…/adapters/policy-v40`, PEFT's): the run begins with
+    it, and with an optimizer of its own. The base and what it says of itself must be as here. It may move on resume: a
+    run knows it by digest. Unset, the first adapter changes nothing."""
     experts: Annotated[ExpertLayout, IDENTITY] = "Auto"
     """Targets among routed experts: an adapter each (`PerExpert`), one for all of a layer (`Shared`), one for the side
     that faces the hidden state and an inner one each (`SharedOuter`), or `None`. `Auto`: LoRA `SharedOuter`, OFT
@@ -104,4 +118,6 @@ class Adapter(Block):
                     f"settings of {kind}, but `type` is `{self.type}`",
                     f"remove `{name}`, or write `type: {kind}`",
                 )
+        if self.init_from is not None:
+            yield from check_scheme("initFrom", self.init_from, STORAGE_SCHEMES)
         yield from check_unique("targets", self.targets or ())

@@ -33,6 +33,9 @@ LAYOUT: Any = Field(json_schema_extra={"orbitSet": "layout"})
 DISPLAY: Any = Field(json_schema_extra={"orbitSet": "display"})
 """Changes how long the run is and what is kept and shown of it: may change on resume."""
 
+SHOWN: Any = Field(json_schema_extra={"orbitShown": True})
+"""Not needed by every kind of run, and written out where a manifest is begun."""
+
 Uri = Annotated[str, Field(min_length=1, max_length=1024)]
 _LABEL = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"
 ObjectName = Annotated[str, Field(min_length=1, max_length=253, pattern=rf"^{_LABEL}(\.{_LABEL})*$")]

@@ -14,6 +14,7 @@ from orbit_runtime.spec.block import (
     IDENTITY,
     LATER_IDENTITY,
     LAYOUT,
+    SHOWN,
     AsTuple,
     Block,
     Contradiction,
@@ -104,6 +105,7 @@ class Environment(Block):
     rewards: Annotated[
         tuple[Reward, ...],
         AsTuple,
+        SHOWN,
         Field(
             max_length=32,
             examples=[[{"name": "correct", "type": "ExactMatch", "arguments": {"field": "answer"}}]],

@@ -161,7 +161,9 @@ def _row(name: str, schema: Schema, *, required: bool) -> str:
 
 def _template(schema: Schema, depth: int, *, live: bool, values: dict[str, Any]) -> Iterator[str]:
     """Lines of a block. `live`: the block is no comment. `values`: fields to write out besides the needed ones."""
-    required = schema.get("required", [])
+    # What only some kinds of run can do without is written out as well.
+    shown = {name for name, child in schema["properties"].items() if child.get("orbitShown")}
+    required = {*schema.get("required", ()), *shown}
     indent = "  " * depth
     for name, child in schema["properties"].items():
         on = live and (name in required or name in values)

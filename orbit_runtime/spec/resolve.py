@@ -15,6 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
+from orbit_runtime.spec.adapter import Adapter
 from orbit_runtime.spec.algorithm import Algorithm
 from orbit_runtime.spec.block import Block, FieldSet
 from orbit_runtime.spec.evaluation import EvaluationEnvironment
@@ -110,6 +111,7 @@ def resolve(run: OrbitRun, machine: MachineFacts, *, folder: Path | None = None)
     rollout = _decide_rollout(spec.rollout, spec.placement.layout, trainer)
     decided = _with_spec(
         decided,
+        adapter=_with_absolute_initial(decided.spec.adapter, base),
         algorithm=_with_absolute_teacher(decided.spec.algorithm, base),
         model=_changed(decided.spec.model, uri=absolute_uri(spec.model.uri, base)),
         data=_changed(spec.data, prompts=prompts),
@@ -122,6 +124,12 @@ def resolve(run: OrbitRun, machine: MachineFacts, *, folder: Path | None = None)
     if machine.has_cuda:
         return Resolved(run, decided, "cuda", "bfloat16")
     return Resolved(run, decided, "cpu", "float32")
+
+
+def _with_absolute_initial(adapter: Adapter, base: Path) -> Adapter:
+    if adapter.init_from is None:
+        return adapter
+    return _changed(adapter, init_from=absolute_uri(adapter.init_from, base))
 
 
 def _with_absolute_teacher(algorithm: Algorithm, base: Path) -> Algorithm:

@@ -36,12 +36,13 @@ class Rule(NamedTuple):
     """The field to blame, relative to the block: `.oft`."""
 
 
-def _uri_rule(schemes: tuple[str, ...]) -> Rule:
+def _uri_rule(schemes: tuple[str, ...], name: str = "uri") -> Rule:
     named = "|".join(scheme for scheme in schemes if scheme != "file")
     return Rule(
-        f"!self.uri.contains('://') || self.uri.contains('${{') || self.uri.matches('^(file:///|({named})://[/]*[^/])')",
+        f"!self.{name}.contains('://') || self.{name}.contains('${{')"
+        f" || self.{name}.matches('^(file:///|({named})://[/]*[^/])')",
         "allowed: a path, file:///path, " + ", ".join(f"{scheme}://name" for scheme in schemes if scheme != "file"),
-        ".uri",
+        f".{name}",
     )
 
 
@@ -189,6 +190,8 @@ def _rounds(block: str) -> str:
     return rounds.replace(".0", "").replace("self.", f"{block}.")
 
 
+INITIAL = _uri_rule(STORAGE_SCHEMES, "initFrom")
+
 CHECKS: dict[str, tuple[Rule, ...]] = {
     "": (
         Rule(
@@ -220,6 +223,11 @@ CHECKS: dict[str, tuple[Rule, ...]] = {
             ".algorithm.critic.rank",
         ),
         Rule(
+            "!has(self.adapter.initFrom) || !has(self.checkpoint.resumeFrom)",
+            "remove it, or checkpoint.resumeFrom",
+            ".adapter.initFrom",
+        ),
+        Rule(
             "self.placement.layout != 'Split' || self.rollout.engine == 'SGLang'",
             "write rollout.engine: SGLang, or layout: Colocated",
             ".placement.layout",
@@ -239,6 +247,7 @@ CHECKS: dict[str, tuple[Rule, ...]] = {
     "spec.adapter": (
         Rule("self.type == 'LoRA' || !has(self.lora)", "remove lora, or write type: LoRA", ".lora"),
         Rule("self.type == 'OFT' || !has(self.oft)", "remove oft, or write type: OFT", ".oft"),
+        INITIAL._replace(cel=f"!has(self.initFrom) || {INITIAL.cel}"),
     ),
     "spec.adapter.oft": (
         Rule(

@@ -14,7 +14,16 @@ from pydantic_core import PydanticCustomError
 
 from orbit_runtime.spec.adapter import Adapter
 from orbit_runtime.spec.algorithm import Algorithm
-from orbit_runtime.spec.block import DISPLAY, IDENTITY, Block, Contradiction, LabelValue, WithoutEmpty, check_label_keys
+from orbit_runtime.spec.block import (
+    DISPLAY,
+    IDENTITY,
+    SHOWN,
+    Block,
+    Contradiction,
+    LabelValue,
+    WithoutEmpty,
+    check_label_keys,
+)
 from orbit_runtime.spec.checkpoint import Checkpoint
 from orbit_runtime.spec.data import Data
 from orbit_runtime.spec.environment import Environment
@@ -82,7 +91,7 @@ class RunSpec(Block):
     """The learning rule."""
     data: Data
     """The prompts."""
-    environment: Environment = Environment()
+    environment: Annotated[Environment, SHOWN] = Environment()
     """What scores the policy. `algorithm.type: SFT` needs none; `orbit eval` asks it there too."""
     rollout: Rollout = Rollout()
     """How completions are sampled."""
@@ -127,6 +136,13 @@ class RunSpec(Block):
                 (("adapter", "type"),),
                 f"an adapter of `spec.adapter.type: {self.adapter.type}` has no rank: a critic has the policy's blocks",
                 "remove `rank`",
+            )
+        if self.adapter.init_from is not None and self.checkpoint.resume_from is not None:
+            yield Contradiction(
+                ("adapter", "initFrom"),
+                (("checkpoint", "resumeFrom"),),
+                "`spec.checkpoint.resumeFrom` brings an adapter already, with its optimizer",
+                "remove one of them",
             )
         if self.placement.layout == "Split" and self.rollout.engine != "SGLang":
             yield Contradiction(

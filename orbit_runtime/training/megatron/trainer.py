@@ -103,6 +103,11 @@ class MegatronTrainer:
         """Who may still be reading masters and moments."""
 
     @property
+    def outline(self) -> Outline:
+        """What the adapter consists of, whichever rank holds it."""
+        return self._held
+
+    @property
     def trainable_parameters(self) -> int:
         return self.facts.report.trainable_parameters
 

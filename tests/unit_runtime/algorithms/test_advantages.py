@@ -142,8 +142,8 @@ def test_failures_are_left_out_and_equal_rewards_teach_nothing(baseline: Any) ->
 def test_a_step_whose_rewards_are_all_equal_or_all_failed_has_no_advantage_under_any_algorithm() -> None:
     equal = [ScoredGroup([0.3] * 4, lengths) for lengths in LENGTHS]
     failed = [ScoredGroup([None] * 4, lengths) for lengths in LENGTHS]
-    # Its reward counts against nothing, and is not trained on.
-    for name in sorted(set(OBJECTIVES) - {"Distillation"}):
+    # Their reward counts against nothing, and is not trained on.
+    for name in sorted(set(OBJECTIVES) - {"Distillation", "SFT"}):
         for groups in (equal, failed, []):
             assert set(flat(estimated(groups, name))) <= {0.0}, name
 

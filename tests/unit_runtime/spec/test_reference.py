@@ -73,7 +73,11 @@ def test_the_template_names_every_field_with_its_default() -> None:
     # Both adapters at once, and a critic beside GRPO, is all that is wrong with it.
     wrong = [(problem.where or "").split(": ")[1] for problem in caught.value.problems]
     assert wrong == ["spec.adapter.oft", "spec.algorithm.critic"]
-    for first, following in (("    oft:", "    targets:"), ("    critic:", "  data:")):
+    for first, following in (
+        ("    oft:", "    targets:"),
+        ("    critic:", "  data:"),
+        ("    validation:", "    limit:"),
+    ):
         everything = everything[: everything.index(first)] + everything[everything.index(following) :]
     assert parse_manifest(everything, name="x", environ={}) == parse_manifest(text, name="x", environ={})
 

@@ -143,6 +143,7 @@ def test_the_sets_are_those_of_the_design() -> None:
 
     assert of("layout") == [
         "model.uri",
+        "adapter.initFrom",
         "algorithm.teacher.uri",
         "algorithm.teacher.preflight",
         "algorithm.teacher.preflightPrompts",

@@ -1,0 +1,197 @@
+"""Beginning a run with an adapter that another training made: `spec.adapter.initFrom`.
+
+Belongs here: finding it, holding it against this run's base and `adapter`, and the trainer's first state from it. Does
+not belong here: continuing another run with its optimizer and steps (`origin`), what files hold (`checkpoints`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from orbit_runtime.checkpoints.adapter_folder import AdapterFolder, is_adapter, open_adapter
+from orbit_runtime.digests import tree_digest
+from orbit_runtime.errors import ModelError
+from orbit_runtime.loop.content import WEIGHTS
+from orbit_runtime.loop.state import RunState
+from orbit_runtime.spec.adapter import Adapter
+from orbit_runtime.spec.run import RunSpec
+from orbit_runtime.storage import open_store
+
+if TYPE_CHECKING:
+    from orbit_runtime.loop.build import RunParts
+    from orbit_runtime.training.megatron.outline import Outline
+
+FIELD = "spec.adapter.initFrom"
+CONTENT = "content.adapter"
+"""Of its name among the digests of what a run reads."""
+
+
+@dataclass(frozen=True)
+class Initial:
+    """The adapter, as it was read."""
+
+    folder: AdapterFolder
+    digest: str
+    """Of its files."""
+
+    def to_json(self) -> dict[str, Any]:
+        """For `run.json`; a start before the first checkpoint takes the same one."""
+        return {"uri": self.folder.place, "digest": self.digest}
+
+
+def open_initial(spec: RunSpec, before: Mapping[str, Any] | None) -> Initial | None:
+    """None: the run begins with an adapter that changes nothing.
+
+    Args:
+        before: this run's own `run.json`, if it was started before.
+
+    Raises:
+        ModelError: (66) there is no adapter, one that Orbit does not compute with, or not the one that `spec.adapter`
+            describes.
+    """
+    from orbit_runtime.adapters.state import pieces_of
+
+    asked = spec.adapter.init_from
+    if asked is None:
+        return None
+    known = ((before or {}).get("initial") or {}).get("uri")
+    folder = open_adapter(known or _newest(asked))
+    check_adapter(spec.adapter, folder)
+    return Initial(folder, tree_digest(pieces_of(folder.files)))
+
+
+def _newest(uri: str) -> str:
+    """Of a run folder; an adapter's folder is itself."""
+    store = open_store(uri, writable=False)
+    if is_adapter(store):
+        return uri
+    found = [re.fullmatch(r"adapters/policy-v(\d+)/manifest\.json", key) for key in store.list("adapters/")]
+    versions = sorted(int(each[1]) for each in found if each)
+    if not versions:
+        raise ModelError(
+            "there is no adapter here",
+            where=f"{FIELD}: {store.uri}",
+            fix="name a run folder with adapters, or the folder of one, such as runs/<run>/adapters/policy-v40",
+        )
+    return f"{uri.rstrip('/')}/adapters/policy-v{versions[-1]}"
+
+
+def initial_digest(initial: Initial | None, before: Mapping[str, Any] | None) -> dict[str, str]:
+    """Name → digest, for the run's identity; of a run that goes on without it, what its first start read."""
+    if initial is not None:
+        return {CONTENT: initial.digest}
+    known = (before or {}).get("identity", {}).get(CONTENT)
+    return {} if known is None else {CONTENT: str(known)}
+
+
+def check_base(initial: Initial, weights: str) -> None:
+    """Raises ModelError (66) for an adapter that is known to be another base's, or the same in another format."""
+    found = initial.folder.base_weights
+    if found not in (None, weights):
+        raise ModelError(
+            f"the adapter {initial.folder.place} was trained on another base ({str(found)[:19]}…, this run's is "
+            f"{weights[:19]}…)",
+            where=FIELD,
+            fix="write the model and precision that it was trained on, or take an adapter of this base",
+        )
+
+
+def check_adapter(adapter: Adapter, folder: AdapterFolder) -> None:
+    """Raises ModelError (66) where `spec.adapter` describes another adapter than this one."""
+    wanted: dict[str, Any] = {"type": adapter.type}
+    found: dict[str, Any] = {"type": folder.type}
+    if adapter.lora is not None and folder.type == "LoRA":
+        lora = adapter.lora
+        root = lora.rank**0.5 if lora.rslora else lora.rank
+        wanted |= {"lora.rank": lora.rank, "scaling": lora.alpha / root}
+        found |= {"lora.rank": folder.rank, "scaling": folder.scaling}
+    if adapter.oft is not None and folder.type == "OFT":
+        config = folder.config
+        series = bool(config.get("use_cayley_neumann"))
+        wanted |= {"oft.blockSize": adapter.oft.block_size, "oft.parametrization": adapter.oft.parametrization}
+        found |= {"oft.blockSize": folder.rank, "oft.parametrization": "CayleyNeumann" if series else "Cayley"}
+        if series and adapter.oft.parametrization == "CayleyNeumann":
+            wanted["oft.neumannTerms"] = adapter.oft.neumann_terms
+            found["oft.neumannTerms"] = int(config.get("num_cayley_neumann_terms") or 5)
+    differ = [f"{name} {found[name]}, this run's is {wanted[name]}" for name in wanted if found[name] != wanted[name]]
+    if differ:
+        raise ModelError(
+            f"the adapter {folder.place} is another: {'; '.join(differ)}",
+            where=FIELD,
+            fix="write the `spec.adapter` of the run that made it",
+        )
+
+
+def begin_with(parts: RunParts, state: RunState, initial: Initial) -> None:
+    """Gives the trainer that adapter, before its first step.
+
+    Raises:
+        ModelError: (66) it is another base's, or its tensors are not those of this run's adapter.
+    """
+    check_base(initial, parts.content[WEIGHTS])
+    if initial.folder.base_weights is None:
+        state.warn(f"{FIELD}: nothing tells which base that adapter was trained on; only its shapes were compared")
+    parts.trainer.load_state(initial_state(parts.side.outline, initial))
+    parts.show.note(f"beginning with the adapter {initial.folder.place}")
+
+
+def initial_state(outline: Outline, initial: Initial) -> dict[str, bytes]:
+    """What a trainer loads: the adapter's values as its masters, and an optimizer that has not begun.
+
+    Published values are BF16, and so are the masters' first ones.
+
+    Args:
+        outline: what the trainer's adapter consists of.
+
+    Raises:
+        ModelError: (66) the adapter goes around other modules, lays out experts in another way, has other shapes than
+            this base, is not finite, or gives layers that share a rotation different ones.
+    """
+    import torch
+
+    from orbit_runtime.adapters.names import join_tensors
+    from orbit_runtime.adapters.state import MODEL_FILE, PEFT_PREFIX, parse_tensors
+    from orbit_runtime.adapters.tensorfile import are_finite, dump
+    from orbit_runtime.training.state import PART
+
+    where = f"{initial.folder.place}/{MODEL_FILE}"
+    named = parse_tensors(initial.folder.files, MODEL_FILE)
+    tensors = {name.removeprefix(PEFT_PREFIX).removesuffix(".weight"): each for name, each in named.items()}
+    wanted = {name for held in outline.values() for name in held.file_names}
+    if lacking := sorted(wanted - tensors.keys()):
+        raise ModelError(
+            f"the adapter has nothing for {lacking[0]}: {len(lacking)} of {len(wanted)} tensors are missing",
+            where=where,
+            fix="write the `spec.adapter.targets` and `experts` of the run that made it",
+        )
+    if left := sorted(tensors.keys() - wanted):
+        raise ModelError(
+            f"it adapts {left[0].rpartition('.')[0]}, which this run's adapter does not: {len(left)} tensors have no "
+            "place",
+            where=where,
+            fix="write the `spec.adapter.targets` and `experts` of the run that made it",
+        )
+    if not are_finite(tensors.values()):
+        raise ModelError("a tensor is not finite", where=where, fix="take another checkpoint of that training")
+    masters: dict[str, torch.Tensor] = {}
+    for key, held in outline.items():
+        value = join_tensors(held.file_names, tensors).float()
+        if tuple(value.shape) != tuple(held.place.shape):
+            raise ModelError(
+                f"{key} has the shape {list(value.shape)}, this base takes {list(held.place.shape)}",
+                where=where,
+                fix="it was trained on another base: take one of this model",
+            )
+        master = f"{held.owner}.{key.rpartition('.')[2]}"
+        if not torch.equal(masters.setdefault(f"master/{master}", value), value):
+            raise ModelError(
+                f"{key} and {master} differ, and share one rotation here, as their layers share an input",
+                where=where,
+                fix="take an adapter that Orbit trained",
+            )
+    counters = {"counters": json.dumps({"steps": 0, "updates": 0}, sort_keys=True)}
+    return {PART: dump(masters, torch.float32, counters)}

@@ -1,0 +1,171 @@
+"""Demonstrations as tokens: masks cover exactly the answers, and a template that does not allow it is named."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from orbit_runtime.data.chat import ChatTokenizer
+from orbit_runtime.data.demonstrations import (
+    Demonstration,
+    build_demonstration_samples,
+    encode_demonstrations,
+    read_demonstration,
+)
+from orbit_runtime.data.prompts import PromptTable, hold_out
+from orbit_runtime.errors import DataError
+from orbit_runtime.model_info.builtin_models import builtin_folder
+from orbit_runtime.types import Prompt
+
+FOLDER = builtin_folder("tiny-adder", "INT4")
+QWEN3 = """
+{%- for message in messages -%}
+{%- if message.role == 'assistant' and not loop.last -%}
+{{- '<|assistant|>' + message.content.split('=')[-1] + '<|im_end|>' -}}
+{%- else -%}
+{{- '<|' + message.role + '|>' + message.content + '<|im_end|>' -}}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}
+"""
+"""As Qwen3's, it leaves out what stands before an answer's last part once more follows."""
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> ChatTokenizer:
+    return ChatTokenizer(FOLDER)
+
+
+def with_template(tmp_path: Path, template: str) -> ChatTokenizer:
+    folder = tmp_path / "model"
+    shutil.copytree(FOLDER, folder)
+    (folder / "chat_template.jinja").write_text(template)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings.pop("chat_template", None)
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return ChatTokenizer(folder)
+
+
+def said(*texts: str) -> list[dict[str, Any]]:
+    return [{"role": "user" if place % 2 == 0 else "assistant", "content": text} for place, text in enumerate(texts)]
+
+
+def demonstration(*texts: str, last_only: bool = False) -> Demonstration:
+    prompt = Prompt("file/0", 0, tuple(said(*texts)), {})
+    return read_demonstration(prompt, completion_field=None, last_only=last_only)
+
+
+digits = st.text("0123456789+=", min_size=1, max_size=12)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(digits, digits), min_size=1, max_size=4))
+def test_a_mask_covers_exactly_the_answers_and_what_ends_them(turns: list[tuple[str, str]]) -> None:
+    tokenizer = ChatTokenizer(FOLDER)
+    (found,) = encode_demonstrations(
+        [demonstration(*(text for turn in turns for text in turn))], tokenizer, max_tokens=999
+    )
+    tokens, mask = list(found.token_ids_T), list(found.loss_mask_T)
+    # The template written out: what is learned lies between the assistant's mark and the end of its answer.
+    expected = []
+    for question, answer in turns:
+        asked = tokenizer.encode_text(f"<|user|>{question}<|im_end|><|assistant|>")
+        told = tokenizer.encode_text(f"{answer}<|im_end|>")
+        expected += [(token, 0) for token in asked] + [(token, 1) for token in told]
+    assert list(zip(tokens, mask, strict=True)) == expected
+    assert tokens[-1] in tokenizer.eos_ids
+
+
+def test_before_every_answer_stands_what_a_rollout_would_be_asked(tokenizer: ChatTokenizer) -> None:
+    (found,) = encode_demonstrations([demonstration("1+1=", "2", "2+2=", "4")], tokenizer, max_tokens=99)
+    starts = [at for at, flag in enumerate(found.loss_mask_T) if flag and not found.loss_mask_T[at - 1]]
+    prompts = [tokenizer.encode_chat(said("1+1=")), tokenizer.encode_chat(said("1+1=", "2", "2+2="))]
+    assert [list(found.token_ids_T[:at]) for at in starts] == prompts
+
+
+def test_only_the_last_answer_where_that_is_asked(tokenizer: ChatTokenizer) -> None:
+    (found,) = encode_demonstrations(
+        [demonstration("1+1=", "2", "2+2=", "4", last_only=True)], tokenizer, max_tokens=99
+    )
+    learned = [token for token, flag in zip(found.token_ids_T, found.loss_mask_T, strict=True) if flag]
+    assert learned == tokenizer.encode_text("4<|im_end|>")
+    (sample,) = build_demonstration_samples([found])
+    assert sample.prefix_length == len(found.token_ids_T) - len(learned)
+
+
+def test_a_prompt_and_its_completion_are_the_conversation_of_both(tokenizer: ChatTokenizer) -> None:
+    asked = Prompt("file/0", 0, tuple(said("1+1=")), {"answer": "2", "more": [{"role": "assistant", "content": "2"}]})
+    both = [read_demonstration(asked, completion_field=field) for field in ("answer", "more")]
+    whole = encode_demonstrations([*both, demonstration("1+1=", "2")], tokenizer, max_tokens=99)
+    assert whole[0] == whole[1] == whole[2]
+
+
+def test_a_template_without_the_prefix_property_is_refused_where_it_begins(tmp_path: Path) -> None:
+    tokenizer = with_template(tmp_path, QWEN3)
+    with pytest.raises(DataError) as caught:
+        encode_demonstrations([demonstration("1+1=", "1=2", "2+2=", "4")], tokenizer, max_tokens=99)
+    message = str(caught.value)
+    assert caught.value.where == "file/0"
+    assert "prefix property at message 1" in message
+    # The first difference, in both readings.
+    assert "'1=2<|im_end|>'" in message
+    assert "'2<|im_end|><|user|>2+2=<|im_end|>" in message
+    assert "spec.data.chat.answers: Last" in str(caught.value.fix)
+    # The way out holds, and a conversation of one turn needs none.
+    (last,) = encode_demonstrations(
+        [demonstration("1+1=", "1=2", "2+2=", "4", last_only=True)], tokenizer, max_tokens=99
+    )
+    assert sum(last.loss_mask_T) == 2
+    encode_demonstrations([demonstration("1+1=", "1=2")], tokenizer, max_tokens=99)
+
+
+def test_a_template_that_does_not_end_answers_is_refused(tmp_path: Path) -> None:
+    tokenizer = with_template(tmp_path, "{%- for m in messages -%}{{- '<|' + m.role + '|>' + m.content -}}{%- endfor -%}"
+                              "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}")  # fmt: skip
+    with pytest.raises(DataError, match="message 1 ends without one of the model's end tokens"):
+        encode_demonstrations([demonstration("1+1=", "2")], tokenizer, max_tokens=99)
+
+
+def test_demonstrations_that_are_too_long_are_named_and_not_cut(tokenizer: ChatTokenizer) -> None:
+    with pytest.raises(DataError, match=r"1 of 2 demonstrations are longer than 8 tokens:\n  file/0: \d+ tokens"):
+        encode_demonstrations([demonstration("1", "2"), demonstration("1" * 20, "2")], tokenizer, max_tokens=8)
+
+
+@pytest.mark.parametrize(
+    ("messages", "fields", "completion", "says"),
+    [
+        (said("1+1="), {}, None, "no message has the role `assistant`"),
+        (said("1+1="), {}, "answer", "the column 'answer' holds no answer"),
+        (said("1+1="), {"answer": ""}, "answer", "the column 'answer' holds no answer"),
+        (said("1+1="), {"answer": 2}, "answer", "the column 'answer' holds no answer"),
+        (said("1+1="), {"answer": [{"content": "2"}]}, "answer", "the column 'answer' holds no answer"),
+        (said("1+1="), {"answer": "2", "tools": "add"}, "answer", "the column 'tools' holds no list"),
+    ],
+)
+def test_a_row_without_an_answer_is_refused(
+    messages: list[dict[str, Any]], fields: dict[str, Any], completion: str | None, says: str
+) -> None:
+    with pytest.raises(DataError, match=says) as caught:
+        read_demonstration(
+            Prompt("file/7", 0, tuple(messages), fields), completion_field=completion, tools_field="tools"
+        )
+    assert caught.value.where == "file/7"
+
+
+def test_what_is_held_out_is_a_share_that_the_seed_chooses() -> None:
+    table = PromptTable(tuple(Prompt(f"a/{n}", 0, (), {}) for n in range(100)), "sha256:0", (), (100,))
+    left, held = hold_out(table, 0.05, seed=3)
+    assert len(held) == 5
+    assert {each.prompt_id for each in (*left.prompts_P, *held)} == {each.prompt_id for each in table.prompts_P}
+    assert hold_out(table, 0.05, seed=3) == (left, held)
+    assert hold_out(table, 0.05, seed=4)[1] != held
+    assert hold_out(table, 0.0, seed=3) == (table, ())
+    assert len(hold_out(table, 1e-6, seed=3)[1]) == 1
+    with pytest.raises(DataError, match="leaves none to train on"):
+        hold_out(PromptTable(table.prompts_P[:1], "sha256:0", (), (1,)), 0.5, seed=0)
