@@ -34,6 +34,8 @@ WANTED = {
     "calculator": (YES,) * 6,
     "ppo": (YES,) * 6,
     "distillation": (YES,) * 6,
+    "sft": (YES,) * 6,
+    "sft-rl": (YES,) * 6,
     "qwen3-4b": (SMALL, SMALL, YES, YES, YES, YES),
     # With fewer requests at a time these two would do on one B200.
     "qwen3-30b-a3b": (SMALL, SMALL, SMALL, SMALL, YES, SMALL),
