@@ -31,7 +31,6 @@ from orbit_runtime.spec import OrbitRun, resolve
 from orbit_runtime.storage import NotFound, Store
 from orbit_runtime.storage.cache import Cache, default_cache
 from orbit_runtime.storage.download import Patience
-from orbit_runtime.training.megatron.outline import outline_of
 from orbit_runtime.types import Group, Prompt, Rollout
 
 
@@ -107,6 +106,8 @@ def replay(
         trainer.load_state(origin.bundle.parts)
     initial = open_initial(spec, before)
     if initial is not None:
+        from orbit_runtime.training.megatron.outline import outline_of
+
         if before["identity"].get(INITIAL_CONTENT) != initial.digest:
             raise ModelError("the adapter has other bytes than when the run began with it", where=INITIAL_FIELD)
         trainer.load_state(initial_state(outline_of(policy.injected), initial))

@@ -47,7 +47,7 @@ from orbit_runtime.loop.row import with_checkpoint
 from orbit_runtime.loop.show import Show
 from orbit_runtime.loop.signals import StopFlag
 from orbit_runtime.loop.state import RunState
-from orbit_runtime.loop.trainers import build_side, check_rank_packages, decide_division, load_algorithm
+from orbit_runtime.loop.trainers import build_side, check_rank_packages, decide_division, load_algorithm, load_loss
 from orbit_runtime.model_info.content import kept_weights_digest
 from orbit_runtime.observability.metrics import FIELDS, MetricsRow, build_row
 from orbit_runtime.spec import Resolved
@@ -118,6 +118,7 @@ def build_sft(
     table = load_prompts(prompt_sources(spec, names, inputs), limit=spec.data.limit)
     demonstrations = read_demonstrations(table, spec.data.prompts, last_only=spec.data.chat.answers == "Last")
     algorithm = load_algorithm(resolved, inputs.search_path)
+    loss = load_loss(resolved, inputs.search_path)
     show.stage("fetching the model")
     folder = inputs.model()
     division = decide_division(resolved, folder)
@@ -133,7 +134,7 @@ def build_sft(
     show.stage(f"loading the model, {amount(folder)}")
     closing.callback(unfreeze_objects)
     with gc_paused():
-        side = build_side(resolved, division, folder, algorithm, names.model, None, note=show.note, closing=closing)
+        side = build_side(resolved, division, folder, loss, names.model, None, note=show.note, closing=closing)
     keeper = Keeper()
     closing.callback(keeper.close)
     trained, measured = hold_out(table, spec.data.validation.share if spec.data.validation else 0.0, spec.data.seed)
