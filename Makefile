@@ -20,7 +20,7 @@ SGLANG_SAMPLE := tests/engines/test_contract.py tests/engines/test_plain_sglang.
 PURE := agents errors types seeds spec storage workers model_info planner algorithms data environments observability
 PURE_PATHS = $(wildcard $(PURE:%=orbit_runtime/%.py) $(PURE:%=orbit_runtime/%))
 
-.PHONY: help install dev quickstart test test-models test-megatron test-store test-ray test-bridges test-sglang test-engines test-bisect test-proofs test-cluster cluster-programs check-chart images images-push check crds docs vendor-table constraints same-bits gpu-wheels gpu-proof bench release-check clean
+.PHONY: help install dev quickstart test test-models test-megatron test-store test-ray test-bridges test-sglang test-engines test-bisect test-proofs test-cluster test-cluster-flagship cluster-programs check-chart images images-push check crds docs vendor-table constraints same-bits gpu-wheels gpu-proof bench release-check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z -]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -69,6 +69,11 @@ test-cluster: ## the chart, and the operator on a real Kubernetes cluster of thr
 	@# On a new machine Go compiles for minutes; Python's packages come meanwhile.
 	@$(MAKE) --no-print-directory -j2 dev cluster-programs
 	ORBIT_TEST_PROGRAMS="$$(tools/cluster_programs.sh)" && export ORBIT_TEST_PROGRAMS && tools/test_cluster.sh $(BIN)/python
+
+test-cluster-flagship: ## the shape of a large run, ranks over Megatron-Core and SGLang, in a pod of that cluster (needs also SGLang's environment)
+	tools/cluster_packages.sh
+	@$(MAKE) --no-print-directory -j2 dev cluster-programs
+	ORBIT_TEST_PROGRAMS="$$(tools/cluster_programs.sh)" && ORBIT_SGLANG_PYTHON="$$(tools/sglang_python.sh)" && export ORBIT_TEST_PROGRAMS ORBIT_SGLANG_PYTHON && tools/test_cluster.sh $(BIN)/python tests/cluster/test_flagship.py
 
 cluster-programs:
 	@tools/cluster_programs.sh >/dev/null

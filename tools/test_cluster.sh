@@ -1,10 +1,11 @@
 #!/bin/sh
 # Runs tests/chart and tests/cluster: what needs nodes in one process, and beside it in two workers, file by file, all that
-# needs none, whose report follows.
-# usage: tools/test_cluster.sh PYTHON [PYTEST_OPTION]...
+# needs none, whose report follows. Where files or tests are named, those alone, in one process.
+# usage: tools/test_cluster.sh PYTHON [TEST]... [PYTEST_OPTION]...
 set -u
 python=$1
 shift
+case ${1--} in -*) only= ;; *) only=yes ;; esac
 # Operators are started by the dozen: in a fresh environment each would compile all that it imports.
 unset PYTHONDONTWRITEBYTECODE
 # Memory is there, cores are not: servers and commands collect their garbage a quarter as often as they would.
@@ -17,20 +18,27 @@ give_back() {
 		[ -z "$line" ] || sysctl -qw "$(printf %s "$line" | tr -d ' ')" || true
 	done
 }
-# The node tests take longer: they go first where both want a core.
-nice -n 10 "$python" -m pytest tests/cluster tests/chart -m "not node" -n 2 --dist loadfile --no-loadscope-reorder "$@" \
-	>"$report" 2>&1 &
-rest=$!
+rest=
+if [ -z "$only" ]; then
+	# The node tests take longer: they go first where both want a core.
+	nice -n 10 "$python" -m pytest tests/cluster tests/chart -m "not node" -n 2 --dist loadfile --no-loadscope-reorder \
+		"$@" >"$report" 2>&1 &
+	rest=$!
+	set -- tests/cluster -m node "$@"
+fi
 # In the background too: a shell that is asked to end hears it only while it waits.
-"$python" -m pytest tests/cluster -m node "$@" &
+"$python" -m pytest "$@" &
 first=$!
 # Asked to end, pytest ends its servers first.
 trap '[ -z "$first$rest" ] || kill -TERM $first $rest; wait; rm -f "$report"; give_back' EXIT
 trap 'exit 130' INT TERM
 wait "$first"
 nodes=$? first=
-wait "$rest"
-others=$? rest=
+others=0
+if [ -n "$rest" ]; then
+	wait "$rest"
+	others=$? rest=
+fi
 cat "$report"
 [ "$nodes" -eq 0 ] || exit "$nodes"
 exit "$others"

@@ -88,7 +88,7 @@ def test_values_for_every_run_that_a_guide_shows_are_taken(helm: str, guide: str
 def test_the_policies_and_monitors_find_the_pods_that_the_operator_makes(helm: str) -> None:
     """Against the pod that the operator's own code builds for the guide's manifest."""
     text = (ROOT / "docs/guides/cluster/run.md").read_text()
-    (manifest,) = [each for each in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL) if "kind: OrbitRun" in each]
+    manifest = next(each for each in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL) if "kind: OrbitRun" in each)
     body = {**YAML(typ="safe").load(manifest), "apiVersion": "orbitrl.dev/v1alpha1"}
     body["metadata"] |= {"namespace": "team-a", "uid": "u"}
     source = RunSource("team-a", "quickstart", "u", body["spec"], OrbitRun.model_validate(body))

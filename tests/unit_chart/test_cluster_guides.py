@@ -53,11 +53,15 @@ def test_commands_are_valid_shell(guide: Path) -> None:
         assert done.returncode == 0, done.stderr
 
 
-def test_the_manifest_of_the_guide_is_good(tmp_path: Path) -> None:
-    (text,) = [block for block in blocks(ROOT / "docs/guides/cluster/run.md", "yaml") if "kind: OrbitRun" in block]
-    (tmp_path / "run.yaml").write_text(text)
-    run = load_manifest(tmp_path / "run.yaml")
-    assert run.spec.storage.credentials_secret_name == "orbit-store"
+def test_the_manifests_of_the_guide_are_good(tmp_path: Path) -> None:
+    found = [block for block in blocks(ROOT / "docs/guides/cluster/run.md", "yaml") if "kind: OrbitRun" in block]
+    names = []
+    for text in found:
+        (tmp_path / "run.yaml").write_text(text)
+        run = load_manifest(tmp_path / "run.yaml")
+        names.append(run.metadata.name)
+        assert run.spec.storage.credentials_secret_name == "orbit-store"
+    assert names == ["quickstart", "ranks"]
 
 
 @pytest.mark.parametrize("guide", GUIDES, ids=lambda guide: guide.stem)

@@ -20,23 +20,50 @@ from cluster.bed.programs import find_program
 
 MOUNT_PATH = "/opt/heavy"
 """Where an image that was built with HEAVY=mounted looks; to others it means nothing."""
+SGLANG_PATH = "/opt/sglang"
+PYTHON_VARIABLE = "ORBIT_SGLANG_PYTHON"
 ROOT = Path(__file__).parents[3]
 PACKAGES = Path(sysconfig.get_path("purelib"))
 SIGNS = ("torch", "sympy", "transformers", "numpy", "triton", "accelerate", "pydantic")
 """Most of what a run imports."""
 
 
-def build_container_spec() -> dict[str, Any]:
-    """containerd's own default, one mount more, and one thread of mathematics for each process.
+def build_container_spec(folder: Path) -> dict[str, Any]:
+    """containerd's own default, what is mounted, and one thread of mathematics for each process.
 
     With a thread for each core, the pods of these tests and all else on the machine would mostly wait for each other.
+
+    Where these tests know an environment with SGLang, so does each container: at a path of its own, for the versions
+    of its packages are not those of the trainer's.
+
+    Args:
+        folder: of the node, for what is mounted and has no file of its own.
     """
     compile_heavy()
     spec = dict(json.loads(run(find_program("ctr"), "oci", "spec")))
-    options = ["rbind", "ro", "nosuid", "nodev"]
-    spec["mounts"].append({"destination": MOUNT_PATH, "type": "bind", "source": str(PACKAGES), "options": options})
-    spec["process"].setdefault("env", []).append("OMP_NUM_THREADS=1")
+    variables = spec["process"].setdefault("env", [])
+    spec["mounts"].append(_build_mount(MOUNT_PATH, PACKAGES))
+    variables.append("OMP_NUM_THREADS=1")
+    if python := os.environ.get(PYTHON_VARIABLE):
+        spec["mounts"] += _build_sglang_mounts(folder / "sglang", Path(python))
+        variables.append(f"{PYTHON_VARIABLE}={SGLANG_PATH}/bin/python")
     return spec
+
+
+def _build_mount(destination: str, source: Path) -> dict[str, Any]:
+    options = ["rbind", "ro", "nosuid", "nodev"]
+    return {"destination": destination, "type": "bind", "source": str(source), "options": options}
+
+
+def _build_sglang_mounts(folder: Path, python: Path) -> list[dict[str, Any]]:
+    """A virtual environment of the image's interpreter, and in it the packages of this machine's."""
+    packages = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
+    inside = packages.relative_to(python.parents[1])
+    for part in (inside, Path("bin")):
+        (folder / part).mkdir(parents=True)
+    (folder / "pyvenv.cfg").write_text("home = /usr/local/bin\ninclude-system-site-packages = false\n")
+    (folder / "bin/python").symlink_to("/usr/local/bin/python3")
+    return [_build_mount(SGLANG_PATH, folder), _build_mount(f"{SGLANG_PATH}/{inside}", packages)]
 
 
 def compile_heavy() -> None:

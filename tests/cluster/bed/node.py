@@ -63,7 +63,7 @@ class Node:
         mount_memory(self.folder)
         make_cgroup(f"{CGROUP_PREFIX}{self.index}")
         (self.folder / "containerd.toml").write_text(self._containerd_config())
-        (self.folder / "container.json").write_text(json.dumps(build_container_spec()))
+        (self.folder / "container.json").write_text(json.dumps(build_container_spec(self.folder)))
         cni = self.folder / "cni"
         cni.mkdir()
         (cni / "10-bridge.conflist").write_text(json.dumps(self._cni_config()))

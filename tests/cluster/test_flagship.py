@@ -1,0 +1,115 @@
+"""A large run's shape in a pod: ranks over Megatron-Core that divide a mixture of experts, and a real SGLang server.
+
+The guide's manifest, unchanged: first by `orbit run` on this machine, then by `kubectl apply` on the node. It needs
+SGLang's environment, and minutes: `make test-cluster-flagship`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster.bed.cluster import Cluster
+from cluster.bed.heavy import PYTHON_VARIABLE
+from cluster.shell import Shell
+from cluster.watching import find_pods, wait_status
+
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.timeout(1800),
+    pytest.mark.skipif(
+        PYTHON_VARIABLE not in os.environ,
+        reason=f"no SGLang: {PYTHON_VARIABLE} is not set; `make test-cluster-flagship` makes and sets it",
+    ),
+]
+Object = dict[str, Any]
+STAGES = ("engine_floor", "trainer_floor", "base", "identity", "random", "policy")
+LARGEST = 2e-5
+"""Of any token's log-prob between the sides, in nats, in fp32."""
+
+
+@dataclass(frozen=True)
+class Both:
+    """Run folders of one manifest, and the pod's last words in the API."""
+
+    laptop: Path
+    pod: Path
+    status: Object
+    seen: Object
+    """The pod while it trained."""
+
+
+@pytest.fixture(scope="module")
+def both(release: Shell, cluster: Cluster) -> Both:
+    (cluster.buckets / "orbit-runs").mkdir(exist_ok=True)
+    release.follow("run", "Credentials")
+    release.environment |= {PYTHON_VARIABLE: os.environ[PYTHON_VARIABLE], "OMP_NUM_THREADS": "1"}
+    print(release.follow("run", "Ranks and SGLang in one pod", 0))
+    with release.meanwhile("run", "Ranks and SGLang in one pod", 1):
+        wait_status(cluster, "ranks", lambda status: status.get("step", 0) >= 1 or has_ended(status), "trains", 900)
+        (pod,) = find_pods(cluster, "ranks")
+        print(release.run("kubectl logs --namespace team-a -l orbitrl.dev/run-name=ranks --tail=-1"))
+    status = wait_status(cluster, "ranks", has_ended, "ends")
+    print(release.run("kubectl logs --namespace team-a -l orbitrl.dev/run-name=ranks --tail=-1"))
+    return Both(release.folder / "on-a-laptop", cluster.buckets / "orbit-runs/team-a/ranks", status, pod)
+
+
+def has_ended(status: Object) -> bool:
+    return status.get("phase") in ("Succeeded", "Failed")
+
+
+def read(folder: Path) -> tuple[Object, list[Object], Object]:
+    report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    (preflight,) = (folder / "parity").iterdir()
+    return report, rows, json.loads(preflight.read_text(encoding="utf-8"))
+
+
+def test_the_pod_completes_at_its_first_attempt(both: Both) -> None:
+    assert (both.status["phase"], both.status["step"], both.status["attempt"]) == ("Succeeded", 4, 1), both.status
+    (container,) = both.seen["spec"]["containers"]
+    security = container["securityContext"]
+    assert (security["readOnlyRootFilesystem"], security["capabilities"]) == (True, {"drop": ["ALL"]})
+    assert both.seen["spec"]["securityContext"]["runAsUser"] == 65532
+
+
+def test_its_adapter_and_proofs_are_in_the_bucket(both: Both) -> None:
+    assert (both.pod / "adapters/policy-v4/adapter_model.safetensors").is_file()
+    report, rows, _ = read(both.pod)
+    assert report["publishes"] == report["publishes_proven"] == 5
+    assert report["base_digest_before"] == report["base_digest_after"]
+    assert all(row["parity_mean"] <= row["parity_limit"] for row in rows)
+
+
+def test_the_unchanged_manifest_gives_the_same_parity_report_on_a_laptop(both: Both) -> None:
+    """SGLang draws tokens by its own random numbers and in batches as they come: rollouts and last bits differ."""
+    (there, rows, preflight), (here, own_rows, own_preflight) = read(both.pod), read(both.laptop)
+    for name in ("base_digest_before", "publishes_proven", "trainable_parameters", "versions", "warnings", "failures"):
+        assert there[name] == here[name], name
+    assert judged(preflight) == judged(own_preflight)
+    assert judged(preflight)["passed"]
+    for found in (preflight, own_preflight):
+        assert all(found[stage]["max"] <= LARGEST for stage in STAGES)
+        assert found["random_effect"] == pytest.approx(0.0898144, rel=1e-5), "what an adapter that nobody trained moves"
+    for each in (*rows, *own_rows):
+        assert (each["parity_limit"], each["parity_top1"], each["parity_outside"]) == (1e-4, 1.0, 0.0)
+        assert each["parity_max"] <= LARGEST
+    print_both(both)
+
+
+def judged(preflight: Object) -> Object:
+    """What was asked and found, without what the last bits decide."""
+    stages = {name: {key: preflight[name][key] for key in ("tokens", "top1", "outside")} for name in STAGES}
+    return {**stages, **{key: preflight[key] for key in ("limit", "limits", "passed", "failures", "engine")}}
+
+
+def print_both(both: Both) -> None:
+    """The table of the guide."""
+    for name, folder in (("laptop", both.laptop), ("pod", both.pod)):
+        report, rows, preflight = read(folder)
+        print(name, {key: preflight[key]["mean"] for key in STAGES}, preflight["limit"], preflight["passed"])
+        print(name, [row["parity_mean"] for row in rows], report["parity"], report["publishes_proven"])
