@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from orbit_runtime.algorithms.table import Algorithm
 from orbit_runtime.checkpoints.adapter_folder import AdapterFolder
@@ -35,6 +35,7 @@ from orbit_runtime.loop.keeper import Keeper
 from orbit_runtime.loop.measure import HeldOut, open_held_out
 from orbit_runtime.loop.publish import Publisher
 from orbit_runtime.loop.show import Show
+from orbit_runtime.loop.sides import Given
 from orbit_runtime.loop.teacher import check_base, open_teacher, teacher_digest
 from orbit_runtime.loop.trainers import (
     TrainerSide,
@@ -131,7 +132,7 @@ def build_parts(
     execution: Execution,
     show: Show,
     *,
-    rewards: Mapping[str, Callable[..., Any]] | None,
+    given: Given,
     inputs: Inputs,
     names: Names,
     closing: ExitStack,
@@ -139,10 +140,10 @@ def build_parts(
     """Fetches and reads prompts, rewards and model, and wires them. What must be closed is pushed on `closing`.
 
     Args:
-        rewards: functions given from Python, by reward name; they replace the manifest's of that name.
+        given: its rewards, functions given from Python by reward name, replace the manifest's of that name.
         names: what the first start called model and prompts.
     """
-    run = resolved.run
+    run, rewards = resolved.run, given.rewards
     spec = run.spec
     check_engine(spec)
     if spec.training.trainer == "Megatron":
@@ -157,12 +158,12 @@ def build_parts(
     scorer = closing.enter_context(build_scorer(spec, rewards or {}, inputs.search_path()))
     pool = _build_pool(spec, inputs.search_path(), closing)
     algorithm = load_algorithm(resolved, inputs.search_path)
-    loss = load_loss(resolved, inputs.search_path)
+    loss = load_loss(resolved, inputs.search_path) if given.sides is None else None
     teacher = open_teacher(spec)
     show.stage("fetching the model")
     folder = inputs.model()
-    division = decide_division(resolved, folder)
-    resolved = with_trainer(resolved, division.trainer)
+    division = decide_division(resolved, folder) if given.sides is None else None
+    resolved = with_trainer(resolved, division.trainer if division else "Torch")
     run, spec = resolved.run, resolved.run.spec
     check_engine(spec)
     weights = kept_weights_digest(folder, Cache(default_cache(os.environ)))
@@ -176,13 +177,18 @@ def build_parts(
         new_tokens = spec.rollout.sampling.max_new_tokens
         encode = partial(tokenizer.encode_many, tools=pool.tools if pool else ())
         check_lengths(table, encode, max_prompt_tokens=spec.model.max_sequence_length - new_tokens)
-        side = build_side(resolved, division, folder, loss, names.model, teacher, note=show.note, closing=closing)
+        if given.sides is not None:
+            side = given.sides.open(resolved, names.model, store.uri, execution.number, closing)
+        else:
+            assert division is not None
+            assert loss is not None
+            side = build_side(resolved, division, folder, loss, names.model, teacher, note=show.note, closing=closing)
         check_token_ids(spec, side.facts.vocabulary)
         check_replay(spec, side.facts)
     held_out = open_held_out(run, inputs, rewards, tokenizer, closing)
     show.stage("starting the engine")
     sequences = first_sequences(table, tokenizer)
-    engine = build_engine(resolved, side, tokenizer, folder, sequences, closing)
+    engine = given.sides.engine if given.sides else build_engine(resolved, side, tokenizer, folder, sequences, closing)
     closing.callback(engine.close)
     show.metrics.add_engine(engine.read_servers)
     keeper = Keeper()

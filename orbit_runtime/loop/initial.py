@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from orbit_runtime.adapters.files import MODEL_FILE, PEFT_PREFIX, pieces_of
 from orbit_runtime.checkpoints.adapter_folder import AdapterFolder, is_adapter, open_adapter
 from orbit_runtime.digests import tree_digest
 from orbit_runtime.errors import ModelError
@@ -53,8 +54,6 @@ def open_initial(spec: RunSpec, before: Mapping[str, Any] | None) -> Initial | N
         ModelError: (66) there is no adapter, one that Orbit does not compute with, or not the one that `spec.adapter`
             describes.
     """
-    from orbit_runtime.adapters.state import pieces_of
-
     asked = spec.adapter.init_from
     if asked is None:
         return None
@@ -154,7 +153,7 @@ def initial_state(outline: Outline, initial: Initial) -> dict[str, bytes]:
     import torch
 
     from orbit_runtime.adapters.names import join_tensors
-    from orbit_runtime.adapters.state import MODEL_FILE, PEFT_PREFIX, parse_tensors
+    from orbit_runtime.adapters.state import parse_tensors
     from orbit_runtime.adapters.tensorfile import are_finite, dump
     from orbit_runtime.training.state import PART
 

@@ -20,6 +20,7 @@ from orbit_runtime.loop.inputs import Inputs, build_patience
 from orbit_runtime.loop.machine import machine_facts
 from orbit_runtime.loop.publish import Publication
 from orbit_runtime.loop.show import Show
+from orbit_runtime.loop.sides import Given
 from orbit_runtime.loop.signals import stop_on_signals
 from orbit_runtime.loop.state import RunState
 from orbit_runtime.observability.metrics import RunMetrics
@@ -159,6 +160,8 @@ def find_difference(parts: Parts, publication: Publication) -> Location | None:
 
     None where no copy's layers can be looked at, as where the engine computes with the trainer's own.
     """
+    if parts.side.snapshot is None:
+        return None
     from orbit_runtime.parity.locate import Tapped
 
     found = None
@@ -181,6 +184,7 @@ def _find_in(parts: Parts, copy: Tapped, publication: Publication) -> Location:
         theirs = copy.snapshot(tokens, adapter)
         # Where the engine tells them: a token that goes to other experts by a hair's breadth is no layer's fault.
         routed = theirs.routed_TLC
+        assert parts.side.snapshot is not None
         ours = parts.side.snapshot(tokens, slot, files, routed_TLC=routed)
         again = parts.side.snapshot(tokens, slot, files, copies=COPIES, routed_TLC=routed)
         dtype = getattr(torch, parts.resolved.compute_dtype)
@@ -210,7 +214,9 @@ def compare_sides(
         search_path = [str(folder) for folder in (manifest_folder, Path.cwd()) if folder]
         patience = build_patience(show, closing.enter_context(stop_on_signals()), store.deadline_seconds)
         inputs, names = Inputs(resolved.run.spec, {}, patience, search_path), resolve_names(resolved, None)
-        parts = build_parts(resolved, store, execution, show, rewards=None, inputs=inputs, names=names, closing=closing)
+        parts = build_parts(
+            resolved, store, execution, show, given=Given(), inputs=inputs, names=names, closing=closing
+        )
         publication = parts.publisher.publish(0, None)
         started = time.monotonic()
         measured = measure_parity(parts, publication)

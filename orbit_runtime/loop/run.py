@@ -30,7 +30,7 @@ from orbit_runtime.loop.build import Parts, RunParts, build_parts
 from orbit_runtime.loop.content import check_content, resolve_names
 from orbit_runtime.loop.initial import Initial, begin_with, initial_digest, open_initial
 from orbit_runtime.loop.inputs import Inputs, build_patience
-from orbit_runtime.loop.machine import add_rounding_facts, explain_rounding, machine_facts, rounding_facts
+from orbit_runtime.loop.machine import add_rounding_facts, explain_rounding, machine_facts
 from orbit_runtime.loop.memory import told_where_memory_ran_out
 from orbit_runtime.loop.origin import Origin, begin_from, find_origin
 from orbit_runtime.loop.parity import check_sides
@@ -44,6 +44,7 @@ from orbit_runtime.loop.resume import (
 )
 from orbit_runtime.loop.sft import SftParts, build_sft, check_restored, run_sft
 from orbit_runtime.loop.show import Show
+from orbit_runtime.loop.sides import Given, Sides
 from orbit_runtime.loop.signals import StopFlag, stop_on_signals
 from orbit_runtime.loop.state import RunState
 from orbit_runtime.loop.steps import run_steps
@@ -87,6 +88,7 @@ def run(
     rewards: Mapping[str, Callable[..., Any]] | None = None,
     progress: Progress | None = None,
     manifest_folder: Path | None = None,
+    sides: Sides | None = None,
 ) -> RunResult:
     """Trains until the last step, a stop request or an error; continues where the folder's newest checkpoint stands.
 
@@ -95,11 +97,12 @@ def run(
         rewards: functions by reward name, used instead of the manifest's. Such a run can resume only with the same
             functions, which the report says.
         manifest_folder: what relative paths and entry points of the manifest refer to; the working folder unless given.
+        sides: trainer and engine in other processes; None: in this one, or started by it.
 
     Raises:
         OrbitError: with the exit code of its kind; the run folder then holds the last durable step.
     """
-    resolved = resolve(spec, machine_facts(), folder=manifest_folder)
+    resolved = resolve(spec, sides.machine if sides else machine_facts(), folder=manifest_folder)
     uri = out or f"{spec.spec.storage.uri.rstrip('/')}/{spec.name}"
     attempt = os.environ.get(ATTEMPT_VARIABLE)
     store = open_store(uri)
@@ -116,8 +119,11 @@ def run(
             webhooks += build_webhooks(spec.spec.observability.notify, os.environ)
             search_path = [str(folder) for folder in (manifest_folder, Path.cwd()) if folder]
             stop.on_request = show.stopping
+            if sides is not None:
+                sides.watch(stop, show.note)
+            given = Given(rewards, search_path, sides)
             with told_where_memory_ran_out(show):
-                ended, report = _run(resolved, store, execution, show, stop, rewards, search_path, closing)
+                ended, report = _run(resolved, store, execution, show, stop, given, closing)
         except StoppedOnRequest as request:
             # Before the first step, such as in mid-download.
             ended = "stopped"
@@ -139,8 +145,7 @@ def _run(
     execution: Execution,
     show: Show,
     stop: StopFlag,
-    rewards: Mapping[str, Callable[..., Any]] | None,
-    search_path: list[str],
+    given: Given,
     closing: ExitStack,
 ) -> tuple[str, Mapping[str, Any]]:
     before = read_run_file(store)
@@ -154,18 +159,16 @@ def _run(
     initial = open_initial(resolved.run.spec, before) if bundle is None else None
     names = resolve_names(resolved, before)
     patience = build_patience(show, stop, store.deadline_seconds)
-    inputs = Inputs(resolved.run.spec, (before or {}).get("inputs", {}), patience, search_path)
+    inputs = Inputs(resolved.run.spec, (before or {}).get("inputs", {}), patience, given.search_path)
     parts: Parts | SftParts
     if resolved.run.spec.algorithm.type == "SFT":
         parts = build_sft(resolved, store, execution, show, inputs=inputs, names=names, closing=closing)
     else:
-        parts = build_parts(
-            resolved, store, execution, show, rewards=rewards, inputs=inputs, names=names, closing=closing
-        )
+        parts = build_parts(resolved, store, execution, show, given=given, inputs=inputs, names=names, closing=closing)
     parts = replace(parts, content={**parts.content, **initial_digest(initial, before)})
     if before:
         check_content(store.uri, before, parts.content)
-        changes += explain_rounding(before["rounding"][-1:], _rounding(parts)) if "rounding" in before else []
+        changes += explain_rounding(before["rounding"][-1:], parts.side.rounding) if "rounding" in before else []
     state = RunState(trainable_parameters=parts.facts.report.trainable_parameters, base_digest=parts.side.base_digest())
     if bundle is not None:
         restore(parts, state, bundle)
@@ -178,8 +181,8 @@ def _run(
         state.warn(f"a damaged checkpoint was passed over: {reason}")
     for change in changes:
         show.note(f"changed since the last start: {change}")
-    _warn(parts, state, rewards)
-    _write_run_file(parts, state, before, rewards, origin, initial, started)
+    _warn(parts, state, given.rewards)
+    _write_run_file(parts, state, before, given.rewards, origin, initial, started)
     start_trackers(trackers, store, show, state.step, closing)
     total = parts.spec.training.steps
     if state.step >= total:
@@ -196,10 +199,6 @@ def _run(
     report = _finish(store, ended)
     show.progress.finish(report)
     return ended, report
-
-
-def _rounding(parts: RunParts) -> Mapping[str, str]:
-    return {**rounding_facts(), **parts.side.rounding}
 
 
 def _nothing_left(done: int, total: int) -> str:
@@ -324,7 +323,7 @@ def _write_run_file(
             "python": platform.python_version(),
             **installed_versions(),
         },
-        "rounding": add_rounding_facts((before or {}).get("rounding", []), _rounding(parts)),
+        "rounding": add_rounding_facts((before or {}).get("rounding", []), parts.side.rounding),
         "started": started,
         "execution": parts.execution.number,
     }

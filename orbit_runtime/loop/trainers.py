@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from orbit_runtime.algorithms.own import ADVANTAGES, LOSS, load_own, own_targets
 from orbit_runtime.algorithms.table import Algorithm, build_algorithm, correction_of, loss_settings
 from orbit_runtime.errors import OrbitError, UnsupportedError
+from orbit_runtime.loop.machine import rounding_facts
 from orbit_runtime.planner.sampling import sampling_of
 from orbit_runtime.spec import Resolved
 from orbit_runtime.spec.algorithm import Algorithm as AlgorithmSpec
@@ -49,12 +50,12 @@ class TrainerSide:
     """Of the frozen base as it lies in memory: equal before and after a run, whatever way it is divided."""
     probing: Callable[[Probe], AbstractContextManager[None]]
     """A context within which the trainer holds an adapter that nobody trained, for preflight."""
-    snapshot: Callable[..., Snapshot]
-    """`policy.snapshot.take_snapshot` of this side."""
+    snapshot: Callable[..., Snapshot] | None
+    """`policy.snapshot.take_snapshot` of this side; None: its layers cannot be looked at from here."""
     policy: Policy | None
     """In this process: what the torch engine samples with."""
     rounding: Mapping[str, str]
-    """What decides the order of its sums beyond the facts of this process."""
+    """What decides the order of its sums, hence a run's last bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +205,7 @@ def _build_ranks(
         probing=partial(trainer.probing, seed=spec.data.seed),
         snapshot=trainer.snapshot,
         policy=None,
-        rounding={"ranks": f"{layout.text()}, {threads} threads each"},
+        rounding={**rounding_facts(), "ranks": f"{layout.text()}, {threads} threads each"},
     )
 
 
@@ -248,7 +249,7 @@ def _build_alone(
         probing=partial(policy.injected.masters.probing, seed=resolved.run.spec.data.seed),
         snapshot=partial(take_snapshot, policy),
         policy=policy,
-        rounding={},
+        rounding=rounding_facts(),
     )
 
 

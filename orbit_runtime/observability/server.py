@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from orbit_runtime.errors import OutputError
 from orbit_runtime.observability.metrics import RunMetrics
@@ -84,19 +84,26 @@ def start_server(status: RunStatus, metrics: RunMetrics, port: int = 0, *, host:
     address = host or os.environ.get(BIND_VARIABLE) or "127.0.0.1"
     fix = f"{_FIX}; {BIND_VARIABLE} must be an address of this machine"
     listener = listen(address, port, "spec.observability.metricsPort", fix)
+    return serve_app(build_app(status, metrics), listener, address, fix)
+
+
+def serve_app(app: Any, listener: socket.socket, address: str, fix: str) -> HTTPServer:
+    """An ASGI application in a daemon thread. Raises OutputError where it does not start."""
     import uvicorn
 
-    app = build_app(status, metrics)
-    config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", workers=1)
+    config = uvicorn.Config(
+        app, log_config=None, access_log=False, lifespan="off", ws="none", workers=1, server_header=False
+    )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="orbit-http", daemon=True)
     thread.start()
     deadline = time.monotonic() + _START_SECONDS
     while not server.started and thread.is_alive() and time.monotonic() < deadline:
         time.sleep(0.002)
+    port = listener.getsockname()[1]
     if not server.started:
         raise OutputError("the server did not start", where=f"{address}:{port}", fix=fix)
-    return HTTPServer(address, listener.getsockname()[1], server, thread)
+    return HTTPServer(address, port, server, thread)
 
 
 _FIX = "set spec.observability.metricsPort to 0 (any free port), to another port, or to -1 (off)"

@@ -180,14 +180,23 @@ class TorchEngine:
         while True:
             # Those whose completions were just handed out ask for their next turn before the batch goes on.
             await asyncio.sleep(0)
-            self._end_late()
-            if not self._ended and len(self._decoding):
-                with self._turn:
-                    self._ended.extend(self._decoding.step())
+            self._step()
             if not self._ended and not len(self._decoding):
                 return
             while self._ended:
                 yield self._completion(self._ended.popleft())
+
+    def advance(self) -> list[Completion]:
+        """One turn of `completions`, for who has no event loop: what it would have handed out."""
+        self._step()
+        return [self._completion(self._ended.popleft()) for _ in range(len(self._ended))]
+
+    def _step(self) -> None:
+        """Of the batch, unless something has ended that was not handed out."""
+        self._end_late()
+        if not self._ended and len(self._decoding):
+            with self._turn:
+                self._ended.extend(self._decoding.step())
 
     def _end_late(self) -> None:
         if not self._due:

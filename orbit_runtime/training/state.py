@@ -77,4 +77,7 @@ def unpack_state(
                 step = torch.tensor(float(counters["updates"]), dtype=torch.float32)
                 moments = {moment: tensors[f"{moment}/{name}"].to(master.device).clone() for moment in MOMENTS}
                 optimizer.state[master] = {"step": step, **moments}
+            elif optimizer:
+                # As before the first update.
+                optimizer.state.pop(master, None)
     return counters

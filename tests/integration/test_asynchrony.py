@@ -27,6 +27,7 @@ from orbit_runtime.loop.keep import load_rollouts
 from orbit_runtime.loop.machine import machine_facts
 from orbit_runtime.loop.resume import find_checkpoint
 from orbit_runtime.loop.show import Show
+from orbit_runtime.loop.sides import Given
 from orbit_runtime.observability.metrics import RunMetrics
 from orbit_runtime.observability.progress import SilentProgress
 from orbit_runtime.observability.status import RunStatus
@@ -102,7 +103,9 @@ def test_no_staleness_has_the_bits_of_the_plainest_loop(tmp_path: Path, name: st
         closing.callback(lambda: execution.release("done"))
         show = Show(SilentProgress(), RunStatus(spec.name, total=0), RunMetrics(run=spec.name))
         inputs, names = Inputs(resolved.run.spec, {}, Patience(), []), resolve_names(resolved, None)
-        parts = build_parts(resolved, store, execution, show, rewards=None, inputs=inputs, names=names, closing=closing)
+        parts = build_parts(
+            resolved, store, execution, show, given=Given(), inputs=inputs, names=names, closing=closing
+        )
         assert plain_run(parts) == adapter_digests(open_store(str(tmp_path / "run")))
 
 

@@ -274,7 +274,7 @@ def test_an_adapter_larger_than_dev_shm_goes_through_memory(tmp_path: Path) -> N
     code = (
         "import subprocess, sys\nfrom pathlib import Path\n"
         "subprocess.run(['mount', '-t', 'tmpfs', '-o', 'size=1m', 'tmpfs', '/dev/shm'], check=True)\n"
-        "from orbit_runtime.adapters.state import files_digest\n"
+        "from orbit_runtime.adapters.files import files_digest\n"
         "from orbit_runtime.rollout.handover import SharedMemory\n"
         "from orbit_runtime.sglang_plugin.arrival import files_of\n"
         "from orbit_runtime.types import AdapterFiles\n"

@@ -1,0 +1,98 @@
+"""What the processes of a run have in common: the manifest as each reads it, what it may ask of them, and who they are.
+
+Belongs here: opening a manifest for a side, refusing what only one process does. Does not belong here: what a side
+computes (`trainer_host`, `engine_host`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orbit_runtime
+from orbit_runtime.errors import UnsupportedError
+from orbit_runtime.loop.content import resolve_names
+from orbit_runtime.loop.inputs import Inputs
+from orbit_runtime.loop.machine import machine_facts
+from orbit_runtime.spec import OrbitRun, Resolved, identity_fields, resolve
+from orbit_runtime.spec.resolve import with_trainer
+from orbit_runtime.spec.run import RunSpec
+from orbit_runtime.storage.download import Patience
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A manifest as one side reads it."""
+
+    resolved: Resolved
+    inputs: Inputs
+    folder: Path
+    """The model's."""
+
+    @property
+    def model(self) -> str:
+        """Named in published files."""
+        return resolve_names(self.resolved, None).model
+
+
+def check_apart(spec: RunSpec) -> None:
+    """Raises UnsupportedError (78) for what this version does in one process only."""
+    if spec.rollout.engine not in ("Auto", "Torch"):
+        raise UnsupportedError(
+            f"engine {spec.rollout.engine} is a server already, and `orbit run` asks it over HTTP",
+            where="spec.rollout.engine",
+            fix="write Torch, or use `orbit run`",
+        )
+    if spec.training.trainer == "Megatron":
+        raise UnsupportedError(
+            "ranks are started by `orbit run`, not yet by `orbit trainer`",
+            where="spec.training.trainer",
+            fix="write Torch, or use `orbit run`",
+        )
+    if spec.algorithm.teacher is not None:
+        raise UnsupportedError(
+            "a teacher is not carried between processes in this version",
+            where="spec.algorithm.teacher",
+            fix="use `orbit run`",
+        )
+
+
+def open_manifest(manifest: OrbitRun, folder: Path, patience: Patience) -> Asked:
+    """
+    Args:
+        folder: what relative paths of the manifest refer to.
+
+    Raises:
+        OrbitError: it cannot be resolved here, the model cannot be had, or it is for one process only.
+    """
+    check_apart(manifest.spec)
+    resolved = with_trainer(resolve(manifest, machine_facts(), folder=folder), "Torch")
+    check_torch_engine(resolved)
+    search_path = [str(each) for each in (folder, Path.cwd())]
+    inputs = Inputs(resolved.run.spec, {}, patience, search_path)
+    return Asked(resolved, inputs, inputs.model())
+
+
+def check_torch_engine(resolved: Resolved) -> None:
+    """Raises UnsupportedError (78) where `engine: Auto` is SGLang on this machine."""
+    if resolved.engine != "Torch":
+        raise UnsupportedError(
+            f"engine Auto is {resolved.engine} on this machine", where="spec.rollout.engine", fix="write Torch"
+        )
+
+
+def common_facts(kind: str, asked: Asked, base_digest: str, rounding: Mapping[str, str]) -> dict[str, Any]:
+    """What an orchestrator holds against its own manifest and against the other side."""
+    machine = machine_facts()
+    return {
+        "kind": kind,
+        "version": orbit_runtime.__version__,
+        "identity": identity_fields(asked.resolved.run),
+        "model": asked.model,
+        "base_digest": base_digest,
+        "rounding": dict(rounding),
+        "has_cuda": machine.has_cuda,
+        "num_gpus": machine.num_gpus,
+    }

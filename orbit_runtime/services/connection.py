@@ -1,0 +1,260 @@
+"""The orchestrator's line to one side: every call is carried out once, however often the line or the side is lost.
+
+A line that was cut: the call is asked for again by its number. A side that was restarted has another boot: it is opened
+anew, told again what it had been told since a state that is known (`on_restart`), and then the call.
+
+Belongs here: waiting, asking again, telling lost from refused. Does not belong here: what is told again
+(`remote_trainer`, `remote_engine`).
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+import httpx
+
+import orbit_runtime
+from orbit_runtime import errors
+from orbit_runtime.adapters.turn import Turn
+from orbit_runtime.errors import (
+    CredentialsError,
+    EngineDiedError,
+    InternalError,
+    OrbitError,
+    OutputError,
+    StoppedOnRequest,
+    UnsupportedError,
+    UsageError,
+)
+from orbit_runtime.services.frames import pack, unpack
+from orbit_runtime.services.host import BOOT, CALL, SESSION, WAIT_SECONDS
+
+CONNECT_SECONDS, NAP_SECONDS, NOTE_SECONDS = 5.0, 0.2, 10.0
+SHOWN = 300
+SAME = ("identity", "model", "base_digest", "rounding", "version")
+"""What a side that was restarted has as before."""
+
+
+class _LostError(Exception):
+    """Nobody answers, or what answered is gone."""
+
+
+class Connection:
+    """For any thread, one call at a time, in the order in which they ask."""
+
+    def __init__(
+        self,
+        kind: str,
+        url: str,
+        token: str | None,
+        *,
+        patience: float,
+        check: Callable[[], None] = lambda: None,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """
+        Args:
+            kind: `trainer` or `inference`.
+            patience: seconds that a side may be gone.
+            check: called while it is waited for; raises where it will not come back.
+        """
+        self.kind = kind
+        self.url = url.rstrip("/")
+        self.turn = Turn()
+        self.on_restart: Callable[[], None] = lambda: None
+        """Tells the side again, by `tell`."""
+        self.note: Callable[[str], None] = lambda text: None
+        self.is_stopped: Callable[[], bool] = lambda: False
+        self.restarts = 0
+        self._patience = patience
+        self._check = check
+        self._sleep = sleep
+        headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+        timeout = httpx.Timeout(3 * WAIT_SECONDS, connect=CONNECT_SECONDS, write=None)
+        self._client = httpx.Client(headers=headers, timeout=timeout, trust_env=False)
+        self._facts: dict[str, Any] | None = None
+        self._boot = ""
+        self._run: tuple[str, int] | None = None
+        self._session = ""
+        self._number = 0
+
+    def facts(self) -> dict[str, Any]:
+        """Who answers there; waits until somebody does.
+
+        Raises:
+            EngineDiedError: (82) nobody does. CredentialsError: (77) the token is wrong.
+            UsageError: (64) it is another kind of process. UnsupportedError: (78) of another version.
+        """
+        if self._facts is None:
+            self._facts, self._boot = self._reach()
+        return self._facts
+
+    def open(self, run: str, execution: int) -> None:
+        """Begins a session; the side is as a run's first step finds it."""
+        with self.turn:
+            self.facts()
+            self._run = (run, execution)
+            while True:
+                try:
+                    self._open()
+                    return
+                except _LostError:
+                    _, self._boot = self._reach()
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        """What the side answers. Raises what it raised."""
+        return self.call_packed(name, pack(list(arguments)))
+
+    def call_packed(self, name: str, body: bytes) -> Any:
+        with self.turn:
+            self._number += 1
+            while True:
+                try:
+                    return self._exchange(f"/call/{name}", body)
+                except _LostError as lost:
+                    self._come_back(str(lost))
+
+    def tell(self, name: str, *arguments: Any) -> Any:
+        """Of `on_restart`: a call that is not asked again by itself."""
+        return self.tell_packed(name, pack(list(arguments)))
+
+    def tell_packed(self, name: str, body: bytes) -> Any:
+        self._number += 1
+        return self._exchange(f"/call/{name}", body)
+
+    def close(self) -> None:
+        """Ends the session where somebody is there. Safe to call twice."""
+        if self._session and not self._client.is_closed:
+            with suppress(httpx.HTTPError):
+                self._client.post(f"{self.url}/close", headers={SESSION: self._session}, timeout=CONNECT_SECONDS)
+        self._client.close()
+
+    # --- lost and found ---
+
+    def _come_back(self, why: str) -> None:
+        """Until the side can be asked again: the same one, or its successor with all that it has to know."""
+        since = time.monotonic()
+        while True:
+            facts, boot = self._reach(since, why)
+            if boot == self._boot:
+                return
+            before = self.facts()
+            changed = [name for name in SAME if facts.get(name) != before.get(name)]
+            if changed:
+                raise UsageError(
+                    f"the {self.kind} at {self.url} came back with another {', '.join(changed)}",
+                    fix="start it with the manifest, model, machine and threads that the run began with",
+                )
+            self._boot = boot
+            try:
+                self._open()
+                self.on_restart()
+            except _LostError as lost:
+                # It was told a part: whoever answers next is told everything.
+                why, self._boot = str(lost), ""
+                continue
+            self._number += 1
+            self.restarts += 1
+            self.note(f"the {self.kind} at {self.url} was restarted, and is where it was")
+            return
+
+    def _open(self) -> None:
+        assert self._run is not None
+        run, execution = self._run
+        self._session, self._number = f"{execution}-{uuid.uuid4().hex}", 0
+        self._exchange("/open", pack({"session": self._session, "run": run, "execution": execution}))
+
+    def _reach(self, since: float | None = None, why: str = "") -> tuple[dict[str, Any], str]:
+        started = since or time.monotonic()
+        told = time.monotonic()
+        while True:
+            try:
+                answer = self._client.get(f"{self.url}/facts", timeout=CONNECT_SECONDS)
+                return self._read_facts(answer), answer.headers.get(BOOT, "")
+            except (httpx.InvalidURL, httpx.UnsupportedProtocol):
+                raise UsageError(
+                    f"{self.url!r} is no address", where=f"--{self.kind}", fix="write http://HOST:PORT"
+                ) from None
+            except httpx.RequestError as error:
+                why = why or f"{error or type(error).__name__}"
+            now = time.monotonic()
+            if now - started > self._patience:
+                raise EngineDiedError(
+                    f"the {self.kind} at {self.url} does not answer for {now - started:.0f} s: {why}",
+                    fix=f"start it there, or name another address with --{self.kind}; the same command continues",
+                )
+            self._check()
+            if self.is_stopped():
+                raise StoppedOnRequest(f"stopped while the {self.kind} at {self.url} was waited for")
+            if now - told > NOTE_SECONDS:
+                told = now
+                self.note(f"waiting for the {self.kind} at {self.url}: {why}")
+            self._sleep(NAP_SECONDS)
+
+    def _read_facts(self, answer: httpx.Response) -> dict[str, Any]:
+        self._check_status(answer)
+        try:
+            facts = json.loads(answer.content)
+            kind, version = facts["kind"], facts["version"]
+        except (ValueError, KeyError, TypeError):
+            raise UsageError(
+                f"what answers at {self.url} is no process of a run", where=f"--{self.kind}", fix="check the address"
+            ) from None
+        if kind != self.kind:
+            raise UsageError(
+                f"the process at {self.url} is the {kind}",
+                where=f"--{self.kind}",
+                fix=f"name the {self.kind}'s address",
+            )
+        if version != orbit_runtime.__version__:
+            raise UnsupportedError(
+                f"the {self.kind} at {self.url} runs Orbit {version}, this is {orbit_runtime.__version__}",
+                where=f"--{self.kind}",
+                fix="install the same version for all three",
+            )
+        return dict(facts)
+
+    # --- one exchange ---
+
+    def _exchange(self, path: str, body: bytes) -> Any:
+        headers = {SESSION: self._session, CALL: str(self._number)}
+        while True:
+            try:
+                answer = self._client.post(f"{self.url}{path}", content=body, headers=headers)
+            except httpx.RequestError as error:
+                raise _LostError(f"{error or type(error).__name__}") from None
+            if answer.headers.get(BOOT) not in (None, self._boot):
+                raise _LostError("it was restarted")
+            if answer.status_code == 202:
+                continue
+            self._check_status(answer)
+            return unpack(answer.content)
+
+    def _check_status(self, answer: httpx.Response) -> None:
+        if answer.status_code == 200:
+            return
+        if answer.status_code in (401, 403):
+            raise CredentialsError(
+                f"the {self.kind} at {self.url} refuses the token",
+                where=f"--{self.kind}",
+                fix="give all three the same token, by ORBIT_SERVICE_TOKEN or --token-file",
+            )
+        try:
+            told: Mapping[str, Any] = json.loads(answer.content)
+            kind = getattr(errors, str(told["error"]))
+            assert issubclass(kind, OrbitError)
+            error: OrbitError = kind(str(told["message"]), where=told.get("where"), fix=told.get("fix"))
+        except (ValueError, KeyError, TypeError, AttributeError, AssertionError):
+            shown = answer.text[:SHOWN]
+            if answer.status_code >= 500:
+                raise _LostError(f"answered with {answer.status_code}: {shown}") from None
+            raise InternalError(f"the {self.kind} at {self.url} answered {answer.status_code}: {shown}") from None
+        if isinstance(error, OutputError) and answer.status_code == 409:
+            raise error
+        error.about = {**error.about, "process": self.kind}
+        raise error

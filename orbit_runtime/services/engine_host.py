@@ -1,0 +1,89 @@
+"""The inference process: what it is asked, carried out by the torch engine that `orbit run` has.
+
+Belongs here: building it from the manifest, and its calls. Does not belong here: HTTP (`host`), the other end
+(`remote_engine`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Buffer, Callable, Mapping, Sequence
+from typing import Any
+
+from orbit_runtime.data.chat import ChatTokenizer
+from orbit_runtime.loop.machine import rounding_facts
+from orbit_runtime.loop.trainers import build_policy
+from orbit_runtime.rollout.torch_engine import TorchEngine
+from orbit_runtime.services.building import Asked, common_facts
+from orbit_runtime.services.host import Host
+from orbit_runtime.types import AdapterFiles, Completion, Scored
+
+Operation = tuple[str, Sequence[Any]]
+"""`submit` with requests, or `abort` with their ids."""
+
+
+class EngineCalls:
+    """For one thread."""
+
+    def __init__(self, build: Callable[[], TorchEngine]) -> None:
+        self._build = build
+        self._engine = build()
+
+    def reset(self) -> None:
+        self._engine.abort()
+        while self._engine.advance():
+            pass
+        self._engine.close()
+        # Names that were retired for one session are new for the next.
+        self._engine = self._build()
+
+    def advance(self, operations: Sequence[Operation], steps: int) -> list[Completion]:
+        """What has ended after so many steps of the batch."""
+        for kind, given in operations:
+            if kind == "submit":
+                self._engine.submit(list(given))
+            else:
+                self._engine.abort(list(given))
+        return [completion for _ in range(steps) for completion in self._engine.advance()]
+
+    def load_adapter(self, name: str, version: int, digest: str, files: Mapping[str, Buffer]) -> None:
+        self._engine.load_adapter(name, AdapterFiles(version, files, digest))
+
+    def unload_adapter(self, name: str) -> None:
+        self._engine.unload_adapter(name)
+
+    def score(self, token_ids_T: Sequence[int], adapters: Sequence[str | None]) -> list[Scored]:
+        return self._engine.score(token_ids_T, adapters)
+
+    def adapter_digest(self, name: str) -> str:
+        return self._engine.adapter_digest(name)
+
+    def explain_slot(self, name: str, version: int, digest: str, files: Mapping[str, Buffer]) -> str:
+        return self._engine.explain_slot(name, AdapterFiles(version, files, digest))
+
+    def calls(self) -> dict[str, Callable[..., Any]]:
+        """By name."""
+        named = (
+            self.advance, self.load_adapter, self.unload_adapter, self.score, self.adapter_digest, self.explain_slot
+        )  # fmt: skip
+        return {each.__name__: each for each in named}
+
+
+def build_engine_host(asked: Asked, note: Callable[[str], None]) -> Host:
+    """
+    Raises:
+        OrbitError: as `orbit run` with this manifest before its first step.
+    """
+    resolved, spec = asked.resolved, asked.resolved.run.spec
+    policy = build_policy(resolved, asked.folder, "None", note)
+    tokenizer = ChatTokenizer(asked.folder, spec.data.chat.template_arguments)
+
+    def build() -> TorchEngine:
+        return TorchEngine(
+            policy,
+            tokenizer,
+            max_running_requests=spec.rollout.max_running_requests,
+            notes_experts=spec.rollout.router_replay != "None",
+        )
+
+    calls = EngineCalls(build)
+    return Host(common_facts("inference", asked, policy.base_digest(), rounding_facts()), calls.calls(), calls.reset)

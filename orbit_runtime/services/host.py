@@ -1,0 +1,212 @@
+"""One side of a run behind HTTP: each call is carried out once, in order, by one thread, for one orchestrator.
+
+    GET  /health         nothing but that it lives; no token
+    GET  /facts          who this is: kind, versions, manifest, base, threads
+    POST /open           a session: the side is as a run's first step finds it
+    POST /call/<name>    the next call of the session, by number; asked again, it is answered again and not done again
+    POST /close          the session is over
+
+A call that takes long is answered with 202 after a while, and asked for again by its number: so a machine that is gone
+is told from one that computes. Belongs here: sessions, numbers, threads. Does not belong here: what a call does
+(`trainer_host`, `engine_host`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import queue
+import uuid
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.types import Receive, Scope, Send
+
+from orbit_runtime.errors import InternalError, OrbitError, OutOfMemoryError, OutputError, is_out_of_memory
+from orbit_runtime.observability.server import HTTPServer, listen, serve_app
+from orbit_runtime.serve.guard import Guard
+from orbit_runtime.serve.metrics import ServeMetrics
+from orbit_runtime.services.frames import pack, unpack
+
+WAIT_SECONDS = 20.0
+"""Longest that an answer is waited for before it is asked for again."""
+READ_SECONDS = 600.0
+"""Longest that a body may take."""
+BODY_BYTES = 1 << 34
+"""Of an adapter, a checkpoint or a step's samples: larger than any that fits a machine's memory twice."""
+NAP_SECONDS = 0.2
+BOOT, SESSION, CALL = "x-orbit-boot", "x-orbit-session", "x-orbit-call"
+_log = logging.getLogger("orbit.services")
+
+
+@dataclass
+class _Session:
+    name: str
+    run: str
+    """Where its run folder is."""
+    execution: int
+    opened: Future[bytes]
+    number: int = 0
+    """Of the newest call."""
+    answer: Future[bytes] = field(default_factory=Future)
+
+
+@dataclass(frozen=True)
+class _Refused(Exception):
+    status: int
+    error: OrbitError
+
+
+class Host:
+    """Thread of the caller of `work`: computes. Thread of HTTP: everything else."""
+
+    def __init__(
+        self, facts: Mapping[str, Any], calls: Mapping[str, Callable[..., Any]], reset: Callable[[], None]
+    ) -> None:
+        """
+        Args:
+            facts: for whoever asks; plain values.
+            reset: brings the side to what a run's first step finds.
+        """
+        self.boot = uuid.uuid4().hex
+        self._facts = dict(facts)
+        self._calls = calls
+        self._reset = reset
+        self._session: _Session | None = None
+        self._tasks: queue.SimpleQueue[tuple[Future[bytes], Callable[[], Any]]] = queue.SimpleQueue()
+
+    # --- the thread that computes ---
+
+    def work(self, stopped: Callable[[], bool]) -> None:
+        """Carries out calls until it is stopped."""
+        while not stopped():
+            try:
+                future, task = self._tasks.get(timeout=NAP_SECONDS)
+            except queue.Empty:
+                continue
+            try:
+                future.set_result(pack(task()))
+            except OrbitError as error:
+                future.set_exception(error)
+            except Exception as error:
+                _log.exception("a call failed")
+                told = f"{type(error).__name__}: {error}"
+                kind = OutOfMemoryError if is_out_of_memory(error) else InternalError
+                future.set_exception(kind(f"{self._facts['kind']}: {told[:500]}"))
+
+    # --- the thread of HTTP ---
+
+    async def __call__(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
+        try:
+            status, answer = await self._answer(scope, body)
+        except _Refused as refused:
+            status, answer = refused.status, json.dumps(refused.error.to_json()).encode()
+        except OrbitError as error:
+            status, answer = 422, json.dumps(error.to_json()).encode()
+        headers = [(BOOT.encode(), self.boot.encode()), (b"content-length", str(len(answer)).encode())]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": answer})
+
+    async def _answer(self, scope: Scope, body: bytes) -> tuple[int, bytes]:
+        method, path = scope["method"], str(scope["path"])
+        if (method, path) == ("GET", "/health"):
+            return 200, b'{"ok":true}'
+        if (method, path) == ("GET", "/facts"):
+            return 200, json.dumps(self._facts).encode()
+        if method == "POST":
+            headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+            if path == "/open":
+                return await _waited(self._open(unpack(body)))
+            if path == "/close":
+                if self._session is not None and self._session.name == headers.get(SESSION):
+                    self._session = None
+                return 200, b""
+            if path.startswith("/call/"):
+                return await _waited(self._call(path.removeprefix("/call/"), headers, body))
+        raise _Refused(404, InternalError(f"there is no {method} {path}"))
+
+    def _open(self, asked: Any) -> Future[bytes]:
+        try:
+            name, run, execution = str(asked["session"]), str(asked["run"]), int(asked["execution"])
+        except (KeyError, TypeError, ValueError):
+            raise _Refused(400, InternalError("a session has a name, a run and an execution")) from None
+        held = self._session
+        if held is not None and held.name == name:
+            return held.opened
+        if held is not None and held.run != run:
+            raise _Refused(
+                409,
+                OutputError(
+                    f"this {self._facts['kind']} process works for the run in {held.run}",
+                    where=run,
+                    fix="start another one, or restart this one if that run is over",
+                ),
+            )
+        if held is not None and execution < held.execution:
+            raise _Refused(409, _taken_over(held))
+        self._session = _Session(name, run, execution, self._submit(self._reset))
+        return self._session.opened
+
+    def _call(self, name: str, headers: Mapping[str, str], body: bytes) -> Future[bytes]:
+        held, number = self._session, headers.get(CALL, "")
+        if held is None or headers.get(SESSION) != held.name:
+            raise _Refused(
+                409,
+                _taken_over(held)
+                if held
+                else OutputError("there is no such session", fix="start the orchestrator again"),
+            )
+        if not number.isdigit() or name not in self._calls:
+            raise _Refused(400, InternalError(f"there is no call {name!r} with the number {number!r}"))
+        if int(number) == held.number and held.number:
+            return held.answer
+        if int(number) != held.number + 1:
+            raise _Refused(409, InternalError(f"call {number} follows call {held.number}"))
+        arguments = unpack(body)
+        if not isinstance(arguments, list):
+            raise _Refused(400, InternalError("a call has a list of arguments"))
+        held.number, held.answer = int(number), self._submit(lambda: self._calls[name](*arguments))
+        return held.answer
+
+    def _submit(self, task: Callable[[], Any]) -> Future[bytes]:
+        future: Future[bytes] = Future()
+        self._tasks.put((future, task))
+        return future
+
+
+def _taken_over(by: _Session) -> OutputError:
+    return OutputError(
+        f"execution {by.execution} of the run took over",
+        where=by.run,
+        fix="nothing here: the newer execution continues the run",
+    )
+
+
+async def _waited(future: Future[bytes]) -> tuple[int, bytes]:
+    try:
+        return 200, await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(future)), WAIT_SECONDS)
+    except TimeoutError:
+        if future.done():
+            raise
+        return 202, b""
+
+
+def start_host(host: Host, address: str, port: int, token: str | None) -> HTTPServer:
+    """Listens in a thread of its own; calls wait for `Host.work`.
+
+    Raises:
+        OutputError: the port is taken, or the address is not one of this machine's.
+    """
+    fix = "choose another port, 0 for any that is free, and an address of this machine"
+    guard = Guard(
+        host,
+        ServeMetrics(),
+        token=token,
+        body_bytes=BODY_BYTES,
+        read_seconds=READ_SECONDS,
+        routes=("/health", "/facts", "/open", "/close"),
+    )
+    return serve_app(guard, listen(address, port, "--listen", fix), address, fix)

@@ -1,0 +1,116 @@
+"""Trainer and inference of other processes as the two sides of a run: found, held against each other, and opened.
+
+Belongs here: the handshake. Does not belong here: a line (`connection`), the loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from orbit_runtime.errors import ModelError, UsageError
+from orbit_runtime.loop.signals import StopFlag
+from orbit_runtime.loop.trainers import TrainerSide
+from orbit_runtime.policy.facts import PolicyFacts
+from orbit_runtime.services.building import check_apart, check_torch_engine
+from orbit_runtime.services.connection import Connection
+from orbit_runtime.services.remote_engine import RemoteEngine
+from orbit_runtime.services.remote_trainer import RemoteTrainer
+from orbit_runtime.spec import MachineFacts, Resolved, identity_fields
+
+EQUAL = ("threads", "torch", "instructions")
+"""Of `rounding`: where the two differ, their passes round otherwise."""
+
+
+class RemoteSides:
+    """A `Sides` over two connections."""
+
+    def __init__(self, trainer: Connection, inference: Connection) -> None:
+        self._trainer = trainer
+        self._inference = inference
+        self._engine: RemoteEngine | None = None
+
+    @property
+    def machine(self) -> MachineFacts:
+        facts = self._trainer.facts()
+        return MachineFacts(bool(facts["has_cuda"]), int(facts["num_gpus"]))
+
+    def watch(self, stop: StopFlag, note: Callable[[str], None]) -> None:
+        for each in (self._trainer, self._inference):
+            each.note = note
+            each.is_stopped = lambda: bool(stop)
+
+    def open(self, resolved: Resolved, model: str, run: str, execution: int, closing: ExitStack) -> TrainerSide:
+        check_apart(resolved.run.spec)
+        check_torch_engine(resolved)
+        trainer, inference = self._trainer.facts(), self._inference.facts()
+        check_pair(trainer, inference)
+        for each in (trainer, inference):
+            check_manifest(each, identity_fields(resolved.run), model)
+        for connection in (self._trainer, self._inference):
+            closing.callback(connection.close)
+            connection.open(run, execution)
+        scratch = Path(closing.enter_context(TemporaryDirectory(prefix="orbit-orchestrator-")))
+        remote = RemoteTrainer(self._trainer, scratch)
+        self._engine = RemoteEngine(self._inference)
+        return TrainerSide(
+            remote,
+            TypeAdapter(PolicyFacts).validate_python(trainer["policy"]),
+            base_digest=remote.base_digest,
+            probing=remote.probing,
+            snapshot=None,
+            policy=None,
+            rounding=dict(trainer["rounding"]),
+        )
+
+    @property
+    def engine(self) -> RemoteEngine:
+        assert self._engine is not None, "the sides are opened first"
+        return self._engine
+
+
+def check_pair(trainer: Mapping[str, Any], inference: Mapping[str, Any]) -> None:
+    """
+    Raises:
+        ModelError: (66) the two hold different bases.
+        UsageError: (64) they compute with another number of threads, or another torch.
+    """
+    if trainer["base_digest"] != inference["base_digest"]:
+        raise ModelError(
+            f"trainer and inference hold different bases: {str(trainer['base_digest'])[:19]}… and "
+            f"{str(inference['base_digest'])[:19]}…",
+            where="spec.model.uri",
+            fix="give both the same model files",
+        )
+    for name in EQUAL:
+        one, other = trainer["rounding"].get(name), inference["rounding"].get(name)
+        if one != other:
+            raise UsageError(
+                f"trainer and inference round otherwise: {name} {one} and {other}",
+                where=f"rounding.{name}",
+                fix="start both with the same OMP_NUM_THREADS"
+                if name == "threads"
+                else "use the same torch and the same kind of processor for both",
+            )
+
+
+def check_manifest(facts: Mapping[str, Any], identity: Mapping[str, Any], model: str) -> None:
+    """Raises UsageError (64): the process was started with another manifest."""
+    theirs, kind = facts["identity"], facts["kind"]
+    differing = sorted(path for path in {*theirs, *identity} if theirs.get(path) != identity.get(path))
+    if differing:
+        lines = "".join(f"\n  {path}: {theirs.get(path)!r} there, {identity.get(path)!r} here" for path in differing)
+        raise UsageError(
+            f"the {kind} was started with another manifest:{lines}", fix="start all three with the same manifest"
+        )
+    if facts["model"] != model:
+        raise UsageError(
+            f"the {kind} calls the model {facts['model']!r}, this run calls it {model!r}",
+            where="spec.model.uri",
+            fix="write the address that the run began with for all three",
+        )

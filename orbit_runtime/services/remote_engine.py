@@ -1,0 +1,181 @@
+"""The engine of another process, as an `Engine` of the loop; no torch.
+
+It is driven step by step, each step one call, so that what is asked between two steps of the batch is asked between the
+same two as in one process: the same batches, hence the same bits. What it was told since it last had nothing to sample
+is kept; an inference process that is restarted is told it again, with the adapters, and goes on in mid-step. What it
+answers a second time is dropped. Belongs here: that. Does not belong here: the line (`connection`), the other end
+(`engine_host`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from orbit_runtime.errors import GateError
+from orbit_runtime.rollout.requests import check_request
+from orbit_runtime.services.connection import Connection
+from orbit_runtime.types import AdapterFiles, Completion, Request, Scored, ServerReading
+
+
+@dataclass
+class _Told:
+    operations: list[tuple[str, list[Any]]] = field(default_factory=list)
+    steps: int = 0
+
+
+class RemoteEngine:
+    """An `Engine`, and its only copy."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._turn = connection.turn
+        self._adapters: dict[str, AdapterFiles] = {}
+        self._retired: set[str] = set()
+        self._new: list[tuple[str, list[Any]]] = []
+        """Not told yet."""
+        self._told: list[_Told] = []
+        """Since nothing was under way."""
+        self._under_way: dict[int, str | None] = {}
+        """Adapter by request id, until it is handed out."""
+        self._ended: deque[Completion] = deque()
+        connection.on_restart = self._tell_again
+
+    # --- slots ---
+
+    def load_adapter(self, name: str, adapter: AdapterFiles) -> None:
+        if name in self._adapters or name in self._retired:
+            raise GateError(f"adapter name {name!r} was used before", fix="publish every version under a new name")
+        with self._turn:
+            self._connection.call("load_adapter", *_named(name, adapter))
+            self._adapters[name] = adapter
+
+    def unload_adapter(self, name: str) -> None:
+        self._check(name)
+        with self._turn:
+            self._advance(0)
+            self._connection.call("unload_adapter", name)
+            del self._adapters[name]
+            self._retired.add(name)
+
+    def adapters(self) -> tuple[str, ...]:
+        return tuple(self._adapters)
+
+    def adapter_digest(self, name: str) -> str:
+        self._check(name)
+        return str(self._connection.call("adapter_digest", name))
+
+    def explain_slot(self, name: str, published: AdapterFiles) -> str:
+        self._check(name)
+        return str(self._connection.call("explain_slot", *_named(name, published)))
+
+    def _check(self, name: str | None) -> None:
+        if name is not None and name not in self._adapters:
+            held = ", ".join(self._adapters) or "none"
+            raise GateError(f"no adapter {name!r} in the engine; it holds {held}")
+
+    @property
+    def name(self) -> str:
+        return "the engine"
+
+    @property
+    def reads_back(self) -> bool:
+        return True
+
+    def copies(self) -> tuple[RemoteEngine, ...]:
+        return (self,)
+
+    def score(
+        self,
+        token_ids_T: Sequence[int],
+        adapters: Sequence[str | None],
+        prefix_length: int | None = None,
+        standing: Sequence[str] = (),
+    ) -> list[Scored]:
+        """As the torch engine does: `prefix_length` has no effect there, and digests are read when asked for."""
+        return list(self._connection.call("score", tuple(token_ids_T), list(adapters)))
+
+    # --- generation ---
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        under_way = {*self._under_way}
+        for request in requests:
+            self._check(request.adapter)
+            check_request(request, under_way)
+            under_way.add(request.request_id)
+        with self._turn:
+            self._under_way |= {each.request_id: each.adapter for each in requests}
+            self._new.append(("submit", list(requests)))
+
+    def abort(self, request_ids: Collection[int] | None = None) -> None:
+        with self._turn:
+            ids = [*self._under_way] if request_ids is None else [*request_ids]
+            if ids:
+                self._new.append(("abort", ids))
+
+    async def completions(self) -> AsyncGenerator[Completion]:
+        """The calls block, as the steps of an engine in this process do: nobody asks in between."""
+        while True:
+            await asyncio.sleep(0)
+            if not self._ended and self._under_way:
+                with self._turn:
+                    self._advance(1)
+            if not self._ended and not self._under_way:
+                return
+            while self._ended:
+                completion = self._ended.popleft()
+                del self._under_way[completion.request_id]
+                if not self._under_way:
+                    self._told = []
+                yield completion
+
+    def _advance(self, steps: int) -> None:
+        operations, self._new = self._new, []
+        if not operations and not steps:
+            return
+        ended = self._connection.call("advance", operations, steps)
+        if operations or not self._told:
+            self._told.append(_Told(operations))
+        self._told[-1].steps += steps
+        self._take(ended)
+
+    def _take(self, ended: Sequence[Completion]) -> None:
+        waiting = {each.request_id for each in self._ended}
+        self._ended.extend(
+            each for each in ended if each.request_id in self._under_way and each.request_id not in waiting
+        )
+
+    def _tell_again(self) -> None:
+        tell = self._connection.tell
+        for name, adapter in self._adapters.items():
+            tell("load_adapter", *_named(name, adapter))
+        again: set[int] = set()
+        for each in self._told:
+            again |= {request.request_id for kind, given in each.operations if kind == "submit" for request in given}
+            ended = tell("advance", each.operations, each.steps)
+            again -= {completion.request_id for completion in ended}
+            self._take(ended)
+        # Where bits are not promised, one that was handed out may be longer this time.
+        handed_out = again - self._under_way.keys()
+        if handed_out:
+            tell("advance", [("abort", sorted(handed_out))], 0)
+
+    # --- the rest ---
+
+    def sleep(self) -> None:
+        """It has its device to itself."""
+
+    def wake(self) -> None: ...
+
+    def read_servers(self) -> Sequence[ServerReading]:
+        return ()
+
+    def close(self) -> None:
+        """The process stays, for the next orchestrator; its session ends with the connection."""
+
+
+def _named(name: str, adapter: AdapterFiles) -> tuple[Any, ...]:
+    return name, adapter.version, adapter.digest, dict(adapter.files)

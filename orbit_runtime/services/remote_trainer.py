@@ -1,0 +1,142 @@
+"""The trainer of another process, as a `Trainer` of the loop; no torch.
+
+Its state is a function of what it was told: the state that was last saved or loaded, and the updates since. Both are
+kept on this machine's disk, so that a trainer that is restarted is told them again and stands, bit for bit, where the
+lost one stood. Belongs here: that. Does not belong here: the line (`connection`), the other end (`trainer_host`).
+"""
+
+from __future__ import annotations
+
+import mmap
+from array import array
+from collections.abc import Buffer, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+from orbit_runtime.digests import Piece, cut
+from orbit_runtime.errors import GateError
+from orbit_runtime.services.connection import Connection
+from orbit_runtime.services.frames import pack
+from orbit_runtime.types import (
+    AdapterManifest,
+    AdapterSink,
+    Probe,
+    Sample,
+    Scored,
+    StateWriter,
+    UpdateResult,
+)
+
+
+class RemoteTrainer:
+    """A `Trainer`, for the loop's thread."""
+
+    def __init__(self, connection: Connection, scratch: Path) -> None:
+        """Args: scratch: an empty folder for what it would be told again."""
+        self._connection = connection
+        self._scratch = scratch
+        self._base: dict[str, Path] = {}
+        """Parts of the state that was last saved or loaded; none: the trainer as a first step finds it."""
+        self._updates: list[Path] = []
+        """The samples since, in order."""
+        self._probe: Probe | None = None
+        self._named = 0
+        connection.on_restart = self._tell_again
+
+    def update(self, samples_D: Sequence[Sample]) -> UpdateResult:
+        body = pack([list(samples_D)])
+        result: UpdateResult = self._connection.call_packed("update", body)
+        self._updates.append(self._spool([body]))
+        return result
+
+    def reference_logprobs(self, samples_D: Sequence[Sample]) -> list[array[float]]:
+        return list(self._connection.call("reference_logprobs", list(samples_D)))
+
+    def values(self, samples_D: Sequence[Sample]) -> list[array[float]]:
+        return list(self._connection.call("values", list(samples_D)))
+
+    def teacher_logprobs(self, samples_D: Sequence[Sample]) -> list[array[float]]:
+        raise AssertionError("a teacher is refused before the first step")
+
+    def publish(self, sink: AdapterSink) -> AdapterManifest:
+        """Raises GateError where other bytes arrive than the trainer hashed."""
+        told = self._connection.call("publish")
+        found = {}
+        for name, data in told["files"].items():
+            pieces: Sequence[Piece] = told["pieces"][name]
+            found[name] = sink.write(name, memoryview(data).nbytes, _parts(data, pieces))
+            if found[name] != tuple(pieces):
+                raise GateError(f"{name} changed on its way from the trainer", where="publish")
+        return AdapterManifest(found)
+
+    def score(self, token_ids_T: Sequence[int]) -> tuple[Scored, Scored]:
+        adapted, base = self._connection.call("score", tuple(token_ids_T))
+        return adapted, base
+
+    @contextmanager
+    def probing(self, kind: Probe) -> Iterator[None]:
+        """Within it the trainer holds an adapter that nobody trained."""
+        self._connection.call("probe", kind)
+        self._probe = kind
+        try:
+            yield
+        finally:
+            self._probe = None
+            self._connection.call("probe", None)
+
+    def base_digest(self) -> str:
+        return str(self._connection.call("base_digest"))
+
+    # --- state ---
+
+    def save_state(self, writer: StateWriter) -> None:
+        parts: Mapping[str, Buffer] = self._connection.call("save")
+        self._hold(parts)
+        for name, path in self._base.items():
+            data = _mapped(path)
+            writer.write(name, memoryview(data).nbytes, partial(cut, data))
+
+    def load_state(self, parts: Mapping[str, Buffer]) -> None:
+        self._connection.call("load", dict(parts))
+        self._hold(parts)
+
+    def _hold(self, parts: Mapping[str, Buffer]) -> None:
+        """From now on a restarted trainer begins from here."""
+        before = [*self._base.values(), *self._updates]
+        self._base = {name: self._spool([data]) for name, data in parts.items()}
+        self._updates = []
+        for path in before:
+            # Who still reads it has it mapped.
+            path.unlink()
+
+    def _spool(self, blocks: Iterable[Buffer]) -> Path:
+        self._named += 1
+        path = self._scratch / str(self._named)
+        with path.open("wb") as file:
+            for block in blocks:
+                file.write(block)
+        return path
+
+    def _tell_again(self) -> None:
+        tell = self._connection.tell
+        if self._base:
+            tell("load", {name: _mapped(path) for name, path in self._base.items()})
+        for path in self._updates:
+            self._connection.tell_packed("update", path.read_bytes())
+        if self._probe is not None:
+            tell("probe", self._probe)
+
+
+def _mapped(path: Path) -> Buffer:
+    if not path.stat().st_size:
+        return b""
+    with path.open("rb") as file:
+        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+
+
+def _parts(data: Buffer, pieces: Sequence[Piece]) -> Iterator[memoryview]:
+    view, position = memoryview(data).cast("B"), 0
+    for piece in pieces:
+        yield view[position : position + piece.bytes]
+        position += piece.bytes

@@ -1,0 +1,106 @@
+"""The trainer's process: what it is asked, carried out by the trainer's side that `orbit run` has.
+
+Belongs here: building it from the manifest, and its calls. Does not belong here: HTTP (`host`), the other end
+(`remote_trainer`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Buffer, Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from orbit_runtime.adapters.buffer import AdapterBuffer
+from orbit_runtime.loop.trainers import TrainerSide, build_side, decide_division, load_loss
+from orbit_runtime.policy.facts import PolicyFacts
+from orbit_runtime.services.building import Asked, common_facts
+from orbit_runtime.services.host import Host
+from orbit_runtime.types import Probe, Sample, Scored, UpdateResult
+
+
+class _Kept:
+    """A `StateWriter` that holds the parts."""
+
+    def __init__(self) -> None:
+        self.parts: dict[str, bytes] = {}
+
+    def write(self, name: str, size: int, pieces: Callable[[], Iterable[Buffer]]) -> None:
+        self.parts[name] = b"".join(pieces())
+        assert len(self.parts[name]) == size
+
+    def wait(self) -> None:
+        """Nothing is read later."""
+
+
+class TrainerCalls:
+    """For one thread."""
+
+    def __init__(self, side: TrainerSide) -> None:
+        self._side = side
+        self._trainer = side.trainer
+        self._probing = ExitStack()
+        self._initial = self.save()
+
+    def reset(self) -> None:
+        self.probe(None)
+        self._trainer.load_state(self._initial)
+
+    def update(self, samples_D: Sequence[Sample]) -> UpdateResult:
+        return self._trainer.update(samples_D)
+
+    def publish(self) -> dict[str, Any]:
+        buffer = AdapterBuffer()
+        manifest = self._trainer.publish(buffer)
+        return {"files": buffer.files(), "pieces": {name: list(each) for name, each in manifest.files.items()}}
+
+    def score(self, token_ids_T: Sequence[int]) -> tuple[Scored, Scored]:
+        return self._trainer.score(token_ids_T)
+
+    def reference_logprobs(self, samples_D: Sequence[Sample]) -> list[Any]:
+        return list(self._trainer.reference_logprobs(samples_D))
+
+    def values(self, samples_D: Sequence[Sample]) -> list[Any]:
+        return list(self._trainer.values(samples_D))
+
+    def save(self) -> dict[str, bytes]:
+        kept = _Kept()
+        self._trainer.save_state(kept)
+        return kept.parts
+
+    def load(self, parts: Mapping[str, Buffer]) -> None:
+        self._trainer.load_state(parts)
+
+    def probe(self, kind: Probe | None) -> None:
+        self._probing.close()
+        if kind is not None:
+            self._probing.enter_context(self._side.probing(kind))
+
+    def base_digest(self) -> str:
+        return self._side.base_digest()
+
+    def calls(self) -> dict[str, Callable[..., Any]]:
+        """By name."""
+        named = (
+            self.update, self.publish, self.score, self.reference_logprobs, self.values, self.save, self.load,
+            self.probe, self.base_digest,
+        )  # fmt: skip
+        return {each.__name__: each for each in named}
+
+
+def build_trainer_host(asked: Asked, note: Callable[[str], None], closing: ExitStack) -> Host:
+    """
+    Raises:
+        OrbitError: as `orbit run` with this manifest before its first step.
+    """
+    resolved, folder = asked.resolved, asked.folder
+    loss = load_loss(resolved, asked.inputs.search_path)
+    division = decide_division(resolved, folder)
+    side = build_side(resolved, division, folder, loss, asked.model, None, note=note, closing=closing)
+    from pydantic import TypeAdapter
+
+    facts = {
+        **common_facts("trainer", asked, side.base_digest(), side.rounding),
+        "policy": TypeAdapter(PolicyFacts).dump_python(side.facts, mode="json"),
+    }
+    calls = TrainerCalls(side)
+    return Host(facts, calls.calls(), calls.reset)

@@ -1,0 +1,85 @@
+"""Trainer and inference as hosts in threads of this process, which can be killed and started again at their ports.
+
+A host that is killed answers nobody any more, and what it computes is lost: its successor is built anew from the
+manifest, as a new process would be.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from orbit_runtime.loop.run import RunResult, run
+from orbit_runtime.observability.progress import SilentProgress
+from orbit_runtime.observability.server import HTTPServer
+from orbit_runtime.services.building import open_manifest
+from orbit_runtime.services.connection import Connection
+from orbit_runtime.services.engine_host import build_engine_host
+from orbit_runtime.services.host import Host, start_host
+from orbit_runtime.services.orchestrate import RemoteSides
+from orbit_runtime.services.trainer_host import build_trainer_host
+from orbit_runtime.spec import OrbitRun
+from orbit_runtime.storage.download import Patience
+
+TOKEN = "a-token"
+
+
+class Side:
+    """One of the two, until it is killed."""
+
+    def __init__(self, kind: str, manifest: dict[str, Any], *, port: int = 0) -> None:
+        self.kind = kind
+        self.port = port
+        self.killed_after: int | None = None
+        """Calls that it still carries out; the answer of the last one is lost."""
+        self._manifest = manifest
+        self._closing = ExitStack()
+        self.start()
+
+    def start(self) -> None:
+        asked = open_manifest(OrbitRun.model_validate(self._manifest), Path.cwd(), Patience())
+        note = [].append
+        if self.kind == "trainer":
+            self.host: Host = build_trainer_host(asked, note, self._closing)
+        else:
+            self.host = build_engine_host(asked, note)
+        self._stopped = threading.Event()
+        self._server: HTTPServer = start_host(self.host, "127.0.0.1", self.port, TOKEN)
+        self.port = self._server.port
+        threading.Thread(target=self.host.work, args=(self._stopped.is_set,), daemon=True).start()
+
+    def kill(self) -> None:
+        self._stopped.set()
+        server = self._server._server
+        server.force_exit = True
+        self._server.close(0.0)
+        for connection in [*server.server_state.connections]:
+            connection.transport.abort()
+        self._server._thread.join(5)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+
+@contextmanager
+def two_sides(manifest: dict[str, Any]) -> Iterator[dict[str, Side]]:
+    made = {kind: Side(kind, manifest) for kind in ("trainer", "inference")}
+    try:
+        yield made
+    finally:
+        for side in made.values():
+            side.kill()
+
+
+def remote_sides(sides: dict[str, Side], *, token: str | None = TOKEN, patience: float = 30.0) -> RemoteSides:
+    lines = [Connection(kind, sides[kind].url, token, patience=patience) for kind in ("trainer", "inference")]
+    return RemoteSides(*lines)
+
+
+def run_apart(manifest: dict[str, Any], out: Path, sides: dict[str, Side]) -> RunResult:
+    spec = OrbitRun.model_validate(manifest)
+    return run(spec, out=str(out), progress=SilentProgress(), sides=remote_sides(sides))
