@@ -26,6 +26,9 @@ VARIABLES: tuple[Variable, ...] = (
              "everything that reads or writes a run folder"),
     Variable("ORBIT_SERVE_TOKEN", "", "Token that clients must bring, where `--token-file` is not given; unset, the "
              "server listens on the loopback device only.", "orbit serve"),
+    Variable("ORBIT_SERVICE_TOKEN", "", "Token that orchestrator, trainer and inference share, where `--token-file` is "
+             "not given; `orbit rl` makes one for its children.",
+             "orbit orchestrator, orbit trainer, orbit inference"),
     Variable("ORBIT_SGLANG_PYTHON", "Orbit's own", "Interpreter of the environment that SGLang is installed in.",
              "orbit run with `engine: SGLang`"),
     Variable("ORBIT_ENGINE_URL", "", "Where the agent of the engine's container listens (`orbit agent`): it starts "

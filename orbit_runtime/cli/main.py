@@ -17,7 +17,9 @@ import typer
 from typer.exceptions import TyperException
 
 import orbit_runtime
-from orbit_runtime.cli.completion import complete_manifests, complete_runs
+from orbit_runtime.cli.apart import add_commands
+from orbit_runtime.cli.arguments import AsJson, Manifest, Out, Overrides
+from orbit_runtime.cli.completion import complete_runs
 from orbit_runtime.errors import (
     EXIT_STOPPED,
     InternalError,
@@ -35,16 +37,6 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-Manifest = Annotated[
-    Path,
-    typer.Argument(metavar="FILE", help="The OrbitRun manifest (YAML).", autocompletion=complete_manifests),
-]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="PATH=VALUE", help="Set a field, such as spec.training.steps=5. Repeatable."),
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 
 def _print_version(asked: bool) -> None:
@@ -65,9 +57,7 @@ def _root(
 @app.command()
 def run(
     file: Manifest,
-    out: Annotated[
-        str | None, typer.Option(metavar="URI", help="The run folder itself; without it, storage.uri/name.")
-    ] = None,
+    out: Out = None,
     overrides: Overrides = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print every process it would start; start nothing.")
@@ -78,6 +68,9 @@ def run(
     from orbit_runtime.cli.run import run_manifest
 
     raise typer.Exit(run_manifest(file, out=out, overrides=overrides or [], dry_run=dry_run, as_json=as_json))
+
+
+add_commands(app)
 
 
 @app.command()

@@ -11,8 +11,9 @@ import os
 import shlex
 import signal
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,11 @@ def run_manifest(file: Path, *, out: str | None, overrides: Sequence[str], dry_r
         _print_processes(manifest, file.resolve().parent, as_json)
         return EXIT_DONE
     check_can_train()
+    return run_with(manifest, partial(_train, manifest, file.resolve().parent, out), as_json=as_json)
+
+
+def run_with(manifest: OrbitRun, train: Callable[[Progress], RunResult], *, as_json: bool) -> int:
+    """Shows a run while it trains and says what came of it; returns the exit code as `run_manifest`."""
     from orbit_runtime.observability.logs import configure_logs
     from orbit_runtime.observability.progress import build_progress
 
@@ -45,7 +51,7 @@ def run_manifest(file: Path, *, out: str | None, overrides: Sequence[str], dry_r
     configure_logs(shown.log_level, shown.log_format)
     progress = build_progress(manifest.name, as_json=as_json, log_format=shown.log_format)
     try:
-        result = _train(manifest, file.resolve().parent, out, progress)
+        result = train(progress)
     finally:
         # An error's message must not be drawn over by a live display.
         progress.close()

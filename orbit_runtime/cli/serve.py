@@ -46,8 +46,8 @@ def run_serve(options: ServeOptions, *, as_json: bool) -> int:
         UsageError: (64) an option is impossible, or others could ask without a token. OutputError: (73) the port is
         taken. OrbitError: model or adapters cannot be served.
     """
-    host, port = _address(options.listen)
-    token = read_token(options.token_file, os.environ)
+    host, port = read_address(options.listen)
+    token = read_token(options.token_file, os.environ, TOKEN_VARIABLE)
     if token is None and host not in LOOPBACK:
         raise UsageError(
             f"everybody who reaches {host} could ask",
@@ -80,15 +80,15 @@ def run_serve(options: ServeOptions, *, as_json: bool) -> int:
     return EXIT_DONE
 
 
-def read_token(file: Path | None, environment: Mapping[str, str]) -> str | None:
+def read_token(file: Path | None, environment: Mapping[str, str], variable: str) -> str | None:
     """The token that clients must bring; None: none was set.
 
     Raises:
         UsageError: the file cannot be read, or the token is empty or no plain text.
     """
     if file is None:
-        token = environment.get(TOKEN_VARIABLE)
-        where = TOKEN_VARIABLE
+        token = environment.get(variable)
+        where = variable
     else:
         where = str(file)
         try:
@@ -123,7 +123,8 @@ def read_limits(given: Sequence[str]) -> Limits:
     return limits
 
 
-def _address(listen: str) -> tuple[str, int]:
+def read_address(listen: str) -> tuple[str, int]:
+    """Raises UsageError for what is no HOST:PORT."""
     host, _, port = listen.rpartition(":")
     if not host or not port.isdigit() or int(port) > 65535:
         raise UsageError(f"{listen!r} is no address", where="--listen", fix="write HOST:PORT, such as 127.0.0.1:8000")

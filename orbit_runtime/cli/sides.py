@@ -1,0 +1,180 @@
+"""What `orbit trainer`, `inference`, `orchestrator` and `rl` do.
+
+Belongs here: addresses, tokens, the life of the processes. Does not belong here: what they say to each other
+(`services`), training (`loop`).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from orbit_runtime.cli.output import print_json
+from orbit_runtime.cli.run import check_can_train, run_with
+from orbit_runtime.cli.serve import LOOPBACK, read_address, read_token
+from orbit_runtime.errors import EXIT_DONE, EXIT_STOPPED, StoppedOnRequest, UsageError
+
+if TYPE_CHECKING:
+    from orbit_runtime.loop.run import RunResult
+    from orbit_runtime.observability.progress import Progress
+    from orbit_runtime.services.connection import Connection
+    from orbit_runtime.spec import OrbitRun
+
+TOKEN_VARIABLE = "ORBIT_SERVICE_TOKEN"
+CHILD_PATIENCE_SECONDS = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class SideOptions:
+    """What the command line says of a side."""
+
+    kind: Literal["trainer", "inference"]
+    file: Path
+    listen: str
+    overrides: Sequence[str]
+    token_file: Path | None
+    end_with_input: bool
+
+
+def run_side(options: SideOptions, *, as_json: bool) -> int:
+    """Answers until SIGINT or SIGTERM, after the call that is under way. Returns 0, or 75 where it never listened.
+
+    Raises:
+        UsageError: (64) an option is impossible, or others could ask without a token. OutputError: (73) the port is
+        taken. OrbitError: as `orbit run` with this manifest before its first step.
+    """
+    from orbit_runtime.spec import load_manifest
+
+    host, port = read_address(options.listen)
+    token = read_token(options.token_file, os.environ, TOKEN_VARIABLE)
+    if token is None and host not in LOOPBACK:
+        raise UsageError(
+            f"everybody who reaches {host} could ask",
+            where="--listen",
+            fix=f"set {TOKEN_VARIABLE} or --token-file, or listen on 127.0.0.1",
+        )
+    manifest = load_manifest(options.file, options.overrides)
+    check_can_train()
+    from orbit_runtime.loop.signals import stop_on_signals
+    from orbit_runtime.services.building import open_manifest
+    from orbit_runtime.services.engine_host import build_engine_host
+    from orbit_runtime.services.host import start_host
+    from orbit_runtime.services.trainer_host import build_trainer_host
+    from orbit_runtime.storage.download import Patience
+
+    def note(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    def never() -> bool:
+        return bool(stop)
+
+    with stop_on_signals() as stop, ExitStack() as closing:
+        if options.end_with_input:
+            _end_with_input()
+        patience = Patience(notice=note, stop=never)
+        try:
+            asked = open_manifest(manifest, options.file.resolve().parent, patience)
+        except StoppedOnRequest:
+            return EXIT_STOPPED
+        is_trainer = options.kind == "trainer"
+        made = build_trainer_host(asked, note, closing) if is_trainer else build_engine_host(asked, note)
+        server = start_host(made, host, port, token)
+        closing.callback(server.close)
+        if as_json:
+            print_json({"kind": options.kind, "url": server.url})
+        else:
+            print(f"the {options.kind} of {manifest.name} at {server.url}")
+        sys.stdout.flush()
+        made.work(never)
+    return EXIT_DONE
+
+
+def _end_with_input() -> None:
+    def wait() -> None:
+        while sys.stdin.buffer.read(4096):
+            pass
+        # Whoever started it is gone: nobody asks for what is computed now.
+        os._exit(EXIT_STOPPED)
+
+    threading.Thread(target=wait, name="orbit-input", daemon=True).start()
+
+
+def run_orchestrator(
+    file: Path,
+    addresses: Mapping[str, str],
+    *,
+    out: str | None,
+    overrides: Sequence[str],
+    token_file: Path | None,
+    patience: float,
+    as_json: bool,
+) -> int:
+    """Returns the exit code: 0 when the run is done, 75 when it was stopped on request.
+
+    Args:
+        addresses: of `trainer` and `inference`.
+
+    Raises:
+        OrbitError: as `orbit run`, and where a process is not there (82) or not this run's.
+    """
+    from orbit_runtime.spec import load_manifest
+
+    if not 0 < patience < float("inf"):
+        raise UsageError(f"{patience} is no time to wait", where="--patience", fix="write seconds")
+    manifest = load_manifest(file, overrides)
+    token = read_token(token_file, os.environ, TOKEN_VARIABLE)
+
+    def train(progress: Progress) -> RunResult:
+        from orbit_runtime.services.connection import Connection
+
+        lines = {kind: Connection(kind, url, token, patience=patience) for kind, url in addresses.items()}
+        return _train(manifest, file, out, progress, lines)
+
+    return run_with(manifest, train, as_json=as_json)
+
+
+def run_together(file: Path, *, out: str | None, overrides: Sequence[str], as_json: bool) -> int:
+    """Returns the exit code of the run; both children have ended by then. Raises: as `run_orchestrator`."""
+    from orbit_runtime.spec import load_manifest
+
+    manifest = load_manifest(file, overrides)
+    check_can_train()
+
+    def train(progress: Progress) -> RunResult:
+        from orbit_runtime.cli.plan import check_before_run
+        from orbit_runtime.services.building import check_apart
+        from orbit_runtime.services.children import Children
+        from orbit_runtime.services.connection import Connection
+
+        check_apart(manifest.spec)
+        progress.stage("checking the plan")
+        check_before_run(manifest, file.resolve().parent, progress.note)
+        progress.stage("starting trainer and inference")
+        with Children(file, overrides, progress.note) as children:
+            lines = {
+                kind: Connection(
+                    kind, url, children.token, patience=CHILD_PATIENCE_SECONDS, check=children.check,
+                )
+                for kind, url in children.addresses.items()
+            }  # fmt: skip
+            return _train(manifest, file, out, progress, lines)
+
+    return run_with(manifest, train, as_json=as_json)
+
+
+def _train(
+    manifest: OrbitRun, file: Path, out: str | None, progress: Progress, lines: Mapping[str, Connection]
+) -> RunResult:
+    from orbit_runtime.loop.run import run
+    from orbit_runtime.services.orchestrate import RemoteSides
+
+    for each in lines.values():
+        each.note = progress.note
+    sides = RemoteSides(lines["trainer"], lines["inference"])
+    return run(manifest, out=out, progress=progress, manifest_folder=file.resolve().parent, sides=sides)

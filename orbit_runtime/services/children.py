@@ -1,0 +1,121 @@
+"""Trainer and inference as children of `orbit rl`: started, started again where they die, ended with it.
+
+Belongs here: their lives. Does not belong here: what they are asked (`connection`).
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from orbit_runtime import errors
+from orbit_runtime.errors import EngineDiedError, OrbitError
+
+KINDS = ("trainer", "inference")
+MOST_STARTS = 20
+END_SECONDS = 5.0
+SHOWN_LINES = 12
+
+
+class Children:
+    """Within it they run; behind it none is left."""
+
+    def __init__(self, file: Path, overrides: Sequence[str], note: Callable[[str], None]) -> None:
+        self.token = secrets.token_urlsafe(32)
+        self._file = file
+        self._overrides = overrides
+        self._note = note
+        self._ports = {kind: _free_port() for kind in KINDS}
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._starts = 0
+
+    def __enter__(self) -> Children:
+        self._scratch = TemporaryDirectory(prefix="orbit-rl-")
+        for kind in KINDS:
+            self._start(kind)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes.values():
+            process.terminate()
+        for process in self._processes.values():
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(END_SECONDS)
+            process.kill()
+            process.wait()
+            if process.stdin is not None:
+                process.stdin.close()
+        self._scratch.cleanup()
+
+    @property
+    def addresses(self) -> dict[str, str]:
+        return {kind: f"http://127.0.0.1:{port}" for kind, port in self._ports.items()}
+
+    def pid(self, kind: str) -> int:
+        return self._processes[kind].pid
+
+    def check(self) -> None:
+        """Starts again what a signal ended, or what ran out of memory or failed by itself.
+
+        Raises:
+            OrbitError: one ended with a message for the user, with its exit code; or they end again and again (82).
+        """
+        for kind, process in list(self._processes.items()):
+            code = process.poll()
+            if code is None:
+                continue
+            said = self._said(kind)
+            if code > 0 and _is_users(code):
+                raise _error_of(code)(f"the {kind} process ended: {said}")
+            if self._starts >= MOST_STARTS:
+                raise EngineDiedError(f"the {kind} process ended again and again, at last with {code}: {said}")
+            how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
+            self._note(f"the {kind} process ended {how}; starting it again")
+            self._start(kind)
+
+    def _start(self, kind: str) -> None:
+        self._starts += 1
+        command = [
+            sys.executable, "-P", "-m", "orbit_runtime.cli.main", kind, str(self._file),
+            "--listen", f"127.0.0.1:{self._ports[kind]}", "--end-with-input",
+            *(part for each in self._overrides for part in ("--set", each)),
+        ]  # fmt: skip
+        with self._log(kind).open("wb") as log:
+            self._processes[kind] = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=log,
+                env={**os.environ, "ORBIT_SERVICE_TOKEN": self.token},
+                # Ctrl-C of a terminal is for the orchestrator, which ends them when its step is kept.
+                start_new_session=True,
+            )
+
+    def _log(self, kind: str) -> Path:
+        return Path(self._scratch.name) / f"{kind}.log"
+
+    def _said(self, kind: str) -> str:
+        lines = self._log(kind).read_text(errors="replace").strip().splitlines()
+        return "\n".join(lines[-SHOWN_LINES:]).removeprefix("error: ") or "it said nothing"
+
+
+def _is_users(code: int) -> bool:
+    return _error_of(code).who_acts == "user" and code != errors.OutOfMemoryError.exit_code
+
+
+def _error_of(code: int) -> type[OrbitError]:
+    known = (kind for kind in OrbitError.__subclasses__() if kind.exit_code == code)
+    return next(known, EngineDiedError)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
