@@ -194,7 +194,7 @@ async def _waited(future: Future[bytes]) -> tuple[int, bytes]:
         return 202, b""
 
 
-def start_host(host: Host, address: str, port: int, token: str | None) -> HTTPServer:
+def start_host(host: Host, address: str, port: int, token: str | None, *, body_bytes: int = BODY_BYTES) -> HTTPServer:
     """Listens in a thread of its own; calls wait for `Host.work`.
 
     Raises:
@@ -205,7 +205,7 @@ def start_host(host: Host, address: str, port: int, token: str | None) -> HTTPSe
         host,
         ServeMetrics(),
         token=token,
-        body_bytes=BODY_BYTES,
+        body_bytes=body_bytes,
         read_seconds=READ_SECONDS,
         routes=("/health", "/facts", "/open", "/close"),
     )

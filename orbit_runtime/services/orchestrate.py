@@ -37,7 +37,9 @@ class RemoteSides:
 
     @property
     def machine(self) -> MachineFacts:
+        # Both are asked before the run takes its folder.
         facts = self._trainer.facts()
+        check_pair(facts, self._inference.facts())
         return MachineFacts(bool(facts["has_cuda"]), int(facts["num_gpus"]))
 
     def watch(self, stop: StopFlag, note: Callable[[str], None]) -> None:
@@ -49,7 +51,6 @@ class RemoteSides:
         check_apart(resolved.run.spec)
         check_torch_engine(resolved)
         trainer, inference = self._trainer.facts(), self._inference.facts()
-        check_pair(trainer, inference)
         for each in (trainer, inference):
             check_manifest(each, identity_fields(resolved.run), model)
         for connection in (self._trainer, self._inference):

@@ -1,7 +1,8 @@
 """Starts runs that can be killed: imports once, then forks a child per run, so that a life costs no import.
 
 Run as a program. Each line on stdin is a JSON object `{"manifest": {...}, "out": "...", "environment": {...}}`; the
-answer is the child's pid, and when it ended, its exit code. The parent never computes, so the children fork from a
+answer is the child's pid, and when it ended, its exit code. With `{"command": [...]}` a child carries out that command
+of `orbit`; its end is asked for by `{"ended": pid}`. The parent never computes, so the children fork from a
 process without threads.
 """
 
@@ -37,6 +38,17 @@ class RunLauncher:
     def wait(self) -> int:
         """Exit code of the run, negative where a signal ended it."""
         return int(self._read()["code"])
+
+    def command(self, *arguments: str) -> int:
+        """Pid of `orbit ARGUMENTS`, which goes on beside others."""
+        self._write({"command": arguments})
+        return int(self._read()["pid"])
+
+    def ended(self, pid: int) -> int | None:
+        """Exit code of a command, negative where a signal ended it; None: it goes on."""
+        self._write({"ended": pid})
+        code = self._read()["code"]
+        return None if code is None else int(code)
 
     def run(self, manifest: dict[str, Any], out: str, environment: dict[str, str] | None = None) -> int:
         self.start(manifest, out, environment)
@@ -80,23 +92,37 @@ def main() -> None:
     import orbit_runtime.loop
     import orbit_runtime.policy.load
     import orbit_runtime.rollout.torch_engine
+    import orbit_runtime.services.engine_host
+    import orbit_runtime.services.orchestrate
+    import orbit_runtime.services.trainer_host
     import orbit_runtime.training.torch_trainer  # noqa: F401
+    from orbit_runtime.cli.main import run_command
 
     answer = os.dup(1)
     os.dup2(2, 1)
     os.write(answer, b'{"ready": true}\n')
     for line in sys.stdin:
         message = json.loads(line)
+        if "ended" in message:
+            pid, status = os.waitpid(message["ended"], os.WNOHANG)
+            code = os.waitstatus_to_exitcode(status) if pid else None
+            os.write(answer, json.dumps({"code": code}).encode() + b"\n")
+            continue
         pid = os.fork()
         if pid == 0:
             code = 70
             try:
-                os.environ.update(message["environment"])
-                code = _life(message["manifest"], message["out"])
+                if "command" in message:
+                    code = run_command(message["command"])
+                else:
+                    os.environ.update(message["environment"])
+                    code = _life(message["manifest"], message["out"])
             finally:
                 sys.stderr.flush()
                 os._exit(code)
         os.write(answer, json.dumps({"pid": pid}).encode() + b"\n")
+        if "command" in message:
+            continue
         _, status = os.waitpid(pid, 0)
         os.write(answer, json.dumps({"code": os.waitstatus_to_exitcode(status)}).encode() + b"\n")
 

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from orbit_runtime.cli.main import run_command
 from orbit_runtime.loop.run import run
 from orbit_runtime.observability.progress import SilentProgress
+from orbit_runtime.services.children import Children
 from orbit_runtime.spec import OrbitRun
 from orbit_runtime.storage import open_store
-from tests.integration.killing import adapter_digests, demanding_manifest, small_manifest
-from tests.integration.three_processes import run_apart, two_sides
+from tests.integration.killing import adapter_digests, demanding_manifest, small_manifest, timeless_rows
+from tests.integration.run_launcher import RunLauncher
+from tests.integration.three_processes import TOKEN, free_port, run_apart, two_sides
 
 
 @pytest.mark.parametrize("name", ["small", "LoRA with dropout", "MXFP4, PPO with KL"])
@@ -23,3 +36,138 @@ def test_three_processes_have_the_bits_of_one(tmp_path: Path, name: str) -> None
     assert result.ended == "done"
     one, three = (adapter_digests(open_store(str(tmp_path / each))) for each in ("one", "three"))
     assert three == one
+
+
+# --- killed ---
+
+
+@pytest.fixture(scope="module")
+def launcher() -> Iterator[RunLauncher]:
+    made = RunLauncher({"OMP_NUM_THREADS": "1", "ORBIT_SERVICE_TOKEN": TOKEN})
+    yield made
+    made.close()
+
+
+KINDS = ("trainer", "inference", "orchestrator")
+ORDERS = tuple(itertools.permutations(KINDS))
+"""In which the three are killed, each while what was killed before it comes back."""
+
+
+class Processes:
+    """The three of a run, each started again where it was killed."""
+
+    def __init__(self, launcher: RunLauncher, manifest: Path, out: Path) -> None:
+        ports = {kind: free_port() for kind in KINDS[:2]}
+        self._launcher = launcher
+        self._commands = {
+            kind: [kind, str(manifest), "--listen", f"127.0.0.1:{port}"] for kind, port in ports.items()
+        } | {
+            "orchestrator": [
+                "orchestrator", str(manifest), "--out", str(out), *(
+                    part for kind, port in ports.items() for part in (f"--{kind}", f"http://127.0.0.1:{port}")
+                ),
+            ]
+        }  # fmt: skip
+        self._pids = {kind: launcher.command(*command) for kind, command in self._commands.items()}
+
+    def kill(self, kind: str) -> None:
+        assert self._launcher.ended(self._pids[kind]) is None, f"the {kind} ended by itself: give the run more steps"
+        os.kill(self._pids[kind], signal.SIGKILL)
+        self._await(kind)
+        self._pids[kind] = self._launcher.command(*self._commands[kind])
+
+    def end(self) -> int:
+        """Exit code of the orchestrator; the others have ended behind it."""
+        code = self._await("orchestrator")
+        for kind in KINDS[:2]:
+            os.kill(self._pids[kind], signal.SIGTERM)
+            assert self._await(kind) == 0
+        return code
+
+    def _await(self, kind: str, seconds: float = 100.0) -> int:
+        deadline = time.monotonic() + seconds
+        while (code := self._launcher.ended(self._pids[kind])) is None:
+            assert time.monotonic() < deadline, f"the {kind} goes on"
+            time.sleep(0.02)
+        return code
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("orders", [ORDERS[:2], ORDERS[2:4], ORDERS[4:]], ids=["trainer", "inference", "orchestrator"])
+def test_whoever_is_killed_and_in_whatever_order_the_adapters_are_those_of_one_process(
+    tmp_path: Path, launcher: RunLauncher, orders: tuple[tuple[str, ...], ...]
+) -> None:
+    asked, rng = small_manifest(steps=12, every_steps=3), random.Random(str(orders))
+    (tmp_path / "run.json").write_text(json.dumps(asked))
+    assert launcher.run(asked, str(tmp_path / "one")) == 0
+    processes = Processes(launcher, tmp_path / "run.json", tmp_path / "three")
+    store = open_store(str(tmp_path / "three"))
+    for kind in itertools.chain.from_iterable(orders):
+        # Until there is a step that can be lost, then at any moment of one, or of a start.
+        while not [*store.list("rollouts/")]:
+            time.sleep(0.02)
+        time.sleep(rng.uniform(0.0, 0.8))
+        processes.kill(kind)
+    assert processes.end() == 0
+    assert timeless_rows(store) == timeless_rows(open_store(str(tmp_path / "one")))
+    # One that was killed while it started claimed no folder.
+    assert 1 < json.loads(store.get("report.json"))["executions"] <= 1 + len(orders)
+
+
+WITHOUT_TORCH = """
+import sys
+sys.modules["torch"] = None
+from orbit_runtime.cli.main import main
+main()
+"""
+
+
+def test_the_orchestrator_runs_without_torch_and_rewards_are_its_own(tmp_path: Path) -> None:
+    asked = small_manifest(steps=2)
+    (tmp_path / "run.json").write_text(json.dumps(asked))
+    run(OrbitRun.model_validate(asked), out=str(tmp_path / "one"), progress=SilentProgress())
+    with two_sides(asked) as sides:
+        addresses = [part for kind, side in sides.items() for part in (f"--{kind}", side.url)]
+        command = ["orchestrator", str(tmp_path / "run.json"), "--out", str(tmp_path / "three"), *addresses]
+        ended = subprocess.run(
+            [sys.executable, "-c", WITHOUT_TORCH, *command],
+            env={**os.environ, "ORBIT_SERVICE_TOKEN": TOKEN},
+            capture_output=True,
+            text=True,
+        )
+    assert ended.returncode == 0, ended.stderr
+    one, three = (timeless_rows(open_store(str(tmp_path / each))) for each in ("one", "three"))
+    assert three == one
+
+
+def test_orbit_rl_starts_again_what_dies_and_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = small_manifest(steps=6)
+    (tmp_path / "run.json").write_text(json.dumps(asked))
+    run(OrbitRun.model_validate(asked), out=str(tmp_path / "one"), progress=SilentProgress())
+    made: list[Children] = []
+    start = Children.__enter__
+
+    def watched(children: Children) -> Children:
+        made.append(children)
+        return start(children)
+
+    monkeypatch.setattr(Children, "__enter__", watched)
+    store, killed = open_store(str(tmp_path / "three")), []
+
+    def kill() -> None:
+        for kind, step in (("trainer", 1), ("inference", 3)):
+            while not store.exists(f"rollouts/step-{step:06d}.jsonl.zst"):
+                time.sleep(0.02)
+            killed.append(made[0].pid(kind))
+            os.kill(killed[-1], signal.SIGKILL)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    assert run_command(["rl", str(tmp_path / "run.json"), "--out", str(tmp_path / "three")]) == 0
+    thread.join()
+    assert timeless_rows(store) == timeless_rows(open_store(str(tmp_path / "one")))
+    for pid in (*killed, made[0].pid("trainer"), made[0].pid("inference")):
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
