@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from fakes.guide import ROOT, commands, run_in_process
 
-from orbit_runtime.cli.main import run_command
 from orbit_runtime.loop.run import run
 from orbit_runtime.observability.progress import SilentProgress
 from orbit_runtime.services.children import Children
@@ -48,6 +48,7 @@ def launcher() -> Iterator[RunLauncher]:
     made.close()
 
 
+GUIDE = (ROOT / "docs/guides/three_processes.md").read_text()
 KINDS = ("trainer", "inference", "orchestrator")
 ORDERS = tuple(itertools.permutations(KINDS))
 """In which the three are killed, each while what was killed before it comes back."""
@@ -122,30 +123,46 @@ main()
 """
 
 
-def test_the_orchestrator_runs_without_torch_and_rewards_are_its_own(tmp_path: Path) -> None:
-    asked = small_manifest(steps=2)
-    (tmp_path / "run.json").write_text(json.dumps(asked))
-    run(OrbitRun.model_validate(asked), out=str(tmp_path / "one"), progress=SilentProgress())
-    with two_sides(asked) as sides:
-        addresses = [part for kind, side in sides.items() for part in (f"--{kind}", side.url)]
-        command = ["orchestrator", str(tmp_path / "run.json"), "--out", str(tmp_path / "three"), *addresses]
-        ended = subprocess.run(
-            [sys.executable, "-c", WITHOUT_TORCH, *command],
-            env={**os.environ, "ORBIT_SERVICE_TOKEN": TOKEN},
-            capture_output=True,
-            text=True,
-        )
+def free_of(guide: str, ports: dict[str, int]) -> str:
+    """The guide's commands with ports that are free here."""
+    for port, free in zip(("8101", "8102"), ports.values(), strict=True):
+        guide = guide.replace(f"127.0.0.1:{port}", f"127.0.0.1:{free}")
+    return guide
+
+
+@pytest.fixture(scope="module")
+def read(tmp_path_factory: pytest.TempPathFactory, launcher: RunLauncher) -> Path:
+    """A folder with the guide's manifest, and what one process makes of it."""
+    folder = tmp_path_factory.mktemp("guide")
+    (folder / "quickstart.yaml").write_text(json.dumps(small_manifest(steps=6)))
+    assert launcher.run(small_manifest(steps=6), str(folder / "one")) == 0
+    return folder
+
+
+def test_the_guides_orchestrator_runs_without_torch(read: Path, launcher: RunLauncher) -> None:
+    text = free_of(GUIDE, {kind: free_port() for kind in KINDS[:2]})
+    lines = [line.split()[1:] for block in commands(text, "On several machines") for line in block.splitlines()]
+    *sides, orchestrator = [
+        [str(read / word) if word == "quickstart.yaml" else word for word in each] for each in lines
+    ]
+    pids = [launcher.command(*each) for each in sides]
+    ended = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, *orchestrator],
+        cwd=read,
+        env={**os.environ, "ORBIT_SERVICE_TOKEN": TOKEN, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    for pid in pids:
+        os.kill(pid, signal.SIGTERM)
     assert ended.returncode == 0, ended.stderr
-    one, three = (timeless_rows(open_store(str(tmp_path / each))) for each in ("one", "three"))
+    one, three = (timeless_rows(open_store(str(read / each))) for each in ("one", "runs/apart"))
     assert three == one
 
 
-def test_orbit_rl_starts_again_what_dies_and_leaves_nothing_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_guides_orbit_rl_starts_again_what_dies_and_leaves_nothing_behind(
+    read: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = small_manifest(steps=6)
-    (tmp_path / "run.json").write_text(json.dumps(asked))
-    run(OrbitRun.model_validate(asked), out=str(tmp_path / "one"), progress=SilentProgress())
     made: list[Children] = []
     start = Children.__enter__
 
@@ -154,20 +171,21 @@ def test_orbit_rl_starts_again_what_dies_and_leaves_nothing_behind(
         return start(children)
 
     monkeypatch.setattr(Children, "__enter__", watched)
-    store, killed = open_store(str(tmp_path / "three")), []
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    store, killed = open_store(str(read / "runs/together")), []
 
     def kill() -> None:
-        for kind, step in (("trainer", 1), ("inference", 3)):
-            while not store.exists(f"rollouts/step-{step:06d}.jsonl.zst"):
-                time.sleep(0.02)
-            killed.append(made[0].pid(kind))
-            os.kill(killed[-1], signal.SIGKILL)
+        while not store.exists("rollouts/step-000002.jsonl.zst"):
+            time.sleep(0.02)
+        killed.append(made[0].pid("trainer"))
+        os.kill(killed[-1], signal.SIGKILL)
 
     thread = threading.Thread(target=kill)
     thread.start()
-    assert run_command(["rl", str(tmp_path / "run.json"), "--out", str(tmp_path / "three")]) == 0
+    (text,) = commands(GUIDE, "On one machine")
+    run_in_process(text, read)
     thread.join()
-    assert timeless_rows(store) == timeless_rows(open_store(str(tmp_path / "one")))
+    assert timeless_rows(store) == timeless_rows(open_store(str(read / "one")))
     for pid in (*killed, made[0].pid("trainer"), made[0].pid("inference")):
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
