@@ -64,7 +64,7 @@ def orchestrator(
     ] = 600.0,
     as_json: AsJson = False,
 ) -> None:
-    """Run the loop with a trainer and an engine in other processes. Needs no torch."""
+    """Run the loop beside a trainer and an inference process. Needs no torch."""
     from orbit_runtime.cli.sides import run_orchestrator
 
     addresses = {"trainer": trainer, "inference": inference}

@@ -225,7 +225,7 @@ def parity(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Measure how far trainer and engine are apart, before training. If too far: the first layer, and why."""
+    """Measure how far trainer and engine are apart. Before training; if too far: the first layer, and why."""
     from orbit_runtime.cli.parity import run_parity
 
     raise typer.Exit(run_parity(file, overrides or [], layers=layers, as_json=as_json))
@@ -372,7 +372,7 @@ def list_runs(
 def agent(
     port: Annotated[int, typer.Option(min=1, max=65535, help="On the loopback device.")] = 9401,
 ) -> None:
-    """Start engine servers for a run in another container of the pod."""
+    """Start engine servers for a run in the pod's other container."""
     from orbit_runtime.workers.server_agent import run_agent
 
     run_agent(port)
