@@ -51,6 +51,16 @@ def check_apart(spec: RunSpec) -> None:
             where="spec.training.trainer",
             fix="write Torch, or use `orbit run`",
         )
+    if spec.algorithm.type == "SFT":
+        raise UnsupportedError(
+            "demonstrations are trained on in one process", where="spec.algorithm.type", fix="use `orbit run`"
+        )
+    if spec.adapter.init_from is not None:
+        raise UnsupportedError(
+            "an adapter to begin with is not carried between processes in this version",
+            where="spec.adapter.initFrom",
+            fix="use `orbit run`",
+        )
     if spec.algorithm.teacher is not None:
         raise UnsupportedError(
             "a teacher is not carried between processes in this version",
