@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from cluster.bed.cluster import Cluster
 from cluster.bed.heavy import PYTHON_VARIABLE
+from cluster.guide import find_block
 from cluster.shell import Shell
 from cluster.watching import find_pods, wait_status
 
@@ -30,6 +33,7 @@ Object = dict[str, Any]
 STAGES = ("engine_floor", "trainer_floor", "base", "identity", "random", "policy")
 LARGEST = 2e-5
 """Of any token's log-prob between the sides, in nats, in fp32."""
+LIMIT = "  lifecycle: {maxInfraRestarts: 0}\n  placement"
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,53 @@ def both(release: Shell, cluster: Cluster) -> Both:
     status = wait_status(cluster, "ranks", has_ended, "ends")
     print(release.run("kubectl logs --namespace team-a -l orbitrl.dev/run-name=ranks --tail=-1"))
     return Both(release.folder / "on-a-laptop", cluster.buckets / "orbit-runs/team-a/ranks", status, pod)
+
+
+@dataclass(frozen=True)
+class Faults:
+    """Statuses of runs that something happened to."""
+
+    killed: Object
+    """Its second attempt trains."""
+    last_words: str
+    """Of the first one's pod."""
+    suspended: Object
+    small: Object
+
+
+@pytest.fixture(scope="module")
+def faults(both: Both, release: Shell, cluster: Cluster) -> Faults:
+    """One run loses a rank, goes on, and is suspended; another has next to no shared memory."""
+    start(release, "broken", {"steps: 4": "steps: 400"})
+    start(release, "narrow", {"gpus: 8": "gpus: 8\n    resources: {sharedMemory: 64Mi}", "  placement": LIMIT})
+    wait_status(cluster, "broken", lambda status: status.get("checkpoint", {}).get("step", 0) >= 2, "trains", 300)
+    (victim, *_) = [each for each in psutil.process_iter(["name", "uids"]) if is_rank(each)]
+    victim.kill()
+    killed = wait_status(cluster, "broken", lambda status: status["attempt"] == 2, "a second attempt", 120)
+    ended = next(each for each in find_pods(cluster, "broken") if each["status"].get("phase") == "Failed")
+    last_words = ended["status"]["containerStatuses"][0]["state"]["terminated"]["message"]
+    step = killed["checkpoint"]["step"]
+    wait_status(cluster, "broken", lambda status: status["checkpoint"]["step"] > step, "goes on", 300)
+    suspend = json.dumps({"spec": {"lifecycle": {"suspend": True}}})
+    release.run(f"kubectl patch orun broken --namespace team-a --type=merge -p '{suspend}'")
+    suspended = wait_status(cluster, "broken", lambda status: status["phase"] == "Suspended", "is suspended", 120)
+    small = wait_status(cluster, "narrow", has_ended, "has ended")
+    release.run("kubectl delete orun broken narrow --namespace team-a --wait=true --timeout=2m")
+    return Faults(killed, last_words, suspended, small)
+
+
+def start(shell: Shell, name: str, changes: dict[str, str]) -> None:
+    """The guide's manifest under another name."""
+    text = find_block("run", "Ranks and SGLang in one pod", "yaml").text
+    for old, new in {"name: ranks": f"name: {name}", **changes}.items():
+        assert old in text, old
+        text = text.replace(old, new)
+    shell.run(f"kubectl apply --namespace team-a -f - <<'MANIFEST'\n{text}\nMANIFEST")
+
+
+def is_rank(process: psutil.Process) -> bool:
+    """Of a pod, by its user."""
+    return process.info["uids"].real == 65532 and "RankActor" in " ".join(process.cmdline())
 
 
 def has_ended(status: Object) -> bool:
@@ -113,3 +164,23 @@ def print_both(both: Both) -> None:
         report, rows, preflight = read(folder)
         print(name, {key: preflight[key]["mean"] for key in STAGES}, preflight["limit"], preflight["passed"])
         print(name, [row["parity_mean"] for row in rows], report["parity"], report["publishes_proven"])
+
+
+def test_a_rank_that_is_killed_is_named_in_the_status_and_the_next_pod_goes_on(both: Both, faults: Faults) -> None:
+    first = faults.killed["attempts"][0]["ending"]
+    assert (first["reason"], first["exitCode"]) == ("CollectiveFailed", 81)
+    assert re.search(r"\brank [01]\b", faults.last_words), faults.last_words
+    assert "SIGKILL" in faults.last_words or "killed" in faults.last_words
+    assert faults.killed["attempt"] == 2
+
+
+def test_a_pod_that_is_asked_to_stop_keeps_its_step_within_its_grace_period(both: Both, faults: Faults) -> None:
+    ending = faults.suspended["attempts"][1]["ending"]
+    assert (ending["exitCode"], ending["reason"]) == (75, "Checkpointed")
+    assert faults.suspended["checkpoint"]["step"] >= 3
+
+
+def test_shared_memory_too_small_for_ranks_is_said_before_they_start(both: Both, faults: Faults) -> None:
+    ending = faults.small["attempts"][0]["ending"]
+    assert (ending["exitCode"], ending["reason"]) == (79, "OutOfMemory")
+    assert "/dev/shm has" in faults.small["message"]
