@@ -29,6 +29,7 @@ HERE: dict[str, tuple[str, ...]] = {
     "ranks_step": (),
     "rl_step_vs_trl": (),
     "serving": (),
+    "sft_speed": (),
 }
 """What can be measured with Python alone, and the options that leave out the rest."""
 SGLANG = ("adapter_transports", "parity_by_format", "sglang_false_alarms", "sglang_publish")

@@ -1,0 +1,184 @@
+"""Supervised fine-tuning: Orbit's run against TRL's SFTTrainer with PEFT LoRA, on the same demonstrations.
+
+Belongs here: both sides on lengths that differ much, taking turns in one process. Does not belong here: what a step
+does (`orbit_runtime.loop.sft`).
+
+A hundred and twenty-eight demonstrations: four of five answers have 8 to 40 tokens, one of five 100 to 400. Both sides
+train a LoRA of rank 16 in fp32 on the BF16 base, 32 demonstrations an update, loss on answers alone, no checkpoints
+between. TRL is taken as fast as it can be made here: padded to the longest of a batch, whole batches or cut in four,
+rows sorted by length or not; the fastest is what counts. Its own packing needs flash attention to keep rows apart.
+Tokens are those of the demonstrations, padding not counted; seconds are those of the steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.harness import Comparison, Measured, need_packages, run, table
+from orbit_runtime.model_info.builtin_models import builtin_folder
+from orbit_runtime.observability.progress import SilentProgress
+from orbit_runtime.spec import OrbitRun
+
+MEASURES = (
+    "orbit_runtime/loop/sft.py", "orbit_runtime/data", "orbit_runtime/training", "orbit_runtime/policy",
+    "orbit_runtime/adapters", "orbit_runtime/quant", "orbit_runtime/algorithms",
+)  # fmt: skip
+BATCH, WARMUP_STEPS = 32, 2
+TARGET = 4.0
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+VARIANTS = {"whole batches": (1, False), "cut in four": (4, False), "cut in four, sorted": (4, True)}
+"""TRL: cuts of a batch, and whether neighbours have like lengths."""
+
+
+def write_rows(path: Path, count: int) -> list[dict[str, str]]:
+    draw = random.Random(0)
+    rows = []
+    for _ in range(count):
+        length = draw.randint(100, 400) if draw.random() < 0.2 else draw.randint(8, 40)
+        answer = "".join(draw.choice("0123456789") for _ in range(length))
+        rows.append({"prompt": f"{draw.randint(10, 99)}+{draw.randint(10, 99)}=", "completion": answer})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return rows
+
+
+def orbit_turn(path: Path, out: Path, micro_batch_tokens: int) -> Callable[[int], float]:
+    """Returns a function that continues one run by so many steps; it returns the median seconds of one."""
+    from orbit_runtime.loop import run as train
+
+    steps = 0
+
+    def turn(count: int) -> float:
+        nonlocal steps
+        first, steps = steps + WARMUP_STEPS, steps + WARMUP_STEPS + count
+        asked = OrbitRun.model_validate({
+            "apiVersion": "orbitrl.dev/v1alpha1",
+            "kind": "OrbitRun",
+            "metadata": {"name": "benchmark"},
+            "spec": {
+                "model": {"uri": "builtin://tiny-adder", "precision": "BF16"},
+                "adapter": {"targets": TARGETS},
+                "algorithm": {"type": "SFT"},
+                "data": {"prompts": [{"uri": str(path), "completionField": "completion"}]},
+                "training": {
+                    "steps": steps, "promptsPerStep": BATCH, "learningRate": 1e-4,
+                    "microBatchTokens": micro_batch_tokens,
+                },
+                "checkpoint": {"everySteps": 1000},
+                "observability": {"metricsPort": -1},
+            },
+        })  # fmt: skip
+        train(asked, out=str(out), progress=SilentProgress())
+        rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        return statistics.median(row["seconds_train"] for row in rows if row["step"] > first)
+
+    return turn
+
+
+def trl_turn(rows: list[dict[str, str]], out: Path, cuts: int, is_sorted: bool) -> Callable[[int], float]:
+    """Returns a function that trains so many steps with an SFTTrainer; it returns the median seconds of one."""
+    import torch
+    from datasets import Dataset
+    from peft import LoraConfig
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl import SFTConfig, SFTTrainer
+
+    class Clock(TrainerCallback):
+        ends: list[float]
+
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            self.ends = [time.perf_counter()]
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            self.ends.append(time.perf_counter())
+
+    folder = builtin_folder("tiny-adder", "BF16")
+    told = [
+        {
+            "prompt": [{"role": "user", "content": row["prompt"]}],
+            "completion": [{"role": "assistant", "content": row["completion"]}],
+        }
+        for row in rows
+    ]
+    config = {
+        "output_dir": str(out),
+        "per_device_train_batch_size": BATCH // cuts,
+        "gradient_accumulation_steps": cuts,
+        "learning_rate": 1e-4,
+        "lr_scheduler_type": "constant",
+        "max_length": 2048,
+        "completion_only_loss": True,
+        "gradient_checkpointing": False,
+        "bf16": False,
+        "use_cpu": not torch.cuda.is_available(),
+        "logging_strategy": "no",
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "seed": 0,
+        **({"train_sampling_strategy": "group_by_length"} if is_sorted else {}),
+    }
+
+    def turn(count: int) -> float:
+        clock = Clock()
+        trainer = SFTTrainer(
+            model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa"),
+            processing_class=AutoTokenizer.from_pretrained(folder),
+            args=SFTConfig(**config, max_steps=WARMUP_STEPS + count),
+            train_dataset=Dataset.from_list(told),
+            peft_config=LoraConfig(
+                r=16, lora_alpha=32, lora_dropout=0.0, target_modules=TARGETS, task_type="CAUSAL_LM"
+            ),
+            callbacks=[clock],
+        )
+        trainer.train()
+        seconds = [end - start for start, end in zip(clock.ends, clock.ends[1:], strict=False)]
+        return statistics.median(seconds[WARMUP_STEPS:])
+
+    return turn
+
+
+def measure(options: argparse.Namespace) -> Measured:
+    need_packages("trl", "peft", "datasets", install="`make dev` does so")
+    turns, steps, count = (1, 1, 64) if options.smallest else (max(3, options.repetitions // 5), 8, 128)
+    with tempfile.TemporaryDirectory() as temporary:
+        scratch = Path(temporary)
+        rows = write_rows(scratch / "rows.jsonl", count)
+        # The template's four marks stand around prompt and answer.
+        tokens = statistics.mean(len(row["prompt"]) + len(row["completion"]) + 4 for row in rows) * BATCH
+        orbit = orbit_turn(scratch / "rows.jsonl", scratch / "orbit", 2048)
+        sides = {name: trl_turn(rows, scratch / name, cuts, is_sorted) for name, (cuts, is_sorted) in VARIANTS.items()}
+        ours: list[float] = []
+        theirs: dict[str, list[float]] = {name: [] for name in sides}
+        for _ in range(turns):
+            ours.append(orbit(steps))
+            for name, side in sides.items():
+                theirs[name].append(side(steps))
+    fastest = min(theirs, key=lambda name: statistics.median(theirs[name]))
+    ratio = statistics.median(b / a for a, b in zip(ours, theirs[fastest], strict=True))
+    medians = statistics.median(ours), statistics.median(theirs[fastest])
+    row = Comparison(
+        f"SFT step, {BATCH} rows of mixed length", "Orbit", f"TRL, {fastest}", *medians, ratio, TARGET, turns
+    )
+    figures = {
+        "tokens_per_second_orbit": tokens / medians[0],
+        **{f"tokens_per_second_trl, {name}": tokens / statistics.median(found) for name, found in theirs.items()},
+    }
+    print(table([row]))
+    for name, value in figures.items():
+        print(f"{name}: {value:,.0f}")
+    return Measured([row], figures)
+
+
+if __name__ == "__main__":
+    raise SystemExit(run(__file__, __doc__, measure))
