@@ -52,7 +52,7 @@ def write_rows(path: Path, count: int) -> list[dict[str, str]]:
     return rows
 
 
-def orbit_turn(path: Path, out: Path, micro_batch_tokens: int) -> Callable[[int], float]:
+def orbit_turn(path: Path, out: Path) -> Callable[[int], float]:
     """Returns a function that continues one run by so many steps; it returns the median seconds of one."""
     from orbit_runtime.loop import run as train
 
@@ -70,10 +70,7 @@ def orbit_turn(path: Path, out: Path, micro_batch_tokens: int) -> Callable[[int]
                 "adapter": {"targets": TARGETS},
                 "algorithm": {"type": "SFT"},
                 "data": {"prompts": [{"uri": str(path), "completionField": "completion"}]},
-                "training": {
-                    "steps": steps, "promptsPerStep": BATCH, "learningRate": 1e-4,
-                    "microBatchTokens": micro_batch_tokens,
-                },
+                "training": {"steps": steps, "promptsPerStep": BATCH, "learningRate": 1e-4},
                 "checkpoint": {"everySteps": 1000},
                 "observability": {"metricsPort": -1},
             },
@@ -156,7 +153,7 @@ def measure(options: argparse.Namespace) -> Measured:
         rows = write_rows(scratch / "rows.jsonl", count)
         # The template's four marks stand around prompt and answer.
         tokens = statistics.mean(len(row["prompt"]) + len(row["completion"]) + 4 for row in rows) * BATCH
-        orbit = orbit_turn(scratch / "rows.jsonl", scratch / "orbit", 2048)
+        orbit = orbit_turn(scratch / "rows.jsonl", scratch / "orbit")
         sides = {name: trl_turn(rows, scratch / name, cuts, is_sorted) for name, (cuts, is_sorted) in VARIANTS.items()}
         ours: list[float] = []
         theirs: dict[str, list[float]] = {name: [] for name in sides}
