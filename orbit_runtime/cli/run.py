@@ -121,7 +121,11 @@ def summary_of(report: Mapping[str, Any]) -> dict[str, Any]:
 
 def format_result(ended: str, uri: str, report: Mapping[str, Any]) -> str:
     """Reward before and after, what is proven, and where everything is."""
-    headline = report.get("headline") or {"name": "reward", "first": None, "last": None}
+    headline = report.get("headline") or {
+        "name": "reward",
+        "first": report.get("reward_first"),
+        "last": report.get("reward_last"),
+    }
     first, last = headline["first"], headline["last"]
     gain = "" if first is None or last is None else f" ({last - first:+.4f})"
     state = {

@@ -41,6 +41,7 @@ WITHOUT_DATA = {
     "Orbit: one run: Parts of the reward": "the quickstart has one reward",
     "Orbit: one run: Evaluation of held-out prompts": "the quickstart evaluates nothing",
     "Orbit: one run: Critic": "the quickstart has no critic",
+    "Orbit: one run: Held-out demonstrations": "the quickstart learns from rewards",
     "Orbit: one run: Teacher": "the quickstart has no teacher",
     "Orbit: one run: Routers that agree": "the quickstart's model has no routed experts",
     **dict.fromkeys(

@@ -22,7 +22,7 @@ from orbit_runtime.spec.algorithm import Algorithm
 from orbit_runtime.spec.objectives import CORRECTIONS, OBJECTIVES
 from tests.integration.objective_batches import LENGTHS, Batch, our_loss, random_batch
 
-NAMED = sorted(set(OBJECTIVES) - {"Custom", "Distillation"})
+NAMED = sorted(set(OBJECTIVES) - {"Custom", "Distillation", "SFT"})
 
 
 def algorithm(**fields: Any) -> Algorithm:

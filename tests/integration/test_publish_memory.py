@@ -20,7 +20,8 @@ from torch import nn
 from orbit_runtime.adapters.buffer import AdapterBuffer
 from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.adapters.inject import inject
-from orbit_runtime.adapters.state import files_digest, load_slot, slot_digest, write_adapter
+from orbit_runtime.adapters.files import files_digest
+from orbit_runtime.adapters.state import load_slot, slot_digest, write_adapter
 from orbit_runtime.digests import split
 from orbit_runtime.loop.keep import CheckpointParts
 from orbit_runtime.storage import Content, claim_execution, open_store, read_bundle, write_bundle

@@ -186,6 +186,12 @@ RUN = Dashboard(
                 text="With algorithm.type PPO: 1 is a critic that foresaw every return, 0 one that knows their mean.",
             ),
             Panel(
+                "Held-out demonstrations",
+                "line",
+                {"loss": "orbit_run_validation_loss{@}"},
+                text="With algorithm.type SFT and data.validation: nats a token of answers that are not trained on.",
+            ),
+            Panel(
                 "Teacher",
                 "line",
                 {"divergence": "orbit_run_teacher_divergence{@}"},
