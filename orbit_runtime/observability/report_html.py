@@ -38,7 +38,7 @@ def render_html(report: Report) -> str:
         report=report,
         facts=facts,
         gain=_difference(facts["reward_last"], facts["reward_first"]),
-        charts=[*evaluation_charts(facts["evaluation"]), *build_charts(report.rows)],
+        charts=[*held_out_chart(report), *evaluation_charts(facts["evaluation"]), *build_charts(report.rows)],
         samples=_pair(report.folder.first, report.folder.last),
         proofs=_proofs(report),
         manifest=json.dumps(manifest_of(report.folder.run), indent=2, ensure_ascii=False),
@@ -96,7 +96,6 @@ def build_charts(rows: tuple[MetricsRow, ...]) -> list[dict[str, Any]]:
         chart("KL from the base (nats)", line("kl", "KL")),
         chart("Entropy (nats)", line("entropy", "entropy")),
         chart("Loss", line("loss", "loss")),
-        chart("Loss of what was held out (nats a token)", line("validation_loss", "loss")),
         chart("Gradient norm before clipping", line("grad_norm", "norm")),
         chart("Response length (tokens)", line("response_tokens_mean", "mean")),
         chart("Tokens per second", line("tokens_per_second", "whole step")),
@@ -105,6 +104,20 @@ def build_charts(rows: tuple[MetricsRow, ...]) -> list[dict[str, Any]]:
     ]  # fmt: skip
     # A chart without a number says nothing, but of a run that has not begun, which shows what will be there.
     return [each for each in charts if not rows or any(v is not None for s in each["legend"] for v in s.values)]
+
+
+def held_out_chart(report: Report) -> list[dict[str, Any]]:
+    """The loss of demonstrations that were held out, from before the first step on; none where nothing was."""
+    points = [(int(row.number("step") or 0), row.number("validation_loss")) for row in report.rows]
+    measured = [(step, loss) for step, loss in points if loss is not None]
+    if not measured:
+        return []
+    first = (report.folder.summary.get("validated") or {}).get("first")
+    # A line through every row would have a gap behind each point.
+    steps, losses = zip(*([] if first is None else [(0, first)]), *measured, strict=True)
+    title = "Loss of what was held out (nats a token)"
+    series = [plots.Series("loss", list(losses), 0)]
+    return [{"title": title, "svg": plots.draw_lines(title, list(steps), series), "legend": series}]
 
 
 def evaluation_charts(curves: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
