@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import os
-import random
 from pathlib import Path
 
 import pytest
 
 from orbit_runtime.errors import InternalError, OutputError
 from orbit_runtime.workers.ranks import Group, start_ranks
-from orbit_runtime.workers.ray_node import check_ports
+from orbit_runtime.workers.ray_node import check_ports, port_block
 
 pytestmark = [pytest.mark.usefixtures("marked"), pytest.mark.timeout(240)]
 TARGET = "ranks.targets:Meeting"
 
 
 def some_ports() -> tuple[int, int]:
-    first = random.randrange(33_000, 60_000)
-    return first, first + 39
+    """Below those that the system hands out by itself, as any of this machine's processes may be given one of them."""
+    ports, lock = port_block(3)
+    os.close(lock)
+    return ports
 
 
 def test_ranks_meet_answer_in_order_and_leave_nothing(tmp_path: Path) -> None:
