@@ -89,7 +89,7 @@ def sft(
     run (adapter.initFrom)."""
     from orbit_runtime.cli.run import run_manifest
 
-    asked = ["spec.algorithm.type=SFT", *(overrides or [])]
+    asked = [*(overrides or []), "spec.algorithm.type=SFT"]
     raise typer.Exit(run_manifest(file, out=out, overrides=asked, dry_run=dry_run, as_json=as_json))
 
 

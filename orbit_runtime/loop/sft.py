@@ -28,7 +28,7 @@ from orbit_runtime.data.demonstrations import (
 )
 from orbit_runtime.data.prompts import PromptStream, hold_out, load_prompts
 from orbit_runtime.data.samples import with_column
-from orbit_runtime.errors import OrbitError
+from orbit_runtime.errors import OrbitError, StoppedOnRequest
 from orbit_runtime.loop.build import (
     SHORT_CANARY,
     RunParts,
@@ -55,6 +55,7 @@ from orbit_runtime.spec.data import Validation
 from orbit_runtime.spec.resolve import with_trainer
 from orbit_runtime.storage import Execution, Store
 from orbit_runtime.storage.cache import Cache, default_cache
+from orbit_runtime.storage.download import Patience
 from orbit_runtime.types import AdapterFiles, Prompt, Sample, UpdateResult
 from orbit_runtime.workers.garbage_collection import gc_paused, unfreeze_objects
 
@@ -117,6 +118,7 @@ def build_sft(
     show.stage("reading demonstrations")
     table = load_prompts(prompt_sources(spec, names, inputs), limit=spec.data.limit)
     demonstrations = read_demonstrations(table, spec.data.prompts, last_only=spec.data.chat.answers == "Last")
+    trained, measured = hold_out(table, spec.data.validation.share if spec.data.validation else 0.0, spec.data.seed)
     algorithm = load_algorithm(resolved, inputs.search_path)
     loss = load_loss(resolved, inputs.search_path)
     show.stage("fetching the model")
@@ -128,7 +130,7 @@ def build_sft(
     tokenizer = ChatTokenizer(folder, spec.data.chat.template_arguments)
     show.stage("tokenising demonstrations")
     encoded = encode_demonstrations(
-        demonstrations, tokenizer, max_tokens=spec.model.max_sequence_length, tell=lambda *_: show.status.beat()
+        demonstrations, tokenizer, max_tokens=spec.model.max_sequence_length, tell=partial(_tell, show, inputs.patience)
     )
     show.note(_told(encoded))
     show.stage(f"loading the model, {amount(folder)}")
@@ -137,7 +139,6 @@ def build_sft(
         side = build_side(resolved, division, folder, loss, names.model, None, note=show.note, closing=closing)
     keeper = Keeper()
     closing.callback(keeper.close)
-    trained, measured = hold_out(table, spec.data.validation.share if spec.data.validation else 0.0, spec.data.seed)
     sequences = first_sequences(table, tokenizer)
     by_id = {prompt.prompt_id: each for prompt, each in zip(table.prompts_P, encoded, strict=True)}
     return SftParts(
@@ -161,6 +162,13 @@ def build_sft(
     )
 
 
+def _tell(show: Show, patience: Patience, _done: int, _all: int) -> None:
+    """Between two of many conversations. Raises StoppedOnRequest where the run is to stop."""
+    show.status.beat()
+    if patience.stop():
+        raise StoppedOnRequest("stopped while demonstrations were tokenised; the same command begins again")
+
+
 def _told(encoded: Sequence[Encoded]) -> str:
     tokens, learned = sum(len(each.token_ids_T) for each in encoded), sum(sum(each.loss_mask_T) for each in encoded)
     return f"{len(encoded)} demonstrations of {tokens} tokens, {learned} of them answers; the chat template fits them"
@@ -175,7 +183,7 @@ def run_sft(parts: SftParts, state: RunState, stop: StopFlag) -> str:
     training, checkpoint = parts.spec.training, parts.spec.checkpoint
     validated = Validated(**state.validated) if state.validated else Validated()
     rows = _Rows(parts)
-    ended = "done"
+    first, ended = state.step, "done"
     if parts.held_out and not state.validated:
         loss = _measure(parts, state, validated)
         parts.show.note(f"before training, the held-out answers cost {loss:.4f} nats a token")
@@ -198,10 +206,13 @@ def run_sft(parts: SftParts, state: RunState, stop: StopFlag) -> str:
                 started = time.monotonic()
                 loss = _measure(parts, state, validated)
                 row = build_row(**{**row, "validation_loss": loss, "seconds_evaluate": time.monotonic() - started})
+            rows.add(row)
             if state.step % checkpoint.every_steps == 0 and not is_last:
+                # Only then does the step exist: none that a resume continues from is without its row.
+                rows.flush()
                 row = with_checkpoint(row, _keep(parts, state))
+                rows.add(row)
             state.row = row
-            rows.add(row, at_once=state.checkpoint_begun == state.step)
             parts.show.step(row, state)
     finally:
         rows.flush()
@@ -210,9 +221,8 @@ def run_sft(parts: SftParts, state: RunState, stop: StopFlag) -> str:
             f"ended early: in the last {validated.since} measurements no better than the {validated.best:.4f} nats a "
             f"token after step {validated.best_step}"
         )
-    if state.checkpoint_begun != state.step:
-        state.base_digest_after = parts.side.base_digest()
-        _keep(parts, state)
+    if state.step > first:
+        _keep_newest(parts, state)
     _settle(parts, state)
     return ended
 
@@ -250,6 +260,16 @@ def _keep(parts: SftParts, state: RunState) -> float:
     return time.monotonic() - started
 
 
+def _keep_newest(parts: SftParts, state: RunState) -> None:
+    """However it ended, the newest step is durable, and says that the base is still the one it started on."""
+    state.base_digest_after = parts.side.base_digest()
+    if state.checkpoint_begun != state.step:
+        _keep(parts, state)
+        return
+    _settle(parts, state)
+    parts.checkpoints.restate(state, parts.prompts.state(), ())
+
+
 def _publish(parts: SftParts, state: RunState) -> None:
     """The trainer's adapter as `policy-v{step}`, for whoever loads it next."""
     parts.show.stage("publish", state.step)
@@ -271,13 +291,12 @@ def check_restored(parts: SftParts, state: RunState) -> None:
     Raises:
         GateError: it holds another.
     """
-    expected = state.expected_digest
+    expected, version = state.expected_digest, state.policy_version
     if expected is None:
         return
-    found = publishable(parts.trainer, state.policy_version).digest
-    if state.policy_version == state.step and found != expected:
+    if version == state.step and (found := publishable(parts.trainer, version).digest) != expected:
         raise restored_wrongly(found, state)
-    state.publication = Publication(AdapterFiles(state.policy_version, {}, expected), (), ())
+    state.publication = Publication(AdapterFiles(version, {}, expected), (), ())
 
 
 def _train(parts: SftParts, state: RunState, prompts_P: Sequence[Prompt]) -> MetricsRow:
@@ -318,9 +337,9 @@ class _Rows:
     waiting: list[MetricsRow] = field(default_factory=list)
     stored: float = field(default_factory=time.monotonic)
 
-    def add(self, row: MetricsRow, *, at_once: bool) -> None:
+    def add(self, row: MetricsRow) -> None:
         self.waiting.append(row)
-        if at_once or time.monotonic() - self.stored >= ROWS_SECONDS:
+        if time.monotonic() - self.stored >= ROWS_SECONDS:
             self.flush()
 
     def flush(self) -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import json
+import os
+import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +16,11 @@ import torch
 from peft import PeftModel
 from transformers import AutoTokenizer
 
-from orbit_runtime.errors import DataError, ModelError
+from orbit_runtime.errors import DataError, ModelError, StoppedOnRequest
 from orbit_runtime.loop import run
+from orbit_runtime.loop.keep import Checkpoints
 from orbit_runtime.loop.replay import replay
+from orbit_runtime.loop.state import RunState
 from orbit_runtime.model_info.builtin_models import builtin_folder
 from orbit_runtime.observability.metrics import parse_row
 from orbit_runtime.observability.progress import SilentProgress
@@ -113,13 +118,15 @@ def test_what_was_held_out_gets_cheaper_and_the_newest_adapter_is_the_best(learn
 
 
 def test_it_ends_early_where_it_gets_no_better_and_stays_ended(tmp_path: Path) -> None:
-    manifest = sft_manifest(steps=200, validation={"share": 0.01, "everySteps": 2, "patience": 2})
+    # It ends at a step that has a checkpoint already.
+    manifest = sft_manifest(steps=200, every_steps=1, validation={"share": 0.01, "everySteps": 2, "patience": 2})
     # So large that it unlearns.
     manifest["spec"]["training"]["learningRate"] = 0.5
     manifest["spec"]["data"]["limit"] = 400
     result = run(OrbitRun.model_validate(manifest), out=str(tmp_path / "run"), progress=SilentProgress())
     assert result.ended == "converged"
     assert result.report["steps"] < 200
+    assert result.report["base_digest_after"] == result.report["base_digest_before"]
     again = run(OrbitRun.model_validate(manifest), out=str(tmp_path / "run"), progress=SilentProgress())
     assert (again.ended, again.report["steps"]) == ("converged", result.report["steps"])
 
@@ -137,6 +144,42 @@ def test_kills_change_no_bit(tmp_path: Path, launcher: RunLauncher) -> None:
     assert len({each["adapter_digest"] for each in reports}) == 1
     assert reports[0]["headline"] == reports[1]["headline"]
     assert reports[0]["resumed"] >= 1
+
+
+def test_no_step_that_a_resume_continues_from_is_without_its_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin, seen = Checkpoints.begin, []
+
+    def watched(checkpoints: Checkpoints, state: RunState, *rest: Any) -> None:
+        seen.append((state.step, len([*checkpoints.store.list("metrics/")])))
+        begin(checkpoints, state, *rest)
+
+    monkeypatch.setattr(Checkpoints, "begin", watched)
+    trained(sft_manifest(steps=7, every_steps=3), tmp_path / "run")
+    assert seen == [(3, 3), (6, 6), (7, 7)]
+
+
+def test_a_request_to_stop_is_heard_while_demonstrations_are_tokenised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(*_: Any, tell: Callable[[int, int], None], **__: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        tell(256, 512)
+
+    monkeypatch.setattr("orbit_runtime.loop.sft.encode_demonstrations", stopped)
+    with pytest.raises(StoppedOnRequest, match="while demonstrations were tokenised"):
+        trained(sft_manifest(steps=1), tmp_path / "run")
+
+
+def test_orbit_sft_is_sft_whatever_is_set(tmp_path: Path, launcher: RunLauncher) -> None:
+    (tmp_path / "run.json").write_text(json.dumps(sft_manifest(steps=1)))
+    command = ["sft", str(tmp_path / "run.json"), "--set", "algorithm.type=GRPO", "--out", str(tmp_path / "run")]
+    pid = launcher.command(*command)
+    while (code := launcher.ended(pid)) is None:
+        time.sleep(0.02)
+    assert code == 0
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["resolved"]["spec"]["algorithm"]["type"] == "SFT"
 
 
 def test_a_run_of_rewards_begins_where_the_demonstrations_ended(tmp_path: Path, learned: Path) -> None:
