@@ -15,7 +15,6 @@ import json
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.harness import Comparison, Measured, need_packages, run, table
 from benchmarks.long_tail import LEARNING_RATE, MAX_NEW_TOKENS, build_model_folder, even_length
+from benchmarks.trl_clock import build_clock
 from orbit_runtime.model_info.builtin_models import builtin_folder
 from orbit_runtime.observability.progress import Progress, SilentProgress
 from orbit_runtime.spec import OrbitRun
@@ -144,7 +144,7 @@ def trl_turn(shape: Shape, folder: Path, out: Path, precision: str = "float32") 
     import torch
     from datasets import Dataset
     from peft import LoraConfig
-    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
 
     lengths: list[float] = []
@@ -155,15 +155,6 @@ def trl_turn(shape: Shape, folder: Path, out: Path, precision: str = "float32") 
         if shape.reward == "exact":
             return [float(text.strip() == right) for text, right in zip(texts, answer, strict=True)]
         return [even_length(text, None, None) for text in texts]
-
-    class Clock(TrainerCallback):
-        ends: list[float]
-
-        def on_train_begin(self, *_: Any, **__: Any) -> None:
-            self.ends = [time.perf_counter()]
-
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            self.ends.append(time.perf_counter())
 
     rows = [
         {"prompt": [{"role": "user", "content": f"{left}+{right}="}], "answer": str(left + right)}
@@ -195,7 +186,7 @@ def trl_turn(shape: Shape, folder: Path, out: Path, precision: str = "float32") 
         disable_tqdm=True,
         seed=0,
     )
-    clock = Clock()
+    clock = build_clock()
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, precision), attn_implementation="sdpa"),
         processing_class=AutoTokenizer.from_pretrained(folder),
@@ -209,8 +200,7 @@ def trl_turn(shape: Shape, folder: Path, out: Path, precision: str = "float32") 
     def turn(turns: Turns) -> None:
         lengths.clear()
         trainer.train()
-        seconds = [end - start for start, end in zip(clock.ends, clock.ends[1:], strict=False)]
-        turns.seconds.append(statistics.median(seconds[WARMUP_STEPS:]))
+        turns.seconds.append(statistics.median(clock.seconds()[WARMUP_STEPS:]))
         turns.tokens += lengths[WARMUP_STEPS:]
 
     return turn

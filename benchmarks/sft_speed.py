@@ -18,14 +18,13 @@ import random
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.harness import Comparison, Measured, need_packages, run, table
+from benchmarks.trl_clock import build_clock
 from orbit_runtime.model_info.builtin_models import builtin_folder
 from orbit_runtime.observability.progress import SilentProgress
 from orbit_runtime.spec import OrbitRun
@@ -87,17 +86,8 @@ def trl_turn(rows: list[dict[str, str]], out: Path, cuts: int, is_sorted: bool) 
     import torch
     from datasets import Dataset
     from peft import LoraConfig
-    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import SFTConfig, SFTTrainer
-
-    class Clock(TrainerCallback):
-        ends: list[float]
-
-        def on_train_begin(self, *_: Any, **__: Any) -> None:
-            self.ends = [time.perf_counter()]
-
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            self.ends.append(time.perf_counter())
 
     folder = builtin_folder("tiny-adder", "BF16")
     told = [
@@ -127,7 +117,7 @@ def trl_turn(rows: list[dict[str, str]], out: Path, cuts: int, is_sorted: bool) 
     }
 
     def turn(count: int) -> float:
-        clock = Clock()
+        clock = build_clock()
         trainer = SFTTrainer(
             model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa"),
             processing_class=AutoTokenizer.from_pretrained(folder),
@@ -139,8 +129,7 @@ def trl_turn(rows: list[dict[str, str]], out: Path, cuts: int, is_sorted: bool) 
             callbacks=[clock],
         )
         trainer.train()
-        seconds = [end - start for start, end in zip(clock.ends, clock.ends[1:], strict=False)]
-        return statistics.median(seconds[WARMUP_STEPS:])
+        return statistics.median(clock.seconds()[WARMUP_STEPS:])
 
     return turn
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from orbit_runtime.adapters.expert_layer import AdaptedExpertLinear
-from orbit_runtime.adapters.files import MODEL_FILE, PEFT_PREFIX
+from orbit_runtime.adapters.files import MODEL_FILE, plain_key
 from orbit_runtime.adapters.inject import AdaptedLayer
 from orbit_runtime.adapters.layer import Slot
 from orbit_runtime.adapters.lora import LoRASlot
@@ -38,7 +38,7 @@ def load_foreign(
             other shapes than this base, or is not finite; nothing was changed.
     """
     where = f"{place}/{MODEL_FILE}"
-    tensors = {_plain(name): tensor for name, tensor in parse_tensors(files, MODEL_FILE).items()}
+    tensors = {plain_key(name): tensor for name, tensor in parse_tensors(files, MODEL_FILE).items()}
     if not are_finite(tensors.values()):
         raise ModelError("a tensor is not finite", where=where, fix="take another checkpoint of that training")
     device, dtype = next(iter(layers.values())).device, next(iter(layers.values())).selection.compute_dtype
@@ -72,10 +72,6 @@ def load_foreign(
         )
     for name, layer in layers.items():
         layer.slots[slot] = slots[name]
-
-
-def _plain(key: str) -> str:
-    return key.removeprefix(PEFT_PREFIX).removesuffix(".weight")
 
 
 def _nothing(layer: AdaptedLayer, device: torch.device, dtype: torch.dtype) -> Slot:

@@ -10,13 +10,14 @@ import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from orbit_runtime.digests import first_difference
 from orbit_runtime.errors import ModelError
 from orbit_runtime.model_info.headers import Header, parse_header
+from orbit_runtime.spec.adapter import NEUMANN_TERMS
 from orbit_runtime.storage import NotFound, Store, open_store
-from orbit_runtime.storage.bundles import MANIFEST, read_pieces
+from orbit_runtime.storage.bundles import MANIFEST, list_bundles, read_pieces
 
 CONFIG_FILE, MODEL_FILE, ROTATIONS_FILE = "adapter_config.json", "adapter_model.safetensors", "rotations.safetensors"
 PREFIX = "base_model.model."
@@ -57,6 +58,32 @@ class AdapterFolder:
         return str(base["weights"]) if isinstance(base, Mapping) and base.get("weights") else None
 
     @property
+    def parametrization(self) -> Literal["CayleyNeumann", "Cayley"]:
+        """OFT."""
+        return "CayleyNeumann" if self.config.get("use_cayley_neumann") else "Cayley"
+
+    @property
+    def neumann_terms(self) -> int:
+        """OFT: of the series."""
+        return int(self.config.get("num_cayley_neumann_terms") or NEUMANN_TERMS)
+
+    def check_base(self, weights: str, *, who: str, ours: str, where: str, fix: str) -> None:
+        """One that does not say which base it was trained on is let through.
+
+        Args:
+            weights: digest of the base's files.
+            who, ours: what it and this base are called.
+
+        Raises:
+            ModelError: (66) it was trained on another base, or on the same in another format.
+        """
+        theirs = self.base_weights
+        if theirs not in (None, weights):
+            raise ModelError(
+                f"{who} was trained on another base ({str(theirs)[:19]}…, {ours} {weights[:19]}…)", where=where, fix=fix
+            )
+
+    @property
     def scaling(self) -> float:
         """What LoRA's product is multiplied by."""
         root = self.rank**0.5 if self.config.get("use_rslora") else self.rank
@@ -75,6 +102,15 @@ def module_of(tensor: str) -> tuple[str, str]:
 
 def is_adapter(store: Store) -> bool:
     return store.exists(CONFIG_FILE)
+
+
+def adapter_address(uri: str) -> str | None:
+    """Of an adapter's folder, or of the newest adapter in a run's; None: there is none."""
+    store = open_store(uri, writable=False)
+    if is_adapter(store):
+        return uri
+    kept = list_bundles(store, "adapters")
+    return f"{uri.rstrip('/')}/{kept[0].rstrip('/')}" if kept else None
 
 
 def open_adapter(uri: str) -> AdapterFolder:
@@ -124,7 +160,7 @@ def describe_adapter(adapter: AdapterFolder) -> dict[str, Any]:
     if adapter.type == "LoRA":
         facts["scaling"] = adapter.scaling
     else:
-        facts["parametrization"] = "CayleyNeumann" if adapter.config.get("use_cayley_neumann") else "Cayley"
+        facts["parametrization"] = adapter.parametrization
     return facts
 
 

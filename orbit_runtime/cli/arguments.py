@@ -22,3 +22,4 @@ Overrides = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 Out = Annotated[str | None, typer.Option(metavar="URI", help="The run folder itself; without it, storage.uri/name.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print every process it would start; start nothing.")]

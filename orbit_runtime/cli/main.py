@@ -18,7 +18,7 @@ from typer.exceptions import TyperException
 
 import orbit_runtime
 from orbit_runtime.cli.apart import add_commands
-from orbit_runtime.cli.arguments import AsJson, Manifest, Out, Overrides
+from orbit_runtime.cli.arguments import AsJson, DryRun, Manifest, Out, Overrides
 from orbit_runtime.cli.completion import complete_runs
 from orbit_runtime.errors import (
     EXIT_STOPPED,
@@ -59,9 +59,7 @@ def run(
     file: Manifest,
     out: Out = None,
     overrides: Overrides = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print every process it would start; start nothing.")
-    ] = False,
+    dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
     """Train. Continues by itself where the run folder holds a checkpoint of the same run."""
@@ -76,13 +74,9 @@ add_commands(app)
 @app.command()
 def sft(
     file: Manifest,
-    out: Annotated[
-        str | None, typer.Option(metavar="URI", help="The run folder itself; without it, storage.uri/name.")
-    ] = None,
+    out: Out = None,
     overrides: Overrides = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print every process it would start; start nothing.")
-    ] = False,
+    dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
     """Learn from demonstrations. As `run` does where the manifest says algorithm.type: SFT; the adapter can begin an RL

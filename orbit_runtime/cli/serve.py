@@ -46,14 +46,7 @@ def run_serve(options: ServeOptions, *, as_json: bool) -> int:
         UsageError: (64) an option is impossible, or others could ask without a token. OutputError: (73) the port is
         taken. OrbitError: model or adapters cannot be served.
     """
-    host, port = read_address(options.listen)
-    token = read_token(options.token_file, os.environ, TOKEN_VARIABLE)
-    if token is None and host not in LOOPBACK:
-        raise UsageError(
-            f"everybody who reaches {host} could ask",
-            where="--listen",
-            fix=f"set {TOKEN_VARIABLE} or --token-file, or listen on 127.0.0.1",
-        )
+    host, port, token = read_door(options.listen, options.token_file, TOKEN_VARIABLE)
     check_can_train()
     from orbit_runtime.loop.signals import stop_on_signals
     from orbit_runtime.serve.open import Asked, open_models
@@ -78,6 +71,26 @@ def run_serve(options: ServeOptions, *, as_json: bool) -> int:
             serving.check()
         serving.close()
     return EXIT_DONE
+
+
+def read_door(listen: str, token_file: Path | None, variable: str) -> tuple[str, int, str | None]:
+    """Host, port and token of a port that answers others.
+
+    Args:
+        variable: of the environment, that holds the token where no file does.
+
+    Raises:
+        UsageError: one of them is impossible, or others could ask without a token.
+    """
+    host, port = read_address(listen)
+    token = read_token(token_file, os.environ, variable)
+    if token is None and host not in LOOPBACK:
+        raise UsageError(
+            f"everybody who reaches {host} could ask",
+            where="--listen",
+            fix=f"set {variable} or --token-file, or listen on 127.0.0.1",
+        )
+    return host, port, token
 
 
 def read_token(file: Path | None, environment: Mapping[str, str], variable: str) -> str | None:

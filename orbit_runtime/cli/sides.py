@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal
 
 from orbit_runtime.cli.output import print_json
 from orbit_runtime.cli.run import check_can_train, run_with
-from orbit_runtime.cli.serve import LOOPBACK, read_address, read_token
+from orbit_runtime.cli.serve import read_door, read_token
 from orbit_runtime.errors import EXIT_DONE, EXIT_STOPPED, StoppedOnRequest, UsageError
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class SideOptions:
 
 
 def run_side(options: SideOptions, *, as_json: bool) -> int:
-    """Answers until SIGINT or SIGTERM, after the call that is under way. Returns 0, or 75 where it never listened.
+    """Answers until SIGINT or SIGTERM, after the call that is under way. Returns 0, or 75 where it is_stopped listened.
 
     Raises:
         UsageError: (64) an option is impossible, or others could ask without a token. OutputError: (73) the port is
@@ -51,14 +51,7 @@ def run_side(options: SideOptions, *, as_json: bool) -> int:
     """
     from orbit_runtime.spec import load_manifest
 
-    host, port = read_address(options.listen)
-    token = read_token(options.token_file, os.environ, TOKEN_VARIABLE)
-    if token is None and host not in LOOPBACK:
-        raise UsageError(
-            f"everybody who reaches {host} could ask",
-            where="--listen",
-            fix=f"set {TOKEN_VARIABLE} or --token-file, or listen on 127.0.0.1",
-        )
+    host, port, token = read_door(options.listen, options.token_file, TOKEN_VARIABLE)
     manifest = load_manifest(options.file, options.overrides)
     check_can_train()
     from orbit_runtime.loop.signals import stop_on_signals
@@ -71,13 +64,13 @@ def run_side(options: SideOptions, *, as_json: bool) -> int:
     def note(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
-    def never() -> bool:
+    def is_stopped() -> bool:
         return bool(stop)
 
     with stop_on_signals() as stop, ExitStack() as closing:
         if options.end_with_input:
             _end_with_input()
-        patience = Patience(notice=note, stop=never)
+        patience = Patience(notice=note, stop=is_stopped)
         try:
             asked = open_manifest(manifest, options.file.resolve().parent, patience)
         except StoppedOnRequest:
@@ -91,7 +84,7 @@ def run_side(options: SideOptions, *, as_json: bool) -> int:
         else:
             print(f"the {options.kind} of {manifest.name} at {server.url}")
         sys.stdout.flush()
-        made.work(never)
+        made.work(is_stopped)
     return EXIT_DONE
 
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from orbit_runtime.adapters.files import files_digest
-from orbit_runtime.checkpoints.adapter_folder import AdapterFolder, open_adapter
+from orbit_runtime.checkpoints.adapter_folder import open_adapter
 from orbit_runtime.data.chat import ChatTokenizer
 from orbit_runtime.data.prompts import check_lengths
-from orbit_runtime.errors import ModelError, UsageError
+from orbit_runtime.errors import UsageError
 from orbit_runtime.evaluation.tasks import EvalTask
 from orbit_runtime.loop.asking import OnePolicy, asking_one
 from orbit_runtime.loop.machine import machine_facts
@@ -121,7 +121,13 @@ def open_models(
     weights = kept_weights_digest(folder, Cache(default_cache(os.environ)))
     adapters = [(each, open_adapter(each.uri)) for each in kept]
     for each, adapter in adapters:
-        _check_base(adapter, weights, each)
+        adapter.check_base(
+            weights,
+            who="this adapter",
+            ours="the manifest's is",
+            where=each.uri,
+            fix="write the model and precision that it was trained on",
+        )
     policy = build_policy(resolved, folder, "None", note)
     engine = TorchEngine(policy, tokenizer, max_running_requests=spec.rollout.max_running_requests)
     subjects = [LocalSubject("base", tokenizer, engine, weights)] if base else []
@@ -129,13 +135,3 @@ def open_models(
         files = AdapterFiles(version, adapter.files, files_digest(adapter.files))
         subjects.append(LocalSubject(each.name, tokenizer, engine, weights, version, files))
     return subjects
-
-
-def _check_base(adapter: AdapterFolder, weights: str, kept: Kept) -> None:
-    if adapter.base_weights not in (None, weights):
-        raise ModelError(
-            f"this adapter was trained on another base ({str(adapter.base_weights)[:19]}…, the manifest's is "
-            f"{weights[:19]}…)",
-            where=kept.uri,
-            fix="write the model and precision that it was trained on",
-        )

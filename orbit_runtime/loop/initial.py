@@ -7,20 +7,17 @@ not belong here: continuing another run with its optimizer and steps (`origin`),
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from orbit_runtime.adapters.files import MODEL_FILE, PEFT_PREFIX, pieces_of
-from orbit_runtime.checkpoints.adapter_folder import AdapterFolder, is_adapter, open_adapter
-from orbit_runtime.digests import tree_digest
+from orbit_runtime.adapters.files import MODEL_FILE, files_digest, plain_key
+from orbit_runtime.checkpoints.adapter_folder import AdapterFolder, adapter_address, open_adapter
 from orbit_runtime.errors import ModelError
 from orbit_runtime.loop.content import WEIGHTS
 from orbit_runtime.loop.state import RunState
 from orbit_runtime.spec.adapter import Adapter
 from orbit_runtime.spec.run import RunSpec
-from orbit_runtime.storage import open_store
 
 if TYPE_CHECKING:
     from orbit_runtime.loop.build import RunParts
@@ -58,25 +55,16 @@ def open_initial(spec: RunSpec, before: Mapping[str, Any] | None) -> Initial | N
     if asked is None:
         return None
     known = ((before or {}).get("initial") or {}).get("uri")
-    folder = open_adapter(known or _newest(asked))
-    check_adapter(spec.adapter, folder)
-    return Initial(folder, tree_digest(pieces_of(folder.files)))
-
-
-def _newest(uri: str) -> str:
-    """Of a run folder; an adapter's folder is itself."""
-    store = open_store(uri, writable=False)
-    if is_adapter(store):
-        return uri
-    found = [re.fullmatch(r"adapters/policy-v(\d+)/manifest\.json", key) for key in store.list("adapters/")]
-    versions = sorted(int(each[1]) for each in found if each)
-    if not versions:
+    address = known or adapter_address(asked)
+    if address is None:
         raise ModelError(
             "there is no adapter here",
-            where=f"{FIELD}: {store.uri}",
+            where=f"{FIELD}: {asked}",
             fix="name a run folder with adapters, or the folder of one, such as runs/<run>/adapters/policy-v40",
         )
-    return f"{uri.rstrip('/')}/adapters/policy-v{versions[-1]}"
+    folder = open_adapter(address)
+    check_adapter(spec.adapter, folder)
+    return Initial(folder, files_digest(folder.files))
 
 
 def initial_digest(initial: Initial | None, before: Mapping[str, Any] | None) -> dict[str, str]:
@@ -85,18 +73,6 @@ def initial_digest(initial: Initial | None, before: Mapping[str, Any] | None) ->
         return {CONTENT: initial.digest}
     known = (before or {}).get("identity", {}).get(CONTENT)
     return {} if known is None else {CONTENT: str(known)}
-
-
-def check_base(initial: Initial, weights: str) -> None:
-    """Raises ModelError (66) for an adapter that is known to be another base's, or the same in another format."""
-    found = initial.folder.base_weights
-    if found not in (None, weights):
-        raise ModelError(
-            f"the adapter {initial.folder.place} was trained on another base ({str(found)[:19]}…, this run's is "
-            f"{weights[:19]}…)",
-            where=FIELD,
-            fix="write the model and precision that it was trained on, or take an adapter of this base",
-        )
 
 
 def check_adapter(adapter: Adapter, folder: AdapterFolder) -> None:
@@ -109,13 +85,11 @@ def check_adapter(adapter: Adapter, folder: AdapterFolder) -> None:
         wanted |= {"lora.rank": lora.rank, "scaling": lora.alpha / root}
         found |= {"lora.rank": folder.rank, "scaling": folder.scaling}
     if adapter.oft is not None and folder.type == "OFT":
-        config = folder.config
-        series = bool(config.get("use_cayley_neumann"))
         wanted |= {"oft.blockSize": adapter.oft.block_size, "oft.parametrization": adapter.oft.parametrization}
-        found |= {"oft.blockSize": folder.rank, "oft.parametrization": "CayleyNeumann" if series else "Cayley"}
-        if series and adapter.oft.parametrization == "CayleyNeumann":
+        found |= {"oft.blockSize": folder.rank, "oft.parametrization": folder.parametrization}
+        if {folder.parametrization, adapter.oft.parametrization} == {"CayleyNeumann"}:
             wanted["oft.neumannTerms"] = adapter.oft.neumann_terms
-            found["oft.neumannTerms"] = int(config.get("num_cayley_neumann_terms") or 5)
+            found["oft.neumannTerms"] = folder.neumann_terms
     differ = [f"{name} {found[name]}, this run's is {wanted[name]}" for name in wanted if found[name] != wanted[name]]
     if differ:
         raise ModelError(
@@ -131,9 +105,16 @@ def begin_with(parts: RunParts, state: RunState, initial: Initial) -> None:
     Raises:
         ModelError: (66) it is another base's, or its tensors are not those of this run's adapter.
     """
-    check_base(initial, parts.content[WEIGHTS])
+    initial.folder.check_base(
+        parts.content[WEIGHTS],
+        who=f"the adapter {initial.folder.place}",
+        ours="this run's is",
+        where=FIELD,
+        fix="write the model and precision that it was trained on, or take an adapter of this base",
+    )
     if initial.folder.base_weights is None:
         state.warn(f"{FIELD}: nothing tells which base that adapter was trained on; only its shapes were compared")
+    assert parts.side.outline is not None, "refused where another process trains"
     parts.trainer.load_state(initial_state(parts.side.outline, initial))
     parts.show.note(f"beginning with the adapter {initial.folder.place}")
 
@@ -159,7 +140,7 @@ def initial_state(outline: Outline, initial: Initial) -> dict[str, bytes]:
 
     where = f"{initial.folder.place}/{MODEL_FILE}"
     named = parse_tensors(initial.folder.files, MODEL_FILE)
-    tensors = {name.removeprefix(PEFT_PREFIX).removesuffix(".weight"): each for name, each in named.items()}
+    tensors = {plain_key(name): each for name, each in named.items()}
     wanted = {name for held in outline.values() for name in held.file_names}
     if lacking := sorted(wanted - tensors.keys()):
         raise ModelError(

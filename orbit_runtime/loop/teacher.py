@@ -14,12 +14,11 @@ from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from orbit_runtime.adapters.files import pieces_of
+from orbit_runtime.adapters.files import files_digest
 from orbit_runtime.checkpoints.adapter_folder import AdapterFolder, open_adapter
 from orbit_runtime.data.samples import build_samples
-from orbit_runtime.digests import tree_digest
 from orbit_runtime.environments.episodes import Episode, Played
-from orbit_runtime.errors import GateError, ModelError
+from orbit_runtime.errors import GateError
 from orbit_runtime.loop.asking import OnePolicy, asking_one
 from orbit_runtime.loop.collect import build_groups
 from orbit_runtime.loop.measure import EngineEpisode
@@ -51,15 +50,16 @@ def open_teacher(spec: RunSpec) -> AdapterFolder | None:
 
 def teacher_digest(adapter: AdapterFolder | None) -> dict[str, str]:
     """Name → digest of its files, for the run's identity."""
-    return {} if adapter is None else {CONTENT: tree_digest(pieces_of(adapter.files))}
+    return {} if adapter is None else {CONTENT: files_digest(adapter.files)}
 
 
 def check_base(adapter: AdapterFolder | None, weights: str) -> None:
     """Raises ModelError (66) for an adapter that is known to be another base's."""
-    if adapter is not None and adapter.base_weights not in (None, weights):
-        raise ModelError(
-            f"the teacher {adapter.place} was trained on another base ({str(adapter.base_weights)[:19]}…, this run's "
-            f"is {weights[:19]}…)",
+    if adapter is not None:
+        adapter.check_base(
+            weights,
+            who=f"the teacher {adapter.place}",
+            ours="this run's is",
             where=f"{FIELD}.uri",
             fix="take an adapter of this model and precision, or write the model that it was trained on",
         )

@@ -5,18 +5,13 @@ of others). Does not belong here: the model (`policy`), what a completion is wor
 (`loop`).
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from orbit_runtime.lazy import lazily
 
 if TYPE_CHECKING:
     from orbit_runtime.rollout.torch_engine import TorchEngine
 
 __all__ = ["TorchEngine"]
-_MODULES = {"TorchEngine": "orbit_runtime.rollout.torch_engine"}
-
-
-def __getattr__(name: str) -> Any:
-    """Only who asks for these imports torch: parts of this package do without."""
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_MODULES[name]), name)
+# Only who asks for these imports torch.
+__getattr__ = lazily(__name__, {"TorchEngine": "orbit_runtime.rollout.torch_engine"})

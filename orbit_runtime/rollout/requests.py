@@ -1,4 +1,4 @@
-"""Requests, the same for every engine: what is wrong with one, and asking without an event loop.
+"""Requests and names of slots, the same for every engine: what is wrong with one, and asking without an event loop.
 
 Belongs here: what no engine does differently. Does not belong here: a queue (the engines have theirs).
 """
@@ -30,6 +30,18 @@ def check_request(request: Request, under_way: Collection[int]) -> None:
         raise GateError(
             f"the completion to continue has {len(so_far.token_ids_T)} tokens, as many as it may have", where="rollout"
         )
+
+
+def check_new_slot(name: str, held: Collection[str], retired: Collection[str]) -> None:
+    """Raises GateError for a name that an adapter had before: whoever asks for it could mean either."""
+    if name in held or name in retired:
+        raise GateError(f"adapter name {name!r} was used before", fix="publish every version under a new name")
+
+
+def check_held_slot(name: str, held: Collection[str]) -> None:
+    """Raises GateError where no adapter has this name."""
+    if name not in held:
+        raise GateError(f"no adapter {name!r} in the engine; it holds {', '.join(held) or 'none'}")
 
 
 def sample(engine: Engine, requests: Sequence[Request]) -> Iterator[Completion]:

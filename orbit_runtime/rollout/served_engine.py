@@ -26,7 +26,7 @@ from orbit_runtime.rollout.answer_queue import AnswerQueue
 from orbit_runtime.rollout.answers import Answer
 from orbit_runtime.rollout.handover import Handover, Transport
 from orbit_runtime.rollout.replica import Replica
-from orbit_runtime.rollout.requests import check_request
+from orbit_runtime.rollout.requests import check_held_slot, check_new_slot, check_request
 from orbit_runtime.rollout.served import About, Loaded, Sleeping
 from orbit_runtime.rollout.served_copy import ServedCopy
 from orbit_runtime.types import BASE_VERSION, AdapterFiles, Completion, Request, ServerReading, Tokenizer
@@ -91,8 +91,7 @@ class ServedEngine:
             self._load_everywhere(name, adapter)
 
     def _load_everywhere(self, name: str, adapter: AdapterFiles) -> None:
-        if name in self.loaded or name in self._retired:
-            raise GateError(f"adapter name {name!r} was used before", fix="publish every version under a new name")
+        check_new_slot(name, self.loaded, self._retired)
         loaded = Loaded(adapter, self._folder / name)
         loaded.folder.mkdir(parents=True)
         self.loaded[name] = loaded
@@ -172,8 +171,7 @@ class ServedEngine:
         await self._client.aclose()
 
     def slot(self, name: str) -> Loaded:
-        if name not in self.loaded:
-            raise GateError(f"no adapter {name!r} in the engine; it holds {', '.join(self.loaded) or 'none'}")
+        check_held_slot(name, self.loaded)
         return self.loaded[name]
 
     def _retire(self, name: str) -> None:

@@ -23,7 +23,7 @@ from orbit_runtime.data.routing import pack_experts
 from orbit_runtime.errors import GateError
 from orbit_runtime.policy.model import Policy
 from orbit_runtime.rollout.decoding import Decoding, Told
-from orbit_runtime.rollout.requests import check_request
+from orbit_runtime.rollout.requests import check_held_slot, check_new_slot, check_request
 from orbit_runtime.rollout.rows import Finished, Work
 from orbit_runtime.rollout.text import answer_text
 from orbit_runtime.types import (
@@ -88,8 +88,7 @@ class TorchEngine:
 
     def load_adapter(self, name: str, adapter: AdapterFiles) -> None:
         """Fills slot `name` from the published bytes; a name that is loaded or retired is refused."""
-        if name in self._slots or name in self._retired:
-            raise GateError(f"adapter name {name!r} was used before", fix="publish every version under a new name")
+        check_new_slot(name, self._slots, self._retired)
         with self._turn:
             load_slot(self._policy.injected.layers, name, adapter.files)
         self._slots[name] = Slot(adapter.version, adapter.digest, bytes(adapter.files[CONFIG_FILE]))
@@ -145,8 +144,7 @@ class TorchEngine:
             self.unload_adapter(name)
 
     def _slot(self, name: str) -> Slot:
-        if name not in self._slots:
-            raise GateError(f"no adapter {name!r} in the engine; it holds {', '.join(self._slots) or 'none'}")
+        check_held_slot(name, self._slots)
         return self._slots[name]
 
     def _version(self, adapter: str | None) -> int:

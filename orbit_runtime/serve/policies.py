@@ -22,7 +22,7 @@ from orbit_runtime.adapters import tensorfile
 from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.adapters.files import CONFIG_FILE, MODEL_FILE, expected_applied_digest, files_digest
 from orbit_runtime.adapters.state import config_json
-from orbit_runtime.checkpoints.adapter_folder import AdapterFolder, is_adapter, read_adapter
+from orbit_runtime.checkpoints.adapter_folder import AdapterFolder, adapter_address, open_adapter
 from orbit_runtime.data.chat import ChatTokenizer
 from orbit_runtime.errors import GateError, ModelError, UsageError
 from orbit_runtime.parity.liveness import CHANGE_LIMITS, Limits, Proof, check_proofs, prove
@@ -30,8 +30,6 @@ from orbit_runtime.policy.model import Policy
 from orbit_runtime.policy.packed import Branch
 from orbit_runtime.rollout import TorchEngine
 from orbit_runtime.serve.names import POLICY, Served
-from orbit_runtime.storage import open_store
-from orbit_runtime.storage.bundles import list_bundles
 from orbit_runtime.types import AdapterFiles, Scored
 
 CANARY_TOKENS = 48
@@ -145,13 +143,13 @@ class Policies:
             raise
 
     def _adapter(self, folder: AdapterFolder) -> AdapterFiles:
-        theirs = folder.base_weights
-        if theirs is not None and theirs != self.base.weights:
-            raise ModelError(
-                f"the adapter was trained on another base ({theirs[:19]}…, this one is {self.base.weights[:19]}…)",
-                where=folder.place,
-                fix="serve it over the base that it was trained on",
-            )
+        folder.check_base(
+            self.base.weights,
+            who="the adapter",
+            ours="this one is",
+            where=folder.place,
+            fix="serve it over the base that it was trained on",
+        )
         config = config_of(folder)
         if _kind(config) != _kind(self.base.config):
             raise ModelError(
@@ -209,13 +207,10 @@ def open_policy(uri: str) -> AdapterFolder:
     Raises:
         ModelError: there is none, or it is damaged.
     """
-    store = open_store(uri, writable=False)
-    if is_adapter(store):
-        return read_adapter(store)
-    kept = list_bundles(store, "adapters")
-    if not kept:
+    found = adapter_address(uri)
+    if found is None:
         raise ModelError("there is no adapter, and no run folder with one", where=uri, fix="name an adapter's folder")
-    return read_adapter(open_store(f"{uri.rstrip('/')}/{kept[0].rstrip('/')}", writable=False))
+    return open_adapter(found)
 
 
 def config_of(folder: AdapterFolder) -> AdapterConfig:
@@ -240,8 +235,8 @@ def config_of(folder: AdapterFolder) -> AdapterConfig:
         type="OFT",
         targets=targets,
         block_size=int(fields["oft_block_size"]),
-        parametrization="CayleyNeumann" if fields.get("use_cayley_neumann") else "Cayley",
-        neumann_terms=int(fields.get("num_cayley_neumann_terms") or 5),
+        parametrization=folder.parametrization,
+        neumann_terms=folder.neumann_terms,
         coft=bool(fields.get("coft")),
         coft_eps=float(fields.get("eps") or 6e-5),
     )

@@ -15,8 +15,7 @@ from collections.abc import AsyncGenerator, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from orbit_runtime.errors import GateError
-from orbit_runtime.rollout.requests import check_request
+from orbit_runtime.rollout.requests import check_held_slot, check_new_slot, check_request
 from orbit_runtime.services.connection import Connection
 from orbit_runtime.types import AdapterFiles, Completion, Request, Scored, ServerReading
 
@@ -47,14 +46,13 @@ class RemoteEngine:
     # --- slots ---
 
     def load_adapter(self, name: str, adapter: AdapterFiles) -> None:
-        if name in self._adapters or name in self._retired:
-            raise GateError(f"adapter name {name!r} was used before", fix="publish every version under a new name")
+        check_new_slot(name, self._adapters, self._retired)
         with self._turn:
             self._connection.call("load_adapter", *_named(name, adapter))
             self._adapters[name] = adapter
 
     def unload_adapter(self, name: str) -> None:
-        self._check(name)
+        check_held_slot(name, self._adapters)
         with self._turn:
             self._advance(0)
             self._connection.call("unload_adapter", name)
@@ -65,17 +63,12 @@ class RemoteEngine:
         return tuple(self._adapters)
 
     def adapter_digest(self, name: str) -> str:
-        self._check(name)
+        check_held_slot(name, self._adapters)
         return str(self._connection.call("adapter_digest", name))
 
     def explain_slot(self, name: str, published: AdapterFiles) -> str:
-        self._check(name)
+        check_held_slot(name, self._adapters)
         return str(self._connection.call("explain_slot", *_named(name, published)))
-
-    def _check(self, name: str | None) -> None:
-        if name is not None and name not in self._adapters:
-            held = ", ".join(self._adapters) or "none"
-            raise GateError(f"no adapter {name!r} in the engine; it holds {held}")
 
     @property
     def name(self) -> str:
@@ -103,7 +96,8 @@ class RemoteEngine:
     def submit(self, requests: Sequence[Request]) -> None:
         under_way = {*self._under_way}
         for request in requests:
-            self._check(request.adapter)
+            if request.adapter is not None:
+                check_held_slot(request.adapter, self._adapters)
             check_request(request, under_way)
             under_way.add(request.request_id)
         with self._turn:
