@@ -17,7 +17,7 @@ from orbit_runtime.data.prompts import PromptTable
 from orbit_runtime.data.rows import listed
 from orbit_runtime.errors import DataError
 from orbit_runtime.spec.data import Prompts
-from orbit_runtime.types import FLAGS, TOKENS, Prompt, Sample
+from orbit_runtime.types import FLAGS, TOKENS, Prompt
 
 ENCODED_AT_ONCE = 256
 """Conversations; between them progress is told, and a request to stop is heard."""
@@ -224,11 +224,3 @@ def _no_prefix(
         "answer, give the template's argument that keeps earlier answers (spec.data.chat.templateArguments), or use a "
         "template whose text with more messages starts with its text without them",
     )
-
-
-def build_demonstration_samples(encoded: Sequence[Encoded]) -> list[Sample]:
-    """One sample each; their prefixes are their own."""
-    return [
-        Sample(each.token_ids_T, each.loss_mask_T, {}, number, each.loss_mask_T.index(1))
-        for number, each in enumerate(encoded)
-    ]

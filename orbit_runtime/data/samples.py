@@ -1,4 +1,4 @@
-"""From scored rollouts to what trains.
+"""From scored rollouts, or demonstrations, to what trains.
 
 Belongs here: which rollouts become samples, what they share, their columns. Does not belong here: the numbers in the
 columns, tensors.
@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from orbit_runtime.data.demonstrations import Encoded
 from orbit_runtime.types import FLOATS, ColumnName, Group, Rollout, Sample
 
 
@@ -47,6 +48,20 @@ def _build_sample(rollout: Rollout, prefix_id: int, prefix_length: int) -> Sampl
         prefix_length=prefix_length,
         routed_experts=rollout.routed_experts,
     )
+
+
+def build_demonstration_samples(encoded: Sequence[Encoded]) -> list[Sample]:
+    """One sample each; their prefixes are their own. Every token that is learned is worth the same."""
+    return [
+        Sample(
+            each.token_ids_T,
+            each.loss_mask_T,
+            {"advantage": spread(1.0, each.loss_mask_T)},
+            number,
+            each.loss_mask_T.index(1),
+        )
+        for number, each in enumerate(encoded)
+    ]
 
 
 def with_column(samples_D: Sequence[Sample], name: ColumnName, columns_D: Sequence[array[float]]) -> list[Sample]:

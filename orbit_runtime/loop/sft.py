@@ -15,19 +15,18 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 
 from orbit_runtime.adapters.buffer import publishable
 from orbit_runtime.data.chat import ChatTokenizer
 from orbit_runtime.data.demonstrations import (
     Encoded,
-    build_demonstration_samples,
     encode_demonstrations,
     read_demonstrations,
 )
 from orbit_runtime.data.prompts import PromptStream, hold_out, load_prompts
-from orbit_runtime.data.samples import with_column
+from orbit_runtime.data.samples import build_demonstration_samples, with_column
 from orbit_runtime.errors import OrbitError, StoppedOnRequest
 from orbit_runtime.loop.build import (
     SHORT_CANARY,
@@ -78,27 +77,6 @@ class SftParts(RunParts):
     @property
     def validation(self) -> Validation:
         return self.spec.data.validation or Validation()
-
-
-@dataclass
-class Validated:
-    """What was held out, measured as the run went on."""
-
-    first: float | None = None
-    """Before training."""
-    best: float = math.inf
-    best_step: int = 0
-    since: int = 0
-    """Measurements since then."""
-
-    def take(self, step: int, loss: float) -> bool:
-        """Whether it is the best so far."""
-        self.first = loss if self.first is None else self.first
-        if loss < self.best:
-            self.best, self.best_step, self.since = loss, step, 0
-            return True
-        self.since += 1
-        return False
 
 
 def build_sft(
@@ -181,11 +159,10 @@ def run_sft(parts: SftParts, state: RunState, stop: StopFlag) -> str:
     one to hand on; else with every checkpoint.
     """
     training, checkpoint = parts.spec.training, parts.spec.checkpoint
-    validated = Validated(**state.validated) if state.validated else Validated()
     rows = _Rows(parts)
     first, ended = state.step, "done"
-    if parts.held_out and not state.validated:
-        loss = _measure(parts, state, validated)
+    if parts.held_out and state.validated.first is None:
+        loss = _measure(parts, state)
         parts.show.note(f"before training, the held-out answers cost {loss:.4f} nats a token")
     try:
         while state.step < training.steps:
@@ -193,7 +170,7 @@ def run_sft(parts: SftParts, state: RunState, stop: StopFlag) -> str:
                 parts.show.note(f"{stop.reason} after step {state.step}")
                 ended = "stopped"
                 break
-            if _has_converged(parts, validated):
+            if _has_converged(parts, state):
                 ended = "converged"
                 break
             prompts_P = parts.prompts.take(training.prompts_per_step)
@@ -204,7 +181,7 @@ def run_sft(parts: SftParts, state: RunState, stop: StopFlag) -> str:
             is_last = state.step == training.steps
             if parts.held_out and (is_last or state.step % parts.validation.every_steps == 0):
                 started = time.monotonic()
-                loss = _measure(parts, state, validated)
+                loss = _measure(parts, state)
                 row = build_row(**{**row, "validation_loss": loss, "seconds_evaluate": time.monotonic() - started})
             rows.add(row)
             if state.step % checkpoint.every_steps == 0 and not is_last:
@@ -218,8 +195,8 @@ def run_sft(parts: SftParts, state: RunState, stop: StopFlag) -> str:
         rows.flush()
     if ended == "converged":
         parts.show.note(
-            f"ended early: in the last {validated.since} measurements no better than the {validated.best:.4f} nats a "
-            f"token after step {validated.best_step}"
+            f"ended early: in the last {state.validated.since} measurements no better than the "
+            f"{state.validated.best:.4f} nats a token after step {state.validated.best_step}"
         )
     if state.step > first:
         _keep_newest(parts, state)
@@ -227,14 +204,13 @@ def run_sft(parts: SftParts, state: RunState, stop: StopFlag) -> str:
     return ended
 
 
-def _measure(parts: SftParts, state: RunState, validated: Validated) -> float:
+def _measure(parts: SftParts, state: RunState) -> float:
     """The loss of what was held out. Where none was lower, the adapter is written."""
     parts.show.stage("evaluate", state.step)
     loss = validation_loss(parts)
-    if validated.take(state.step, loss):
+    if state.validated.take(state.step, loss):
         _settle(parts, state)
         _publish(parts, state)
-    state.validated = asdict(validated)
     return loss
 
 
@@ -245,9 +221,9 @@ def validation_loss(parts: SftParts) -> float:
     return -math.fsum(math.fsum(column) for column in parts.trainer.logprobs(samples_D)) / tokens
 
 
-def _has_converged(parts: SftParts, validated: Validated) -> bool:
+def _has_converged(parts: SftParts, state: RunState) -> bool:
     patience = parts.validation.patience
-    return patience is not None and validated.since >= patience
+    return patience is not None and state.validated.since >= patience
 
 
 def _keep(parts: SftParts, state: RunState) -> float:

@@ -5,13 +5,35 @@ Belongs here: counters and the current publication. Does not belong here: tensor
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from orbit_runtime.loop.buffer import Kept
 from orbit_runtime.loop.publish import Publication
 from orbit_runtime.observability.metrics import MetricsRow
+
+
+@dataclass
+class Validated:
+    """What was held out, measured as the run went on."""
+
+    first: float | None = None
+    """Before training."""
+    best: float = math.inf
+    best_step: int = 0
+    since: int = 0
+    """Measurements since then."""
+
+    def take(self, step: int, loss: float) -> bool:
+        """Whether it is the best so far."""
+        self.first = loss if self.first is None else self.first
+        if loss < self.best:
+            self.best, self.best_step, self.since = loss, step, 0
+            return True
+        self.since += 1
+        return False
 
 
 @dataclass
@@ -42,8 +64,8 @@ class RunState:
     base_digest_after: str | None = None
     trainable_parameters: int = 0
     warnings: list[str] = field(default_factory=list)
-    validated: dict[str, Any] | None = None
-    """What held-out demonstrations said so far (`sft.Validated`)."""
+    validated: Validated = field(default_factory=Validated)
+    """What held-out demonstrations said so far."""
     sleep: dict[str, int] | None = None
     """Bytes that the engine held before it first slept, and meanwhile; of this execution."""
     woken: bool = False
@@ -69,7 +91,7 @@ class RunState:
             "trainable_parameters": self.trainable_parameters,
             "warnings": list(self.warnings),
             "sleep": self.sleep,
-            **({} if self.validated is None else {"validated": self.validated}),
+            **({} if self.validated.first is None else {"validated": asdict(self.validated)}),
         }
 
     def restore(self, facts: Mapping[str, Any]) -> None:
@@ -78,4 +100,4 @@ class RunState:
         self.resumed = int(facts["resumed"]) + 1
         self.parity_limit = float(facts["parity_limit"])
         self.warnings = list(facts["warnings"])
-        self.validated = facts.get("validated")
+        self.validated = Validated(**facts.get("validated", {}))

@@ -44,8 +44,8 @@ class TrainerSide:
 
     trainer: Trainer
     facts: PolicyFacts
-    outline: Outline
-    """What its adapter consists of."""
+    outline: Outline | None
+    """What its adapter consists of; None: another process knows."""
     base_digest: Callable[[], str]
     """Of the frozen base as it lies in memory: equal before and after a run, whatever way it is divided."""
     probing: Callable[[Probe], AbstractContextManager[None]]
@@ -200,7 +200,7 @@ def _build_ranks(
     return TrainerSide(
         trainer,
         trainer.facts,
-        trainer.outline,
+        outline=trainer.outline,
         base_digest=trainer.base_digest,
         probing=partial(trainer.probing, seed=spec.data.seed),
         snapshot=trainer.snapshot,
@@ -244,7 +244,7 @@ def _build_alone(
     return TrainerSide(
         trainer,
         describe(policy),
-        outline_of(policy.injected),
+        outline=outline_of(policy.injected),
         base_digest=policy.base_digest,
         probing=partial(policy.injected.masters.probing, seed=resolved.run.spec.data.seed),
         snapshot=partial(take_snapshot, policy),

@@ -62,7 +62,7 @@ class RemoteSides:
         return TrainerSide(
             remote,
             TypeAdapter(PolicyFacts).validate_python(trainer["policy"]),
-            {},
+            outline=None,
             base_digest=remote.base_digest,
             probing=remote.probing,
             snapshot=None,

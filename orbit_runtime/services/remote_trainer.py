@@ -50,6 +50,9 @@ class RemoteTrainer:
         self._updates.append(self._spool([body]))
         return result
 
+    def logprobs(self, samples_D: Sequence[Sample]) -> list[array[float]]:
+        raise AssertionError("demonstrations are refused before the first step")
+
     def reference_logprobs(self, samples_D: Sequence[Sample]) -> list[array[float]]:
         return list(self._connection.call("reference_logprobs", list(samples_D)))
 

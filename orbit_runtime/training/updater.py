@@ -141,7 +141,7 @@ class Updater:
             inputs = LossInputs(
                 logprobs_R,
                 old_R,
-                micro.columns_R.get("advantage", torch.ones_like(sampled_R)),
+                micro.columns_R["advantage"],
                 micro.lengths_D,
                 reference_logprobs_T=micro.columns_R.get("reference"),
                 importance_T=importance_R,

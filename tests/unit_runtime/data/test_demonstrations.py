@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from orbit_runtime.data.chat import ChatTokenizer
 from orbit_runtime.data.demonstrations import (
     Demonstration,
-    build_demonstration_samples,
     encode_demonstrations,
     read_demonstration,
 )
 from orbit_runtime.data.prompts import PromptTable, hold_out
+from orbit_runtime.data.samples import build_demonstration_samples
 from orbit_runtime.errors import DataError
 from orbit_runtime.model_info.builtin_models import builtin_folder
 from orbit_runtime.types import Prompt
