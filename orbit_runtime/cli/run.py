@@ -115,7 +115,10 @@ def check_can_train() -> None:
 
 def summary_of(report: Mapping[str, Any]) -> dict[str, Any]:
     """The part of a report that a script asks for first."""
-    names = ("steps", "reward_first", "reward_last", "publishes", "publishes_proven", "adapter_digest", "resumed")
+    names = (
+        "steps", "headline", "reward_first", "reward_last", "publishes", "publishes_proven", "policy_version",
+        "adapter_digest", "resumed",
+    )  # fmt: skip
     return {name: report.get(name) for name in names}
 
 

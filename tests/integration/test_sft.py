@@ -16,6 +16,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoTokenizer
 
+from orbit_runtime.cli.main import run_command
 from orbit_runtime.errors import DataError, ModelError, StoppedOnRequest
 from orbit_runtime.loop import run
 from orbit_runtime.loop.keep import Checkpoints
@@ -182,6 +183,18 @@ def test_orbit_sft_is_sft_whatever_is_set(tmp_path: Path, launcher: RunLauncher)
     assert json.loads((tmp_path / "run" / "run.json").read_text())["resolved"]["spec"]["algorithm"]["type"] == "SFT"
 
 
+def test_a_script_reads_the_losses_of_a_run_from_its_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run.json").write_text(json.dumps(sft_manifest(steps=2, validation={"share": 0.01})))
+    assert run_command(["sft", str(tmp_path / "run.json"), "--json", "--out", str(tmp_path / "run")]) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    assert (result["event"], result["ended"]) == ("result", "done")
+    assert result["headline"] == report["headline"]
+    assert result["headline"]["name"] == "held-out loss"
+    assert result["headline"]["first"] > result["headline"]["last"] > 0
+    assert result["policy_version"] == 2
+
+
 def test_a_run_of_rewards_begins_where_the_demonstrations_ended(tmp_path: Path, learned: Path) -> None:
     manifest = with_initial(small_manifest(steps=2), learned)
     manifest["spec"]["training"] |= {"promptsPerStep": 32}
@@ -192,6 +205,29 @@ def test_a_run_of_rewards_begins_where_the_demonstrations_ended(tmp_path: Path, 
     newest = json.loads((learned / "report.json").read_text())["policy_version"]
     given = (learned / "adapters" / f"policy-v{newest}" / "adapter_model.safetensors").read_bytes()
     assert (tmp_path / "run" / "adapters" / "policy-v0" / "adapter_model.safetensors").read_bytes() == given
+    assert replay(open_store(str(tmp_path / "run")), steps=None, show=lambda *_: None).is_equal
+
+
+@pytest.mark.parametrize(
+    ("model", "adapter"),
+    [
+        ("tiny-adder", {"type": "OFT", "oft": {"blockSize": 16}}),
+        ("tiny-moe-adder", {"type": "LoRA", "experts": "PerExpert"}),
+    ],
+    ids=["OFT", "experts"],
+)
+def test_rotations_and_experts_are_handed_on_too(tmp_path: Path, model: str, adapter: dict[str, Any]) -> None:
+    demonstrated, rewarded = sft_manifest(steps=6), small_manifest(steps=2)
+    for manifest in (demonstrated, rewarded):
+        manifest["spec"]["model"]["uri"] = f"builtin://{model}"
+        manifest["spec"]["adapter"] = adapter
+    before = trained(demonstrated, tmp_path / "sft")
+    report = trained(with_initial(rewarded, tmp_path / "sft"), tmp_path / "run")
+    assert report["publishes"] == report["publishes_proven"] == 3
+    assert before["policy_version"] == 6
+    given, taken = tmp_path / "sft" / "adapters" / "policy-v6", tmp_path / "run" / "adapters" / "policy-v0"
+    file = "adapter_model.safetensors"
+    assert (taken / file).read_bytes() == (given / file).read_bytes()
     assert replay(open_store(str(tmp_path / "run")), steps=None, show=lambda *_: None).is_equal
 
 

@@ -16,11 +16,14 @@ from orbit_runtime.data.demonstrations import (
     Demonstration,
     encode_demonstrations,
     read_demonstration,
+    read_demonstrations,
 )
-from orbit_runtime.data.prompts import PromptTable, hold_out
+from orbit_runtime.data.prompts import PromptTable, hold_out, load_prompts
+from orbit_runtime.data.rows import PromptSource
 from orbit_runtime.data.samples import build_demonstration_samples
 from orbit_runtime.errors import DataError
 from orbit_runtime.model_info.builtin_models import builtin_folder
+from orbit_runtime.spec.data import Prompts
 from orbit_runtime.types import Prompt
 
 FOLDER = builtin_folder("tiny-adder", "INT4")
@@ -35,6 +38,11 @@ QWEN3 = """
 {%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}
 """
 """As Qwen3's, it leaves out what stands before an answer's last part once more follows."""
+CALLING = """
+{%- if tools -%}{{- '<|system|>' -}}{%- for tool in tools -%}{{- tool.function.name -}}{%- endfor -%}
+{{- '<|im_end|>' -}}{%- endif -%}
+""" + QWEN3.replace(".split('=')[-1]", "")
+"""It names the functions that may be called before all else."""
 
 
 @pytest.fixture(scope="module")
@@ -135,6 +143,27 @@ def test_a_template_that_does_not_end_answers_is_refused(tmp_path: Path) -> None
 def test_demonstrations_that_are_too_long_are_named_and_not_cut(tokenizer: ChatTokenizer) -> None:
     with pytest.raises(DataError, match=r"1 of 2 demonstrations are longer than 8 tokens:\n  file/0: \d+ tokens"):
         encode_demonstrations([demonstration("1", "2"), demonstration("1" * 20, "2")], tokenizer, max_tokens=8)
+
+
+def test_the_functions_of_a_row_reach_the_template_and_are_not_learned(tmp_path: Path) -> None:
+    tokenizer = with_template(tmp_path, CALLING)
+    functions = [{"type": "function", "function": {"name": name}} for name in ("add", "halve")]
+    rows = [
+        {"prompt": "1+1=", "answer": "2", "functions": functions},
+        {"prompt": "2+2=", "answer": "4", "functions": functions[:1]},
+        {"prompt": "3+3=", "answer": "6"},
+    ]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = Prompts(uri=str(file), completion_field="answer", tools_field="functions")
+    table = load_prompts([PromptSource(source.uri, source.format, source.prompt_field, "rows", file)])
+    found = encode_demonstrations(read_demonstrations(table, [source], last_only=False), tokenizer, max_tokens=99)
+    assert [tokenizer.decode_all(list(each.token_ids_T)) for each in found] == [
+        "<|system|>addhalve<|im_end|><|user|>1+1=<|im_end|><|assistant|>2<|im_end|>",
+        "<|system|>add<|im_end|><|user|>2+2=<|im_end|><|assistant|>4<|im_end|>",
+        "<|user|>3+3=<|im_end|><|assistant|>6<|im_end|>",
+    ]
+    assert [sum(each.loss_mask_T) for each in found] == [2, 2, 2]
 
 
 @pytest.mark.parametrize(
