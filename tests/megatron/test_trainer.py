@@ -14,9 +14,13 @@ import safetensors.torch
 from orbit_runtime.adapters.buffer import publishable
 from orbit_runtime.adapters.files import expected_applied_digest
 from orbit_runtime.algorithms.constants import Correction
+from orbit_runtime.algorithms.objective import build_loss
+from orbit_runtime.algorithms.table import loss_settings
 from orbit_runtime.data.routing import pack_experts
+from orbit_runtime.data.samples import spread
 from orbit_runtime.errors import GateError
 from orbit_runtime.policy import load_policy
+from orbit_runtime.spec.algorithm import Algorithm
 from orbit_runtime.training import TorchTrainer
 from orbit_runtime.training.megatron.groups import Sizes
 from orbit_runtime.training.megatron.rank import RankSettings
@@ -45,6 +49,7 @@ TRAINING = replace(
 )
 """Three prompts in one update, of an odd number of micro-batches. Behind a second one of the same step nothing can be
 compared to rounding: a master that rounding moved across a boundary of BF16 is published as another value."""
+TRAINING_SFT = replace(TRAINING, correction=None, loss=loss_settings(Algorithm(type="SFT")), weight_decay=0.0)
 
 
 @pytest.fixture(scope="module", params=sorted(DIVISIONS))
@@ -123,6 +128,36 @@ def test_ranks_make_several_updates_of_a_step_as_one_process_does(ranks: World, 
     expected, found = step(one, 0), step(many, 0)
     assert one._updater.updates == 2
     assert found == pytest.approx(expected, rel=1e-5, abs=1e-5)
+
+
+@pytest.mark.timeout(900)
+def test_ranks_learn_demonstrations_as_one_process_does_and_go_on_bit_for_bit(ranks: World, root: Path) -> None:
+    case, loss = CASES[0], build_loss(Algorithm(type="SFT"))
+    one = TorchTrainer(load_policy(folder_of(root, case), adapter_of(case)), TRAINING_SFT, loss)
+    settings = RankSettings(folder_of(root, case), adapter_of(case), ranks.sizes, TRAINING_SFT, loss=loss)
+    many = MegatronTrainer(WorldRanks(ranks, settings), "base")
+    held_out = [demonstrated(seed) for seed in (7, 8)]
+    rows = []
+    for seed in range(4):
+        expected, found = (dict(each.update(demonstrated(seed)).metrics) for each in (one, many))
+        # Adam turns what rounding left of a tiny gradient into a whole step, so that norms part sooner.
+        assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+        assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
+        for samples in held_out:
+            columns = zip(many.logprobs(samples), one.logprobs(samples), strict=True)
+            assert all(list(a) == pytest.approx(list(b), rel=1e-4, abs=1e-5) for a, b in columns)
+        rows.append(found)
+        if seed == 1:
+            state = hold_state(many)
+    ended = hold_state(many)
+    many.load_state(state)
+    assert [dict(many.update(demonstrated(seed)).metrics) for seed in (2, 3)] == rows[2:]
+    assert hold_state(many) == ended
+
+
+def demonstrated(seed: int) -> list[Sample]:
+    """Nobody sampled them."""
+    return [replace(each, columns={"advantage": spread(1.0, each.loss_mask_T)}) for each in samples_of(seed)]
 
 
 @pytest.mark.timeout(900)
