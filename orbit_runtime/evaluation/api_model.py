@@ -17,10 +17,12 @@ from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from itertools import count
 from typing import Any
+from urllib.request import getproxies, proxy_bypass
 
+import aiohttp
 import httpx
 import orjson
-from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_after_attempt
+from yarl import URL
 
 from orbit_runtime.errors import CredentialsError, UnsupportedError, UsageError
 from orbit_runtime.evaluation.player import Unanswered
@@ -31,6 +33,7 @@ from orbit_runtime.types import Completion, FinishReason, Sampling
 BUSY = (408, 409, 425, 429, 500, 502, 503, 504, 529)
 """Answers that another try may mend."""
 FIRST_WAIT, LONGEST_WAIT = 0.5, 60.0
+CONNECT_SECONDS = 10.0
 GIVEN = ("temperature", "topP", "stop")
 """Settings of sampling, besides `maxNewTokens`, that every such API takes."""
 
@@ -120,57 +123,90 @@ class _TryAgain(Exception):
     def __init__(self, kind: FailureKind, reason: str, wait: float | None = None) -> None:
         super().__init__(reason)
         self.kind, self.reason, self.wait = kind, reason, wait
+        """`wait`: seconds that the server asks for; None: twice as long each time."""
 
 
-def _wait(state: RetryCallState) -> float:
-    """What the server asks for, or twice as long each time."""
-    error = state.outcome.exception() if state.outcome else None
-    asked = error.wait if isinstance(error, _TryAgain) else None
-    return min(LONGEST_WAIT, FIRST_WAIT * 2.0 ** (state.attempt_number - 1) if asked is None else asked)
+class Connection:
+    """To one API, with as many requests under way as are made, for one event loop.
 
-
-class Clients:
-    """Connections to one API, each in a client of its own, for one event loop.
-
-    A client's pool looks through all its connections and all that wait at each of its turns: with 64 under way that
-    costs several times what a request does.
+    aiohttp, and not httpx as elsewhere: httpcore's pool looks through all its connections and all that wait at each of
+    its turns, which with 64 under way costs several times what a request does.
     """
 
     def __init__(self, api: ApiModel) -> None:
-        self._url = httpx.URL(f"{api.url.rstrip('/')}/chat/completions")
-        self._headers = {"Content-Type": "application/json"}
+        """Raises UsageError where the environment asks for a proxy of another protocol than HTTP."""
+        url = URL(f"{api.url.rstrip('/')}/chat/completions")
+        headers = {"Content-Type": "application/json"}
         if api.key:
-            self._headers["Authorization"] = f"Bearer {api.key}"
-        self._timeout = httpx.Timeout(api.timeout_seconds, connect=10.0)
-        # Reading the certificates takes longer than a request.
-        self._trusted = httpx.create_ssl_context()
-        self._idle: list[httpx.AsyncClient] = []
-        self._opened: list[httpx.AsyncClient] = []
+            headers["Authorization"] = f"Bearer {api.key}"
+            # A name and password of the address would be a second one.
+            url = url.with_user(None)
+        self._url = url
+        self._headers = headers
+        self._session = aiohttp.ClientSession(
+            # The certificates of all other requests of Orbit; how many are under way is the player's to bound.
+            connector=aiohttp.TCPConnector(limit=0, ssl=httpx.create_ssl_context() if url.scheme == "https" else True),
+            timeout=aiohttp.ClientTimeout(total=api.timeout_seconds, connect=CONNECT_SECONDS),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            # Looked up once: `trust_env` asks in a thread at every request, and sends what ~/.netrc holds.
+            proxy=_proxy_of(url),
+        )
 
-    async def post(self, content: bytes) -> httpx.Response:
-        """Asks over a connection that nobody else uses meanwhile."""
-        client = self._idle.pop() if self._idle else self._open()
+    async def post(self, content: bytes) -> Answer:
+        """
+        Raises:
+            _TryAgain: no answer came, or not the whole of it.
+        """
         try:
-            return await client.send(httpx.Request("POST", self._url, headers=self._headers, content=content))
-        finally:
-            self._idle.append(client)
-
-    def _open(self) -> httpx.AsyncClient:
-        limits = httpx.Limits(max_connections=1, max_keepalive_connections=1)
-        client = httpx.AsyncClient(verify=self._trusted, limits=limits, timeout=self._timeout)
-        self._opened.append(client)
-        return client
+            # An address that another one took over is the user's to see, and his key not that one's.
+            async with self._session.post(
+                self._url, data=content, headers=self._headers, allow_redirects=False
+            ) as answer:
+                return Answer(answer.status, await answer.read(), answer.headers.get("Retry-After"))
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+            raise _TryAgain("Unreachable", str(error) or type(error).__name__) from None
+        except TimeoutError as error:
+            raise _TryAgain("Timeout", f"no answer in time ({type(error).__name__})") from None
+        except aiohttp.ClientError as error:
+            raise _TryAgain("CutStream", f"the answer was cut off: {error or type(error).__name__}") from None
 
     async def close(self) -> None:
-        for client in self._opened:
-            await client.aclose()
+        await self._session.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What came over HTTP, whole."""
+
+    status: int
+    body: bytes
+    retry_after: str | None = None
+
+    @property
+    def text(self) -> str:
+        return self.body.decode(errors="replace")
+
+
+def _proxy_of(url: URL) -> str | None:
+    """As environment variables say, which every command of this machine reads alike."""
+    if url.host is None or proxy_bypass(url.host):
+        return None
+    known = getproxies()
+    proxy = known.get(url.scheme) or known.get("all")
+    if proxy and URL(proxy).scheme not in ("http", "https"):
+        raise UsageError(
+            f"a proxy of the protocol {URL(proxy).scheme!r} cannot be asked",
+            where=f"{url.scheme}_proxy",
+            fix="name an HTTP proxy in that environment variable, or the API's host in no_proxy",
+        )
+    return proxy
 
 
 @dataclass
 class ApiEpisode:
     """What one episode asks of the API, and what that takes."""
 
-    clients: Clients
+    connection: Connection
     api: ApiModel
     conversations: Conversations
     sleep: Callable[[float], Any]
@@ -184,35 +220,24 @@ class ApiEpisode:
         """Raises Unanswered after the last try; CredentialsError and UsageError for what no try mends."""
         messages, tools = self.conversations.asked(prompt_ids_T)
         body = orjson.dumps(build_request(self.api.model, messages, tools, sampling, key))
-        try:
-            async for attempt in AsyncRetrying(
-                stop=stop_after_attempt(self.api.retries + 1),
-                wait=_wait,
-                retry=retry_if_exception_type(_TryAgain),
-                sleep=self.sleep,
-                reraise=True,
-            ):
-                with attempt:
-                    self._usage["requests"] += 1
-                    self._usage["retries"] += attempt.retry_state.attempt_number > 1
-                    answer = await self._ask(body)
-        except _TryAgain as error:
-            raise Unanswered(error.kind, error.reason) from None
+        for tries in count(1):
+            self._usage["requests"] += 1
+            self._usage["retries"] += tries > 1
+            try:
+                answer = await self._ask(body)
+                break
+            except _TryAgain as error:
+                if tries > self.api.retries:
+                    raise Unanswered(error.kind, error.reason) from None
+                wait = FIRST_WAIT * 2.0 ** (tries - 1) if error.wait is None else error.wait
+            await self.sleep(min(LONGEST_WAIT, wait))
         return self._completion(prompt_ids_T, answer)
 
     async def _ask(self, body: bytes) -> dict[str, Any]:
-        try:
-            response = await self.clients.post(body)
-        except httpx.TimeoutException as error:
-            kind: FailureKind = "Unreachable" if isinstance(error, httpx.ConnectTimeout) else "Timeout"
-            raise _TryAgain(kind, f"no answer in time ({type(error).__name__})") from None
-        except (httpx.RemoteProtocolError, httpx.ReadError) as error:
-            raise _TryAgain("CutStream", f"the answer was cut off: {error or type(error).__name__}") from None
-        except httpx.TransportError as error:
-            raise _TryAgain("Unreachable", str(error) or type(error).__name__) from None
-        if response.status_code == 200:
-            return _parse(response)
-        raise _explain(response, self.api)
+        answer = await self.connection.post(body)
+        if answer.status == 200:
+            return _parse(answer)
+        raise _explain(answer, self.api)
 
     def _completion(self, prompt_ids_T: Sequence[int], answer: Mapping[str, Any]) -> Completion:
         choice, usage = answer["choices"][0], answer.get("usage") or {}
@@ -261,9 +286,9 @@ def _call_text(call: Mapping[str, Any]) -> str:
     return f"<tool_call>{json.dumps({'name': function.get('name'), 'arguments': arguments})}</tool_call>"
 
 
-def _parse(response: httpx.Response) -> dict[str, Any]:
+def _parse(response: Answer) -> dict[str, Any]:
     try:
-        answer = response.json()
+        answer = orjson.loads(response.body)
         choice = answer["choices"][0]
         message = choice["message"]
         content, calls = message.get("content"), message.get("tool_calls") or ()
@@ -279,9 +304,9 @@ def _parse(response: httpx.Response) -> dict[str, Any]:
     return dict(answer)
 
 
-def _explain(response: httpx.Response, api: ApiModel) -> Exception:
+def _explain(response: Answer, api: ApiModel) -> Exception:
     """What an answer that is no completion means."""
-    status, said = response.status_code, response.text[:300].strip()
+    status, said = response.status, response.text[:300].strip()
     if status in (401, 403):
         return CredentialsError(
             f"{api.url} refuses the key ({status}): {said}",
@@ -296,7 +321,7 @@ def _explain(response: httpx.Response, api: ApiModel) -> Exception:
         )
     if status in BUSY:
         kind: FailureKind = "RateLimited" if status == 429 else "ServerError"
-        return _TryAgain(kind, f"{status}: {said}", retry_after(response.headers.get("retry-after")))
+        return _TryAgain(kind, f"{status}: {said}", retry_after(response.retry_after))
     return Unanswered("Refused", f"{status}: {said}")
 
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from orbit_runtime.environments.episodes import Episode
 from orbit_runtime.errors import StoppedOnRequest
-from orbit_runtime.evaluation.api_model import ApiEpisode, ApiModel, Clients, Conversations
+from orbit_runtime.evaluation.api_model import ApiEpisode, ApiModel, Connection, Conversations
 from orbit_runtime.evaluation.journal import Journal
 from orbit_runtime.evaluation.player import Metered, play
 from orbit_runtime.evaluation.records import EvalSample
@@ -64,11 +64,11 @@ class ApiSubject:
 
     @asynccontextmanager
     async def asking(self) -> Any:
-        clients = Clients(self.api)
+        connection = Connection(self.api)
         try:
-            yield lambda: ApiEpisode(clients, self.api, self.conversations, asyncio.sleep)
+            yield lambda: ApiEpisode(connection, self.api, self.conversations, asyncio.sleep)
         finally:
-            await clients.close()
+            await connection.close()
 
 
 def ask_all(

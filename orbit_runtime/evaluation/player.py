@@ -49,7 +49,7 @@ async def play(
     concurrency: int,
     keep: Callable[[EvalSample], None],
 ) -> None:
-    """Plays all episodes, `concurrency` at a time.
+    """Plays all episodes, of which `concurrency` ask at a time; as many more are scored meanwhile.
 
     Args:
         name: of the environment.
@@ -61,6 +61,7 @@ async def play(
         OrbitError: what ended the model, the environment or the scorer.
     """
     left = iter(episodes)
+    places = asyncio.Semaphore(concurrency)
     silent = 0
 
     async def work(mine: Iterator[Episode]) -> None:
@@ -68,7 +69,7 @@ async def play(
         for episode in mine:
             started, tokens = time.monotonic(), ask()
             try:
-                played = await environment.play(episode, tokens)
+                played = await environment.play(episode, _InTurn(tokens, places))
             except Unanswered as error:
                 sample = _unanswered(subject, name, episode, tokens.usage, error.failure)
                 silent += 1
@@ -87,13 +88,32 @@ async def play(
                 )
 
     # All workers draw from one iterator.
-    workers = [asyncio.create_task(work(left)) for _ in range(min(concurrency, len(episodes)))]
+    workers = [asyncio.create_task(work(left)) for _ in range(min(2 * concurrency, len(episodes)))]
     try:
         await asyncio.gather(*workers)
     finally:
         for worker in workers:
             worker.cancel()
         await asyncio.gather(*workers, return_exceptions=True)
+
+
+class _InTurn:
+    """A `TokenSource` that asks when it has a place, so that an episode which is scored keeps none from the model."""
+
+    def __init__(self, tokens: Metered, places: asyncio.Semaphore) -> None:
+        self._tokens = tokens
+        self._places = places
+
+    async def sample(self, prompt_ids_T: Sequence[int], sampling: Sampling, *, key: int) -> Completion:
+        await self._places.acquire()
+        try:
+            completion = await self._tokens.sample(prompt_ids_T, sampling, key=key)
+        except Unanswered:
+            self._places.release()
+            raise
+        # Any other error ends the evaluation: nobody is to ask in its place.
+        self._places.release()
+        return completion
 
 
 def _unanswered(subject: str, name: str, episode: Episode, usage: Usage, failure: Failure) -> EvalSample:

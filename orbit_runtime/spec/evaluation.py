@@ -61,7 +61,7 @@ class Evaluation(Block):
     pass_at: Annotated[float, LATER_DISPLAY, Field(ge=-1_000_000, le=1_000_000)] = 1.0
     """Reward from which on a sample counts as passed, for pass@k."""
     concurrency: Annotated[int, LATER_DISPLAY, Field(ge=1, le=65_536)] = 64
-    """Episodes that are played at the same time."""
+    """Episodes that ask the model at the same time; as many more may be scored meanwhile."""
     prompt_price: Annotated[float | None, LATER_DISPLAY, Field(ge=0, le=1_000_000)] = None
     """Of a million tokens that a model reads: then the cost is told."""
     completion_price: Annotated[float | None, LATER_DISPLAY, Field(ge=0, le=1_000_000)] = None

@@ -102,6 +102,8 @@ class RewardPool:
         self._idle_deaths = 0
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
+        self._ready = selectors.DefaultSelector()
+        self._ready.register(self._wake_read, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._serve, name="reward-pool", daemon=True)
         self._thread.start()
         with self._changed:
@@ -147,6 +149,7 @@ class RewardPool:
             self._is_closing = True
         os.write(self._wake_write, b"w")
         self._thread.join()
+        self._ready.close()
         os.close(self._wake_read)
         os.close(self._wake_write)
 
@@ -191,19 +194,27 @@ class RewardPool:
             submission.future.set_exception(self._failure or CancelledError())
 
     def _start(self) -> RewardProcess:
-        return RewardProcess(self._head, now=time.monotonic())
+        worker = RewardProcess(self._head, now=time.monotonic())
+        self._ready.register(worker.results_fd, selectors.EVENT_READ)
+        return worker
+
+    def _forget(self, worker: RewardProcess) -> None:
+        """Before its pipes are closed, as the next worker's may get their numbers."""
+        self._ready.unregister(worker.results_fd)
+        if worker.calls_fd in self._ready.get_map():
+            self._ready.unregister(worker.calls_fd)
 
     def _wait(self) -> None:
         """Sleeps until a pipe is ready or the next deadline."""
         deadlines = [deadline for worker in self._workers if (deadline := self._deadline(worker)) is not None]
         timeout = max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._wake_read, selectors.EVENT_READ)
-            for worker in self._workers:
-                selector.register(worker.results_fd, selectors.EVENT_READ)
+        for worker in self._workers:
+            if worker.wants_write != (worker.calls_fd in self._ready.get_map()):
                 if worker.wants_write:
-                    selector.register(worker.calls_fd, selectors.EVENT_WRITE)
-            ready = selector.select(timeout)
+                    self._ready.register(worker.calls_fd, selectors.EVENT_WRITE)
+                else:
+                    self._ready.unregister(worker.calls_fd)
+        ready = self._ready.select(timeout)
         if any(key.fd == self._wake_read for key, _ in ready):
             os.read(self._wake_read, 1 << 16)
 
@@ -225,6 +236,7 @@ class RewardPool:
             return
         deadline = self._deadline(worker)
         if not is_open:
+            self._forget(worker)
             self._replace(place, worker, "crash", worker.exit_reason())
         elif deadline is not None and time.monotonic() >= deadline:
             if not worker.is_ready:
@@ -234,6 +246,7 @@ class RewardPool:
                     fix="do slow work on the first call, not on import",
                 )
                 return
+            self._forget(worker)
             worker.end()
             seconds = self._targets[_call(worker.in_flight[0]).reward].timeout_seconds
             self._replace(place, worker, "timeout", f"no result within {seconds:g} s; the worker was killed")

@@ -40,6 +40,7 @@ INDIRECT = {"jinja2": "renders chat templates, inside transformers", "tokenizers
 UNDECLARED = {
     "pydantic_core": "comes with pydantic, same release",
     "starlette": "comes with fastapi",
+    "yarl": "comes with aiohttp, whose addresses it makes",
 }
 """Modules that arrive with a declared dependency and are part of its interface."""
 

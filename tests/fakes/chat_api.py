@@ -30,6 +30,8 @@ class ChatApi:
     """Status of the n-th request."""
     headers: str = ""
     """Further header lines of an answer that is none, each with its end."""
+    raw: bytes = b""
+    """In place of every answer, its head included."""
     delay_seconds: float = 0.0
     key: str | None = None
     asked: list[Mapping[str, Any]] = field(default_factory=list)
@@ -59,9 +61,11 @@ class ChatApi:
         ready.set()
         self._loop.run_forever()
         server.close()
-        for task in asyncio.all_tasks(self._loop):
+        tasks = asyncio.all_tasks(self._loop)
+        for task in tasks:
             task.cancel()
-        self._loop.run_until_complete(asyncio.sleep(0))
+        if tasks:
+            self._loop.run_until_complete(asyncio.wait(tasks))
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -71,7 +75,7 @@ class ChatApi:
                 body = json.loads(await reader.readexactly(length))
                 if not await self._answer(body, head.decode(), writer):
                     return
-        except (asyncio.IncompleteReadError, ConnectionError):
+        except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
             return
         finally:
             writer.close()
@@ -85,6 +89,10 @@ class ChatApi:
         if self.delay_seconds:
             await asyncio.sleep(self.delay_seconds)
         self._at_once -= 1
+        if self.raw:
+            writer.write(self.raw)
+            await writer.drain()
+            return False
         status = self.statuses(number)
         if self.key is not None and f"Bearer {self.key}\r\n" not in head:
             status = 401

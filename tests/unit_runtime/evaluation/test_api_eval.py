@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import signal
@@ -10,16 +11,26 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fakes.chat_api import CUT, ChatApi
+from yarl import URL
 
 from orbit_runtime.cli.main import run_command
+from orbit_runtime.errors import UsageError
 from orbit_runtime.evaluation import api_model
-from orbit_runtime.evaluation.journal import read_samples
-from orbit_runtime.storage import open_store
+from orbit_runtime.evaluation.api_model import ApiEpisode, ApiModel, Connection, Conversations, _proxy_of
+from orbit_runtime.evaluation.evaluate import ApiSubject, ask_all
+from orbit_runtime.evaluation.journal import Journal, read_samples
+from orbit_runtime.evaluation.player import Unanswered
+from orbit_runtime.evaluation.records import Failure
+from orbit_runtime.evaluation.tasks import Asked, open_task
+from orbit_runtime.spec import MachineFacts, load_manifest, resolve
+from orbit_runtime.storage import claim_execution, open_store
+from orbit_runtime.types import Sampling
 
 ROOT = Path(__file__).resolve().parents[3]
 SAMPLES, PROMPTS = 2, 6
@@ -145,6 +156,91 @@ def test_a_model_that_is_down_ends_it_after_every_try(
         gone = ChatApi(adds, port=api.port)
     assert evaluate(gone, tmp_path, "--set", "spec.evaluation.limit=20") == 82
     assert "Unreachable" in capsys.readouterr().out
+
+
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+PAGE = b"<html>login</html>"
+
+
+def ask_once(api: ChatApi, **settings: Any) -> Failure:
+    """Why a single sample got no answer, with one try."""
+
+    async def ask() -> None:
+        model = ApiModel(api.url, "tiny", **{"retries": 0, **settings})
+        connection, conversations = Connection(model), Conversations()
+        ((prompt_ids,),) = [conversations.encode_many([[{"role": "user", "content": "1+1="}]])]
+        try:
+            await ApiEpisode(connection, model, conversations, asyncio.sleep).sample(prompt_ids, Sampling(), key=1)
+        finally:
+            await connection.close()
+
+    with pytest.raises(Unanswered) as caught:
+        asyncio.run(ask())
+    return caught.value.failure
+
+
+@pytest.mark.parametrize(
+    ("raw", "kind", "said"),
+    [
+        (HEAD % len(PAGE) + PAGE, "BadAnswer", "no chat completion: '<html>login</html>'"),
+        (HEAD % 2 + b"{}", "BadAnswer", "no chat completion"),
+        (HEAD % 2 + b"\xff\xfe", "BadAnswer", "no chat completion"),
+        (HEAD % 100 + b'{"choices"', "CutStream", "cut off"),
+        (HEAD[:30], "CutStream", "cut off"),
+        (b"SSH-2.0-OpenSSH_9.6\r\n", "CutStream", "cut off"),
+        (b"HTTP/1.1 302 Found\r\nLocation: http://127.0.0.1:1/\r\nContent-Length: 0\r\n\r\n", "Refused", "302"),
+    ],
+)
+def test_an_answer_that_is_none_says_what_it_was(raw: bytes, kind: str, said: str) -> None:
+    with ChatApi(adds, raw=raw) as api:
+        failure = ask_once(api)
+    assert failure.kind == kind
+    assert said in failure.reason
+
+
+def test_an_answer_that_does_not_come_in_time_is_given_up() -> None:
+    with ChatApi(adds, delay_seconds=5) as api:
+        assert ask_once(api, timeout_seconds=0.1).kind == "Timeout"
+
+
+def test_a_proxy_is_asked_where_the_environment_names_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    with ChatApi(adds, raw=HEAD % 2 + b"{}") as proxy:
+        monkeypatch.setenv("http_proxy", proxy.url.removesuffix("/v1"))
+        elsewhere = ChatApi(adds, port=1)
+        assert ask_once(elsewhere).kind == "BadAnswer"
+        monkeypatch.setenv("no_proxy", "127.0.0.1")
+        assert ask_once(elsewhere).kind == "Unreachable"
+        assert len(proxy.asked) == 1
+    monkeypatch.setenv("no_proxy", "")
+    monkeypatch.setenv("http_proxy", "socks5://127.0.0.1:1")
+    with pytest.raises(UsageError, match="'socks5' cannot be asked"):
+        _proxy_of(URL(elsewhere.url))
+
+
+def test_an_episode_that_is_scored_keeps_no_place_from_the_model(tmp_path: Path) -> None:
+    """Two places: while the rewards of two episodes wait, the next two are asked."""
+    asked_meanwhile = threading.Event()
+
+    def slow(completion: str, prompt: Any, fields: Mapping[str, Any], field: str) -> float:
+        return float(asked_meanwhile.wait(8))
+
+    def say(body: Mapping[str, Any]) -> str:
+        if len(api.asked) == 4:
+            asked_meanwhile.set()
+        return adds(body)
+
+    run = resolve(load_manifest(ROOT / "examples/quickstart.yaml"), MachineFacts(has_cuda=False, num_gpus=0)).run
+    with ExitStack() as closing, ChatApi(say, delay_seconds=0.05) as api:
+        rewards = {each.name: slow for each in run.spec.environment.rewards}
+        task = open_task("sums", run.spec, Asked(samples=1, limit=8), [], closing, rewards=rewards)
+        store = open_store(str(tmp_path))
+        execution = claim_execution(store, run_name="test")
+        closing.callback(lambda: execution.release("done"))
+        with Journal(store, execution) as journal:
+            subject = ApiSubject(ApiModel(api.url, "tiny"), Conversations())
+            ask_all([subject], [task], journal, concurrency=2, show=lambda *_: None)
+            assert [sample.reward for sample in journal.samples] == [1.0] * 8
+        assert api.most_at_once == 2
 
 
 def test_a_killed_evaluation_goes_on_and_asks_nothing_twice(tmp_path: Path) -> None:
