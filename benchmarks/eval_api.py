@@ -1,11 +1,13 @@
 """`orbit eval` of 1,000 samples against an API that takes 50 ms, 64 under way: what it takes above that.
 
 The API is a process of its own. Reading prompts and starting the process that scores is told, and no part of the ratio.
+What the API takes above its 50 ms is told as well, as the ratio of a client that only sends the same bytes.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import math
 import subprocess
 import sys
@@ -64,6 +66,25 @@ def ask(url: str, samples: int, folder: Path) -> tuple[float, float]:
     return started - began, ended - started
 
 
+async def only_ask(port: int, samples: int) -> float:
+    """Seconds of as many requests without an evaluation."""
+    body = b'{"model": "fake", "messages": [{"role": "user", "content": "1+2="}], "max_tokens": 8}'
+    request = b"POST /v1/chat/completions HTTP/1.1\r\nHost: api\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+    left = iter(range(samples))
+
+    async def connection() -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        for _ in left:
+            writer.write(request)
+            head = await reader.readuntil(b"\r\n\r\n")
+            await reader.readexactly(int(head.partition(b"Content-Length: ")[2].partition(b"\r")[0]))
+        writer.close()
+
+    started = time.perf_counter()
+    await asyncio.gather(*(connection() for _ in range(CONCURRENCY)))
+    return time.perf_counter() - started
+
+
 def measure(options: argparse.Namespace) -> Measured:
     samples = 2 * CONCURRENCY if options.smallest else SAMPLES
     ideal = math.ceil(samples / CONCURRENCY) * DELAY
@@ -72,16 +93,22 @@ def measure(options: argparse.Namespace) -> Measured:
     assert api.stdout is not None
     try:
         url, stolen = api.stdout.readline().strip(), stolen_seconds()
+        port = int(url.rpartition(":")[2].partition("/")[0])
+        found, bare = [], []
         with tempfile.TemporaryDirectory() as folder:
-            found = [ask(url, samples, Path(folder) / str(turn)) for turn in range(options.repetitions + 1)][1:]
+            for turn in range(options.repetitions + 1):
+                found.append(ask(url, samples, Path(folder) / str(turn)))
+                bare.append(asyncio.run(only_ask(port, samples)) / ideal)
     finally:
         api.stdin.close()
         api.wait(10)
-    ratios = sorted(seconds / ideal for _, seconds in found)
+    ratios = sorted(seconds / ideal for _, seconds in found[1:])
+    bare = sorted(bare[1:])
     figures = {
         "ratio": {"least": ratios[0], "median": ratios[len(ratios) // 2], "most": ratios[-1]},
-        "seconds": [seconds for _, seconds in found],
-        "start_seconds": [start for start, _ in found],
+        "ratio of a client that only sends": {"least": bare[0], "median": bare[len(bare) // 2], "most": bare[-1]},
+        "seconds": [seconds for _, seconds in found[1:]],
+        "start_seconds": [start for start, _ in found[1:]],
     }
     print(f"{samples} samples: {ratios[len(ratios) // 2]:.2f} times the ideal {ideal:.2f} s; target {TARGET}")
     facts = {"samples": samples, "concurrency": CONCURRENCY, "delay_seconds": DELAY, "target": TARGET,
