@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from rich.console import Console
 from rich.table import Table
@@ -116,11 +117,19 @@ def _check_models(models: Models) -> None:
         raise UsageError(f"{here} needs {lacking}", where=here, fix=f"add {lacking}")
     if models.api_key_env is not None and models.base_url is None:
         raise UsageError("--api-key-env needs --base-url", where="--api-key-env", fix="add --base-url and --model")
-    if models.base_url is not None and not models.base_url.startswith(("http://", "https://")):
+    if models.base_url is not None and not _is_address(models.base_url):
         raise UsageError(
             f"{models.base_url!r} is no address", where="--base-url", fix="write e.g. http://127.0.0.1:8000/v1"
         )
     _steps(models.steps)
+
+
+def _is_address(text: str) -> bool:
+    try:
+        url = urlsplit(text)
+        return url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
+    except ValueError:
+        return False
 
 
 def _steps(text: str | None) -> list[int] | None:

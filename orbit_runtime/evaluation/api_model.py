@@ -34,6 +34,8 @@ BUSY = (408, 409, 425, 429, 500, 502, 503, 504, 529)
 """Answers that another try may mend."""
 FIRST_WAIT, LONGEST_WAIT = 0.5, 60.0
 CONNECT_SECONDS = 10.0
+MAX_ANSWER = 1 << 26
+"""Bytes of an answer: far more than the longest one, and little enough for as many as are under way."""
 GIVEN = ("temperature", "topP", "stop")
 """Settings of sampling, besides `maxNewTokens`, that every such API takes."""
 
@@ -49,6 +51,15 @@ class ApiModel:
     retries: int = 5
     timeout_seconds: float = 600.0
     """For one answer."""
+
+    @property
+    def shown(self) -> str:
+        """The address without the name and password that it may hold."""
+        return str(URL(self.url).with_user(None))
+
+    def told(self, text: str) -> str:
+        """What a server says, without the key, which some repeat."""
+        return text.replace(self.key, "***") if self.key else text
 
 
 def check_api_sampling(sampling: Sampling) -> None:
@@ -162,7 +173,7 @@ class Connection:
             async with self._session.post(
                 self._url, data=content, headers=self._headers, allow_redirects=False
             ) as answer:
-                return Answer(answer.status, await answer.read(), answer.headers.get("Retry-After"))
+                return Answer(answer.status, await _read(answer.content), answer.headers.get("Retry-After"))
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             raise _TryAgain("Unreachable", str(error) or type(error).__name__) from None
         except TimeoutError as error:
@@ -172,6 +183,16 @@ class Connection:
 
     async def close(self) -> None:
         await self._session.close()
+
+
+async def _read(content: aiohttp.StreamReader) -> bytes:
+    pieces, size = [], 0
+    while piece := await content.readany():
+        pieces.append(piece)
+        size += len(piece)
+        if size > MAX_ANSWER:
+            raise _TryAgain("BadAnswer", f"an answer of more than {MAX_ANSWER} bytes")
+    return b"".join(pieces)
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,13 +251,13 @@ class ApiEpisode:
                 if tries > self.api.retries:
                     raise Unanswered(error.kind, error.reason) from None
                 wait = FIRST_WAIT * 2.0 ** (tries - 1) if error.wait is None else error.wait
-            await self.sleep(min(LONGEST_WAIT, wait))
+            await self.sleep(min(LONGEST_WAIT, wait * _spread(key)))
         return self._completion(prompt_ids_T, answer)
 
     async def _ask(self, body: bytes) -> dict[str, Any]:
         answer = await self.connection.post(body)
         if answer.status == 200:
-            return _parse(answer)
+            return _parse(answer, self.api)
         raise _explain(answer, self.api)
 
     def _completion(self, prompt_ids_T: Sequence[int], answer: Mapping[str, Any]) -> Completion:
@@ -252,6 +273,11 @@ class ApiEpisode:
         reason: FinishReason = "length" if choice.get("finish_reason") == "length" else "stop"
         text = "\n".join([*([told["content"]] if told["content"] or not calls else []), *map(_call_text, calls)])
         return Completion(0, tokens, [0.0] * len(tokens), [-1] * len(tokens), reason, text)  # type: ignore[arg-type]
+
+
+def _spread(key: int) -> float:
+    """1 to 1.5, of each request its own: what was refused together is not to come back together."""
+    return 1 + (key % 1024) / 2048
 
 
 def build_request(
@@ -286,7 +312,7 @@ def _call_text(call: Mapping[str, Any]) -> str:
     return f"<tool_call>{json.dumps({'name': function.get('name'), 'arguments': arguments})}</tool_call>"
 
 
-def _parse(response: Answer) -> dict[str, Any]:
+def _parse(response: Answer, api: ApiModel) -> dict[str, Any]:
     try:
         answer = orjson.loads(response.body)
         choice = answer["choices"][0]
@@ -298,7 +324,7 @@ def _parse(response: Answer) -> dict[str, Any]:
     except (ValueError, KeyError, IndexError, TypeError, AttributeError):
         is_right = False
     if not is_right:
-        raise _TryAgain("BadAnswer", f"no chat completion: {response.text[:200]!r}")
+        raise _TryAgain("BadAnswer", f"no chat completion: {api.told(response.text)[:200]!r}")
     if choice.get("finish_reason") == "content_filter":
         raise Unanswered("Refused", "the API's content filter ended the answer")
     return dict(answer)
@@ -306,18 +332,18 @@ def _parse(response: Answer) -> dict[str, Any]:
 
 def _explain(response: Answer, api: ApiModel) -> Exception:
     """What an answer that is no completion means."""
-    status, said = response.status, response.text[:300].strip()
+    status, said = response.status, api.told(response.text)[:300].strip()
     if status in (401, 403):
         return CredentialsError(
-            f"{api.url} refuses the key ({status}): {said}",
+            f"{api.shown} refuses the key ({status}): {said}",
             where="--api-key-env",
             fix="name the environment variable that holds a valid key for this API",
         )
     if status == 404:
         return UsageError(
-            f"{api.url} knows no model {api.model!r}, or no chat completions ({status}): {said}",
+            f"{api.shown} knows no model {api.model!r}, or no chat completions ({status}): {said}",
             where="--base-url, --model",
-            fix=f"correct one of them; {api.url.rstrip('/')}/models lists its models",
+            fix=f"correct one of them; {api.shown.rstrip('/')}/models lists its models",
         )
     if status in BUSY:
         kind: FailureKind = "RateLimited" if status == 429 else "ServerError"

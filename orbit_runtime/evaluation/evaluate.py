@@ -60,7 +60,7 @@ class ApiSubject:
         return self.conversations
 
     def to_json(self) -> dict[str, Any]:
-        return {"kind": "api", "url": self.api.url, "model": self.api.model}
+        return {"kind": "api", "url": self.api.shown, "model": self.api.model}
 
     @asynccontextmanager
     async def asking(self) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
@@ -61,21 +62,26 @@ async def play(
         OrbitError: what ended the model, the environment or the scorer.
     """
     left = iter(episodes)
-    places = asyncio.Semaphore(concurrency)
+    places = Places(concurrency)
     silent = 0
 
     async def work(mine: Iterator[Episode]) -> None:
         nonlocal silent
         for episode in mine:
+            # What an episode may take is counted from here on, and so it begins with a place.
+            await places.take(begins=True)
             started, tokens = time.monotonic(), ask()
+            asking = _InTurn(tokens, places)
             try:
-                played = await environment.play(episode, _InTurn(tokens, places))
+                played = await environment.play(episode, asking)
             except Unanswered as error:
                 sample = _unanswered(subject, name, episode, tokens.usage, error.failure)
                 silent += 1
             else:
                 sample = build_sample(subject, name, played, tokens.usage, time.monotonic() - started)
                 silent = 0
+            # An environment that failed may have asked nothing.
+            asking.give_back()
             keep(sample)
             if silent >= GIVE_UP_AFTER:
                 assert sample.failure is not None
@@ -97,23 +103,67 @@ async def play(
         await asyncio.gather(*workers, return_exceptions=True)
 
 
-class _InTurn:
-    """A `TokenSource` that asks when it has a place, so that an episode which is scored keeps none from the model."""
+class Places:
+    """So many that ask at a time. An episode under way comes before one that begins: its time is counted."""
 
-    def __init__(self, tokens: Metered, places: asyncio.Semaphore) -> None:
+    def __init__(self, number: int) -> None:
+        self._free = number
+        self._under_way: deque[asyncio.Future[None]] = deque()
+        self._beginning: deque[asyncio.Future[None]] = deque()
+
+    async def take(self, *, begins: bool = False) -> None:
+        """Waits for one. Whoever is cancelled meanwhile has none."""
+        if self._free:
+            self._free -= 1
+            return
+        turn = asyncio.get_running_loop().create_future()
+        (self._beginning if begins else self._under_way).append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled():
+                self.give_back()
+            raise
+
+    def give_back(self) -> None:
+        for waiting in (self._under_way, self._beginning):
+            while waiting:
+                turn = waiting.popleft()
+                if not turn.done():
+                    turn.set_result(None)
+                    return
+        self._free += 1
+
+
+class _InTurn:
+    """A `TokenSource` that asks when it has a place, so that an episode which is scored keeps none from the model.
+
+    It is made with a place.
+    """
+
+    def __init__(self, tokens: Metered, places: Places) -> None:
         self._tokens = tokens
         self._places = places
+        self._has_place = True
 
     async def sample(self, prompt_ids_T: Sequence[int], sampling: Sampling, *, key: int) -> Completion:
-        await self._places.acquire()
+        if not self._has_place:
+            await self._places.take()
+            self._has_place = True
         try:
             completion = await self._tokens.sample(prompt_ids_T, sampling, key=key)
         except Unanswered:
-            self._places.release()
+            self.give_back()
             raise
         # Any other error ends the evaluation: nobody is to ask in its place.
-        self._places.release()
+        self.give_back()
         return completion
+
+    def give_back(self) -> None:
+        """Safe to call twice."""
+        if self._has_place:
+            self._has_place = False
+            self._places.give_back()
 
 
 def _unanswered(subject: str, name: str, episode: Episode, usage: Usage, failure: Failure) -> EvalSample:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,10 @@ from orbit_runtime.evaluation import api_model
 from orbit_runtime.evaluation.api_model import ApiEpisode, ApiModel, Connection, Conversations, _proxy_of
 from orbit_runtime.evaluation.evaluate import ApiSubject, ask_all
 from orbit_runtime.evaluation.journal import Journal, read_samples
-from orbit_runtime.evaluation.player import Unanswered
+from orbit_runtime.evaluation.player import Places, Unanswered
 from orbit_runtime.evaluation.records import Failure
 from orbit_runtime.evaluation.tasks import Asked, open_task
+from orbit_runtime.seeds import stream_key
 from orbit_runtime.spec import MachineFacts, load_manifest, resolve
 from orbit_runtime.storage import claim_execution, open_store
 from orbit_runtime.types import Sampling
@@ -44,8 +45,10 @@ def adds(body: Mapping[str, Any]) -> str:
     return str(total if total % 2 == 0 else total + 1)
 
 
-def evaluate(api: ChatApi, out: Path, *more: str, file: str = "quickstart.yaml") -> int:
-    asked = ["--base-url", api.url, "--model", "tiny", "--out", str(out), "--json", *SIZE, *more]
+def evaluate(api: ChatApi | str, out: Path, *more: str, file: str = "quickstart.yaml") -> int:
+    """Args: api: or its address."""
+    url = api if isinstance(api, str) else api.url
+    asked = ["--base-url", url, "--model", "tiny", "--out", str(out), "--json", *SIZE, *more]
     return run_command(["eval", str(ROOT / "examples" / file), *asked])
 
 
@@ -148,6 +151,13 @@ def test_a_wrong_key_and_an_unknown_model_end_it_at_once(
         assert evaluate(api, tmp_path / "c") == 64
 
 
+@pytest.mark.parametrize("address", ["api.example/v1", "http://", "http://:80/v1", "http://host:99999/v1", "http://["])
+def test_what_is_no_address_is_refused(address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert evaluate(address, tmp_path) == 64
+    assert "is no address" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_model_that_is_down_ends_it_after_every_try(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,20 +172,23 @@ HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d
 PAGE = b"<html>login</html>"
 
 
+async def ask_with(
+    model: ApiModel, keys: Sequence[int], sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+) -> None:
+    """A sample for each key, one after the other."""
+    connection, conversations = Connection(model), Conversations()
+    ((prompt_ids,),) = [conversations.encode_many([[{"role": "user", "content": "1+1="}]])]
+    try:
+        for key in keys:
+            await ApiEpisode(connection, model, conversations, sleep).sample(prompt_ids, Sampling(), key=key)
+    finally:
+        await connection.close()
+
+
 def ask_once(api: ChatApi, **settings: Any) -> Failure:
     """Why a single sample got no answer, with one try."""
-
-    async def ask() -> None:
-        model = ApiModel(api.url, "tiny", **{"retries": 0, **settings})
-        connection, conversations = Connection(model), Conversations()
-        ((prompt_ids,),) = [conversations.encode_many([[{"role": "user", "content": "1+1="}]])]
-        try:
-            await ApiEpisode(connection, model, conversations, asyncio.sleep).sample(prompt_ids, Sampling(), key=1)
-        finally:
-            await connection.close()
-
     with pytest.raises(Unanswered) as caught:
-        asyncio.run(ask())
+        asyncio.run(ask_with(ApiModel(api.url, "tiny", **{"retries": 0, **settings}), [1]))
     return caught.value.failure
 
 
@@ -196,6 +209,79 @@ def test_an_answer_that_is_none_says_what_it_was(raw: bytes, kind: str, said: st
         failure = ask_once(api)
     assert failure.kind == kind
     assert said in failure.reason
+
+
+def test_an_answer_without_an_end_is_not_read_to_its_end() -> None:
+    size = api_model.MAX_ANSWER + 1
+    with ChatApi(adds, raw=HEAD % size + bytes(size)) as api:
+        failure = ask_once(api)
+    assert (failure.kind, failure.reason) == ("BadAnswer", f"an answer of more than {api_model.MAX_ANSWER} bytes")
+
+
+def test_no_message_repeats_the_key_or_a_password(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = b'{"error": "Bearer sk-secret has no money"}'
+    with ChatApi(adds, raw=b"HTTP/1.1 402 .\r\nContent-Length: %d\r\n\r\n" % len(said) + said) as api:
+        assert ask_once(api, key="sk-secret").reason == '402: {"error": "Bearer *** has no money"}'
+    with ChatApi(adds) as api:
+        assert evaluate(api.url.replace("//", "//me:sk-secret@"), tmp_path) == 0
+        written = "".join(path.read_text(errors="ignore") for path in tmp_path.glob("*.*"))
+        assert "sk-secret" not in written + capsys.readouterr().out
+        assert api.url in written
+    with ChatApi(adds, statuses=lambda _: 404) as api:
+        assert evaluate(api.url.replace("//", "//me:sk-secret@"), tmp_path / "b") == 64
+        assert "sk-secret" not in capsys.readouterr().out
+
+
+def test_what_was_refused_together_does_not_come_back_together() -> None:
+    """Twice as long each time, or as long as the server says, and up to half as much longer by request."""
+    waits: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        waits.append(seconds)
+
+    keys = [stream_key(0, "sample", number) for number in range(8)]
+    with ChatApi(adds, statuses=lambda number: 200 if number % 3 == 2 else 503) as api:
+        asyncio.run(ask_with(ApiModel(api.url, "tiny"), keys, sleep))
+    assert len(set(waits)) == len(waits) == 16
+    assert all(0.5 <= wait < 0.75 for wait in waits[::2])
+    assert all(1.0 <= wait < 1.5 for wait in waits[1::2])
+    waits.clear()
+    asked = ChatApi(adds, statuses=lambda number: 200 if number % 2 else 429, headers="Retry-After: 4\r\n")
+    with asked as api:
+        asyncio.run(ask_with(ApiModel(api.url, "tiny"), keys, sleep))
+    assert len(set(waits)) == 8
+    assert all(4 <= wait < 6 for wait in waits)
+
+
+def test_an_episode_under_way_comes_before_one_that_begins() -> None:
+    order: list[str] = []
+
+    async def wait(places: Places, name: str, *, begins: bool) -> None:
+        await places.take(begins=begins)
+        order.append(name)
+        places.give_back()
+
+    async def all_wait() -> None:
+        places = Places(1)
+        await places.take(begins=True)
+        tasks = []
+        for name in ("begins", "stopped", "under way"):
+            tasks.append(asyncio.create_task(wait(places, name, begins=name == "begins")))
+            await asyncio.sleep(0)
+        tasks[1].cancel()
+        places.give_back()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        # Nobody waits, and the place is free again: who is cancelled with a turn passes it on.
+        await places.take()
+        late = asyncio.create_task(wait(places, "late", begins=False))
+        await asyncio.sleep(0)
+        places.give_back()
+        late.cancel()
+        await asyncio.gather(late, return_exceptions=True)
+        await asyncio.wait_for(places.take(), 1)
+
+    asyncio.run(all_wait())
+    assert order == ["under way", "begins"]
 
 
 def test_an_answer_that_does_not_come_in_time_is_given_up() -> None:
