@@ -14,7 +14,7 @@ from typing import Any
 
 from orbit_runtime.data.chat import ChatTokenizer, Messages, Tools
 from orbit_runtime.data.prompts import PromptTable
-from orbit_runtime.data.rows import listed
+from orbit_runtime.data.scan import listed
 from orbit_runtime.errors import DataError
 from orbit_runtime.spec.data import Prompts
 from orbit_runtime.types import FLAGS, TOKENS, Prompt

@@ -7,21 +7,97 @@ Belongs here: concatenating sources, `limit`, `epochs`, shuffling, resuming. Doe
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from array import array
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import accumulate
+from typing import Any, overload
 
-from orbit_runtime.data.rows import PromptSource, listed, load_rows
+from orbit_runtime.data.rows import Opened, PromptSource, open_rows
+from orbit_runtime.data.scan import listed
+from orbit_runtime.data.stores import OFFSETS
 from orbit_runtime.errors import DataError
 from orbit_runtime.seeds import stream_key
 from orbit_runtime.types import Prompt
+
+ALL_ENCODED = 32_768
+"""Prompts whose tokens are all counted before a run starts, some seconds of it."""
+ENCODED_AT_ONCE = 1024
+SORTED_PROMPTS = 1 << 20
+"""Of more the order is computed a place at a time: sorting would take gigabytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class NamedRows:
+    """A source and the first part of its prompts' ids."""
+
+    name: str
+    source: PromptSource
+    opened: Opened
+
+    def build_prompt(self, number: int) -> Prompt:
+        return _build_prompt(f"{self.name}/{number}", self.opened.store.read(number), self.source.prompt_field)
+
+    def place(self, number: int) -> str:
+        """Where a person finds a row."""
+        return f"{self.source.uri}, {self.opened.store.place(number)}"
+
+
+class PromptRows(Sequence[Prompt]):
+    """The prompts of several sources by number, each read when it is asked for: none is held."""
+
+    def __init__(self, sources: Sequence[NamedRows], chosen: Sequence[int] | None = None) -> None:
+        """Args: chosen: numbers of all that these are; None: all of them."""
+        self.sources = tuple(sources)
+        self._ends = list(accumulate(len(each.opened.store) for each in sources))
+        self.chosen: Sequence[int] = range(self._ends[-1] if self._ends else 0) if chosen is None else chosen
+
+    def __len__(self) -> int:
+        return len(self.chosen)
+
+    @overload
+    def __getitem__(self, index: int) -> Prompt: ...
+    @overload
+    def __getitem__(self, index: slice) -> PromptRows: ...
+    def __getitem__(self, index: int | slice) -> Prompt | PromptRows:
+        if isinstance(index, slice):
+            return PromptRows(self.sources, self.chosen[index])
+        source, number = self.find(index)
+        return self.sources[source].build_prompt(number)
+
+    def __iter__(self) -> Iterator[Prompt]:
+        return (self[index] for index in range(len(self)))
+
+    def select(self, indexes: Iterable[int]) -> PromptRows:
+        """Those of these numbers, in this order."""
+        return PromptRows(self.sources, array(OFFSETS, (self.chosen[index] for index in indexes)))
+
+    def find(self, index: int) -> tuple[int, int]:
+        """Number of the source, and of the row in it."""
+        whole = self.chosen[index]
+        source = bisect_right(self._ends, whole)
+        return source, whole - (self._ends[source - 1] if source else 0)
+
+    def with_id(self, prompt_id: str) -> Prompt:
+        name, _, number = prompt_id.rpartition("/")
+        return next(each for each in self.sources if each.name == name).build_prompt(int(number))
+
+    def bound(self, index: int) -> int:
+        """Bytes that the prompt's text has at most."""
+        source, number = self.find(index)
+        return self.sources[source].opened.store.bound(number)
+
+    def place(self, index: int) -> str:
+        source, number = self.find(index)
+        return self.sources[source].place(number)
 
 
 @dataclass(frozen=True, slots=True)
 class PromptTable:
     """Every prompt of a run in file order, visit 0, and what identifies the data."""
 
-    prompts_P: tuple[Prompt, ...]
+    prompts_P: PromptRows
     digest: str
     """`sha256:<hex>` over the sources' bytes, prompt fields and the limit: equal digests mean equal prompts."""
     file_digests: tuple[str, ...]
@@ -36,29 +112,28 @@ def load_prompts(sources: Sequence[PromptSource], *, limit: int | None = None) -
     Ids are the file's stem and the row's number from 0, such as `two-digit-addition/17`; a stem that repeats gets
     `-2`, `-3`.
     """
-    prompts: list[Prompt] = []
+    read: list[NamedRows] = []
     digest = hashlib.sha256()
-    files: list[str] = []
-    counts: list[int] = []
     seen: dict[str, int] = {}
+    left = limit
     for source in sources:
-        rows, file_digest = load_rows(source)
-        files.append(f"sha256:{file_digest}")
-        counts.append(len(rows))
-        digest.update(f"{file_digest} {source.prompt_field}\n".encode())
+        opened = open_rows(source, left)
+        left = None if left is None else max(0, left - len(opened.store))
+        digest.update(f"{opened.digest} {source.prompt_field}\n".encode())
         seen[source.name] = seen.get(source.name, 0) + 1
         name = source.name if seen[source.name] == 1 else f"{source.name}-{seen[source.name]}"
-        prompts += [_build_prompt(f"{name}/{index}", row, source.prompt_field) for index, row in enumerate(rows)]
+        read.append(NamedRows(name, source, opened))
     if limit is not None:
         digest.update(f"limit {limit}\n".encode())
-        prompts = prompts[:limit]
+    prompts = PromptRows(read)[:limit]
     if not prompts:
         raise DataError(
             "there are no prompts",
             where="spec.data.prompts",
             fix="name at least one file; spec.data.limit is 1 or more",
         )
-    return PromptTable(tuple(prompts), f"sha256:{digest.hexdigest()}", tuple(files), tuple(counts))
+    files = tuple(f"sha256:{each.opened.digest}" for each in read)
+    return PromptTable(prompts, f"sha256:{digest.hexdigest()}", files, tuple(len(each.opened.store) for each in read))
 
 
 def hold_out(table: PromptTable, share: float, seed: int) -> tuple[PromptTable, tuple[Prompt, ...]]:
@@ -78,20 +153,45 @@ def hold_out(table: PromptTable, share: float, seed: int) -> tuple[PromptTable, 
             fix="give more rows, lower it, or remove `validation`",
         )
     chosen = set(held)
-    left = tuple(prompt for index, prompt in enumerate(table.prompts_P) if index not in chosen)
-    return replace(table, prompts_P=left), tuple(table.prompts_P[index] for index in held)
+    left = array(OFFSETS, (index for index in range(count) if index not in chosen))
+    prompts_P = table.prompts_P
+    return replace(table, prompts_P=prompts_P.select(left)), tuple(prompts_P[index] for index in held)
 
 
 def check_fields(table: PromptTable, required: Mapping[str, str]) -> None:
-    """Every prompt has the keys that rewards will read; `required` maps a key to the reward that reads it."""
-    for field, reader in required.items():
-        for prompt in table.prompts_P:
-            if field not in prompt.fields:
+    """Every prompt has the columns that rewards will read, each of one kind; `required` maps a column to the reward
+    that reads it.
+
+    Raises:
+        DataError: a row lacks one, holds null, or holds another kind than the rows before it. The row is named.
+    """
+    for each in table.prompts_P.sources:
+        columns = each.opened.columns
+        for field, reader in required.items():
+            kinds = columns.kinds.get(field, {})
+            if sum(count for count, _ in kinds.values()) < columns.rows:
+                row = next(row for row in range(columns.rows) if field not in each.opened.store.read(row))
+                names = each.opened.store.read(row).keys() - {each.source.prompt_field}
                 raise DataError(
                     f"no key {field!r}, which reward {reader!r} reads; the row has: "
-                    f"{', '.join(map(repr, prompt.fields)) or 'no keys besides the prompt'}",
-                    where=prompt.prompt_id,
+                    f"{', '.join(map(repr, sorted(names))) or 'no keys besides the prompt'}",
+                    where=f"{each.place(row)} ({each.name}/{row})",
                     fix="add the key to every row, or name another one in the reward's arguments",
+                )
+            found = sorted((first, kind) for kind, (_, first) in kinds.items() if kind != "null" or len(kinds) == 1)
+            if "null" in kinds:
+                raise DataError(
+                    f"column {field!r}, which reward {reader!r} reads, is null here",
+                    where=f"{each.place(kinds['null'][1])} ({each.name}/{kinds['null'][1]})",
+                    fix="fill it or drop the row: a reward cannot be given for it",
+                )
+            if len(found) > 1:
+                (first, kind), (second, other) = found[:2]
+                raise DataError(
+                    f"column {field!r}, which reward {reader!r} reads, holds {other} here, and {kind} in "
+                    f"{each.opened.store.place(first)}",
+                    where=f"{each.place(second)} ({each.name}/{second})",
+                    fix="write the column in one kind in every row",
                 )
 
 
@@ -101,11 +201,25 @@ def check_lengths(
     *,
     max_prompt_tokens: int,
 ) -> None:
-    """No prompt is longer than what the model's context leaves beside the completion."""
-    encoded = encode_many([prompt.messages for prompt in table.prompts_P])
-    long = [
-        (p.prompt_id, len(ids)) for p, ids in zip(table.prompts_P, encoded, strict=True) if len(ids) > max_prompt_tokens
-    ]
+    """No prompt is longer than what the model's context leaves beside the completion.
+
+    Of the first `ALL_ENCODED` prompts every one is counted. Of the others those alone that could be longer: a token
+    stands for a byte or more, and the template adds about what it adds to the first prompt.
+    """
+    prompts_P = table.prompts_P
+    added = len(encode_many([prompts_P[0].messages])[0])
+    long: list[tuple[str, int]] = []
+    for start in range(0, len(prompts_P), ENCODED_AT_ONCE):
+        numbers: Iterable[int] = range(start, min(start + ENCODED_AT_ONCE, len(prompts_P)))
+        if start >= ALL_ENCODED:
+            numbers = [number for number in numbers if prompts_P.bound(number) + added > max_prompt_tokens]
+        asked = [prompts_P[number] for number in numbers]
+        encoded = encode_many([prompt.messages for prompt in asked]) if asked else []
+        long += [
+            (prompt.prompt_id, len(ids))
+            for prompt, ids in zip(asked, encoded, strict=True)
+            if len(ids) > max_prompt_tokens
+        ]
     if not long:
         return
     lines = [f"{prompt_id}: {length} tokens" for prompt_id, length in long]
@@ -177,14 +291,55 @@ class PromptStream:
         return shuffled(count, stream_key(self._seed, "shuffle", self._epoch))
 
 
-def shuffled(count: int, key: int) -> list[int]:
-    """A permutation of `range(count)` that depends on (count, key) only: indexes sorted by their keyed hash."""
+def shuffled(count: int, key: int) -> Sequence[int]:
+    """A permutation of `range(count)` that depends on (count, key) only: indexes sorted by their keyed hash, or of more
+    than `SORTED_PROMPTS` a permutation whose places are computed as they are read."""
+    if count > SORTED_PROMPTS:
+        return Permutation(count, key)
     key_bytes = key.to_bytes(8, "little")
 
     def rank(index: int) -> bytes:
         return hashlib.blake2b(index.to_bytes(8, "little"), key=key_bytes, digest_size=8).digest()
 
     return sorted(range(count), key=rank)
+
+
+class Permutation(Sequence[int]):
+    """A pseudorandom permutation of `range(count)` in no memory.
+
+    A Feistel network of four rounds over twice half the bits (Luby and Rackoff, 1988), walked on until it lands within
+    the range (Black and Rogaway, Ciphers with Arbitrary Finite Domains, 2002): fewer than four rounds of it on average.
+    """
+
+    def __init__(self, count: int, key: int, chosen: range | None = None) -> None:
+        self._count, self._key = count, key
+        self._half = max(1, ((count - 1).bit_length() + 1) // 2)
+        self._chosen = range(count) if chosen is None else chosen
+
+    def __len__(self) -> int:
+        return len(self._chosen)
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> Permutation: ...
+    def __getitem__(self, index: int | slice) -> int | Permutation:
+        if isinstance(index, slice):
+            return Permutation(self._count, self._key, self._chosen[index])
+        place = self._chosen[index]
+        while (place := self._turned(place)) >= self._count:
+            pass
+        return place
+
+    def _turned(self, value: int) -> int:
+        mask = (1 << self._half) - 1
+        left, right = value >> self._half, value & mask
+        for turn in range(4):
+            mixed = hashlib.blake2b(
+                right.to_bytes(8, "little"), key=self._key.to_bytes(8, "little"), salt=bytes([turn]), digest_size=8
+            )
+            left, right = right, left ^ (int.from_bytes(mixed.digest(), "little") & mask)
+        return left << self._half | right
 
 
 def _build_prompt(prompt_id: str, row: Mapping[str, Any], prompt_field: str) -> Prompt:

@@ -13,9 +13,10 @@ from typing import Any
 
 from orbit_runtime.data.demonstrations import read_demonstrations
 from orbit_runtime.data.prompts import check_fields, load_prompts
-from orbit_runtime.data.rows import PromptSource
+from orbit_runtime.data.rows import PromptSource, needs_arrow
 from orbit_runtime.environments.rewards import REWARDS
 from orbit_runtime.errors import UnsupportedError
+from orbit_runtime.spec.data import Prompts
 from orbit_runtime.spec.quantities import read_quantity
 from orbit_runtime.spec.run import RunSpec
 from orbit_runtime.storage.inputs import code_digest
@@ -97,10 +98,10 @@ def check_local_inputs(spec: RunSpec, folders: Sequence[str]) -> list[str]:
         DataError: prompts are missing, unreadable, or lack a column.
         ManifestError, UsageError: a reward function, or the folder of its code, is not there or cannot be called.
     """
-    unopened = [each.uri for each in spec.data.prompts if not _is_here(each.uri)]
-    here = [each for each in spec.data.prompts if _is_here(each.uri)]
+    here = [each for each in spec.data.prompts if _is_here(each.uri) and can_open(_source(each))]
+    unopened = [each.uri for each in spec.data.prompts if each not in here]
     if here:
-        local = [PromptSource(each.uri, each.format, each.prompt_field) for each in here]
+        local = [_source(each) for each in here]
         table = load_prompts(local, limit=spec.data.limit)
         if spec.algorithm.type == "SFT":
             read_demonstrations(table, here, last_only=spec.data.chat.answers == "Last")
@@ -117,6 +118,15 @@ def check_local_inputs(spec: RunSpec, folders: Sequence[str]) -> list[str]:
     if target is not None:
         EnvironmentPool(target, limits=process_limits(spec), search_path=search_path).close()
     return unopened
+
+
+def can_open(source: PromptSource) -> bool:
+    """False of Parquet and Arrow where nothing reads them: a light install checks and plans all the same."""
+    return find_spec("pyarrow") is not None or not needs_arrow(source)
+
+
+def _source(prompts: Prompts) -> PromptSource:
+    return PromptSource(prompts.uri, prompts.format, prompts.prompt_field)
 
 
 def code_path(spec: RunSpec) -> list[str]:

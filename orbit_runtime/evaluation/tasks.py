@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -53,10 +53,8 @@ class EvalTask:
 
     def expected(self, prompt_id: str) -> str:
         """What the prompt's row expects, for people."""
-        row = self._rows[prompt_id]
+        row = self.table.prompts_P.with_id(prompt_id).fields
         return "\n".join(str(row[name]) for name in self.expected_fields if row.get(name) is not None)[:MAX_EXPECTED]
-
-    _rows: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """All that decides what its samples are, for a later start to be held against."""
@@ -141,7 +139,6 @@ def open_task(
     sampling = sampling_of(with_sampling(spec, asked))
     return EvalTask(
         name, with_samples(spec, asked), table, sampling, scorer, pool, versions, tuple(read) or ("answer",),
-        {prompt.prompt_id: prompt.fields for prompt in table.prompts_P},
     )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from orbit_runtime.data.prompts import PromptTable
+from orbit_runtime.data.rows import source_name
 from orbit_runtime.digests import is_older_scheme
 from orbit_runtime.errors import OutputError
 from orbit_runtime.model_info.content import file_digests
@@ -46,7 +47,7 @@ def resolve_names(resolved: Resolved, before: Mapping[str, Any] | None) -> Names
     # In published files PEFT reads it: a repository goes by its name on the hub there.
     uri = spec.model.uri
     model = uri.removeprefix("hf://").split("@")[0] if uri.startswith("hf://") else uri
-    return Names(model, tuple(Path(each.uri.split("://", 1)[-1]).stem for each in spec.data.prompts))
+    return Names(model, tuple(source_name(each.uri) for each in spec.data.prompts))
 
 
 def content_digests(folder: Path, table: PromptTable, weights: str, code_digest: str | None) -> dict[str, str]:

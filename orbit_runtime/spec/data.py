@@ -28,12 +28,14 @@ class Prompts(Block):
     """One source of prompts."""
 
     uri: Annotated[Uri, LAYOUT, Field(examples=["builtin://two-digit-addition"])]
-    """A file: a path, `file:///…`, `hf://datasets/org/name@revision/file`, `s3://bucket/key`, on a cluster
+    """A file, or a folder of files that are read in the order of their names: a path, `file:///…`,
+    `hf://datasets/org/name@revision/file`, `s3://bucket/key` (`s3://bucket/folder/` is a folder), on a cluster
     `pvc://claim/path`, or `builtin://two-digit-addition` and `builtin://two-digit-multiplication`, which ship with
     Orbit. It may move on resume: a run knows its prompts by digest."""
-    format: Annotated[Literal["Auto", "JSONL", "CSV", "Parquet"], IDENTITY] = "Auto"
-    """`Auto` goes by the end of the name: `.parquet` is Parquet, `.csv` CSV with a header, everything else JSON lines.
-    Cells of CSV are text as they stand."""
+    format: Annotated[Literal["Auto", "JSONL", "CSV", "Parquet", "Arrow"], IDENTITY] = "Auto"
+    """`Auto` goes by the end of the name: `.parquet` is Parquet, `.arrow` Arrow, `.csv` CSV with a header, everything
+    else JSON lines; CSV and JSON lines also as `.gz` or `.zst`. A folder that `datasets` saved is Arrow. Cells of CSV
+    are text as they stand."""
     prompt_field: Annotated[str, IDENTITY, Field(min_length=1, max_length=128)] = "prompt"
     """Column with the prompt: text, which becomes one user message, or a list of chat messages."""
     completion_field: Annotated[

@@ -30,6 +30,8 @@ ARCHIVE = ".zip"
 MAX_CODE_FILES = 10_000
 _ON_A_CLUSTER = ("pvc", "configmap")
 _TEXTS = (".json", ".jinja", ".txt", ".model", ".tiktoken")
+_DATA = (".jsonl", ".ndjson", ".csv", ".parquet", ".pq", ".arrow", ".feather")
+_DATA_TEXTS = ("state.json", "dataset_dict.json")
 _ERRORS: dict[Kind, type[OrbitError]] = {"model": ModelError, "prompts": DataError, "code": UsageError}
 
 
@@ -38,7 +40,7 @@ class Fetched:
     """Where an input is on this machine."""
 
     path: Path
-    """A folder, or for prompts a file; for code either."""
+    """A folder; for prompts and code also a file."""
     uri: str
     revision: str | None = None
     """The hub's commit."""
@@ -149,11 +151,21 @@ class _Wanted:
             if self.kind == "model":
                 return self._keep_model(hub, listed, hub.revision)
             assert address.path is not None
-            if address.path not in listed:
-                raise self.missing(f"the repository has no file {address.path!r}")
-            return self._keep(hub, [listed[address.path]], hub.revision)
+            if address.path in listed:
+                return self._keep(hub, [listed[address.path]], hub.revision)
+            folder = address.path.rstrip("/")
+            files = [file for name, file in listed.items() if name.startswith(f"{folder}/") and _is_data(name)]
+            if not files:
+                raise self.missing(f"the repository has no file {address.path!r}, nor a folder of that name with rows")
+            return self._keep(hub, files, hub.revision, folder=folder)
 
     def from_bucket(self, environ: Mapping[str, str]) -> Fetched:
+        if self.kind == "prompts" and self.uri.endswith("/"):
+            bucket = Bucket(self.uri.rstrip("/"), self.missing, self.patience, environ)
+            names = [name for name in bucket.list() if is_key(name) and _is_data(name)]
+            if not names:
+                raise self.missing("no file of rows is there")
+            return self._keep(bucket, [bucket.describe(name) for name in names], folder="")
         if self.kind == "prompts" or (self.kind == "code" and self.uri.endswith(ARCHIVE)):
             folder, _, name = self.uri.rpartition("/")
             if not name or folder in ("s3:/", "s3:"):
@@ -196,15 +208,29 @@ class _Wanted:
             raise self.missing(f"{INDEX} names {other[0] if other else 'nothing'}: weights are {WEIGHTS} files only")
         return shards
 
-    def _keep(self, source: Source, files: Sequence[RemoteFile], revision: str | None = None) -> Fetched:
+    def _keep(
+        self, source: Source, files: Sequence[RemoteFile], revision: str | None = None, *, folder: str | None = None
+    ) -> Fetched:
+        """Args: folder: of the source, where its files are wanted together, not one file."""
         found = fetch_files(source, files, self.cache, self.patience, self.broken)
-        folder, digest = self.cache.build_folder(found)
-        is_file = self.kind == "prompts" or self.uri.endswith(ARCHIVE)
-        return Fetched(folder / files[0].name if is_file else folder, self.uri, revision, f"sha256:{digest}")
+        kept, digest = self.cache.build_folder(found)
+        if folder is not None:
+            kept /= folder
+        elif self.kind == "prompts" or self.uri.endswith(ARCHIVE):
+            kept /= files[0].name
+        return Fetched(kept, self.uri, revision, f"sha256:{digest}")
 
 
 def _is_text(name: str) -> bool:
     return name.endswith(_TEXTS) and "/" not in name
+
+
+def _is_data(name: str) -> bool:
+    """Rows, and what says which files have them; `data.readers` knows what is in them."""
+    last = name.rpartition("/")[2]
+    return not _is_passed_over(name) and (
+        last in _DATA_TEXTS or last.removesuffix(".gz").removesuffix(".zst").endswith(_DATA)
+    )
 
 
 def _is_passed_over(name: str) -> bool:

@@ -59,6 +59,14 @@ def test_prompts_keep_their_name(s3_bucket: str) -> None:
     assert (found.path.name, found.path.read_bytes()) == ("train.jsonl", b'{"prompt": "1+1"}\n')
 
 
+def test_a_folder_of_prompts_comes_with_its_rows_alone(s3_bucket: str) -> None:
+    rows = {f"part-{number}.jsonl.gz": b"x" for number in (0, 1)}
+    put_all(f"{s3_bucket}/sums", {**rows, "README.md": b"#", "_SUCCESS": b""})
+    assert content(fetch(f"{s3_bucket}/sums/", "prompts").path) == rows
+    with pytest.raises(DataError, match="no file of rows is there"):
+        fetch(f"{s3_bucket}/none/", "prompts")
+
+
 def test_code_has_the_digest_of_the_folder_that_was_uploaded(s3_bucket: str, tmp_path: Path) -> None:
     files = {"a.py": b"x = 1\n", "pack/__init__.py": b""}
     for name, data in {**files, ".git/config": b"", "__pycache__/a.pyc": b""}.items():

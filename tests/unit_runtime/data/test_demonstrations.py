@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from orbit_runtime.data.demonstrations import (
     read_demonstration,
     read_demonstrations,
 )
-from orbit_runtime.data.prompts import PromptTable, hold_out, load_prompts
+from orbit_runtime.data.prompts import hold_out, load_prompts
 from orbit_runtime.data.rows import PromptSource
 from orbit_runtime.data.samples import build_demonstration_samples
 from orbit_runtime.errors import DataError
@@ -187,14 +188,17 @@ def test_a_row_without_an_answer_is_refused(
     assert caught.value.where == "file/7"
 
 
-def test_what_is_held_out_is_a_share_that_the_seed_chooses() -> None:
-    table = PromptTable(tuple(Prompt(f"a/{n}", 0, (), {}) for n in range(100)), "sha256:0", (), (100,))
+def test_what_is_held_out_is_a_share_that_the_seed_chooses(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"q{n}"}) + "\n" for n in range(100)))
+    table = load_prompts([PromptSource(str(path))])
     left, held = hold_out(table, 0.05, seed=3)
     assert len(held) == 5
     assert {each.prompt_id for each in (*left.prompts_P, *held)} == {each.prompt_id for each in table.prompts_P}
-    assert hold_out(table, 0.05, seed=3) == (left, held)
+    again, held_again = hold_out(table, 0.05, seed=3)
+    assert ([*again.prompts_P], held_again) == ([*left.prompts_P], held)
     assert hold_out(table, 0.05, seed=4)[1] != held
     assert hold_out(table, 0.0, seed=3) == (table, ())
     assert len(hold_out(table, 1e-6, seed=3)[1]) == 1
     with pytest.raises(DataError, match="leaves none to train on"):
-        hold_out(PromptTable(table.prompts_P[:1], "sha256:0", (), (1,)), 0.5, seed=0)
+        hold_out(replace(table, prompts_P=table.prompts_P[:1]), 0.5, seed=0)

@@ -242,6 +242,15 @@ def test_prompts_keep_their_name(hub: HubServer) -> None:
     assert found.path.read_bytes() == b'{"prompt": "1+1"}\n'
 
 
+def test_a_folder_of_prompts_comes_with_its_rows_alone(hub: HubServer) -> None:
+    files = {f"main/train-{number}.jsonl": b'{"prompt": "1+1"}\n' for number in (0, 1)}
+    hub.add("org/sums", {**files, "main/README.md": b"#", "test/a.jsonl": b"{}", "load.py": b"evil"}, kind="datasets")
+    found = fetch("hf://datasets/org/sums@main/main", "prompts")
+    assert found.path.name == "main"
+    assert sorted(each.name for each in found.path.iterdir()) == ["train-0.jsonl", "train-1.jsonl"]
+    assert found.revision
+
+
 def test_what_does_not_fit_is_said_before_a_byte_of_it_comes(hub: HubServer) -> None:
     hub.repositories["models", "org/tiny"].sizes[WEIGHTS] = 2**60
     with pytest.raises(StorageError, match="MiB are free") as caught:

@@ -1,0 +1,287 @@
+"""Files of rows: one pass checks every row of one, and leaves what reads any of them again.
+
+Belongs here: JSON lines, CSV, Parquet and Arrow, plain or compressed, a file at a time. Does not belong here: which
+files a source has (`rows`), what a row must hold (`scan`).
+
+JSON lines and Arrow are read where they lie. What cannot be read from the middle, CSV and compressed files, is written
+once more as JSON lines: into memory while that is short, then into a file of the system's temporary folder that has no
+name and goes with the process.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+import tempfile
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, Literal
+
+import zstandard
+
+from orbit_runtime.data.scan import MAX_ROW, Scan, as_json
+from orbit_runtime.data.stores import Batches, Lines, RowStore, Unchanged, without_nulls
+from orbit_runtime.errors import DataError, StorageError
+
+Format = Literal["Auto", "JSONL", "CSV", "Parquet", "Arrow"]
+
+IN_MEMORY = 1 << 26
+"""Bytes of a file that is read whole, so that what is written to it later changes nothing."""
+MAX_GROUP = 1 << 31
+"""Bytes that a row group may decode to: one row of it cannot be read without all of them."""
+DECODED_ROWS = 512
+"""Of a batch, at a time."""
+SUFFIXES: dict[str, Format] = {
+    ".jsonl": "JSONL",
+    ".ndjson": "JSONL",
+    ".csv": "CSV",
+    ".parquet": "Parquet",
+    ".pq": "Parquet",
+    ".arrow": "Arrow",
+    ".feather": "Arrow",
+}
+COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
+BOM = b"\xef\xbb\xbf"
+
+
+def format_of(path: Path) -> Format | None:
+    """By the end of its name, `.gz` and `.zst` left out; None: not by that."""
+    suffixes = [each for each in path.suffixes if each not in COMPRESSED]
+    return SUFFIXES.get(suffixes[-1].lower()) if suffixes else None
+
+
+def read_file(path: Path, file: IO[bytes], asked: Format, scan: Scan, where: str) -> RowStore:
+    """Every row of an open file, checked.
+
+    Raises:
+        DataError: the file is broken or empty, or has broken rows: up to five are named by line, the rest counted.
+        StorageError: the temporary folder is full.
+    """
+    kind = format_of(path) or "JSONL" if asked == "Auto" else asked
+    packed = COMPRESSED.get(path.suffix)
+    if kind in ("Parquet", "Arrow"):
+        if packed:
+            raise DataError(
+                f"{kind} in {packed} cannot be read from the middle", where=where, fix="unpack it: it is compressed "
+                "inside",
+            )  # fmt: skip
+        return (_read_parquet if kind == "Parquet" else _read_arrow)(path, file, scan, where)
+    if kind == "JSONL" and not packed:
+        size = file.seek(0, io.SEEK_END)
+        file.seek(0)
+        unchanged = Unchanged(file, where) if size > IN_MEMORY else None
+        return _scan_lines(file if unchanged else io.BytesIO(file.read()), scan, where, unchanged)
+    with _spooled(where) as spool, _unpacked(file, packed, where) as plain:
+        if kind == "CSV":
+            return _scan_csv(plain, spool, scan, where)
+        while piece := plain.read(1 << 20):
+            spool.write(piece)
+        spool.seek(0)
+        return _scan_lines(spool, scan, where, None)
+
+
+def _scan_lines(file: IO[bytes], scan: Scan, where: str, unchanged: Unchanged | None) -> Lines:
+    offset = len(BOM) if file.read(len(BOM)) == BOM else 0
+    file.seek(offset)
+    number = 0
+    # Split at \n only: str.splitlines would also split at U+2028, which JSON strings may hold.
+    while line := file.readline(MAX_ROW + 1):
+        number += 1
+        if len(line) > MAX_ROW:
+            raise DataError(
+                f"line {number} is longer than {MAX_ROW >> 20} MiB", where=where, fix="write one JSON object a line"
+            )
+        if not line.isspace():
+            _scan_line(line, scan, number, offset)
+        offset += len(line)
+    if not number or (not scan.count and not scan.num_problems):
+        raise DataError("the prompts file is empty", where=where, fix="give it at least one row with a prompt")
+    scan.check(where)
+    return Lines(
+        file, count=scan.count, offsets=scan.offsets, lines=scan.lines, longest=scan.longest, unchanged=unchanged
+    )
+
+
+def _scan_line(line: bytes, scan: Scan, number: int, offset: int) -> None:
+    at = f"line {number}"
+    try:
+        row = json.loads(line.decode(), parse_constant=_refuse_constant)
+    except UnicodeDecodeError as error:
+        scan.refuse(f"{at}: not UTF-8 (byte {error.start + 1} of the line is 0x{line[error.start]:02x})")
+    except json.JSONDecodeError as error:
+        scan.refuse(f"{at}: not JSON: {error.msg} at column {error.colno}: {_excerpt(line)}")
+    except ValueError as error:
+        scan.refuse(f"{at}: not JSON: {error}: {_excerpt(line)}")
+    except RecursionError:
+        scan.refuse(f"{at}: nested too deeply: {_excerpt(line)}")
+    else:
+        scan.add(row, len(line), at=at, line=number, offset=offset)
+
+
+def _scan_csv(file: IO[bytes], spool: IO[bytes], scan: Scan, where: str) -> Lines:
+    """With a header, RFC 4180: every cell is text as it stands, `=1+1` and `007` among them. An empty line is none."""
+    csv.field_size_limit(MAX_ROW)
+    reader = csv.reader(_text_lines(file, where), strict=True)
+    offset = 0
+    try:
+        header = next(reader, None)
+        if header is None:
+            raise DataError("the prompts file is empty", where=where, fix="give it at least one row with a prompt")
+        twice = sorted({name for name in header if header.count(name) > 1})
+        if twice:
+            raise DataError(f"the header names {twice[0]!r} more than once", where=where, fix="rename one of them")
+        for cells in reader:
+            if not cells:
+                continue
+            at = f"line {reader.line_num}"
+            if len(cells) != len(header):
+                scan.refuse(f"{at}: {len(cells)} cells, the header has {len(header)}")
+                continue
+            row = dict(zip(header, cells, strict=True))
+            line = as_json(row).encode() + b"\n"
+            scan.add(row, len(line), at=at, line=reader.line_num, offset=offset)
+            offset += spool.write(line)
+    except csv.Error as error:
+        raise DataError(
+            f"line {reader.line_num}: not CSV: {error}", where=where, fix="quote cells as RFC 4180 does"
+        ) from None
+    scan.check(where, "one row of cells a line, below a header that has the prompt's column")
+    return Lines(
+        spool, count=scan.count, offsets=scan.offsets, lines=scan.lines, longest=scan.longest, unit="row"
+    )  # fmt: skip
+
+
+def _text_lines(file: IO[bytes], where: str) -> Iterator[str]:
+    # Line ends as they stand; a byte that is no UTF-8 waits for its line to be named.
+    text = io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="")
+    number = 0
+    while line := text.readline(MAX_ROW):
+        number += 1
+        if len(line) == MAX_ROW:
+            raise DataError(f"line {number} is longer than {MAX_ROW >> 20} MiB", where=where, fix="this is no CSV")
+        try:
+            line.encode()
+        except UnicodeEncodeError:
+            raise DataError(f"line {number}: not UTF-8", where=where, fix="save the file as UTF-8") from None
+        yield line
+
+
+def _read_parquet(path: Path, file: IO[bytes], scan: Scan, where: str) -> Batches:
+    with _arrow(where, "Parquet"):
+        from pyarrow import parquet  # type: ignore[import-untyped]
+
+        opened = parquet.ParquetFile(file)
+        groups = range(opened.num_row_groups)
+        sizes = [opened.metadata.row_group(number).total_byte_size for number in groups]
+        for number, size in enumerate(sizes):
+            if size > MAX_GROUP:
+                raise DataError(
+                    f"row group {number} decodes to {size / 2**30:.1f} GiB, and a row cannot be read without all of it",
+                    where=where,
+                    fix="write smaller row groups, or make it JSON lines with `orbit data prepare`",
+                )
+        _scan_batches(opened.iter_batches(batch_size=DECODED_ROWS), scan)
+        counts = [opened.metadata.row_group(number).num_rows for number in groups]
+    scan.check(where)
+    return Batches(_loading(opened.read_row_group, where, "Parquet"), counts, scan.longest, Unchanged(file, where))
+
+
+def _read_arrow(path: Path, file: IO[bytes], scan: Scan, where: str) -> Batches:
+    """A file or a stream of Arrow's: `datasets` writes streams. Both are mapped, and decode as they are read."""
+    with _arrow(where, "Arrow"):
+        import pyarrow
+
+        source = pyarrow.memory_map(str(path))
+        if file.read(6) == b"ARROW1":
+            reader = pyarrow.ipc.open_file(source)
+            load, counts = reader.get_batch, [reader.get_batch(n).num_rows for n in range(reader.num_record_batches)]
+        else:
+            batches = [*pyarrow.ipc.open_stream(source)]
+            load, counts = batches.__getitem__, [batch.num_rows for batch in batches]
+        pieces = (
+            batch.slice(start, DECODED_ROWS)
+            for batch in map(load, range(len(counts)))
+            for start in range(0, batch.num_rows, DECODED_ROWS)
+        )
+        _scan_batches(pieces, scan)
+    scan.check(where)
+    return Batches(_loading(load, where, "Arrow"), counts, scan.longest, Unchanged(file, where))
+
+
+def _scan_batches(batches: Iterator[Any], scan: Scan) -> None:
+    number = 0
+    for batch in batches:
+        for each in batch.to_pylist():
+            number += 1
+            row = without_nulls(each)
+            try:
+                size = len(as_json(row))
+            except ValueError as error:
+                scan.refuse(f"row {number}: {error}")
+                continue
+            scan.add(row, size, at=f"row {number}")
+
+
+def _loading(load: Callable[[int], Any], where: str, kind: str) -> Callable[[int], Any]:
+    def loaded(number: int) -> Any:
+        with _arrow(where, kind):
+            return load(number)
+
+    return loaded
+
+
+@contextmanager
+def _arrow(where: str, kind: str) -> Iterator[None]:
+    """What pyarrow raises about a file, as an error of the file."""
+    try:
+        import pyarrow
+    except ImportError:
+        raise DataError(
+            f"reading {kind} needs pyarrow, which is not installed",
+            where=where,
+            fix="pip install 'orbit-rl[data]', or convert the file to JSON lines",
+        ) from None
+    try:
+        yield
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
+        raise DataError(f"not {kind} that can be read: {str(error).splitlines()[0]}", where=where) from None
+
+
+@contextmanager
+def _spooled(where: str) -> Iterator[IO[bytes]]:
+    spool: IO[bytes] = tempfile.SpooledTemporaryFile(max_size=IN_MEMORY)  # noqa: SIM115
+    try:
+        yield spool
+    except OSError as error:
+        raise StorageError(
+            f"its rows could not be written to {tempfile.gettempdir()}: {error.strerror}",
+            where=where,
+            fix="set TMPDIR to a folder with more room, or give the file as JSON lines, which are read where they lie",
+        ) from None
+
+
+@contextmanager
+def _unpacked(file: IO[bytes], packed: str | None, where: str) -> Iterator[IO[bytes]]:
+    if packed is None:
+        yield file
+        return
+    try:
+        if packed == "gzip":
+            yield io.BufferedReader(gzip.GzipFile(fileobj=file))
+        else:
+            yield io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True))
+    except (gzip.BadGzipFile, EOFError, zlib.error, zstandard.ZstdError) as error:
+        raise DataError(f"not a {packed} file, or cut off: {error}", where=where, fix="fetch it again") from None
+
+
+def _refuse_constant(constant: str) -> float:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def _excerpt(line: bytes) -> str:
+    text = line[:256].decode(errors="replace").strip()
+    return repr(text if len(text) <= 60 else text[:57] + "...")

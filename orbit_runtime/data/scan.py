@@ -1,0 +1,185 @@
+"""What one pass over the rows of a source learns: where they are, what their columns hold, which are broken.
+
+Belongs here: rules that a row must keep to. Does not belong here: file formats (`readers`).
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from orbit_runtime.data.stores import BLOCK, OFFSETS, SIZES
+from orbit_runtime.errors import DataError
+
+MAX_ROW = 1 << 27
+"""Bytes of one row: a longer one is a file that is no JSON lines, or was damaged."""
+MAX_COLUMNS = 4096
+"""That are told apart; a file with more has objects for rows whose keys are data."""
+MAX_LISTED = 5
+"""Broken rows named in one message."""
+
+
+class Columns:
+    """What the columns of a source hold, by kind: how many rows, and which is the first of them."""
+
+    def __init__(self) -> None:
+        self.rows = 0
+        self.kinds: dict[str, dict[str, list[int]]] = {}
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        number = self.rows
+        self.rows += 1
+        for name, value in row.items():
+            kinds = self.kinds.get(name)
+            if kinds is None:
+                if len(self.kinds) >= MAX_COLUMNS:
+                    continue
+                kinds = self.kinds[name] = {}
+            kind = kind_of(value)
+            if kind in kinds:
+                kinds[kind][0] += 1
+            else:
+                kinds[kind] = [1, number]
+
+
+class Scan:
+    """The index of a file as it grows, row by row."""
+
+    def __init__(self, prompt_field: str, columns: Columns, counted: int | None) -> None:
+        """
+        Args:
+            columns: of the source, which may have several files.
+            counted: only so many rows are used, so that only their columns matter; None: all.
+        """
+        self.offsets, self.lines, self.longest = array(OFFSETS), array(OFFSETS), array(SIZES)
+        self.count = 0
+        self.problems: list[str] = []
+        self.num_problems = 0
+        self._prompt_field, self._columns, self._counted = prompt_field, columns, counted
+
+    def add(self, row: Any, size: int, *, at: str, line: int = 0, offset: int = 0) -> None:
+        """Args: at: where a person finds the row; size: its bytes as JSON."""
+        problem = row_problem(row, self._prompt_field)
+        if problem is None and size > MAX_ROW:
+            problem = f"longer than {MAX_ROW >> 20} MiB"
+        if problem:
+            self.refuse(f"{at}: {problem}")
+            return
+        if self.count % BLOCK == 0:
+            self.offsets.append(offset)
+            self.lines.append(line)
+            self.longest.append(size)
+        elif size > self.longest[-1]:
+            self.longest[-1] = size
+        self.count += 1
+        if self._counted is None or self._columns.rows < self._counted:
+            self._columns.add(row)
+
+    def refuse(self, problem: str) -> None:
+        """Keeps the first few; the rest are counted."""
+        self.num_problems += 1
+        if len(self.problems) < MAX_LISTED:
+            self.problems.append(problem)
+
+    def check(self, where: str, fix: str = "one JSON object a line, each with the prompt's key") -> None:
+        """
+        Raises:
+            DataError: there are broken rows, or none at all.
+        """
+        if self.num_problems:
+            count = "1 broken row" if self.num_problems == 1 else f"{self.num_problems} broken rows"
+            raise DataError(f"{count}:\n{listed(self.problems, self.num_problems)}", where=where, fix=fix)
+        if not self.count:
+            raise DataError("the prompts file has no rows", where=where, fix="give it at least one row with a prompt")
+
+
+def row_problem(row: Any, prompt_field: str) -> str | None:
+    """What keeps this row from being a prompt, or `None`."""
+    if not isinstance(row, dict):
+        return f"a row is a JSON object, this is {kind_of(row)}"
+    if prompt_field not in row:
+        return f"no key {prompt_field!r}; the row has: {', '.join(map(repr, row)) or 'no keys'}"
+    prompt = row[prompt_field]
+    if isinstance(prompt, str):
+        return None if prompt.strip() else f"{prompt_field!r} is empty"
+    if not isinstance(prompt, list):
+        return f"{prompt_field!r} is a string or a list of chat messages, this is {kind_of(prompt)}"
+    if not prompt:
+        return f"{prompt_field!r} is an empty list"
+    for index, message in enumerate(prompt):
+        if not isinstance(message, dict):
+            return f"{prompt_field}[{index}] is a message with 'role' and 'content', this is {kind_of(message)}"
+        where = f"{prompt_field}[{index}]"
+        if not isinstance(message.get("role"), str):
+            return f"{where}.role is a string, this is {kind_of(message.get('role'))}"
+        problem = _content_problem(message, where)
+        if problem:
+            return problem
+    return None
+
+
+def _content_problem(message: Mapping[str, Any], where: str) -> str | None:
+    """Text, a list of parts, or nothing beside calls of tools."""
+    content, calls = message.get("content"), message.get("tool_calls")
+    if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
+        return f"{where}.tool_calls is a list of objects, this is {kind_of(calls)}"
+    if content is None and calls:
+        return None
+    if isinstance(content, list):
+        for index, part in enumerate(content):
+            if not isinstance(part, dict) or not isinstance(part.get("type"), str):
+                return f"{where}.content[{index}] is a part with a 'type', this is {kind_of(part)}"
+        return None
+    return None if isinstance(content, str) else f"{where}.content is a string, this is {kind_of(content)}"
+
+
+def as_json(row: Mapping[str, Any]) -> str:
+    """
+    Raises:
+        ValueError: JSON cannot hold a column, which is named: rewards run in other processes and receive columns as
+            JSON.
+    """
+    try:
+        return json.dumps(row, allow_nan=False)
+    except (TypeError, ValueError, RecursionError):
+        for key, value in row.items():
+            try:
+                json.dumps(value, allow_nan=False)
+            except (TypeError, ValueError, RecursionError):
+                held = "NaN or an infinite number" if _is_plain(value) else kind_of(value)
+                raise ValueError(
+                    f"column {key!r} holds {held}, which JSON cannot hold; drop or convert the column"
+                ) from None
+        raise
+
+
+def _is_plain(value: Any) -> bool:
+    """JSON could hold it, were it not for a number."""
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError, RecursionError):
+        return False
+    return True
+
+
+def listed(problems: Sequence[str], count: int | None = None) -> str:
+    """The first of them, a line each, and how many more there are of `count`."""
+    more = (len(problems) if count is None else count) - MAX_LISTED
+    return "\n".join(f"  {problem}" for problem in problems[:MAX_LISTED]) + (f"\n  and {more} more" if more > 0 else "")
+
+
+_KINDS = {
+    dict: "an object",
+    list: "a list",
+    str: "a string",
+    bool: "a boolean",
+    type(None): "null",
+    int: "a number",
+    float: "a number",
+}
+
+
+def kind_of(value: Any) -> str:
+    return _KINDS.get(type(value)) or f"a {type(value).__name__}"

@@ -1,0 +1,290 @@
+"""Sources of rows: every format holds the same rows, a large file is not in memory, and what is broken is named."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import os
+import random
+import tracemalloc
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.feather
+import pyarrow.parquet
+import pytest
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from orbit_runtime.data.prompts import (
+    ALL_ENCODED,
+    Permutation,
+    PromptStream,
+    check_fields,
+    check_lengths,
+    load_prompts,
+    shuffled,
+)
+from orbit_runtime.data.readers import IN_MEMORY
+from orbit_runtime.data.rows import PromptSource
+from orbit_runtime.data.scan import MAX_ROW
+from orbit_runtime.errors import DataError
+
+ROWS: list[dict[str, Any]] = [
+    {"prompt": f"q{index} \u2028 é", "answer": str(index), "level": index % 5} for index in range(100)
+]
+CHAT = [
+    {"prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": f"u{index}"}], "answer": "1"}
+    for index in range(3)
+]
+
+
+def jsonl(rows: Sequence[Any]) -> bytes:
+    return b"".join(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows)
+
+
+def write_parquet(path: Path, rows: Sequence[Any]) -> None:
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([*rows]), path, row_group_size=7)
+
+
+def write_feather(path: Path, rows: Sequence[Any]) -> None:
+    pyarrow.feather.write_feather(pyarrow.Table.from_pylist([*rows]), str(path), chunksize=9)
+
+
+def write_stream(path: Path, rows: Sequence[Any]) -> None:
+    table = pyarrow.Table.from_pylist([*rows])
+    with pyarrow.OSFile(str(path), "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as stream:
+        stream.write_table(table, max_chunksize=11)
+
+
+def write_shards(path: Path, rows: Sequence[Any]) -> None:
+    path.mkdir()
+    for number, start in enumerate(range(0, len(rows), 30)):
+        (path / f"part-{number}.jsonl").write_bytes(jsonl(rows[start : start + 30]))
+    (path / "README.md").write_text("not rows")
+
+
+def write_saved(path: Path, rows: Sequence[Any]) -> None:
+    import datasets
+
+    datasets.Dataset.from_list([*rows]).save_to_disk(path, num_shards=min(3, len(rows)))
+
+
+WRITERS: dict[str, Callable[[Path, Sequence[Any]], Any]] = {
+    "rows.jsonl": lambda path, rows: path.write_bytes(jsonl(rows)),
+    "rows.jsonl.gz": lambda path, rows: path.write_bytes(gzip.compress(jsonl(rows))),
+    "rows.jsonl.zst": lambda path, rows: path.write_bytes(zstandard.compress(jsonl(rows))),
+    "rows.parquet": write_parquet,
+    "rows.feather": write_feather,
+    "rows.arrow": write_stream,
+    "shards": write_shards,
+    "saved": write_saved,
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.parametrize("rows", [ROWS, CHAT], ids=["text", "chat"])
+def test_every_format_holds_the_same_rows_read_in_any_order(name: str, rows: list[Any], tmp_path: Path) -> None:
+    WRITERS[name](tmp_path / name, rows)
+    table = load_prompts([PromptSource(str(tmp_path / name))])
+    found = table.prompts_P
+    assert len(found) == len(rows)
+    order = random.Random(1).sample(range(len(rows)), len(rows))
+    for index in [*range(len(rows)), *order]:
+        prompt = rows[index]["prompt"]
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        assert found[index].messages == tuple(messages)
+        assert found[index].fields == {key: value for key, value in rows[index].items() if key != "prompt"}
+        assert found[index].prompt_id == f"{Path(name).name.split('.')[0]}/{index}"
+    check_fields(table, {"answer": "correct"})
+    again = load_prompts([PromptSource(str(tmp_path / name))])
+    assert again.digest == table.digest
+
+
+def test_csv_that_is_compressed_is_the_same_csv(tmp_path: Path) -> None:
+    with (tmp_path / "rows.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, ["prompt", "answer"])
+        writer.writeheader()
+        writer.writerows({"prompt": 'two\nlines, "quoted"', "answer": str(index)} for index in range(40))
+    (tmp_path / "rows.csv.zst").write_bytes(zstandard.compress((tmp_path / "rows.csv").read_bytes()))
+    plain, packed = (load_prompts([PromptSource(str(tmp_path / f"rows.csv{end}"))]) for end in ("", ".zst"))
+    assert [*plain.prompts_P] == [*packed.prompts_P]
+    assert packed.prompts_P[39].messages[0]["content"] == 'two\nlines, "quoted"'
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.sampled_from(["", "  ", "\r", "row"]), min_size=1, max_size=70), st.randoms(use_true_random=False))
+def test_blank_lines_do_not_move_a_row_or_its_line(
+    tmp_path_factory: pytest.TempPathFactory, kinds: list[str], order: random.Random
+) -> None:
+    kinds.append("row")
+    lines = [
+        json.dumps({"prompt": f"line {number}"}) if kind == "row" else kind for number, kind in enumerate(kinds, 1)
+    ]
+    path = tmp_path_factory.getbasetemp() / "blank.jsonl"
+    path.write_text("\n".join(lines))
+    rows = load_prompts([PromptSource(str(path))]).prompts_P
+    for index in order.sample(range(len(rows)), len(rows)):
+        assert rows.place(index).endswith(rows[index].messages[0]["content"])
+
+
+def test_a_large_file_is_not_in_memory_and_is_refused_once_it_was_written_to(tmp_path: Path) -> None:
+    path = tmp_path / "large.jsonl"
+    with path.open("w") as file:
+        for index in range(IN_MEMORY // 1_000_000 + 4):
+            file.write(json.dumps({"prompt": f"q{index}", "text": "x" * 1_000_000}) + "\n")
+    tracemalloc.start()
+    table = load_prompts([PromptSource(str(path))])
+    stream = PromptStream(table, seed=1)
+    taken = [prompt.messages[0]["content"] for _ in range(10) for prompt in stream.take(2)]
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < IN_MEMORY / 6
+    assert len(set(taken)) == 20
+    os.replace(path, tmp_path / "aside.jsonl")
+    path.write_text('{"prompt": "another file of this name"}\n')
+    assert table.prompts_P[3].messages[0]["content"] == "q3"
+    with (tmp_path / "aside.jsonl").open("a") as file:
+        file.write('{"prompt": "one more"}\n')
+    with pytest.raises(DataError, match="changed while the run reads from it"):
+        table.prompts_P[4]
+
+
+def broken_parquet(path: Path) -> None:
+    write_parquet(path, ROWS)
+    path.write_bytes(path.read_bytes()[:-40])
+
+
+def broken_page(path: Path) -> None:
+    table = pyarrow.Table.from_pylist(ROWS)
+    pyarrow.parquet.write_table(table, path, compression="zstd", use_dictionary=False)
+    data = bytearray(path.read_bytes())
+    data[40:160] = bytes(120)
+    path.write_bytes(bytes(data))
+
+
+def long_line(path: Path) -> None:
+    with path.open("wb") as file:
+        file.write(b'{"prompt": "q"}\n{"prompt": "')
+        for _ in range(200):
+            file.write(b"x" * 1_000_000)
+        file.write(b'"}\n')
+
+
+def table_of(**columns: Any) -> Callable[[Path], None]:
+    return lambda path: pyarrow.parquet.write_table(pyarrow.table(columns), path)
+
+
+FAULTS: list[tuple[str, Callable[[Path], Any], str]] = [
+    ("long.jsonl", long_line, "line 2 is longer than 128 MiB"),
+    ("long.csv", lambda path: path.write_bytes(b"prompt\n" + b"y" * (MAX_ROW + 1)), "line 2 is longer than 128 MiB"),
+    ("cut.parquet", broken_parquet, "not Parquet that can be read"),
+    ("page.parquet", broken_page, "not Parquet that can be read"),
+    ("text.parquet", lambda path: path.write_text("prompt,answer\n"), "not Parquet that can be read"),
+    ("cut.arrow", lambda path: (write_stream(path, ROWS), os.truncate(path, 900)), "not Arrow that can be read"),
+    ("text.arrow", lambda path: path.write_text('{"prompt": 1}\n' * 9), "not Arrow that can be read"),
+    ("cut.jsonl.gz", lambda path: path.write_bytes(gzip.compress(jsonl(ROWS))[:-9]), "not a gzip file, or cut off"),
+    ("not.jsonl.gz", lambda path: path.write_bytes(jsonl(ROWS)), "not a gzip file"),
+    ("not.jsonl.zst", lambda path: path.write_bytes(jsonl(ROWS)), "not a zstd file"),
+    ("nan.jsonl", lambda path: path.write_text('{"prompt": "q"}\n{"prompt": "r", "score": NaN}\n'), "line 2.*NaN"),
+    ("deep.jsonl", lambda path: path.write_text('{"prompt": ' + "[" * 200_000 + "\n"), "line 1: nested too deeply"),
+    ("nan.parquet", table_of(prompt=["q", "r"], score=[1.0, float("nan")]), "row 2: column 'score' holds NaN"),
+    ("null.parquet", table_of(prompt=["q", None]), "row 2: 'prompt' is a string or a list of chat messages.*null"),
+    ("bytes.parquet", table_of(prompt=["q"], image=[b"x"]), "row 1: column 'image' holds a bytes"),
+    ("column.parquet", table_of(question=["q"]), "row 1: no key 'prompt'; the row has: 'question'"),
+    ("none.parquet", table_of(prompt=pyarrow.array([], pyarrow.string())), "has no rows"),
+    ("empty.parquet", lambda path: path.touch(), "is empty"),
+    ("folder", lambda path: path.mkdir(), "0 files in this folder"),
+    ("saved", lambda path: (path.mkdir(), (path / "state.json").write_text("{}")), "not what `datasets` writes"),
+    (
+        "splits",
+        lambda path: (path.mkdir(), (path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')),
+        "several splits: train, test",
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "write", "words"), FAULTS, ids=[name for name, _, _ in FAULTS])
+def test_a_broken_source_is_one_error_that_names_it(
+    name: str, write: Callable[[Path], Any], words: str, tmp_path: Path
+) -> None:
+    write(tmp_path / name)
+    with pytest.raises(DataError, match=words) as caught:
+        load_prompts([PromptSource(str(tmp_path / name))])
+    assert caught.value.exit_code == 65
+    assert name in str(caught.value.where)
+
+
+def test_kinds_of_one_folder_are_not_mixed(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(jsonl(ROWS))
+    write_parquet(tmp_path / "b.parquet", ROWS)
+    with pytest.raises(DataError, match="files of this folder are JSONL and Parquet"):
+        load_prompts([PromptSource(str(tmp_path))])
+    assert len(load_prompts([PromptSource(str(tmp_path), "Parquet")]).prompts_P) == 100
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        (['{"prompt": "a", "answer": "1"}', "", '{"prompt": "b"}'], ("line 3", "no key 'answer'", "'correct'")),
+        (['{"prompt": "a", "answer": "1"}', '{"prompt": "b", "answer": null}'], ("line 2", "'answer'", "null")),
+        (['{"prompt": "a", "answer": null}'], ("line 1", "'answer'", "null")),
+        (
+            ['{"prompt": "a", "answer": "1"}', '{"prompt": "b", "answer": [1]}'],
+            ("line 2", "holds a list here, and a string in line 1"),
+        ),
+    ],
+)
+def test_a_column_that_a_reward_reads_is_there_and_of_one_kind(
+    lines: list[str], words: tuple[str, ...], tmp_path: Path
+) -> None:
+    (tmp_path / "mixed.jsonl").write_text("\n".join(lines))
+    table = load_prompts([PromptSource(str(tmp_path / "mixed.jsonl"))])
+    with pytest.raises(DataError) as caught:
+        check_fields(table, {"answer": "correct"})
+    for word in ("mixed.jsonl", *words):
+        assert word in str(caught.value)
+    # Rows beyond the limit are not asked.
+    if len(lines) > 1:
+        check_fields(load_prompts([PromptSource(str(tmp_path / "mixed.jsonl"))], limit=1), {"answer": "correct"})
+
+
+def test_of_many_prompts_only_those_that_could_be_too_long_are_counted_in_tokens(tmp_path: Path) -> None:
+    path = tmp_path / "many.jsonl"
+    count = ALL_ENCODED + 500
+    texts = ("x" * 50 if index == count - 3 else "short" for index in range(count))
+    path.write_bytes(b"".join(b'{"prompt": "%s"}\n' % text.encode() for text in texts))
+    asked = 0
+
+    def encode_many(many: Sequence[Sequence[Any]]) -> list[list[int]]:
+        nonlocal asked
+        asked += len(many)
+        return [[0] * len(messages[0]["content"]) for messages in many]
+
+    table = load_prompts([PromptSource(str(path))])
+    check_lengths(table, encode_many, max_prompt_tokens=50)
+    assert asked < ALL_ENCODED + 40
+    with pytest.raises(DataError, match=f"many/{count - 3}: 50 tokens"):
+        check_lengths(table, encode_many, max_prompt_tokens=49)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(1, 400), st.integers(0, 2**64 - 1))
+def test_an_order_that_takes_no_memory_visits_every_row_once(count: int, key: int) -> None:
+    order = Permutation(count, key)
+    assert sorted(order) == [*range(count)]
+    assert [*order[3:9]] == [*order][3:9]
+    assert [*Permutation(count, key)] == [*order]
+
+
+def test_the_order_of_a_huge_source_is_another_in_each_epoch_and_costs_nothing() -> None:
+    first, second = (shuffled(100_000_000, key) for key in (1, 2))
+    assert isinstance(first, Permutation)
+    places = {*first[:1000]}
+    assert len(places) == 1000
+    assert len(places & {*second[:1000]}) < 5
+    assert 0.4 < sum(place < 50_000_000 for place in places) / 1000 < 0.6
