@@ -52,7 +52,7 @@ def list_runs(store: Store, uri: str) -> list[dict[str, Any]]:
 
 
 def _describe(store: Store, folder: str) -> dict[str, Any]:
-    report = build_report(store, samples=0)
+    report = build_report(store, samples=False)
     facts = report.to_json()
     return {
         "folder": folder,

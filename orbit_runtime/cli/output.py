@@ -38,3 +38,20 @@ def format_bytes(count: int | None) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} TiB"
+
+
+def before_and_after(facts: Mapping[str, Any]) -> tuple[str, str, str]:
+    """Of what a run is about: its beginning, its end, and what lies between, from `Report.to_json`.
+
+    A reward is the mean of several steps where the run has them: one batch may have other prompts than another.
+    """
+    gain = facts.get("gain")
+    if gain:
+        margin = "" if gain["margin"] is None else f" ± {gain['margin']:.4f}"
+        over = "" if gain["steps"] == 1 else f", means of {gain['steps']} steps"
+        change = f" ({gain['difference']:+.4f}{margin}{over})"
+        return format_number(gain["first"]), format_number(gain["last"]), change
+    headline = facts.get("headline") or {"first": facts.get("reward_first"), "last": facts.get("reward_last")}
+    first, last = headline["first"], headline["last"]
+    change = "" if first is None or last is None else f" ({last - first:+.4f})"
+    return format_number(first), format_number(last), change

@@ -9,7 +9,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from orbit_runtime.cli.output import format_number, format_table, print_json
+from orbit_runtime.cli.output import before_and_after, format_number, format_table, print_json
 from orbit_runtime.errors import OutputError, UsageError
 from orbit_runtime.observability.compare import FORMULA, Comparison, Entry, compare
 from orbit_runtime.observability.report import Report, build_report
@@ -49,9 +49,7 @@ def _read(uri: str) -> tuple[Store, Report]:
 def format_report(report: Report) -> str:
     """A run in a dozen lines."""
     facts = report.to_json()
-    headline = facts["headline"]
-    first, last = headline["first"], headline["last"]
-    gain = "" if first is None or last is None else f" ({last - first:+.4f})"
+    first, last, change = before_and_after(facts)
     status = facts["status"] if not facts["reason"] else f"{facts['status']}: {facts['reason']}"
     of = _asked(facts["steps"], facts["steps_total"])
     same = "-" if not facts["base_digest_after"] else _same(facts["base_digest_before"], facts["base_digest_after"])
@@ -60,7 +58,7 @@ def format_report(report: Report) -> str:
         ("run", facts["run"]),
         ("state", status),
         ("steps", f"{facts['steps']}{of}, {facts['seconds']:.1f} s, {facts['tokens']} tokens"),
-        (headline["name"], f"{format_number(first)} before, {format_number(last)} after{gain}"),
+        (facts["headline"]["name"], f"{first} before, {last} after{change}"),
         *((f"reward {name}", f"{format_number(part['first'])} before, {format_number(part['last'])} after")
           for name, part in facts["reward_parts"].items()),
         ("publishes proven", f"{facts['publishes_proven']} of {facts['publishes']}"),

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from orbit_runtime.cli.output import format_number, print_json
+from orbit_runtime.cli.output import before_and_after, print_json
 from orbit_runtime.errors import EXIT_DONE, EXIT_STOPPED, OrbitError, UnsupportedError
 from orbit_runtime.workers.garbage_collection import gc_paused
 from orbit_runtime.workers.waiting import wait_asleep
@@ -124,13 +124,8 @@ def summary_of(report: Mapping[str, Any]) -> dict[str, Any]:
 
 def format_result(ended: str, uri: str, report: Mapping[str, Any]) -> str:
     """Reward before and after, what is proven, and where everything is."""
-    headline = report.get("headline") or {
-        "name": "reward",
-        "first": report.get("reward_first"),
-        "last": report.get("reward_last"),
-    }
-    first, last = headline["first"], headline["last"]
-    gain = "" if first is None or last is None else f" ({last - first:+.4f})"
+    name = (report.get("headline") or {"name": "reward"})["name"]
+    first, last, change = before_and_after(report)
     state = {
         "stopped": "stopped on request; the same command continues",
         "exhausted": "done: the prompts are used up",
@@ -140,7 +135,7 @@ def format_result(ended: str, uri: str, report: Mapping[str, Any]) -> str:
     version = report.get("policy_version")
     words = [
         f"{report.get('run')}: {state.get(ended, ended)}, {took}",
-        f"{headline['name']} before {format_number(first)}, after {format_number(last)}{gain}",
+        f"{name} before {first}, after {last}{change}",
         *(
             [f"publishes proven {report.get('publishes_proven')} of {report.get('publishes')}"]
             if report.get("publishes")

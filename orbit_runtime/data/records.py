@@ -53,11 +53,20 @@ def rollout_from_line(line: bytes | str) -> Rollout:
     )
 
 
-def compress_rollouts(rollouts: Iterable[Rollout]) -> bytes:
-    """The bytes of `rollouts/step-*.jsonl.zst`."""
-    return zstandard.ZstdCompressor(level=3).compress(
-        b"".join(rollout_to_line(rollout) + b"\n" for rollout in rollouts)
-    )
+def compress_rollouts(rollouts: Iterable[Rollout], advantages: Iterable[float | None] | None = None) -> bytes:
+    """The bytes of `rollouts/step-*.jsonl.zst`.
+
+    Args: advantages: what each was trained with, if it was.
+    """
+    lines = (rollout_to_line(rollout) for rollout in rollouts)
+    if advantages is not None:
+        lines = (_with_advantage(line, each) for line, each in zip(lines, advantages, strict=True))
+    return zstandard.ZstdCompressor(level=3).compress(b"".join(line + b"\n" for line in lines))
+
+
+def _with_advantage(line: bytes, advantage: float | None) -> bytes:
+    """It belongs to the step that trained, and not to the rollout: `rollout_from_line` does not ask for it."""
+    return line if advantage is None else line[:-1] + b',"advantage":' + orjson.dumps(advantage) + b"}"
 
 
 def decompress_rollouts(data: bytes, *, where: str = "rollouts") -> list[Rollout]:

@@ -14,6 +14,7 @@ from typing import Any
 from orbit_runtime.evaluation.records import EvalSample
 from orbit_runtime.evaluation.summary import Score, Summary, subject_order
 from orbit_runtime.observability import plots
+from orbit_runtime.observability.charts import Chart
 from orbit_runtime.observability.report_html import render_page
 
 MAX_PROMPTS = 40
@@ -63,7 +64,7 @@ def render_evaluation(title: str, summary: Summary, samples: Sequence[EvalSample
     )
 
 
-def build_chart(title: str, scores: Sequence[Score]) -> dict[str, Any] | None:
+def build_chart(title: str, scores: Sequence[Score]) -> Chart | None:
     """The mean over steps with its interval; None where fewer than two models are steps. The base stands at step 0."""
     found = [(_step(score.subject), score) for score in scores]
     steps = [(step, score) for step, score in found if step is not None]
@@ -72,7 +73,7 @@ def build_chart(title: str, scores: Sequence[Score]) -> dict[str, Any] | None:
     averages = [score.average for _, score in steps]
     band = ([each.low for each in averages], [each.high for each in averages])
     series = [plots.Series("mean reward, 95 % interval", [each.mean for each in averages], 0, band)]
-    return {"title": title, "svg": plots.draw_lines(title, [step for step, _ in steps], series), "legend": series}
+    return Chart(title, plots.draw_lines(title, [step for step, _ in steps], series), series)
 
 
 def _step(subject: str) -> int | None:

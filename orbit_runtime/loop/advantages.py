@@ -24,8 +24,7 @@ def build_batch(spec: RunSpec, algorithm: Algorithm, trainer: Trainer, groups_P:
     With dynamic sampling, groups that teach nothing are left out: they count in no mean.
     """
     objective = spec.algorithm.objective
-    if objective.max_rounds:
-        groups_P = [group for group in groups_P if is_informative([each.reward for each in group.rollouts_G])]
+    groups_P = _that_teach(objective, groups_P)
     samples_D = build_samples(groups_P)
     if "reference" in algorithm.needs:
         samples_D = with_column(samples_D, "reference", trainer.reference_logprobs(samples_D))
@@ -51,6 +50,35 @@ def build_batch(spec: RunSpec, algorithm: Algorithm, trainer: Trainer, groups_P:
     if algorithm.returns is not None:
         samples_D = _with_numbers(samples_D, "return", groups_P, algorithm.returns(scored_P))
     return _with_numbers(samples_D, "advantage", groups_P, algorithm.advantages(scored_P))
+
+
+def _that_teach(objective: Objective, groups_P: Sequence[Group]) -> Sequence[Group]:
+    if not objective.max_rounds:
+        return groups_P
+    return [group for group in groups_P if is_informative([each.reward for each in group.rollouts_G])]
+
+
+def mean_advantages(
+    objective: Objective, groups_P: Sequence[Group], samples_D: Sequence[Sample]
+) -> dict[tuple[str, int, int], float]:
+    """What each rollout that trains was trained with, on average over its tokens, for people.
+
+    Args: samples_D: what `build_batch` made of the groups.
+
+    Returns: by prompt, visit and sample.
+    """
+    rollouts_D = [
+        (group.prompt, rollout)
+        for group in _that_teach(objective, groups_P)
+        for rollout in group.rollouts_G
+        if rollout.trains
+    ]
+    means = {}
+    for (prompt, rollout), sample in zip(rollouts_D, samples_D, strict=True):
+        advantages = list(trained(sample.columns["advantage"], sample.loss_mask_T))
+        key = (prompt.prompt_id, prompt.visit, rollout.sample_index)
+        means[key] = sum(advantages) / len(advantages)
+    return means
 
 
 def _with_numbers(

@@ -44,10 +44,12 @@ def keep_step(
     *,
     before: MetricsRow | None,
     reference_fields: Sequence[str],
+    advantages: Mapping[tuple[str, int, int], float],
 ) -> None:
     """The step's rollouts and its metrics row; overwritten if the step runs again after a kill.
 
     Args:
+        advantages: what each rollout was trained with, by prompt, visit and sample; kept with it for the report.
         before: the row of the step before it, which is stored again with what its checkpoint took.
         reference_fields: columns of the prompts that hold what is expected; stored for the report.
 
@@ -56,7 +58,7 @@ def keep_step(
     """
     execution.check()
     name = f"rollouts/{step_name(int(row.number('step') or 0))}"
-    files = [(f"{name}.jsonl.zst", _rollout_file(groups_P))]
+    files = [(f"{name}.jsonl.zst", _rollout_file(groups_P, advantages))]
     files += [_row_file(each) for each in (before, row) if each is not None]
     references = build_references(groups_P, reference_fields)
     if references:
@@ -188,5 +190,10 @@ def _row_file(row: MetricsRow) -> tuple[str, bytes]:
     return f"metrics/{step_name(int(row.number('step') or 0))}.json", row.to_json().encode()
 
 
-def _rollout_file(groups_P: Sequence[Group]) -> bytes:
-    return compress_rollouts(rollout for group in groups_P for rollout in group.rollouts_G)
+def _rollout_file(groups_P: Sequence[Group], advantages: Mapping[tuple[str, int, int], float] | None = None) -> bytes:
+    rollouts = [(group.prompt, rollout) for group in groups_P for rollout in group.rollouts_G]
+    known = advantages or {}
+    return compress_rollouts(
+        (rollout for _, rollout in rollouts),
+        [known.get((prompt.prompt_id, prompt.visit, rollout.sample_index)) for prompt, rollout in rollouts],
+    )

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from orbit_runtime.errors import OrbitError, StoppedOnRequest
-from orbit_runtime.loop.advantages import build_batch
+from orbit_runtime.loop.advantages import build_batch, mean_advantages
 from orbit_runtime.loop.buffer import Kept
 from orbit_runtime.loop.build import Parts
 from orbit_runtime.loop.collect import Collected, check_failures
@@ -124,6 +124,7 @@ def _run(
                 groups,
                 before=state.row,
                 reference_fields=parts.reference_fields,
+                advantages=mean_advantages(parts.spec.algorithm.objective, groups, samples_D),
             )
             cursors.pop(step - 1)
             if step % checkpoint.every_steps == 0 and step < training.steps:

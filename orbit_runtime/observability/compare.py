@@ -3,48 +3,24 @@
 Belongs here: the statistics of a comparison, written out, and when runs must not be compared.
 Does not belong here: reading runs (`report`) or showing the answer (`report_html`, `cli`).
 
-The final reward R of a run is the mean of `reward_mean` over its last k steps. Its standard error is the larger of two
-estimates, so that neither few samples nor differing prompts are overlooked:
-
-    between steps   s / sqrt(k)                 s: sample standard deviation of the k step means
-    within steps    sqrt(sum(std_i^2 / n_i)) / k  std_i, n_i: reward_std and scored samples of step i
-
-The margin of a difference is t(0.975, df) * sqrt(se_a^2 + se_b^2), df by Welch and Satterthwaite with k - 1 each (Welch
-1947), or the asked margin where that is larger. Runs of one seed each: their seeds' own spread is not in it.
+The final reward of a run is that of its last k steps, and the margin of a difference that of two such windows
+(`windows`), or the asked margin where that is larger.
 """
 
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from orbit_runtime.errors import UsageError
-from orbit_runtime.observability.metrics import MetricsRow
 from orbit_runtime.observability.report import Report
+from orbit_runtime.observability.windows import Window, final_reward, noise_margin, window_steps
 
 FORMULA = "t(0.975, Welch df) * sqrt(se_a^2 + se_b^2); se = max(between steps, within steps); at least --margin"
 DIFFERENT_TASK = ("data.prompts", "environment", "model.maxSequenceLength")
 """Identity fields below these make another task: their rewards are not on one scale."""
-
-# Two-sided 95 % quantiles of Student's t. Between two entries the lower df is taken, which is the wider margin.
-_T975 = {
-    1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262, 10: 2.228, 12: 2.179,
-    14: 2.145, 16: 2.120, 18: 2.101, 20: 2.086, 25: 2.060, 30: 2.042, 40: 2.021, 60: 2.000, 120: 1.980,
-}  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Final:
-    """A run's final reward."""
-
-    reward: float | None
-    standard_error: float | None
-    """`None` where one step is too little to tell."""
-    steps: int
-    """k."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +40,7 @@ class Entry:
     name: str
     uri: str
     steps: int
-    final: Final
+    final: Window
     difference: float | None
     margin: float | None
     verdict: str
@@ -123,7 +99,7 @@ def compare(reports: Sequence[Report], margin: float = 0.0, *, last: int | None 
     if len(reports) < 2:
         raise UsageError("a comparison needs two runs", fix="name another run folder")
     shortest = min(len(report.rows) for report in reports)
-    k = last or min(shortest, 20, max(3, shortest // 5))
+    k = last or window_steps(shortest)
     finals = [final_reward(report.rows, k) for report in reports]
     names = _names(reports)
     entries = [
@@ -133,43 +109,7 @@ def compare(reports: Sequence[Report], margin: float = 0.0, *, last: int | None 
     return Comparison(tuple(entries), tuple(reports), margin)
 
 
-def final_reward(rows: Sequence[MetricsRow], k: int) -> Final:
-    """Mean of the last `k` steps' rewards and its standard error."""
-    shown = [row for row in rows[-k:] if k > 0 and row.number("reward_mean") is not None]
-    means = [row.number("reward_mean") or 0.0 for row in shown]
-    if not means:
-        return Final(None, None, 0)
-    if len(means) < 2:
-        return Final(means[0], None, 1)
-    between = statistics.stdev(means) / math.sqrt(len(means))
-    return Final(statistics.fmean(means), max(between, _within(shown)), len(means))
-
-
-def _within(rows: Sequence[MetricsRow]) -> float:
-    variance = 0.0
-    for row in rows:
-        samples = (row.number("reward_value") or 0.0) + (row.number("reward_wrong") or 0.0)
-        if samples:
-            variance += (row.number("reward_std") or 0.0) ** 2 / samples
-    return math.sqrt(variance) / len(rows)
-
-
-def noise_margin(a: Final, b: Final) -> float | None:
-    """Half the width of the 95 % interval of the difference of two final rewards."""
-    if a.standard_error is None or b.standard_error is None:
-        return None
-    va, vb = a.standard_error**2, b.standard_error**2
-    if va + vb == 0.0:
-        return 0.0
-    df = (va + vb) ** 2 / (va**2 / (a.steps - 1) + vb**2 / (b.steps - 1))
-    return _t975(df) * math.sqrt(va + vb)
-
-
-def _t975(df: float) -> float:
-    return _T975[max(known for known in _T975 if known <= max(1.0, df + 1e-9))]
-
-
-def _entry(name: str, report: Report, final: Final, base: tuple[Report, Final] | None, asked: float, k: int) -> Entry:
+def _entry(name: str, report: Report, final: Window, base: tuple[Report, Window] | None, asked: float, k: int) -> Entry:
     steps = len(report.rows)
     if base is None:
         return Entry(name, report.folder.uri, steps, final, None, None, "baseline", (), None, ())
@@ -193,7 +133,7 @@ def _at_same_length(
     return SameLength(steps, difference, margin, _verdict(difference, margin, other_task))
 
 
-def _difference(base: Final, final: Final, asked: float) -> tuple[float | None, float | None]:
+def _difference(base: Window, final: Window, asked: float) -> tuple[float | None, float | None]:
     """What `final` is above `base`, and the margin that it is held against."""
     noise = noise_margin(base, final)
     difference = None if final.reward is None or base.reward is None else final.reward - base.reward

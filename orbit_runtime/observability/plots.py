@@ -1,20 +1,24 @@
 """Charts as inline SVG: no library, readable offline, coloured by the page's own light and dark variables.
 
-Belongs here: turning numbers into `<svg>` with a text alternative. Every text that goes in is escaped.
-Does not belong here: choosing what to plot (`report_html`).
+Belongs here: turning numbers into `<svg>` with a text alternative, and with what the page's script needs to show values
+and to smooth lines. Every text that goes in is escaped. Does not belong here: choosing what to plot (`charts`).
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
+from statistics import fmean
 
 WIDTH, HEIGHT = 360, 200
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 8, 10, 24
 MAX_POINTS = 300
+"""Of more steps each point is the mean of several, and the shade reaches from the lowest to the highest of them."""
+_DOTTED = 12
+"""A line of at most so many values shows each of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,29 +33,41 @@ class Series:
     """Lower and upper ends of an interval around each value."""
 
 
-def draw_lines(title: str, steps: Sequence[int], series: Sequence[Series], *, log: bool = False) -> str:
-    """A line chart over steps. With `log` the vertical axis is logarithmic; zeros then sit on its floor."""
-    steps, series = _thin(steps, series)
-    drawn = [values for line in series for values in (line.values, *(line.band or ()))]
-    known = [value for values in drawn for value in values if value is not None and math.isfinite(value)]
+def draw_lines(
+    title: str, steps: Sequence[int], series: Sequence[Series], *, log: bool = False, most: float | None = None
+) -> str:
+    """A line chart over steps; `""` where no line has a value.
+
+    Args:
+        log: the vertical axis is logarithmic; zeros then sit on its floor.
+        most: what no value can exceed, such as 1 of a share: where the axis ends at the latest.
+    """
+    said = describe(steps, series)
+    steps, series, first = _thin(steps, series)
+    known = _known(value for line in series for value in line.values)
     if not known:
-        return _nothing(title)
-    scale = _log_scale(known) if log else _linear_scale(min(known), max(known))
+        return ""
+    scale = _log_scale(known) if log else _linear_scale(*_reach(known, series), most)
     parts = [_axes(steps, scale)]
     for line in series:
-        parts += _bars(steps, line, scale)
+        parts += _ribbon(steps, line, scale)
+    for number, line in enumerate(series):
         path = _path(steps, line.values, scale)
-        parts.append(f'<path class="line c{line.style}" d="{path}"/>')
-        single = [i for i, value in enumerate(line.values) if _is_shown(value)]
-        if len(single) == 1:
-            x, y = _x(steps, single[0]), scale.y(line.values[single[0]] or 0.0)
-            parts.append(f'<circle class="dot c{line.style}" cx="{x:.1f}" cy="{y:.1f}" r="3"/>')
-    return _svg(title, steps, series, "".join(parts))
+        parts.append(f'<path class="line c{line.style}" data-line="{number}" d="{path}"/>')
+        shown = [i for i, value in enumerate(line.values) if _is_shown(value)]
+        if len(shown) <= _DOTTED and (line.style != 9 or len(shown) == 1):
+            parts += [
+                f'<circle class="dot c{line.style}" cx="{_x(steps, i):.1f}" cy="{scale.y(line.values[i] or 0.0):.1f}" '
+                f'r="{3 if len(shown) == 1 else 2.2}"/>'
+                for i in shown
+            ]
+    return _svg(f"{title}. {said}", steps, first, series, "".join(parts), scale)
 
 
 def draw_stack(title: str, steps: Sequence[int], series: Sequence[Series]) -> str:
-    """Layers on top of each other; a missing value counts as nothing."""
-    steps, series = _thin(steps, series)
+    """Layers on top of each other, where a missing value counts as nothing; `""` where all are nothing."""
+    said = describe(steps, series)
+    steps, series, first = _thin(steps, series)
     bottom = [0.0] * len(steps)
     layers: list[tuple[Series, list[float], list[float]]] = []
     for layer in series:
@@ -60,7 +76,7 @@ def draw_stack(title: str, steps: Sequence[int], series: Sequence[Series]) -> st
         layers.append((layer, bottom, top))
         bottom = top
     if not steps or max(bottom, default=0.0) <= 0:
-        return _nothing(title)
+        return ""
     scale = _linear_scale(0.0, max(bottom))
     parts = []
     for layer, low, high in layers:
@@ -72,7 +88,7 @@ def draw_stack(title: str, steps: Sequence[int], series: Sequence[Series]) -> st
         there = [f"{_x(steps, i):.1f} {scale.y(value):.1f}" for i, value in enumerate(high)]
         back = [f"{_x(steps, i):.1f} {scale.y(value):.1f}" for i, value in reversed([*enumerate(low)])]
         parts.append(f'<path class="area c{layer.style}" d="M{" L".join([*there, *back])}Z"/>')
-    return _svg(title, steps, series, "".join(parts) + _axes(steps, scale))
+    return _svg(f"{title}. {said}", steps, first, series, "".join(parts) + _axes(steps, scale))
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +105,29 @@ class _Scale:
         return _TOP + (HEIGHT - _TOP - _BOTTOM) * (1 - min(1.0, max(0.0, share)))
 
 
-def _linear_scale(low: float, high: float) -> _Scale:
+def _known(values: Iterable[float | None]) -> list[float]:
+    return [value for value in values if value is not None and math.isfinite(value)]
+
+
+def _reach(known: Sequence[float], series: Sequence[Series]) -> tuple[float, float]:
+    """What the axis holds: the lines, and of the shades around them as much as leaves the lines half of the height."""
+    low, high = min(known), max(known)
+    ends = [_known(end) for line in series if line.band for end in line.band]
+    lows, highs = [low, *(each for end in ends for each in end)], [high, *(each for end in ends for each in end)]
+    widths = _known(
+        None if a is None or b is None else b - a
+        for line in series if line.band for a, b in zip(*line.band, strict=True)
+    )  # fmt: skip
+    pad = max((high - low) / 2, fmean(widths) / 4) if widths else 0.0
+    return max(min(lows), low - pad), min(max(highs), high + pad)
+
+
+def _linear_scale(low: float, high: float, most: float | None = None) -> _Scale:
     if high == low:
         pad = abs(high) * 0.1 or 1.0
         low, high = low - pad, high + pad
+    if most is not None and low < most < high:
+        high = most
     step = _nice((high - low) / 4)
     first, last = math.floor(low / step), math.ceil(high / step)
     ticks = tuple(index * step for index in range(first, last + 1))
@@ -130,16 +165,28 @@ def _path(steps: Sequence[int], values: Sequence[float | None], scale: _Scale) -
     return "".join(pieces)
 
 
-def _bars(steps: Sequence[int], line: Series, scale: _Scale) -> list[str]:
-    """An upright bar from end to end of each interval."""
-    bars = []
-    for index, (low, high) in enumerate(zip(*(line.band or ((), ())), strict=True)):
-        if low is not None and high is not None:
+def _ribbon(steps: Sequence[int], line: Series, scale: _Scale) -> list[str]:
+    """A shade from end to end of the intervals; an upright bar where one stands alone."""
+    if line.band is None:
+        return []
+    pieces: list[list[tuple[int, float, float]]] = [[]]
+    for index, (low, high) in enumerate(zip(*line.band, strict=True)):
+        if low is None or high is None or not (math.isfinite(low) and math.isfinite(high)):
+            pieces.append([])
+        else:
+            pieces[-1].append((index, low, high))
+    drawn = []
+    for piece in pieces:
+        if len(piece) == 1:
+            index, low, high = piece[0]
             x = f"{_x(steps, index):.1f}"
-            bars.append(
-                f'<line class="bar c{line.style}" x1="{x}" x2="{x}" y1="{scale.y(high):.1f}" y2="{scale.y(low):.1f}"/>'
-            )
-    return bars
+            ends = f'y1="{scale.y(high):.1f}" y2="{scale.y(low):.1f}"'
+            drawn.append(f'<line class="bar c{line.style}" x1="{x}" x2="{x}" {ends}/>')
+        elif piece:
+            there = [f"{_x(steps, index):.1f} {scale.y(high):.1f}" for index, _, high in piece]
+            back = [f"{_x(steps, index):.1f} {scale.y(low):.1f}" for index, low, _ in reversed(piece)]
+            drawn.append(f'<path class="band c{line.style}" d="M{" L".join([*there, *back])}Z"/>')
+    return drawn
 
 
 def _axes(steps: Sequence[int], scale: _Scale) -> str:
@@ -164,13 +211,30 @@ def _tick(value: float) -> str:
     return f"{value:.6g}" if abs(value) >= 1 else f"{value:.3g}"
 
 
-def _svg(title: str, steps: Sequence[int], series: Sequence[Series], body: str) -> str:
-    data = {"x": list(steps), "s": [[line.name, [_short(value) for value in line.values]] for line in series]}
-    label = escape(f"{title}. {describe(steps, series)}", quote=True)
+def _svg(
+    label: str,
+    steps: Sequence[int],
+    first: Sequence[int],
+    series: Sequence[Series],
+    body: str,
+    scale: _Scale | None = None,
+) -> str:
+    """Args: scale: of lines that may be smoothed."""
+    data = {
+        "x": list(steps),
+        "from": list(first) if list(first) != list(steps) else None,
+        "s": [
+            [line.name, [_short(value) for value in line.values], line.style,
+             line.band and [[_short(value) for value in end] for end in line.band]]
+            for line in series
+        ],
+    }  # fmt: skip
+    axis = f'data-low="{scale.low}" data-high="{scale.high}" data-log="{int(scale.log)}" ' if scale else ""
+    points = escape(json.dumps(data, separators=(",", ":"), ensure_ascii=False), quote=False).replace("'", "&#39;")
     return (
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}" '
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" tabindex="0" aria-label="{escape(label, quote=True)}" {axis}'
         f'data-left="{_LEFT}" data-right="{WIDTH - _RIGHT}" data-top="{_TOP}" data-bottom="{HEIGHT - _BOTTOM}" '
-        f'data-points="{escape(json.dumps(data), quote=True)}">{body}</svg>'
+        f"data-points='{points}'>{body}</svg>"
     )
 
 
@@ -185,21 +249,23 @@ def describe(steps: Sequence[int], series: Sequence[Series]) -> str:
     return f"Steps {steps[0]} to {steps[-1]}. {'; '.join(parts)}." if steps else "No data."
 
 
-def _thin(steps: Sequence[int], series: Sequence[Series]) -> tuple[Sequence[int], Sequence[Series]]:
-    """At most `MAX_POINTS` evenly spread points, the first and the last among them."""
+def _thin(steps: Sequence[int], series: Sequence[Series]) -> tuple[Sequence[int], Sequence[Series], Sequence[int]]:
+    """At most `MAX_POINTS` points; each ends at its step, and the third says where it begins."""
     if len(steps) <= MAX_POINTS:
-        return steps, series
+        return steps, series, steps
     keep = sorted({round(index * (len(steps) - 1) / (MAX_POINTS - 1)) for index in range(MAX_POINTS)})
-    thinned = [
-        Series(
-            line.name,
-            [line.values[i] for i in keep],
-            line.style,
-            line.band and ([line.band[0][i] for i in keep], [line.band[1][i] for i in keep]),
-        )
-        for line in series
-    ]
-    return [steps[i] for i in keep], thinned
+    bins = [range(before + 1, end + 1) for before, end in zip([-1, *keep[:-1]], keep, strict=True)]
+    return [steps[each[-1]] for each in bins], [_gather(line, bins) for line in series], [steps[b[0]] for b in bins]
+
+
+def _gather(line: Series, bins: Sequence[range]) -> Series:
+    def of(values: Sequence[float | None], how: Callable[[Sequence[float]], float]) -> list[float | None]:
+        found = ([value for i in each if (value := values[i]) is not None and math.isfinite(value)] for each in bins)
+        return [how(each) if each else None for each in found]
+
+    low, high = line.band or (line.values, line.values)
+    ends = (of(low, fmean), of(high, fmean)) if line.band else (of(low, min), of(high, max))
+    return Series(line.name, of(line.values, fmean), line.style, ends)
 
 
 def _short(value: float | None) -> float | None:
@@ -208,7 +274,3 @@ def _short(value: float | None) -> float | None:
 
 def _is_shown(value: float | None) -> bool:
     return value is not None and math.isfinite(value)
-
-
-def _nothing(title: str) -> str:
-    return f'<p class="nothing" role="img" aria-label="{escape(title, quote=True)}: no data">no data yet</p>'

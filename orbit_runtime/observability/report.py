@@ -9,15 +9,29 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from orbit_runtime import errors
+from orbit_runtime.observability.groups import EMBEDDED_BYTES, GroupPage, read_groups, read_references, spread
 from orbit_runtime.observability.metrics import MetricsRow, is_unscored
+from orbit_runtime.observability.pairs import BeforeAfter, read_pairs, with_expected
 from orbit_runtime.observability.run_folder import RunFolder, Source, read_run_folder
+from orbit_runtime.observability.windows import Gain, build_gain
 from orbit_runtime.storage.execution import STALE_SECONDS
 
 _NOT_IDENTITY = ("checkpoint.", "observability.", "storage.", "training.steps", "rollout.maxRunningRequests")
 """For folders whose `run.json` does not list its identity fields."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What a page shows of all that was sampled."""
+
+    before_after: BeforeAfter | None
+    """None where no prompt was asked at both ends of the run."""
+    steps: tuple[GroupPage, ...]
+    """Whole groups of some steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +45,8 @@ class Report:
     """For people, where the status alone says too little."""
     exit_code: int | None
     warnings: tuple[str, ...]
+    sampled: Sampled | None = None
+    """None: what was sampled was not read."""
 
     @property
     def name(self) -> str:
@@ -69,6 +85,11 @@ class Report:
         ends = [row.number("loss" if name == "loss" else "reward_mean") for row in (self.rows[:1] + self.rows[-1:])]
         return {"name": name, "first": ends[0] if ends else None, "last": ends[-1] if ends else None}
 
+    @property
+    def gain(self) -> Gain | None:
+        """Of the reward, between the first steps and the last."""
+        return build_gain(self.rows)
+
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values; a number that the run has not produced yet is `None`."""
         rows, summary, facts = self.rows, self.folder.summary, self.folder.facts
@@ -90,6 +111,7 @@ class Report:
                 for name in self.reward_names
             },
             "headline": self.headline,
+            "gain": self.gain.to_json() if self.gain else None,
             "evaluation": evaluation_curves(self.folder.evaluations),
             "publishes": summary.get("publishes", 0),
             "publishes_proven": summary.get("publishes_proven", 0),
@@ -126,16 +148,26 @@ class Report:
         }
 
 
-def build_report(source: Source, *, ended: str | None = None, now: float | None = None, samples: int = 6) -> Report:
+def build_report(source: Source, *, ended: str | None = None, now: float | None = None, samples: bool = True) -> Report:
     """Reads a run folder in whatever state it is.
 
     Args:
         ended: how the run ended, from the loop that still holds the folder; else the newest execution's record says.
-        samples: rollouts to show of the first and the last step.
+        samples: whether what a page shows of rollouts and answers is read too.
     """
-    folder = read_run_folder(source, samples=samples)
+    folder = read_run_folder(source)
     status, reason, code = _judge(folder, ended, time.time() if now is None else now)
-    return Report(folder, status, reason, code, _warnings(folder))
+    return Report(folder, status, reason, code, _warnings(folder), _sampled(source, folder) if samples else None)
+
+
+def _sampled(source: Source, folder: RunFolder) -> Sampled:
+    before_after = read_pairs(source, folder.answers, folder.rollouts)
+    if before_after is not None and not before_after.held_out:
+        before_after = with_expected(before_after, partial(read_references, source))
+    files = spread(folder.rollouts)
+    most = EMBEDDED_BYTES // max(1, len(files))
+    pages = (read_groups(source, file, read_references(source, file), most_bytes=most) for file in files)
+    return Sampled(before_after, tuple(page for page in pages if page.groups))
 
 
 def evaluation_curves(evaluations: Sequence[Mapping[str, Any]]) -> dict[str, list[dict[str, Any]]]:

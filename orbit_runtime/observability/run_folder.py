@@ -6,20 +6,19 @@ Does not belong here: judging it (`report`), drawing it (`report_html`), or writ
 
 from __future__ import annotations
 
-import io
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Buffer, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from orbit_runtime.errors import OrbitError
 from orbit_runtime.observability.metrics import MetricsRow, parse_row
+from orbit_runtime.observability.samples import File
 from orbit_runtime.storage.store import NotFound
 
 Json = Mapping[str, Any]
-MAX_ROLLOUT_BYTES = 1 << 28
-"""Of a step's decompressed rollouts; the rest of a longer step is not shown."""
+MAX_MANIFESTS = 20
+"""The newest checkpoints and adapters that are read; one of a large model lists every tensor."""
 
 
 class Source(Protocol):
@@ -32,20 +31,11 @@ class Source(Protocol):
 
     def list(self, prefix: str = "") -> Sequence[str]: ...
 
+    def view_many(self, keys: Sequence[str]) -> Sequence[Buffer | NotFound]: ...
 
-@dataclass(frozen=True, slots=True)
-class Shown:
-    """One sampled completion, for people. Its text is untrusted."""
+    def size(self, key: str) -> int: ...
 
-    prompt_id: str
-    sample_index: int
-    prompt: str
-    completion: str
-    answer: str | None
-    """What the prompt's row expects, where it says so."""
-    reward: float | None
-    outcome: str
-    finish_reason: str
+    def get_range(self, key: str, start: int, end: int) -> bytes: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +54,12 @@ class RunFolder:
     """The newest execution's last sign of life."""
     executions: int
     failures: tuple[Json, ...]
-    first: tuple[Shown, ...]
-    last: tuple[Shown, ...]
-    first_step: int | None
-    last_step: int | None
     evaluations: tuple[Json, ...] = ()
     """What held-out prompts said of the policy, by step: `evaluation/step-*/summary.json`."""
+    rollouts: tuple[File, ...] = ()
+    """Of every step that has some, in order."""
+    answers: tuple[File, ...] = ()
+    """To the held-out prompts, of every evaluation that ended, in order."""
 
     @property
     def facts(self) -> Json:
@@ -83,34 +73,31 @@ class RunFolder:
         return summary if isinstance(summary, Mapping) else {}
 
 
-def read_run_folder(source: Source, *, samples: int = 6) -> RunFolder:
-    """Reads what is there. What is missing or broken counts as absent: a report must not fail on a broken run.
-
-    Args:
-        samples: how many rollouts of the first and of the last step; 0 leaves them unread.
-    """
-    rows = read_rows(source)
-    rollouts = sorted(key for key in source.list("rollouts") if key.endswith(".jsonl.zst")) if samples else []
+def read_run_folder(source: Source) -> RunFolder:
+    """Reads what is there, but for what was sampled. What is missing or broken counts as absent: a report must not
+    fail on a broken run."""
     heartbeats = sorted(key for key in source.list("executions") if key.endswith(".heartbeat.json"))
     failures = sorted(key for key in source.list("failures") if key.endswith(".json"))
-    first = _read_rollouts(source, rollouts[0]) if rollouts else []
-    last = _read_rollouts(source, rollouts[-1]) if len(rollouts) > 1 else []
-    shared = {shown.prompt_id for shown in first} & {shown.prompt_id for shown in last}
+    evaluations = _read_evaluations(source)
     return RunFolder(
         uri=source.uri,
         run=_read_json(source, "run.json") or {},
-        rows=rows,
+        rows=read_rows(source),
         checkpoints=_read_manifests(source, "checkpoints"),
         adapters=_read_manifests(source, "adapters"),
         heartbeat=_read_json(source, heartbeats[-1]) if heartbeats else None,
         executions=len(heartbeats),
         failures=tuple(failure for key in failures if (failure := _read_json(source, key)) is not None),
-        first=_choose(first, shared, samples),
-        last=_choose(last, shared, samples),
-        first_step=_number(rollouts[0]) if rollouts else None,
-        last_step=_number(rollouts[-1]) if len(rollouts) > 1 else None,
-        evaluations=_read_evaluations(source),
+        evaluations=tuple(evaluations.values()),
+        rollouts=rollout_files(source),
+        answers=tuple(File(_number(folder), f"{folder}/samples.jsonl.zst") for folder in evaluations),
     )
+
+
+def rollout_files(source: Source) -> tuple[File, ...]:
+    """Of every step that has rollouts, in order."""
+    keys = [key for key in source.list("rollouts") if key.endswith(".jsonl.zst")]
+    return tuple(File(_number(key), key) for key in sorted(keys, key=_number))
 
 
 def read_rows(source: Source) -> tuple[MetricsRow, ...]:
@@ -118,9 +105,10 @@ def read_rows(source: Source) -> tuple[MetricsRow, ...]:
     by_step: dict[int, MetricsRow] = {}
     for line in (_read(source, "metrics.jsonl") or b"").splitlines():
         _take_row(by_step, line)
-    for key in source.list("metrics"):
-        if key.endswith(".json") and _number(key) not in by_step:
-            _take_row(by_step, _read(source, key) or b"")
+    keys = [key for key in source.list("metrics") if key.endswith(".json") and _number(key) not in by_step]
+    for found in source.view_many(keys):
+        if not isinstance(found, NotFound):
+            _take_row(by_step, bytes(found))
     return tuple(by_step[step] for step in sorted(by_step))
 
 
@@ -152,68 +140,21 @@ def _read_json(source: Source, key: str) -> dict[str, Any] | None:
 def _read_manifests(source: Source, folder: str) -> tuple[Json, ...]:
     keys = [key for key in source.list(folder) if key.endswith("/manifest.json")]
     manifests = []
-    for key in sorted(keys, key=_number, reverse=True):
+    for key in sorted(keys, key=_number, reverse=True)[:MAX_MANIFESTS]:
         manifest = _read_json(source, key)
         if manifest is not None:
             manifests.append({**manifest, "prefix": key.removesuffix("/manifest.json")})
     return tuple(manifests)
 
 
-def _read_evaluations(source: Source) -> tuple[Json, ...]:
+def _read_evaluations(source: Source) -> dict[str, Json]:
+    """By their folders, in the order of their steps."""
     keys = [key for key in source.list("evaluation") if key.endswith("/summary.json")]
-    found = (_read_json(source, key) for key in sorted(keys, key=_number))
-    return tuple(each for each in found if each is not None and isinstance(each.get("scores"), list))
+    found = {key.removesuffix("/summary.json"): _read_json(source, key) for key in sorted(keys, key=_number)}
+    return {name: each for name, each in found.items() if each is not None and isinstance(each.get("scores"), list)}
 
 
 def _number(key: str) -> int:
     """The last number in a key: its step or version."""
     found = re.findall(r"\d+", key)
     return int(found[-1]) if found else -1
-
-
-def _read_rollouts(source: Source, key: str) -> list[Shown]:
-    import zstandard
-
-    try:
-        with zstandard.ZstdDecompressor().stream_reader(io.BytesIO(source.get(key))) as reader:
-            text = reader.read(MAX_ROLLOUT_BYTES)
-    except (zstandard.ZstdError, OrbitError):
-        return []
-    # A rollout says what was answered; what its prompt expects stands beside the step's rollouts.
-    answers = _read_json(source, f"{key.removesuffix('.jsonl.zst')}.references.json") or {}
-    references = {prompt: str(answer) for prompt, answer in answers.items()}
-    shown = []
-    for line in text.splitlines():
-        try:
-            shown.append(_build_shown(json.loads(line), references))
-        except (ValueError, KeyError, TypeError, AttributeError):
-            continue
-    return shown
-
-
-def _build_shown(record: Mapping[str, Any], references: Mapping[str, str]) -> Shown:
-    turns = record["turns"]
-    spoken = [turn["text"] for turn in turns if turn["role"] == "assistant"]
-    asked = [turn["text"] for turn in turns if turn["role"] != "assistant"]
-    return Shown(
-        prompt_id=str(record["prompt_id"]),
-        sample_index=int(record["sample_index"]),
-        prompt="\n".join(asked),
-        completion="\n".join(spoken),
-        answer=references.get(str(record["prompt_id"])),
-        reward=record["reward"],
-        outcome=str(record["outcome"]),
-        finish_reason=str(record["finish_reason"]),
-    )
-
-
-def _choose(shown: list[Shown], shared: set[str], count: int) -> tuple[Shown, ...]:
-    """One sample each of `count` prompts, those first that the other side has too, spread over the step."""
-    if not shown:
-        return ()
-    one_each = {entry.prompt_id: entry for entry in reversed(shown)}
-    common = [entry for prompt, entry in sorted(one_each.items()) if prompt in shared]
-    other = [entry for prompt, entry in sorted(one_each.items()) if prompt not in shared]
-    ordered = common if len(common) >= count else [*common, *other]
-    stride = max(1, len(ordered) // count)
-    return tuple(ordered[::stride][:count])

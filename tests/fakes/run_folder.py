@@ -62,28 +62,34 @@ def synthetic_row(step: int, *, start: float = 0.28, gain: float = 0.5, total: i
     )
 
 
-def synthetic_rollout(step: int, prompt: int, *, completion: str | None = None) -> dict[str, Any]:
-    right = step > 30
-    text = completion if completion is not None else str(21 + prompt if right else 13 + prompt)
-    return {
-        "run": "synthetic",
-        "step": step,
-        "prompt_id": f"addition/{prompt}",
-        "sample_index": 0,
-        "turns": [
-            {"role": "user", "start": 0, "end": 6, "text": f"{10 + prompt}+11="},
-            {"role": "assistant", "start": 6, "end": 9, "text": text},
-        ],
-        "token_ids_T": [1],
-        "loss_mask_T": [1],
-        "logprobs_T": [-0.1],
-        "versions_T": [step],
-        "reward": 1.0 if right else 0.0,
-        "outcome": "value",
-        "reward_parts": {},
-        "finish_reason": "stop",
-        "routed_experts": None,
-    }
+def synthetic_group(step: int, prompt: int, pretend: SyntheticRun) -> list[dict[str, Any]]:
+    """The answers to one prompt: those of an even number are right from step 31 on."""
+    rewards = [float(step > 30 and sample % 2 == 0) for sample in range(pretend.group_size)]
+    mean = sum(rewards) / len(rewards)
+    return [
+        {
+            "run": "synthetic",
+            "step": step,
+            "prompt_id": f"addition/{prompt}",
+            "sample_index": sample,
+            "turns": [
+                {"role": "user", "start": 0, "end": 6, "text": f"{10 + prompt}+11="},
+                {"role": "assistant", "start": 6, "end": 9,
+                 "text": pretend.completion or str(21 + prompt if reward else 13 + prompt)},
+            ],
+            "token_ids_T": [1] * 9,
+            "loss_mask_T": [0] * 6 + [1] * 3,
+            "logprobs_T": [0.0] * 6 + [-0.1] * 3,
+            "versions_T": [-1] * 6 + [step] * 3,
+            "reward": reward,
+            "outcome": "value",
+            "reward_parts": {name: reward if number == 0 else 0.5 for number, name in enumerate(pretend.parts)},
+            "finish_reason": "stop",
+            "routed_experts": None,
+            "advantage": reward - mean,
+        }
+        for sample, reward in enumerate(rewards)
+    ]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -104,6 +110,9 @@ class SyntheticRun:
     compacted: bool = True
     parts: Mapping[str, float] = field(default_factory=dict)
     """Several rewards: name → share of the reward's mean that this one's is."""
+    prompts: int = 8
+    """Of a step; the last one has the first one's but for three."""
+    group_size: int = 1
     warnings: tuple[str, ...] = ()
     failure: Mapping[str, Any] | None = None
 
@@ -137,11 +146,15 @@ def write_run_folder(folder: Path, pretend: SyntheticRun = SyntheticRun()) -> Pa
     for step in range(max(1, steps - 2), steps + 1):
         _write_step(folder, step, steps, pretend.warnings)
     for step in {1, steps} if steps else set():
-        records = [synthetic_rollout(step, prompt + (0 if step == 1 else 3), completion=pretend.completion)
-                   for prompt in range(8)]  # fmt: skip
+        first = 0 if step == 1 else 3
+        records = [
+            each for prompt in range(first, first + pretend.prompts) for each in synthetic_group(step, prompt, pretend)
+        ]
         lines = "".join(json.dumps(record) + "\n" for record in records).encode()
         _write(folder / f"rollouts/step-{step:06d}.jsonl.zst", zstandard.ZstdCompressor().compress(lines))
-        references = {f"addition/{prompt}": pretend.reference or str(21 + prompt) for prompt in range(11)}
+        references = {
+            f"addition/{prompt}": pretend.reference or str(21 + prompt) for prompt in range(pretend.prompts + 3)
+        }
         _write(folder / f"rollouts/step-{step:06d}.references.json", json.dumps(references))
     state = {"at": pretend.heartbeat_at, "state": "ended" if pretend.ended else "live", "reason": pretend.ended}
     _write(folder / "executions/000001.json", json.dumps({"execution": 1}))
@@ -167,7 +180,23 @@ def _write_step(folder: Path, step: int, steps: int, warnings: tuple[str, ...]) 
         "resumed": 0,
         "warnings": list(warnings),
     }
-    proof = {"slot_digest": True, "change": 1e-8, "proven": True}
+    proof = {
+        "version": step,
+        "digest": digest,
+        "slot_digest": digest,
+        "applied_digest": "tree:a",
+        "expected_applied_digest": "tree:a",
+        "trainer_applied_digest": "tree:a",
+        "change_error": 1e-5,
+        "change_limit": 1e-3,
+        "change_from_base": 3.9,
+        "effect": {"scale": 1.0, "margin": 0.1},
+        "top1": 1.0,
+        "failures": [],
+        "unresolved": [],
+        "proven": True,
+        "verdict": "proven",
+    }
     facts = {"step": step, "policy_version": step, "adapter_digest": digest, "proof": proof, "summary": summary}
     _write(folder / f"checkpoints/step-{step:06d}/manifest.json", json.dumps({"format": 1, "facts": facts}))
     adapter = {"format": 1, "facts": {"version": step, "digest": digest}}

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import statistics
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -94,6 +95,39 @@ def test_the_report_has_a_curve_of_each_environment(evaluated: Store) -> None:
     page = render_html(report)
     assert "Held-out prompts: addition" in page
     assert "eval_addition_mean" in page
+
+
+def test_before_and_after_are_the_held_out_prompts_before_the_first_step_and_after_the_last(evaluated: Store) -> None:
+    report = build_report(evaluated)
+    both = report.sampled and report.sampled.before_after
+    assert both is not None
+    assert both.held_out
+    assert both.compared == 2 * PROMPTS, "of each environment"
+    assert all((pair.before.step, pair.after.step, pair.after.samples) == (0, 3, SAMPLES) for pair in both.pairs)
+    first, last = (read_samples(evaluated, f"evaluation/step-{step:06d}/") for step in (0, 3))
+    for pair in both.pairs:
+        for side, samples in ((pair.before, first), (pair.after, last)):
+            shown = side.shown
+            rewards = [
+                each.reward for each in samples
+                if (each.environment, each.prompt_id) == (shown.environment, shown.prompt_id)
+            ]  # fmt: skip
+            assert side.mean == pytest.approx(sum(rewards) / len(rewards))
+
+
+def test_a_rollout_is_kept_with_the_advantage_that_it_was_trained_with(evaluated: Store) -> None:
+    """GRPO: the reward against the mean of its group, over the group's standard deviation (arXiv:2402.03300 eq. 3)."""
+    report = build_report(evaluated)
+    assert report.sampled is not None
+    groups = [group for page in report.sampled.steps for group in page.groups]
+    assert groups
+    for group in groups:
+        rewards, advantages = ([row[at] for row in group["rows"]] for at in (2, 3))
+        deviation = statistics.stdev(rewards)
+        expected = [
+            (reward - statistics.fmean(rewards)) / (deviation + 1e-6) if deviation else 0.0 for reward in rewards
+        ]
+        assert advantages == pytest.approx(expected, rel=1e-3, abs=1e-5)
 
 
 @pytest.mark.parametrize("max_staleness", [0, 2])

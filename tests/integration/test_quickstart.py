@@ -35,7 +35,7 @@ def test_an_example_learns(
     page = Path(out, "report.html").read_text()
     assert "http://" not in page.replace("http://www.w3.org", "")
     assert report["adapter_digest"][:20] in page
-    assert page.count('class="expected"') >= 6, "what the prompt expects stands beside what was answered"
+    assert page.count('"expected":"') >= 6, "what the prompt expects stands beside what was answered"
 
 
 def test_the_wrong_precision_for_a_folder_is_the_manifests_mistake(

@@ -23,10 +23,11 @@ from orbit_runtime.loop.keep import Checkpoints
 from orbit_runtime.loop.replay import replay
 from orbit_runtime.loop.state import RunState
 from orbit_runtime.model_info.builtin_models import builtin_folder
+from orbit_runtime.observability.charts import held_out_chart
 from orbit_runtime.observability.metrics import parse_row
 from orbit_runtime.observability.progress import SilentProgress
 from orbit_runtime.observability.report import build_report
-from orbit_runtime.observability.report_html import held_out_chart
+from orbit_runtime.observability.report_html import render_html
 from orbit_runtime.spec import OrbitRun
 from orbit_runtime.storage import open_store
 from tests.integration.killing import kill_until_done, small_manifest, timeless_rows
@@ -113,9 +114,10 @@ def test_what_was_held_out_gets_cheaper_and_the_newest_adapter_is_the_best(learn
     assert versions[-1] == best == report["policy_version"]
     assert report["base_digest_before"] == report["base_digest_after"]
     assert report["publishes"] == 0, "no engine ran, and none is claimed to hold it"
-    (chart,) = held_out_chart(build_report(open_store(str(learned), writable=False)))
-    assert [len(series.values) for series in chart["legend"]] == [1 + len(measured)]
-    assert chart["svg"].count("<path") + chart["svg"].count("<polyline") >= 1
+    found = build_report(open_store(str(learned), writable=False))
+    (chart,) = held_out_chart(found.rows, report["headline"]["first"])
+    assert [len(series.values) for series in chart.legend] == [1 + len(measured)]
+    assert chart.title in render_html(found)
 
 
 def test_it_ends_early_where_it_gets_no_better_and_stays_ended(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ def test_a_report_is_printed_and_its_page_written_beside_the_run(tmp_path: Path,
     write_run_folder(tmp_path, SyntheticRun(name="quickstart"))
     assert run_command(["report", str(tmp_path)]) == 0
     said = capsys.readouterr().out
-    assert "0.3021 before, 0.7558 after (+0.4537)" in said
+    assert "0.4105 before, 0.7499 after (+0.3394 ± 0.0502, means of 12 steps)" in said
     assert str(tmp_path / "report.html") in said
     assert (tmp_path / "report.html").read_text().startswith("<!doctype html>")
     assert json.loads((tmp_path / "report.json").read_text())["publishes_proven"] == 61

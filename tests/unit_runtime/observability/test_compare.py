@@ -11,10 +11,11 @@ from fakes.run_folder import SyntheticRun, write_run_folder
 
 from orbit_runtime.cli.report import format_comparison
 from orbit_runtime.errors import UsageError
-from orbit_runtime.observability.compare import Final, compare, final_reward, noise_margin
+from orbit_runtime.observability.compare import compare
 from orbit_runtime.observability.metrics import build_row
 from orbit_runtime.observability.report import Report, build_report
 from orbit_runtime.observability.report_html import render_comparison
+from orbit_runtime.observability.windows import Window, final_reward, noise_margin
 from orbit_runtime.storage import open_store
 
 
@@ -40,10 +41,10 @@ def test_the_standard_error_within_steps_by_hand() -> None:
 
 def test_the_margin_by_hand() -> None:
     # Equal errors and k = 6: Welch's df is 2 (k - 1) = 10, t = 2.228.
-    a = Final(0.5, 0.03, 6)
+    a = Window(0.5, 0.03, 6)
     assert noise_margin(a, a) == pytest.approx(2.228 * math.sqrt(2) * 0.03)
     # One run without noise: df = k - 1 = 5, t = 2.571.
-    assert noise_margin(a, Final(0.5, 0.0, 6)) == pytest.approx(2.571 * 0.03)
+    assert noise_margin(a, Window(0.5, 0.0, 6)) == pytest.approx(2.571 * 0.03)
 
 
 def test_better_worse_and_no_difference(tmp_path: Path) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
+from html import unescape
 from xml.etree import ElementTree
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,6 +19,9 @@ NUMBERS = st.lists(st.none() | st.floats(allow_nan=True, allow_infinity=True, wi
 @given(NUMBERS, st.booleans())
 def test_any_numbers_make_a_well_formed_drawing_inside_its_frame(values: list[float | None], log: bool) -> None:
     svg = draw_lines("loss", range(len(values)), [Series("loss", values)], log=log)
+    if not any(value is not None and math.isfinite(value) for value in values):
+        assert svg == ""
+        return
     root = ElementTree.fromstring(svg)
     for circle in root.iter("circle"):
         assert 0 <= float(circle.get("cy", "nan")) <= 200
@@ -36,7 +42,7 @@ def test_names_are_escaped() -> None:
 def test_a_long_run_is_thinned_and_keeps_both_ends() -> None:
     steps = list(range(1, 10_001))
     svg = draw_lines("x", steps, [Series("x", [float(step) for step in steps])])
-    assert svg.count("L") <= MAX_POINTS
+    assert svg.count("L") <= 3 * MAX_POINTS
     assert "step 1<" in svg
     assert "step 10000<" in svg
     assert "highest 1e+04" in svg
@@ -48,6 +54,32 @@ def test_layers_stand_on_each_other() -> None:
     assert lower.split(" L")[0].removeprefix("M") in upper.replace("Z", "")
 
 
-def test_nothing_to_draw_is_said() -> None:
-    assert "no data yet" in draw_lines("x", [], [Series("x", [])])
-    assert "no data yet" in draw_stack("x", [1], [Series("x", [None])])
+def test_of_a_long_run_a_point_is_the_mean_of_its_steps_and_the_shade_holds_the_lowest_and_highest() -> None:
+    steps = list(range(1, 10_001))
+    svg = draw_lines("x", steps, [Series("x", [100.0 if step == 5000 else 1.0 for step in steps])])
+    points = json.loads(unescape(svg.split("data-points='")[1].split("'")[0]))
+    (name, values, _, (low, high)) = points["s"][0]
+    at = next(index for index, end in enumerate(points["x"]) if end >= 5000)
+    count = points["x"][at] - points["from"][at] + 1
+    assert name == "x"
+    assert values[at] == pytest.approx(1 + 99 / count, rel=1e-4)
+    assert (low[at], high[at]) == (1.0, 100.0)
+    assert "highest 100" in svg
+
+
+def test_a_deviation_is_a_shade_that_leaves_the_line_half_of_the_height() -> None:
+    band = ([-10.0, -10.0, -10.0], [10.0, 10.0, 10.0])
+    svg = draw_lines("x", [1, 2, 3], [Series("x", [0.0, 10.0, 20.0], 0, band)])
+    root = ElementTree.fromstring(svg)
+    assert [element.get("class") for element in root.iter("path")] == ["band c0", "line c0"]
+    assert float(root.get("data-low", "nan")) >= -10
+
+
+def test_a_share_has_no_axis_beyond_1() -> None:
+    svg = draw_lines("share", [1, 2], [Series("share", [1.0, 1.0])], most=1.0)
+    assert 'data-high="1.0"' in svg
+
+
+def test_nothing_to_draw_is_no_chart() -> None:
+    assert draw_lines("x", [], [Series("x", [])]) == ""
+    assert draw_stack("x", [1], [Series("x", [None])]) == ""

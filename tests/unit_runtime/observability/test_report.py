@@ -99,7 +99,8 @@ def test_steps_after_the_last_compaction_are_read_too(tmp_path: Path) -> None:
 def test_a_run_without_a_step_has_a_report(tmp_path: Path) -> None:
     report = report_of(tmp_path, SyntheticRun(steps=0, ended=None), now=1001)
     assert report.to_json()["reward_first"] is None
-    assert "no data yet" in render_html(report)
+    assert "No step is finished yet." in render_html(report)
+    assert "<svg" not in render_html(report)
 
 
 def test_a_folder_with_nothing_in_it_is_empty(tmp_path: Path) -> None:
@@ -142,9 +143,12 @@ class Page(HTMLParser):
         self.tags: list[str] = []
         self.addresses: list[str] = []
         self.handlers: list[str] = []
+        self.scripts: list[tuple[str | None, str | None]] = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
+        if tag == "script":
+            self.scripts.append((dict(attrs).get("type"), dict(attrs).get("id")))
         self.addresses += [value or "" for name, value in attrs if name in ("src", "href")]
         self.handlers += [name for name, _ in attrs if name.startswith("on")]
 
@@ -156,7 +160,9 @@ def test_a_completion_cannot_become_markup(tmp_path: Path) -> None:
     page = Page()
     page.feed(text)
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in text
-    assert page.tags.count("script") == 1
+    assert page.scripts == [("application/json", "rollout-data"), (None, None)]
+    shown = json.loads(text.split('id="rollout-data">')[1].split("</script>")[0])
+    assert shown["pages"]["1"][0]["rows"][0][1] == evil
     assert "img" not in page.tags
     assert not page.handlers
 
@@ -165,7 +171,7 @@ def test_the_page_needs_nothing_from_elsewhere(tmp_path: Path) -> None:
     text = render_html(report_of(tmp_path, SyntheticRun(steps=5)))
     page = Page()
     page.feed(text)
-    assert page.addresses == []
+    assert set(page.addresses) == {"#rollouts"}
     assert "@import" not in text
     assert "url(" not in text
     assert "default-src 'none'" in unescape(text)
@@ -174,15 +180,44 @@ def test_the_page_needs_nothing_from_elsewhere(tmp_path: Path) -> None:
 def test_every_chart_says_in_words_what_it_shows(tmp_path: Path) -> None:
     text = render_html(report_of(tmp_path, SyntheticRun()))
     labels = re.findall(r'<svg[^>]*aria-label="([^"]*)"', text)
-    assert len(labels) == 10
+    assert len(labels) == 11
     assert all("Steps 1 to 60" in label for label in labels)
 
 
-def test_samples_of_the_same_prompt_stand_beside_each_other(tmp_path: Path) -> None:
+def test_before_and_after_are_the_same_prompts_and_say_how_all_of_them_did(tmp_path: Path) -> None:
     report = report_of(tmp_path, SyntheticRun())
-    first, last = report.folder.first, report.folder.last
-    assert [shown.prompt_id for shown in first][:5] == [shown.prompt_id for shown in last][:5]
-    assert (first[0].reward, last[0].reward) == (0.0, 1.0)
+    both = report.sampled and report.sampled.before_after
+    assert both is not None
+    # The first step has prompts 0 to 7, the last one 3 to 10.
+    assert (both.compared, both.better, both.worse, both.equal) == (5, 5, 0, 0)
+    assert [pair.before.shown.prompt_id for pair in both.pairs] == [f"addition/{prompt}" for prompt in range(3, 8)]
+    assert all(pair.before.shown.prompt_id == pair.after.shown.prompt_id for pair in both.pairs)
+    assert all((pair.before.mean, pair.after.mean) == (0.0, 1.0) for pair in both.pairs)
+    assert "of 5, <b>5</b> got better" in render_html(report)
+
+
+def test_the_gain_is_between_windows_of_steps_with_its_margin(tmp_path: Path) -> None:
+    report = report_of(tmp_path, SyntheticRun())
+    gain = report.to_json()["gain"]
+    means = [row.number("reward_mean") or 0.0 for row in report.rows]
+    assert gain["steps"] == 12
+    assert gain["difference"] == pytest.approx(sum(means[-12:]) / 12 - sum(means[:12]) / 12)
+    assert 0 < gain["margin"] < gain["difference"]
+    assert gain["verdict"] == "better"
+    page = render_html(report)
+    assert "reward, last 12 steps" in page
+    assert f"{gain['difference']:+.4f}" in page
+    assert f"{gain['difference']:+.4f}" in format_report(report)
+
+
+def test_a_proof_is_a_table_and_no_dump(tmp_path: Path) -> None:
+    text = render_html(report_of(tmp_path, SyntheticRun()))
+    rows = re.findall(r"<tr><td>version (\d+)</td>(.*?)</tr>", text, re.DOTALL)
+    assert [version for version, _ in rows] == ["60", "59", "58"]
+    assert [re.sub("<[^>]+>", "", cell) for cell in re.findall(r"<td[^>]*>.*?</td>", rows[0][1])][:6] == [
+        "proven", "equal", "equal", "1.0e-05", "1.0e-03", "3.9",
+    ]  # fmt: skip
+    assert "expected_applied_digest" not in text
 
 
 def test_a_long_run_keeps_its_page_small(tmp_path: Path) -> None:
@@ -197,9 +232,9 @@ def test_a_sample_shows_what_its_prompt_expects_shortened(tmp_path: Path) -> Non
     shown = re.findall(r'<code class="expected">([^<]*)</code>', text)
     asked = re.findall(r'<div class="said">(\d+)\+(\d+)=</div>', text)
     assert shown == [str(int(a) + int(b)) for a, b in asked]
-    assert len(shown) == 12
+    assert len(shown) == 5
     long = render_html(report_of(tmp_path / "b", SyntheticRun(reference="7" * 5000)))
-    assert "7" * 601 not in long
+    assert "7" * 701 not in long
     assert "(4400 more characters)" in long
 
 

@@ -1,0 +1,157 @@
+"""Which charts a page shows, of a run and of its evaluations.
+
+Belongs here: titles, which numbers of a step go into which chart, in which order. Does not belong here: drawing
+(`plots`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from orbit_runtime.observability import plots
+from orbit_runtime.observability.metrics import STAGES, MetricsRow
+from orbit_runtime.observability.plots import Series
+
+LIMIT = 9
+"""The style of a limit's line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """A drawing with its title and the lines that its legend names."""
+
+    title: str
+    svg: str
+    legend: Sequence[Series]
+    is_main: bool = True
+    """Shown before a reader asks for more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One chart of a run, by the fields of its rows."""
+
+    title: str
+    lines: tuple[tuple[str, str], ...]
+    """Field and what the legend calls it; `parity_limit` is drawn as a limit."""
+    log: bool = False
+    most: float | None = None
+    is_main: bool = False
+    deviation: str | None = None
+    """Field of the standard deviation around the first line."""
+    varies: bool = False
+    """Left out where no line ever changes, too: such as of what the run does not do."""
+
+
+PLANS: tuple[Plan, ...] = (
+    Plan("Reward", (("reward_mean", "mean ± deviation"),), is_main=True, deviation="reward_std"),
+    Plan("Train-rollout parity |Δ log-prob|",
+         (("parity_mean", "mean"), ("parity_max", "max"), ("parity_limit", "limit of the mean")), log=True,
+         is_main=True),
+    Plan("Response length (tokens)", (("response_tokens_mean", "mean"),), is_main=True),
+    Plan("Loss", (("loss", "loss"),)),
+    Plan("KL from the base (nats)", (("kl", "KL"),)),
+    Plan("Entropy (nats)", (("entropy", "entropy"),)),
+    Plan("Gradient norm before clipping", (("grad_norm", "norm"),)),
+    Plan("Learning rate", (("learning_rate", "rate"),), varies=True),
+    Plan("Clipped tokens (share)", (("clip_fraction", "share"),), most=1.0, varies=True),
+    Plan("Tokens of weight 0 (share)", (("dropped_fraction", "share"),), most=1.0, varies=True),
+    Plan("Completions cut off (share)", (("truncated_fraction", "share"),), most=1.0, varies=True),
+    Plan("Divergence from the teacher (nats)", (("teacher_divergence", "divergence"),)),
+    Plan("Critic's loss", (("value_loss", "loss"),)),
+    Plan("Variance that the critic foresaw (share)", (("explained_variance", "share"),), most=1.0),
+    Plan("Turns of an episode", (("turns_mean", "mean"),), varies=True),
+    Plan("Calls of tools", (("tool_calls", "calls"), ("tool_errors", "errors")), varies=True),
+    Plan("Policy versions behind", (("staleness_mean", "mean"), ("staleness_max", "max")), varies=True),
+    Plan("Top-1 agreement on the canary", (("parity_top1", "share"),), most=1.0),
+    Plan("Parity with and without router replay",
+         (("parity_mean_replayed", "through rollout's experts"),
+          ("parity_mean_unreplayed", "through the trainer's own")), log=True),
+    Plan("Agreement of the routers (share)", (("router_agreement", "share"),), most=1.0),
+    Plan("Tokens per second", (("tokens_per_second", "whole step"),)),
+)  # fmt: skip
+SECONDS = "Seconds of a step, by stage"
+
+
+def build_charts(rows: Sequence[MetricsRow]) -> list[Chart]:
+    """Those that the run has numbers for."""
+    steps = steps_of(rows)
+    charts = [_draw(plan, steps, rows) for plan in plans_of(rows)]
+    stages = [Series(stage, [row.number(f"seconds_{stage}") for row in rows], at) for at, stage in enumerate(STAGES)]
+    stages = [each for each in stages if any(each.values)]
+    charts.append(Chart(SECONDS, plots.draw_stack(SECONDS, steps, stages), stages, is_main=False))
+    return [chart for chart in charts if chart.svg]
+
+
+def plans_of(rows: Sequence[MetricsRow]) -> list[Plan]:
+    """Of the fields that these rows have numbers for: each reward of several behind the reward, and where nothing is
+    scored the loss among those that are shown first."""
+    found = []
+    has_reward = any(row.number("reward_mean") is not None for row in rows)
+    for plan in PLANS:
+        values = [
+            line for field, _ in plan.lines if (line := [x for row in rows if (x := row.number(field)) is not None])
+        ]
+        if not values or (plan.varies and all(len(set(line)) <= 1 for line in values)):
+            continue
+        found.append(replace(plan, is_main=True) if plan.title == "Loss" and not has_reward else plan)
+        if plan.title == "Reward":
+            found += [
+                Plan(f"Reward {name}, before its weight", ((f"reward_part_{name}_mean", "mean"),), is_main=True)
+                for name in dict.fromkeys(name for row in rows for name in row.reward_parts)
+            ]
+    return found
+
+
+def steps_of(rows: Sequence[MetricsRow]) -> list[int]:
+    return [int(row.number("step") or 0) for row in rows]
+
+
+def _draw(plan: Plan, steps: Sequence[int], rows: Sequence[MetricsRow]) -> Chart:
+    series = [
+        Series(label, [row.number(field) for row in rows], LIMIT if field == "parity_limit" else style)
+        for style, (field, label) in enumerate(plan.lines)
+    ]
+    if plan.deviation:
+        spread = [row.number(plan.deviation) for row in rows]
+        series[0] = replace(series[0], band=(_moved(series[0].values, spread, -1), _moved(series[0].values, spread, 1)))
+    svg = plots.draw_lines(plan.title, steps, series, log=plan.log, most=plan.most)
+    return Chart(plan.title, svg, series, plan.is_main)
+
+
+def _moved(values: Sequence[float | None], by: Sequence[float | None], sign: int) -> list[float | None]:
+    return [
+        None if value is None or each is None else value + sign * each for value, each in zip(values, by, strict=True)
+    ]
+
+
+def held_out_chart(rows: Sequence[MetricsRow], before: float | None) -> list[Chart]:
+    """The loss of demonstrations that were held out; none where nothing was.
+
+    Args: before: the first step.
+    """
+    measured = [
+        (step, loss)
+        for step, row in zip(steps_of(rows), rows, strict=True)
+        if (loss := row.number("validation_loss")) is not None
+    ]
+    if not measured:
+        return []
+    # A line through every row would have a gap behind each point.
+    steps, losses = zip(*([] if before is None else [(0, before)]), *measured, strict=True)
+    title = "Loss of what was held out (nats a token)"
+    series = [Series("loss", list(losses), 0)]
+    return [Chart(title, plots.draw_lines(title, list(steps), series), series)]
+
+
+def evaluation_charts(curves: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Chart]:
+    """One for each environment that the run's policy was measured on."""
+    charts = []
+    for name, points in curves.items():
+        title = f"Held-out prompts: {name}"
+        band = ([each["low"] for each in points], [each["high"] for each in points])
+        series = [Series("mean reward, 95 % interval", [each["mean"] for each in points], 0, band)]
+        charts.append(Chart(title, plots.draw_lines(title, [each["step"] for each in points], series), series))
+    return [chart for chart in charts if chart.svg]

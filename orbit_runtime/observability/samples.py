@@ -1,0 +1,164 @@
+"""What was sampled, a record at a time: files of a step's rollouts and of an evaluation's samples.
+
+Belongs here: reading such a file in pieces, so that neither it nor a line's columns of tokens are held, and a record as
+people read it. Does not belong here: which of them a page shows (`pairs`, `groups`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import IO, Any, Protocol, cast
+
+import orjson
+import zstandard
+
+from orbit_runtime.errors import OrbitError
+
+READ_BYTES = 1 << 22
+"""Of the file, at a time."""
+MAX_LINE = 1 << 28
+"""A longer record is not read, so that a corrupt size cannot exhaust memory."""
+HEAD, TAIL = 400, 200
+"""Characters of a longer text that are shown: how it begins, and how it ends, where the answer stands."""
+
+
+class Ranged(Protocol):
+    """What reading needs of `storage.Store`."""
+
+    def size(self, key: str) -> int: ...
+
+    def get_range(self, key: str, start: int, end: int) -> bytes: ...
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """Samples of one policy."""
+
+    step: int
+    """Steps that it had been trained for when they were drawn, or were drawn in."""
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One sampled answer, for people. Its text is untrusted."""
+
+    prompt_id: str
+    sample_index: int
+    prompt: str
+    """What stood before the policy's first turn."""
+    completion: str
+    """What followed: the policy's turn, or all turns with who spoke."""
+    reward: float | None
+    parts: Mapping[str, float | None]
+    """Of several rewards."""
+    outcome: str
+    finish_reason: str
+    tokens: int | None
+    """That the policy chose."""
+    advantage: float | None
+    """What it was trained with, on average over its tokens; None: it was not, or that was not kept."""
+    expected: str = ""
+    environment: str = ""
+    """Of an evaluation's sample."""
+
+
+def read_samples(source: Ranged, key: str, *, most_bytes: int | None = None) -> Iterator[tuple[Sample, int]]:
+    """The records in their order, each with the bytes that were read for all up to it.
+
+    What is missing or broken ends the file early: a page must not fail on a broken run.
+    """
+    read = 0
+    for line in read_lines(source, key):
+        read += len(line)
+        try:
+            sample = build_sample(orjson.loads(line))
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+            continue
+        yield sample, read
+        if most_bytes is not None and read >= most_bytes:
+            return
+
+
+def read_lines(source: Ranged, key: str) -> Iterator[bytes]:
+    """Of a compressed file that is read a piece at a time."""
+    pending: list[bytes] = []
+    size = 0
+    try:
+        for piece in _decompressed(source, key):
+            *lines, rest = piece.split(b"\n")
+            for line in lines:
+                yield b"".join([*pending, line])
+                pending, size = [], 0
+            pending.append(rest)
+            size += len(rest)
+            if size > MAX_LINE:
+                return
+    except (zstandard.ZstdError, OrbitError):
+        return
+    if size:
+        yield b"".join(pending)
+
+
+def _decompressed(source: Ranged, key: str) -> Iterator[bytes]:
+    size = source.size(key)
+    pieces = cast(IO[bytes], _Pieces(source, key, size))
+    reader = zstandard.ZstdDecompressor().stream_reader(pieces, read_across_frames=True)
+    while piece := reader.read(READ_BYTES):
+        yield piece
+
+
+class _Pieces:
+    """A file to read from, of which a piece is held at a time."""
+
+    def __init__(self, source: Ranged, key: str, size: int) -> None:
+        self._source, self._key, self._size = source, key, size
+        self._at = 0
+        self._held = b""
+
+    def read(self, count: int = -1) -> bytes:
+        if not self._held and self._at < self._size:
+            end = min(self._size, self._at + READ_BYTES)
+            self._held, self._at = self._source.get_range(self._key, self._at, end), end
+        taken, self._held = (self._held, b"") if count < 0 else (self._held[:count], self._held[count:])
+        return taken
+
+
+def build_sample(record: Mapping[str, Any]) -> Sample:
+    """Of a rollout's record or an evaluation's."""
+    turns = [_turn(turn) for turn in record["turns"]]
+    first = next((at for at, (role, _) in enumerate(turns) if role == "assistant"), len(turns))
+    asked, said = turns[:first], turns[first:]
+    mask = record.get("loss_mask_T")
+    usage = record.get("usage") or {}
+    parts = record.get("reward_parts") or {}
+    return Sample(
+        prompt_id=str(record["prompt_id"]),
+        sample_index=int(record["sample_index"]),
+        prompt="\n".join(text for _, text in asked),
+        completion=said[0][1] if len(said) == 1 else "\n".join(f"{role}: {text}" for role, text in said),
+        reward=_number(record["reward"]),
+        parts={str(name): _number(value) for name, value in parts.items()} if len(parts) > 1 else {},
+        outcome=str(record["outcome"]),
+        finish_reason=str(record["finish_reason"]),
+        tokens=sum(mask) if mask is not None else usage.get("completion_tokens"),
+        advantage=_number(record.get("advantage")),
+        expected=str(record.get("expected") or ""),
+        environment=str(record.get("environment") or ""),
+    )
+
+
+def _turn(turn: Mapping[str, Any] | Sequence[str]) -> tuple[str, str]:
+    role, text = (turn["role"], turn["text"]) if isinstance(turn, Mapping) else (turn[0], turn[1])
+    return str(role), str(text)
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, (int, float)) else None
+
+
+def shorten(text: str, head: int = HEAD, tail: int = TAIL) -> str:
+    """A text's beginning and end, with what lies between them counted."""
+    left = len(text) - head - tail
+    return text if left <= 0 else f"{text[:head]} … ({left} more characters) … {text[len(text) - tail :]}"

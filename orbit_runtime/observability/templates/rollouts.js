@@ -1,0 +1,160 @@
+(function () {
+  var place = document.getElementById('rollouts'), source = document.getElementById('rollout-data');
+  if (!place || !source) return;
+  var PER_PAGE = 8, data = JSON.parse(source.textContent), pages = data.pages, step = data.steps[data.steps.length - 1];
+  var page = 0, asked = '', which = 'all', order = 'sampled', said = '';
+  var KEPT = {
+    all: ['every group', function () { return true; }],
+    mixed: ['rewards differ', function (g) { return g.low !== g.high; }],
+    equal: ['rewards all equal', function (g) { return g.low === g.high; }],
+    failed: ['a reward failed', function (g) { return g.rows.some(function (r) { return r[2] === null; }); }],
+    cut: ['an answer cut off', function (g) { return g.rows.some(function (r) { return r[6] === 'length'; }); }]
+  };
+  var ORDERS = {
+    sampled: ['as sampled', function () { return 0; }],
+    low: ['lowest reward first', function (a, b) { return a.mean - b.mean; }],
+    high: ['highest reward first', function (a, b) { return b.mean - a.mean; }],
+    apart: ['widest spread first', function (a, b) { return (b.high - b.low) - (a.high - a.low); }]
+  };
+
+  function measured(group) {
+    var rewards = group.rows.map(function (r) { return r[2]; }).filter(function (r) { return r !== null; });
+    group.low = Math.min.apply(null, rewards); group.high = Math.max.apply(null, rewards);
+    group.mean = rewards.length ? rewards.reduce(function (a, b) { return a + b; }, 0) / rewards.length : null;
+    return group;
+  }
+  function groups() {
+    return (pages[step] || []).map(function (g) { return g.mean === undefined ? measured(g) : g; });
+  }
+  function holds(row, group) {
+    return [group.prompt, group.expected, group.id, row[1]].some(function (t) { return t.toLowerCase().indexOf(asked) >= 0; });
+  }
+  function marked(parent, content) {
+    var at = asked ? content.toLowerCase().indexOf(asked) : -1;
+    if (at < 0) { parent.textContent = content; return parent; }
+    parent.appendChild(document.createTextNode(content.slice(0, at)));
+    parent.appendChild(element('mark', '', content.slice(at, at + asked.length)));
+    parent.appendChild(document.createTextNode(content.slice(at + asked.length)));
+    return parent;
+  }
+  function select(label, options, value, change) {
+    var field = element('label', '', label + ' '), list = element('select');
+    options.forEach(function (option) {
+      var made = element('option', '', option[1]);
+      made.value = option[0]; made.selected = String(option[0]) === String(value); list.appendChild(made);
+    });
+    list.addEventListener('change', function () { change(list.value); });
+    field.appendChild(list);
+    return field;
+  }
+  function button(label, name, enabled, press) {
+    var made = element('button', '', label);
+    made.type = 'button'; made.disabled = !enabled; made.setAttribute('aria-label', name);
+    made.addEventListener('click', press);
+    return made;
+  }
+
+  // The look of a group in one line: each answer a cell, the better the greener.
+  function strip(group, low, high) {
+    var made = element('span', 'strip');
+    group.rows.forEach(function (row) {
+      var cell = element('i');
+      if (row[2] === null) cell.className = 'none';
+      else cell.style.setProperty('--share', high > low ? (row[2] - low) / (high - low) : 1);
+      made.appendChild(cell);
+    });
+    made.setAttribute('aria-hidden', 'true');
+    return made;
+  }
+  function numbers(group) {
+    return [['reward', 2]].concat(group.parts.map(function (name, at) { return [name, 7, at]; }), [['advantage', 3], ['tokens', 4]]);
+  }
+  function answers(group) {
+    var table = element('table', 'answers'), head = element('tr'), columns = numbers(group);
+    head.appendChild(element('th', '', 'answer'));
+    columns.forEach(function (c) { head.appendChild(element('th', 'num', c[0])); });
+    table.appendChild(head);
+    group.rows.forEach(function (row) {
+      if (asked && !holds(row, group)) return;
+      var line = element('tr'), cell = element('td', 'text'), failed = row[5] !== 'value';
+      cell.appendChild(marked(element('div', 'said'), row[1]));
+      if (failed || row[6] !== 'stop')
+        cell.appendChild(element('span', 'label' + (failed ? ' failed' : ''), [failed ? row[5] : '', row[6] === 'length' ? 'cut off' : row[6] === 'stop' ? '' : row[6]].filter(Boolean).join(', ')));
+      line.appendChild(cell);
+      columns.forEach(function (c) {
+        var value = c.length > 2 ? row[7][c[2]] : row[c[1]], n = element('td', 'num');
+        n.appendChild(element('span', 'label only-narrow', c[0] + ' '));
+        n.appendChild(document.createTextNode(c[0] === 'advantage' && value > 0 ? '+' + text(value) : text(value)));
+        if (c[0] === 'advantage' && value) n.classList.add(value > 0 ? 'better' : 'worse');
+        line.appendChild(n);
+      });
+      table.appendChild(line);
+    });
+    return table;
+  }
+  function card(group, low, high) {
+    var made = element('details', 'group'), head = element('summary'), isFilled = false;
+    head.appendChild(marked(element('span', 'ask'), group.prompt.trim() || group.id));
+    head.appendChild(strip(group, low, high));
+    head.appendChild(element('b', 'num', group.mean === null ? '–' : String(+group.mean.toPrecision(3))));
+    made.appendChild(head);
+    function fill() {
+      if (isFilled || !made.open) return;
+      isFilled = true;
+      made.appendChild(element('p', 'label', group.id));
+      made.appendChild(marked(element('div', 'said'), group.prompt));
+      if (group.expected) {
+        var line = element('p', 'label', 'expected ');
+        line.appendChild(marked(element('code', 'expected'), group.expected));
+        made.appendChild(line);
+      }
+      made.appendChild(answers(group));
+    }
+    made.addEventListener('toggle', fill);
+    return made;
+  }
+
+  var bar = element('div', 'controls'), list = element('div'), foot = element('div', 'controls');
+  var search = element('input'), stepPlace = element('span');
+  search.type = 'search'; search.placeholder = 'search prompts and answers'; search.setAttribute('aria-label', search.placeholder);
+  search.addEventListener('input', function () { asked = search.value.trim().toLowerCase(); page = 0; draw(); });
+  bar.appendChild(stepPlace); bar.appendChild(search);
+  bar.appendChild(select('show', Object.keys(KEPT).map(function (k) { return [k, KEPT[k][0]]; }), which, function (v) { which = v; page = 0; draw(); }));
+  bar.appendChild(select('order', Object.keys(ORDERS).map(function (k) { return [k, ORDERS[k][0]]; }), order, function (v) { order = v; page = 0; draw(); }));
+  place.textContent = '';
+  [bar, list, foot].forEach(function (each) { place.appendChild(each); });
+
+  function draw() {
+    var all = groups(), rewards = [];
+    all.forEach(function (g) { g.rows.forEach(function (r) { if (r[2] !== null) rewards.push(r[2]); }); });
+    var low = Math.min.apply(null, rewards), high = Math.max.apply(null, rewards);
+    var found = all.filter(KEPT[which][1]).filter(function (g) { return !asked || g.rows.some(function (r) { return holds(r, g); }); });
+    if (order !== 'sampled') found = found.slice().sort(ORDERS[order][1]);
+    var last = Math.max(0, Math.ceil(found.length / PER_PAGE) - 1), index = data.steps.indexOf(step);
+    page = Math.min(page, last);
+    stepPlace.textContent = '';
+    stepPlace.appendChild(button('‹', 'step before', index > 0, function () { go(data.steps[index - 1]); }));
+    stepPlace.appendChild(select('step', data.steps.map(function (s) { return [s, s]; }), step, function (v) { go(+v); }));
+    stepPlace.appendChild(button('›', 'step after', index < data.steps.length - 1, function () { go(data.steps[index + 1]); }));
+    list.textContent = '';
+    if (said) list.appendChild(element('p', 'label', said));
+    found.slice(page * PER_PAGE, (page + 1) * PER_PAGE).forEach(function (g) { list.appendChild(card(g, low, high)); });
+    if (asked && found.length && list.querySelector('details')) list.querySelector('details').open = true;
+    foot.textContent = '';
+    foot.appendChild(button('‹', 'page before', page > 0, function () { page--; draw(); }));
+    foot.appendChild(element('span', 'label', found.length ? 'groups ' + (page * PER_PAGE + 1) + ' to ' + Math.min(found.length, (page + 1) * PER_PAGE) + ' of ' + found.length + (found.length < all.length ? ' (' + all.length + ' in all)' : '') : 'no group is like that'));
+    foot.appendChild(button('›', 'page after', page < last, function () { page++; draw(); }));
+    if (data.cut.indexOf(step) >= 0) foot.appendChild(element('span', 'label', 'The step has more groups than this page holds.'));
+  }
+  function go(wanted) { step = wanted; page = 0; said = ''; draw(); }
+  openStep = function (wanted) {
+    var best = data.steps.reduce(function (a, b) { return Math.abs(b - wanted) < Math.abs(a - wanted) ? b : a; });
+    go(best);
+    if (best !== wanted) { said = 'Rollouts of step ' + wanted + ' are not on this page: the nearest that are, of step ' + best + '.'; draw(); }
+    place.scrollIntoView({block: 'start'});
+  };
+  document.querySelectorAll('[data-step]').forEach(function (link) {
+    link.addEventListener('click', function (event) { event.preventDefault(); openStep(+link.dataset.step); });
+  });
+  draw();
+})();

@@ -1,0 +1,128 @@
+"""The reward at one end of a run, as a mean over several steps with its standard error.
+
+Belongs here: windows of steps, their difference and its margin. Does not belong here: several runs (`compare`).
+
+The reward R of k steps is the mean of their `reward_mean`. Its standard error is the larger of two estimates, so that
+neither few samples nor differing prompts are overlooked:
+
+    between steps   s / sqrt(k)                   s: sample standard deviation of the k step means
+    within steps    sqrt(sum(std_i^2 / n_i)) / k  std_i, n_i: reward_std and scored samples of step i
+
+The margin of a difference is t(0.975, df) * sqrt(se_a^2 + se_b^2), df by Welch and Satterthwaite with k - 1 each (Welch
+1947).
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from orbit_runtime.observability.metrics import MetricsRow
+
+# Two-sided 95 % quantiles of Student's t. Between two entries the lower df is taken, which is the wider margin.
+_T975 = {
+    1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262, 10: 2.228, 12: 2.179,
+    14: 2.145, 16: 2.120, 18: 2.101, 20: 2.086, 25: 2.060, 30: 2.042, 40: 2.021, 60: 2.000, 120: 1.980,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The reward of some steps in a row."""
+
+    reward: float | None
+    standard_error: float | None
+    """`None` where one step is too little to tell."""
+    steps: int
+    """k."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gain:
+    """What a run's end is above its beginning."""
+
+    first: Window
+    last: Window
+    difference: float
+    margin: float | None
+    """Half the width of the 95 % interval; None where the windows are of one step."""
+
+    @property
+    def verdict(self) -> str:
+        if self.margin is None:
+            return "too little data"
+        if abs(self.difference) <= self.margin:
+            return "no difference beyond the margin"
+        return "better" if self.difference > 0 else "worse"
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "first": self.first.reward,
+            "last": self.last.reward,
+            "steps": self.last.steps,
+            "difference": self.difference,
+            "margin": self.margin,
+            "verdict": self.verdict,
+        }
+
+
+def window_steps(steps: int) -> int:
+    """k for a run of so many steps: a fifth of it, between 3 and 20."""
+    return min(steps, 20, max(3, steps // 5))
+
+
+def build_gain(rows: Sequence[MetricsRow]) -> Gain | None:
+    """The last window against the first; they share no step. None for fewer than two steps with a reward."""
+    scored = [row for row in rows if row.number("reward_mean") is not None]
+    if len(scored) < 2:
+        return None
+    k = min(window_steps(len(scored)), len(scored) // 2)
+    first, last = final_reward(scored[:k], k), final_reward(scored, k)
+    assert first.reward is not None
+    assert last.reward is not None
+    return Gain(first, last, last.reward - first.reward, noise_margin(first, last))
+
+
+def final_reward(rows: Sequence[MetricsRow], k: int) -> Window:
+    """Mean of the last `k` steps' rewards and its standard error."""
+    shown = [row for row in rows[-k:] if k > 0 and row.number("reward_mean") is not None]
+    means = [row.number("reward_mean") or 0.0 for row in shown]
+    if not means:
+        return Window(None, None, 0)
+    if len(means) < 2:
+        return Window(means[0], None, 1)
+    between = statistics.stdev(means) / math.sqrt(len(means))
+    return Window(statistics.fmean(means), max(between, _within(shown)), len(means))
+
+
+def _within(rows: Sequence[MetricsRow]) -> float:
+    variance = 0.0
+    for row in rows:
+        samples = (row.number("reward_value") or 0.0) + (row.number("reward_wrong") or 0.0)
+        if samples:
+            variance += (row.number("reward_std") or 0.0) ** 2 / samples
+    return math.sqrt(variance) / len(rows)
+
+
+def noise_margin(a: Window, b: Window) -> float | None:
+    """Half the width of the 95 % interval of the difference of two windows' rewards."""
+    if a.standard_error is None or b.standard_error is None:
+        return None
+    return welch_margin((a.standard_error, a.steps), (b.standard_error, b.steps))
+
+
+def welch_margin(a: tuple[float, int], b: tuple[float, int]) -> float:
+    """Args: a, b: standard error of a mean, and of how many values (2 or more) it is."""
+    (se_a, n_a), (se_b, n_b) = a, b
+    va, vb = se_a**2, se_b**2
+    if va + vb == 0.0:
+        return 0.0
+    df = (va + vb) ** 2 / (va**2 / (n_a - 1) + vb**2 / (n_b - 1))
+    return _t975(df) * math.sqrt(va + vb)
+
+
+def _t975(df: float) -> float:
+    return _T975[max(known for known in _T975 if known <= max(1.0, df + 1e-9))]

@@ -1,0 +1,143 @@
+"""Pages in a real browser, at a desktop's width and a phone's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fakes.browser import DESKTOP, PHONE, Browser, needs_browser
+from fakes.run_folder import SyntheticRun, write_run_folder
+
+from orbit_runtime.observability.report import build_report
+from orbit_runtime.observability.report_html import render_html
+from orbit_runtime.storage import open_store
+
+pytestmark = [needs_browser]
+EVIL = "</script><script>window.harmed = 1</script><img src=x onerror='window.harmed = 1'>'\"&lt;\u2028"
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with Browser(tmp_path_factory.mktemp("browser")) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Address of the report of a run with two rewards and groups of four."""
+    folder = tmp_path_factory.mktemp("run")
+    pretend = SyntheticRun(parts={"correct": 0.8, "brevity": 0.2}, prompts=10, group_size=4)
+    report = build_report(open_store(str(write_run_folder(folder, pretend)), writable=False), now=5000.0)
+    (folder / "page.html").write_text(render_html(report))
+    return f"file://{folder}/page.html"
+
+
+def test_every_value_of_a_step_is_told_under_the_pointer(browser: Browser, page: str) -> None:
+    browser.open(page)
+    assert browser.run("document.querySelector('.tip').hidden")
+    browser.hover("svg[data-points]", 0.999)
+    told = browser.wait("document.querySelector('.tip:not([hidden])')?.innerText")
+    assert told.startswith("step 60\nmean ± deviation 0.7")
+    assert " to " in told, "the deviation's two ends"
+    browser.run("document.querySelector('svg[data-points]').focus()")
+    browser.run(
+        "document.querySelector('svg[data-points]').dispatchEvent(new KeyboardEvent('keydown', {key: 'ArrowLeft'}))"
+    )
+    assert browser.text(".tip:not([hidden])").startswith("step 59"), "the arrow keys go from step to step"
+
+
+def test_a_click_on_a_step_opens_its_rollouts(browser: Browser, page: str) -> None:
+    browser.open(page)
+    assert browser.run("document.querySelector('#rollouts select').value") == "60"
+    browser.click("svg[data-points]", 0.14)
+    browser.wait("document.querySelector('#rollouts select').value === '1'")
+
+
+def test_the_table_of_rollouts_pages_searches_and_shows_whole_groups(browser: Browser, page: str) -> None:
+    browser.open(page)
+    assert "groups 1 to 8 of 10" in browser.text("#rollouts")
+    browser.click("#rollouts button[aria-label='page after']")
+    browser.wait("document.querySelector('#rollouts').innerText.includes('groups 9 to 10 of 10')")
+    browser.run(
+        "(() => { const s = document.querySelector('#rollouts input'); s.value = '15+11'; "
+        "s.dispatchEvent(new Event('input')); })()"
+    )
+    assert "groups 1 to 1 of 1 (10 in all)" in browser.text("#rollouts")
+    rows = browser.run(
+        "[...document.querySelectorAll('#rollouts details[open] tr')]"
+        ".map(r => [...r.cells].map(c => c.innerText.trim()))"
+    )
+    assert rows[0] == ["answer", "reward", "correct", "brevity", "advantage", "tokens"]
+    assert len(rows) == 5
+    assert rows[1][1:] == ["1", "1", "0.5", "+0.5", "3"]
+    assert browser.count("#rollouts mark") >= 1
+    browser.run(
+        "(() => { const s = document.querySelectorAll('#rollouts select')[1]; s.value = 'equal'; "
+        "s.dispatchEvent(new Event('change')); })()"
+    )
+    assert "no group is like that" in browser.text("#rollouts")
+
+
+def test_smoothing_draws_the_average_over_the_values_that_stay_visible(browser: Browser, page: str) -> None:
+    browser.open(page)
+    line = "document.querySelector('path[data-line]').getAttribute('d')"
+    smoothed = browser.run(line)
+    assert browser.count("svg[data-points] .ghost") > 0
+    browser.run(
+        "(() => { const s = document.querySelector('.smoothing input'); s.value = 0; "
+        "s.dispatchEvent(new Event('input')); })()"
+    )
+    assert browser.run(line) != smoothed
+    assert browser.count(".ghost") == 0
+    assert browser.text(".smoothing output") == "off"
+
+
+def test_smoothing_is_the_average_that_trackers_draw(browser: Browser, page: str) -> None:
+    """The formula of TensorBoard: an exponential moving average, divided by what it lacks at its beginning."""
+    browser.open(page)
+    data = json.loads(browser.run("document.querySelector('svg[data-points]').dataset.points"))
+    low, high = (float(browser.run(f"document.querySelector('svg').dataset.{end}")) for end in ("low", "high"))
+    weight, mean, expected = 0.6, 0.0, []
+    for count, value in enumerate(data["s"][0][1], 1):
+        mean = weight * mean + (1 - weight) * value
+        share = (mean / (1 - weight**count) - low) / (high - low)
+        expected.append(10 + (200 - 10 - 24) * (1 - share))
+    path = browser.run("document.querySelector('path[data-line]').getAttribute('d')")
+    drawn = [float(point.split()[1]) for point in path.replace("M", "L").split("L")[1:]]
+    assert drawn == pytest.approx(expected, abs=0.06)
+
+
+@pytest.mark.parametrize("size", [DESKTOP, PHONE])
+def test_a_page_is_as_wide_as_its_screen_and_no_endless_scroll(
+    browser: Browser, page: str, size: tuple[int, int]
+) -> None:
+    browser.open(page, size)
+    width, height = browser.size()
+    assert width == size[0]
+    assert height < 9 * size[1]
+    assert not browser.complaints
+
+
+def test_without_javascript_the_numbers_and_answers_stand_there(browser: Browser, page: str) -> None:
+    browser.open(page, script=False)
+    said = browser.text("body")
+    assert "reward, last 12 steps" in said
+    assert "10+11=" not in said.split("Before and after")[1].split("Rollouts")[0], "its last step has no such prompt"
+    assert "This table needs JavaScript" in said
+    assert browser.count("svg") >= 3
+
+
+def test_what_the_model_wrote_is_text_wherever_it_stands(browser: Browser, tmp_path: Path) -> None:
+    pretend = SyntheticRun(name=EVIL, completion=EVIL, reference=EVIL, warnings=(EVIL,))
+    report = build_report(open_store(str(write_run_folder(tmp_path, pretend)), writable=False), now=5000.0)
+    (tmp_path / "page.html").write_text(render_html(report))
+    browser.open(f"file://{tmp_path}/page.html")
+    browser.run("document.querySelectorAll('#rollouts details').forEach(d => { d.open = true; })")
+    browser.wait("document.querySelectorAll('#rollouts .answers').length === 8")
+    assert browser.run("window.harmed") is None
+    assert browser.count("img") == 0
+    assert browser.count("script") == 2
+    assert browser.run("document.querySelector('#rollouts .answers .said').textContent") == EVIL
+    assert not browser.complaints
