@@ -28,6 +28,8 @@ ColumnName = Literal["sampled", "advantage", "reference", "stale", "value", "ret
 
 BASE_VERSION = -1
 """Stands for the bare base where a policy version is told."""
+TEACHER_SLOT = "teacher"
+"""An adapter that teaches: averaged masters, or what was loaded. All other slots of an engine hold published bytes."""
 TOKENS, FLAGS, FLOATS = "i", "b", "f"
 """Type codes of columns: int32, int8, fp32. Numbers as Python objects take 88 bytes a token, these take 13, and numpy
 and torch read them where they lie."""

@@ -27,8 +27,6 @@ TRAINER_SLOT = "trainer"
 """The slot whose values come from the trainer's masters, with gradient."""
 CRITIC_SLOT = "critic"
 """The same of a critic's masters, where there is one."""
-TEACHER_SLOT = "teacher"
-"""An adapter that teaches: averaged masters, or what was loaded. All other slots hold published bytes."""
 
 Slot = LoRASlot | OFTSlot
 Segment = tuple[str | None, int, int]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Buffer, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -36,7 +36,7 @@ class AdapterFolder:
     place: str
     config: Mapping[str, Any]
     """adapter_config.json."""
-    files: Mapping[str, bytes]
+    files: Mapping[str, Buffer]
     header: Header
     """Of `adapter_model.safetensors`."""
     facts: Mapping[str, Any] = field(default_factory=dict)
@@ -125,17 +125,22 @@ def open_adapter(uri: str) -> AdapterFolder:
 def read_adapter(store: Store) -> AdapterFolder:
     """`open_adapter` of an open store, whose root is the adapter's folder."""
     config = _parse(_get(store, CONFIG_FILE), store, CONFIG_FILE)
-    files = {CONFIG_FILE: store.get(CONFIG_FILE), MODEL_FILE: _get(store, MODEL_FILE)}
+    files: dict[str, Buffer] = {CONFIG_FILE: store.get(CONFIG_FILE), MODEL_FILE: _view(store, MODEL_FILE)}
     if config.get("peft_type") == "OFT" and store.exists(ROTATIONS_FILE):
-        files[ROTATIONS_FILE] = store.get(ROTATIONS_FILE)
+        files[ROTATIONS_FILE] = store.view(ROTATIONS_FILE)
     manifest = _parse(store.get("manifest.json"), store, "manifest.json") if store.exists("manifest.json") else {}
     _check_digests(store, files, manifest)
     _check_config(store, config)
-    data = files[MODEL_FILE]
-    header = parse_header(data, size=len(data), where=f"{store.uri}/{MODEL_FILE}")
-    adapter = AdapterFolder(store.uri, config, files, header, dict(manifest.get("facts") or {}))
+    adapter = build_adapter(store.uri, files, dict(manifest.get("facts") or {}))
     _check_names(adapter)
     return adapter
+
+
+def build_adapter(place: str, files: Mapping[str, Buffer], facts: Mapping[str, Any] | None = None) -> AdapterFolder:
+    """Of files that were checked where they were read. Args: place: for messages."""
+    data = files[MODEL_FILE]
+    header = parse_header(data, size=memoryview(data).nbytes, where=f"{place}/{MODEL_FILE}")
+    return AdapterFolder(place, json.loads(bytes(files[CONFIG_FILE])), files, header, facts or {})
 
 
 def describe_adapter(adapter: AdapterFolder) -> dict[str, Any]:
@@ -150,7 +155,7 @@ def describe_adapter(adapter: AdapterFolder) -> dict[str, Any]:
         "modules": len(adapter.modules()),
         "targets": dict(sorted(targets.items())),
         "parameters": sum(_count(shape) for shape in shapes),
-        "bytes": sum(len(data) for data in adapter.files.values()),
+        "bytes": sum(memoryview(data).nbytes for data in adapter.files.values()),
         "base_model": adapter.config.get("base_model_name_or_path"),
         "base_weights": adapter.base_weights,
         "policy_version": adapter.facts.get("version"),
@@ -172,8 +177,12 @@ def _count(shape: tuple[int, ...]) -> int:
 
 
 def _get(store: Store, name: str) -> bytes:
+    return bytes(_view(store, name))
+
+
+def _view(store: Store, name: str) -> Buffer:
     try:
-        return store.get(name)
+        return store.view(name)
     except NotFound:
         raise ModelError(
             f"the folder holds no {name}",
@@ -192,7 +201,7 @@ def _parse(data: bytes, store: Store, name: str) -> dict[str, Any]:
     return value
 
 
-def _check_digests(store: Store, files: Mapping[str, bytes], manifest: Mapping[str, Any]) -> None:
+def _check_digests(store: Store, files: Mapping[str, Buffer], manifest: Mapping[str, Any]) -> None:
     parts = manifest.get("parts")
     for name, part in parts.items() if isinstance(parts, dict) else ():
         if name not in files:

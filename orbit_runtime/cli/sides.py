@@ -43,7 +43,8 @@ class SideOptions:
 
 
 def run_side(options: SideOptions, *, as_json: bool) -> int:
-    """Answers until SIGINT or SIGTERM, after the call that is under way. Returns 0, or 75 where it is_stopped listened.
+    """Answers until SIGINT or SIGTERM, after the call that is under way. Returns 0, or 75 where it was
+    stopped before it listened.
 
     Raises:
         UsageError: (64) an option is impossible, or others could ask without a token. OutputError: (73) the port is
@@ -77,6 +78,8 @@ def run_side(options: SideOptions, *, as_json: bool) -> int:
             return EXIT_STOPPED
         is_trainer = options.kind == "trainer"
         made = build_trainer_host(asked, note, closing) if is_trainer else build_engine_host(asked, note)
+        if stop:
+            return EXIT_STOPPED
         server = start_host(made, host, port, token)
         closing.callback(server.close)
         if as_json:
@@ -124,16 +127,17 @@ def run_orchestrator(
     token = read_token(token_file, os.environ, TOKEN_VARIABLE)
 
     def train(progress: Progress) -> RunResult:
+        from orbit_runtime.services.building import kinds_of
         from orbit_runtime.services.connection import Connection
 
-        lines = {kind: Connection(kind, url, token, patience=patience) for kind, url in addresses.items()}
+        lines = {kind: Connection(kind, addresses[kind], token, patience=patience) for kind in kinds_of(manifest.spec)}
         return _train(manifest, file, out, progress, lines)
 
     return run_with(manifest, train, as_json=as_json)
 
 
 def run_together(file: Path, *, out: str | None, overrides: Sequence[str], as_json: bool) -> int:
-    """Returns the exit code of the run; both children have ended by then. Raises: as `run_orchestrator`."""
+    """Returns the exit code of the run; the children have ended by then. Raises: as `run_orchestrator`."""
     from orbit_runtime.spec import load_manifest
 
     manifest = load_manifest(file, overrides)
@@ -141,15 +145,16 @@ def run_together(file: Path, *, out: str | None, overrides: Sequence[str], as_js
 
     def train(progress: Progress) -> RunResult:
         from orbit_runtime.cli.plan import check_before_run
-        from orbit_runtime.services.building import check_apart
+        from orbit_runtime.services.building import check_apart, kinds_of
         from orbit_runtime.services.children import Children
         from orbit_runtime.services.connection import Connection
 
         check_apart(manifest.spec)
         progress.stage("checking the plan")
         check_before_run(manifest, file.resolve().parent, progress.note)
-        progress.stage("starting trainer and inference")
-        with Children(file, overrides, progress.note) as children:
+        kinds = kinds_of(manifest.spec)
+        progress.stage(f"starting {' and '.join(kinds)}")
+        with Children(kinds, file, overrides, progress.note) as children:
             lines = {
                 kind: Connection(
                     kind, url, children.token, patience=CHILD_PATIENCE_SECONDS, check=children.check,
@@ -169,5 +174,5 @@ def _train(
 
     for each in lines.values():
         each.note = progress.note
-    sides = RemoteSides(lines["trainer"], lines["inference"])
+    sides = RemoteSides(lines["trainer"], lines.get("inference"))
     return run(manifest, out=out, progress=progress, manifest_folder=file.resolve().parent, sides=sides)

@@ -35,7 +35,8 @@ from orbit_runtime.loop.keeper import Keeper
 from orbit_runtime.loop.measure import HeldOut, open_held_out
 from orbit_runtime.loop.publish import Publisher
 from orbit_runtime.loop.show import Show
-from orbit_runtime.loop.sides import Given
+from orbit_runtime.loop.sides import Given, Opened
+from orbit_runtime.loop.teacher import CONTENT as TEACHER
 from orbit_runtime.loop.teacher import check_base, open_teacher, teacher_digest
 from orbit_runtime.loop.trainers import (
     TrainerSide,
@@ -178,7 +179,8 @@ def build_parts(
         encode = partial(tokenizer.encode_many, tools=pool.tools if pool else ())
         check_lengths(table, encode, max_prompt_tokens=spec.model.max_sequence_length - new_tokens)
         if given.sides is not None:
-            side = given.sides.open(resolved, names.model, store.uri, execution.number, closing)
+            opened = Opened(names.model, store.uri, execution.number, teacher_digest(teacher).get(TEACHER))
+            side = given.sides.open(resolved, opened, closing)
         else:
             assert division is not None
             assert loss is not None

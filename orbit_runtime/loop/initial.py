@@ -114,12 +114,11 @@ def begin_with(parts: RunParts, state: RunState, initial: Initial) -> None:
     )
     if initial.folder.base_weights is None:
         state.warn(f"{FIELD}: nothing tells which base that adapter was trained on; only its shapes were compared")
-    assert parts.side.outline is not None, "refused where another process trains"
-    parts.trainer.load_state(initial_state(parts.side.outline, initial))
+    parts.side.begin(initial.folder, initial.digest)
     parts.show.note(f"beginning with the adapter {initial.folder.place}")
 
 
-def initial_state(outline: Outline, initial: Initial) -> dict[str, bytes]:
+def initial_state(outline: Outline, adapter: AdapterFolder) -> dict[str, bytes]:
     """What a trainer loads: the adapter's values as its masters, and an optimizer that has not begun.
 
     Published values are BF16, and so are the masters' first ones.
@@ -138,8 +137,8 @@ def initial_state(outline: Outline, initial: Initial) -> dict[str, bytes]:
     from orbit_runtime.adapters.tensorfile import are_finite, dump
     from orbit_runtime.training.state import PART
 
-    where = f"{initial.folder.place}/{MODEL_FILE}"
-    named = parse_tensors(initial.folder.files, MODEL_FILE)
+    where = f"{adapter.place}/{MODEL_FILE}"
+    named = parse_tensors(adapter.files, MODEL_FILE)
     tensors = {plain_key(name): each for name, each in named.items()}
     wanted = {name for held in outline.values() for name in held.file_names}
     if lacking := sorted(wanted - tensors.keys()):

@@ -162,7 +162,9 @@ def _run(
     inputs = Inputs(resolved.run.spec, (before or {}).get("inputs", {}), patience, given.search_path)
     parts: Parts | SftParts
     if resolved.run.spec.algorithm.type == "SFT":
-        parts = build_sft(resolved, store, execution, show, inputs=inputs, names=names, closing=closing)
+        parts = build_sft(
+            resolved, store, execution, show, sides=given.sides, inputs=inputs, names=names, closing=closing
+        )
     else:
         parts = build_parts(resolved, store, execution, show, given=given, inputs=inputs, names=names, closing=closing)
     parts = replace(parts, content={**parts.content, **initial_digest(initial, before)})

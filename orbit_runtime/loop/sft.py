@@ -44,6 +44,7 @@ from orbit_runtime.loop.publish import Publication, adapter_facts, write_adapter
 from orbit_runtime.loop.resume import restored_wrongly
 from orbit_runtime.loop.row import with_checkpoint
 from orbit_runtime.loop.show import Show
+from orbit_runtime.loop.sides import Opened, Sides
 from orbit_runtime.loop.signals import StopFlag
 from orbit_runtime.loop.state import RunState
 from orbit_runtime.loop.trainers import build_side, check_rank_packages, decide_division, load_algorithm, load_loss
@@ -85,11 +86,15 @@ def build_sft(
     execution: Execution,
     show: Show,
     *,
+    sides: Sides | None,
     inputs: Inputs,
     names: Names,
     closing: ExitStack,
 ) -> SftParts:
-    """Fetches and reads demonstrations and model, and wires them. What must be closed is pushed on `closing`."""
+    """Fetches and reads demonstrations and model, and wires them. What must be closed is pushed on `closing`.
+
+    Args: sides: the trainer in another process.
+    """
     spec = resolved.run.spec
     if spec.training.trainer == "Megatron":
         check_rank_packages()
@@ -98,11 +103,11 @@ def build_sft(
     demonstrations = read_demonstrations(table, spec.data.prompts, last_only=spec.data.chat.answers == "Last")
     trained, measured = hold_out(table, spec.data.validation.share if spec.data.validation else 0.0, spec.data.seed)
     algorithm = load_algorithm(resolved, inputs.search_path)
-    loss = load_loss(resolved, inputs.search_path)
+    loss = load_loss(resolved, inputs.search_path) if sides is None else None
     show.stage("fetching the model")
     folder = inputs.model()
-    division = decide_division(resolved, folder)
-    resolved = with_trainer(resolved, division.trainer)
+    division = decide_division(resolved, folder) if sides is None else None
+    resolved = with_trainer(resolved, division.trainer if division else "Torch")
     spec = resolved.run.spec
     weights = kept_weights_digest(folder, Cache(default_cache(os.environ)))
     tokenizer = ChatTokenizer(folder, spec.data.chat.template_arguments)
@@ -114,7 +119,12 @@ def build_sft(
     show.stage(f"loading the model, {amount(folder)}")
     closing.callback(unfreeze_objects)
     with gc_paused():
-        side = build_side(resolved, division, folder, loss, names.model, None, note=show.note, closing=closing)
+        if sides is not None:
+            side = sides.open(resolved, Opened(names.model, store.uri, execution.number), closing)
+        else:
+            assert division is not None
+            assert loss is not None
+            side = build_side(resolved, division, folder, loss, names.model, None, note=show.note, closing=closing)
     keeper = Keeper()
     closing.callback(keeper.close)
     sequences = first_sequences(table, tokenizer)

@@ -19,6 +19,19 @@ if TYPE_CHECKING:
     from orbit_runtime.loop.trainers import TrainerSide
 
 
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """The run that asks for its sides."""
+
+    model: str
+    """Named in published files."""
+    run: str
+    """Where the run folder is."""
+    execution: int
+    teacher: str | None = None
+    """Digest of the adapter that teaches."""
+
+
 class Sides(Protocol):
     """Trainer and engine in other processes."""
 
@@ -31,12 +44,8 @@ class Sides(Protocol):
         """Whom to tell, and when to give up waiting."""
         ...
 
-    def open(self, resolved: Resolved, model: str, run: str, execution: int, closing: ExitStack) -> TrainerSide:
-        """Both sides as a run's first step finds them.
-
-        Args:
-            model: named in published files.
-            run: where the run folder is.
+    def open(self, resolved: Resolved, opened: Opened, closing: ExitStack) -> TrainerSide:
+        """The sides as a run's first step finds them.
 
         Raises:
             OrbitError: a side is not there, or is not this manifest's.
@@ -44,7 +53,9 @@ class Sides(Protocol):
         ...
 
     @property
-    def engine(self) -> Engine: ...
+    def engine(self) -> Engine:
+        """Not of a run that samples nothing."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from orbit_runtime.adapters.files import files_digest
 from orbit_runtime.checkpoints.adapter_folder import AdapterFolder, open_adapter
@@ -23,7 +23,7 @@ from orbit_runtime.loop.asking import OnePolicy, asking_one
 from orbit_runtime.loop.collect import build_groups
 from orbit_runtime.loop.measure import EngineEpisode
 from orbit_runtime.spec.run import RunSpec
-from orbit_runtime.types import AdapterFiles, Trainer
+from orbit_runtime.types import TEACHER_SLOT, AdapterFiles, Trainer
 
 if TYPE_CHECKING:
     from orbit_runtime.loop.build import Parts
@@ -177,6 +177,17 @@ TEACHER_VERSION = -2
 _NAMES = count()
 
 
+@runtime_checkable
+class Adopting(Protocol):
+    """An engine that computes with layers of ours: it can answer as what was loaded there without a publish."""
+
+    def adopt(self, name: str, version: int) -> None:
+        """Samples from that slot, until `release`: no published bytes, hence no proof."""
+        ...
+
+    def release(self, name: str) -> None: ...
+
+
 async def _play(parts: Parts, episodes: Sequence[Episode], slot: str | None, version: int) -> list[Played]:
     async with asking_one(parts.engine, OnePolicy(slot, version)) as asking:
         return list(await asyncio.gather(*(parts.environment.play(each, EngineEpisode(asking)) for each in episodes)))
@@ -184,10 +195,7 @@ async def _play(parts: Parts, episodes: Sequence[Episode], slot: str | None, ver
 
 def _enter(parts: Parts, adapter: AdapterFolder) -> str | None:
     """The slot under which the engine answers as the teacher; None: it cannot."""
-    from orbit_runtime.adapters.layer import TEACHER_SLOT
-    from orbit_runtime.rollout.torch_engine import TorchEngine
-
-    if isinstance(parts.engine, TorchEngine):
+    if isinstance(parts.engine, Adopting):
         parts.engine.adopt(TEACHER_SLOT, TEACHER_VERSION)
         return TEACHER_SLOT
     own = parts.facts.adapter
@@ -200,9 +208,7 @@ def _enter(parts: Parts, adapter: AdapterFolder) -> str | None:
 
 
 def _leave(parts: Parts, slot: str) -> None:
-    from orbit_runtime.rollout.torch_engine import TorchEngine
-
-    if isinstance(parts.engine, TorchEngine):
+    if isinstance(parts.engine, Adopting):
         parts.engine.release(slot)
     else:
         parts.engine.unload_adapter(slot)

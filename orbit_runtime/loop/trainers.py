@@ -24,7 +24,7 @@ from orbit_runtime.planner.sampling import sampling_of
 from orbit_runtime.spec import Resolved
 from orbit_runtime.spec.algorithm import Algorithm as AlgorithmSpec
 from orbit_runtime.spec.run import RunSpec
-from orbit_runtime.types import Probe, Sampling, Trainer
+from orbit_runtime.types import TEACHER_SLOT, Probe, Sampling, Trainer
 
 if TYPE_CHECKING:
     from orbit_runtime.adapters.config import AdapterConfig
@@ -44,8 +44,8 @@ class TrainerSide:
 
     trainer: Trainer
     facts: PolicyFacts
-    outline: Outline | None
-    """What its adapter consists of; None: another process knows."""
+    begin: Callable[[AdapterFolder, str], None]
+    """Gives the trainer an adapter to begin with, before its first step. The second: digest of its files."""
     base_digest: Callable[[], str]
     """Of the frozen base as it lies in memory: equal before and after a run, whatever way it is divided."""
     probing: Callable[[Probe], AbstractContextManager[None]]
@@ -200,7 +200,7 @@ def _build_ranks(
     return TrainerSide(
         trainer,
         trainer.facts,
-        outline=trainer.outline,
+        begin=partial(_begin, trainer, trainer.outline),
         base_digest=trainer.base_digest,
         probing=partial(trainer.probing, seed=spec.data.seed),
         snapshot=trainer.snapshot,
@@ -244,13 +244,19 @@ def _build_alone(
     return TrainerSide(
         trainer,
         describe(policy),
-        outline=outline_of(policy.injected),
+        begin=partial(_begin, trainer, outline_of(policy.injected)),
         base_digest=policy.base_digest,
         probing=partial(policy.injected.masters.probing, seed=resolved.run.spec.data.seed),
         snapshot=partial(take_snapshot, policy),
         policy=policy,
         rounding=rounding_facts(),
     )
+
+
+def _begin(trainer: Trainer, outline: Outline, adapter: AdapterFolder, _digest: str) -> None:
+    from orbit_runtime.loop.initial import initial_state
+
+    trainer.load_state(initial_state(outline, adapter))
 
 
 def build_policy(resolved: Resolved, folder: Path, recompute: Recompute, note: Callable[[str], None]) -> Policy:
@@ -333,7 +339,6 @@ def build_trainer(
         ModelError: the teacher does not fit this base, or what its adapter goes around.
     """
     from orbit_runtime.adapters.foreign import load_foreign
-    from orbit_runtime.adapters.layer import TEACHER_SLOT
     from orbit_runtime.training.torch_trainer import TorchTrainer
 
     if teacher is not None:

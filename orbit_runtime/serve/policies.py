@@ -157,7 +157,7 @@ class Policies:
                 where=folder.place,
                 fix="serve it by a server of its own",
             )
-        files: Mapping[str, bytes] = folder.files
+        files = folder.files
         if not folder.facts and config.type == "LoRA":
             # Written by another library, maybe in fp32 and with settings that Orbit does not need.
             tensors = tensorfile.parse(files[MODEL_FILE], where=MODEL_FILE)

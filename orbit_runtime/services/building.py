@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import orbit_runtime
+from orbit_runtime.checkpoints.adapter_folder import AdapterFolder
 from orbit_runtime.errors import UnsupportedError
 from orbit_runtime.loop.content import resolve_names
 from orbit_runtime.loop.inputs import Inputs
 from orbit_runtime.loop.machine import machine_facts
+from orbit_runtime.loop.teacher import CONTENT, open_teacher, teacher_digest
 from orbit_runtime.spec import OrbitRun, Resolved, identity_fields, resolve
 from orbit_runtime.spec.resolve import with_trainer
 from orbit_runtime.spec.run import RunSpec
@@ -30,11 +32,18 @@ class Asked:
     inputs: Inputs
     folder: Path
     """The model's."""
+    teacher: AdapterFolder | None
+    """The adapter that teaches."""
 
     @property
     def model(self) -> str:
         """Named in published files."""
         return resolve_names(self.resolved, None).model
+
+
+def kinds_of(spec: RunSpec) -> tuple[str, ...]:
+    """The processes that such a run has beside its orchestrator: nothing is sampled for demonstrations."""
+    return ("trainer",) if spec.algorithm.type == "SFT" else ("trainer", "inference")
 
 
 def check_apart(spec: RunSpec) -> None:
@@ -51,22 +60,6 @@ def check_apart(spec: RunSpec) -> None:
             where="spec.training.trainer",
             fix="write Torch, or use `orbit run`",
         )
-    if spec.algorithm.type == "SFT":
-        raise UnsupportedError(
-            "demonstrations are trained on in one process", where="spec.algorithm.type", fix="use `orbit run`"
-        )
-    if spec.adapter.init_from is not None:
-        raise UnsupportedError(
-            "an adapter to begin with is not carried between processes in this version",
-            where="spec.adapter.initFrom",
-            fix="use `orbit run`",
-        )
-    if spec.algorithm.teacher is not None:
-        raise UnsupportedError(
-            "a teacher is not carried between processes in this version",
-            where="spec.algorithm.teacher",
-            fix="use `orbit run`",
-        )
 
 
 def open_manifest(manifest: OrbitRun, folder: Path, patience: Patience) -> Asked:
@@ -82,7 +75,8 @@ def open_manifest(manifest: OrbitRun, folder: Path, patience: Patience) -> Asked
     check_torch_engine(resolved)
     search_path = [str(each) for each in (folder, Path.cwd())]
     inputs = Inputs(resolved.run.spec, {}, patience, search_path)
-    return Asked(resolved, inputs, inputs.model())
+    teacher = open_teacher(resolved.run.spec)
+    return Asked(resolved, inputs, inputs.model(), teacher)
 
 
 def check_torch_engine(resolved: Resolved) -> None:
@@ -102,6 +96,7 @@ def common_facts(kind: str, asked: Asked, base_digest: str, rounding: Mapping[st
         "identity": identity_fields(asked.resolved.run),
         "model": asked.model,
         "base_digest": base_digest,
+        "teacher": teacher_digest(asked.teacher).get(CONTENT),
         "rounding": dict(rounding),
         "has_cuda": machine.has_cuda,
         "num_gpus": machine.num_gpus,

@@ -18,7 +18,6 @@ from tempfile import TemporaryDirectory
 from orbit_runtime import errors
 from orbit_runtime.errors import EngineDiedError, OrbitError
 
-KINDS = ("trainer", "inference")
 MOST_STARTS = 20
 END_SECONDS = 5.0
 SHOWN_LINES = 12
@@ -27,18 +26,19 @@ SHOWN_LINES = 12
 class Children:
     """Within it they run; behind it none is left."""
 
-    def __init__(self, file: Path, overrides: Sequence[str], note: Callable[[str], None]) -> None:
+    def __init__(self, kinds: Sequence[str], file: Path, overrides: Sequence[str], note: Callable[[str], None]) -> None:
+        """Args: kinds: `trainer`, `inference`."""
         self.token = secrets.token_urlsafe(32)
         self._file = file
         self._overrides = overrides
         self._note = note
-        self._ports = {kind: _free_port() for kind in KINDS}
+        self._ports = {kind: _free_port() for kind in kinds}
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._starts = 0
 
     def __enter__(self) -> Children:
         self._scratch = TemporaryDirectory(prefix="orbit-rl-")
-        for kind in KINDS:
+        for kind in self._ports:
             self._start(kind)
         return self
 

@@ -36,7 +36,7 @@ from orbit_runtime.services.host import BOOT, CALL, SESSION, WAIT_SECONDS
 
 CONNECT_SECONDS, NAP_SECONDS, NOTE_SECONDS = 5.0, 0.2, 10.0
 SHOWN = 300
-SAME = ("identity", "model", "base_digest", "rounding", "version")
+SAME = ("identity", "model", "base_digest", "teacher", "rounding", "version")
 """What a side that was restarted has as before."""
 
 

@@ -9,11 +9,16 @@ from __future__ import annotations
 from collections.abc import Buffer, Callable, Mapping, Sequence
 from typing import Any
 
+from orbit_runtime.adapters.foreign import load_foreign
+from orbit_runtime.adapters.inject import AdaptedLayer
+from orbit_runtime.adapters.state import remove_slot
+from orbit_runtime.checkpoints.adapter_folder import AdapterFolder
 from orbit_runtime.data.chat import ChatTokenizer
+from orbit_runtime.errors import UsageError
 from orbit_runtime.loop.machine import rounding_facts
 from orbit_runtime.loop.trainers import build_policy
 from orbit_runtime.rollout.torch_engine import TorchEngine
-from orbit_runtime.services.building import Asked, common_facts
+from orbit_runtime.services.building import Asked, common_facts, kinds_of
 from orbit_runtime.services.host import Host
 from orbit_runtime.types import AdapterFiles, Completion, Scored
 
@@ -24,8 +29,12 @@ Operation = tuple[str, Sequence[Any]]
 class EngineCalls:
     """For one thread."""
 
-    def __init__(self, build: Callable[[], TorchEngine]) -> None:
+    def __init__(
+        self, build: Callable[[], TorchEngine], layers: Mapping[str, AdaptedLayer], teacher: AdapterFolder | None
+    ) -> None:
         self._build = build
+        self._layers = layers
+        self._teacher = teacher
         self._engine = build()
 
     def reset(self) -> None:
@@ -51,6 +60,16 @@ class EngineCalls:
     def unload_adapter(self, name: str) -> None:
         self._engine.unload_adapter(name)
 
+    def adopt(self, name: str, version: int) -> None:
+        """The teacher, for as long as it is asked."""
+        assert self._teacher is not None, "another teacher than an adapter is not asked"
+        load_foreign(self._layers, name, self._teacher.config, self._teacher.files, self._teacher.place)
+        self._engine.adopt(name, version)
+
+    def release(self, name: str) -> None:
+        self._engine.release(name)
+        remove_slot(self._layers, name)
+
     def score(self, token_ids_T: Sequence[int], adapters: Sequence[str | None]) -> list[Scored]:
         return self._engine.score(token_ids_T, adapters)
 
@@ -63,7 +82,8 @@ class EngineCalls:
     def calls(self) -> dict[str, Callable[..., Any]]:
         """By name."""
         named = (
-            self.advance, self.load_adapter, self.unload_adapter, self.score, self.adapter_digest, self.explain_slot
+            self.advance, self.load_adapter, self.unload_adapter, self.adopt, self.release, self.score,
+            self.adapter_digest, self.explain_slot,
         )  # fmt: skip
         return {each.__name__: each for each in named}
 
@@ -74,6 +94,12 @@ def build_engine_host(asked: Asked, note: Callable[[str], None]) -> Host:
         OrbitError: as `orbit run` with this manifest before its first step.
     """
     resolved, spec = asked.resolved, asked.resolved.run.spec
+    if "inference" not in kinds_of(spec):
+        raise UsageError(
+            "nothing is sampled for demonstrations",
+            where="spec.algorithm.type",
+            fix="start `orbit trainer` and `orbit orchestrator` alone",
+        )
     policy = build_policy(resolved, asked.folder, "None", note)
     tokenizer = ChatTokenizer(asked.folder, spec.data.chat.template_arguments)
 
@@ -85,5 +111,5 @@ def build_engine_host(asked: Asked, note: Callable[[str], None]) -> Host:
             notes_experts=spec.rollout.router_replay != "None",
         )
 
-    calls = EngineCalls(build)
+    calls = EngineCalls(build, policy.injected.layers, asked.teacher)
     return Host(common_facts("inference", asked, policy.base_digest(), rounding_facts()), calls.calls(), calls.reset)

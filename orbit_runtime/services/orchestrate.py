@@ -14,6 +14,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from orbit_runtime.errors import ModelError, UsageError
+from orbit_runtime.loop.sides import Opened
 from orbit_runtime.loop.signals import StopFlag
 from orbit_runtime.loop.trainers import TrainerSide
 from orbit_runtime.policy.facts import PolicyFacts
@@ -30,45 +31,51 @@ EQUAL = ("threads", "torch", "instructions")
 class RemoteSides:
     """A `Sides` over two connections."""
 
-    def __init__(self, trainer: Connection, inference: Connection) -> None:
+    def __init__(self, trainer: Connection, inference: Connection | None) -> None:
+        """Args: inference: None: nothing is sampled."""
         self._trainer = trainer
         self._inference = inference
         self._engine: RemoteEngine | None = None
 
     @property
     def machine(self) -> MachineFacts:
-        # Both are asked before the run takes its folder.
+        # All are asked before the run takes its folder.
         facts = self._trainer.facts()
-        check_pair(facts, self._inference.facts())
+        if self._inference is not None:
+            check_pair(facts, self._inference.facts())
         return MachineFacts(bool(facts["has_cuda"]), int(facts["num_gpus"]))
 
     def watch(self, stop: StopFlag, note: Callable[[str], None]) -> None:
-        for each in (self._trainer, self._inference):
+        for each in self._lines:
             each.note = note
             each.is_stopped = lambda: bool(stop)
 
-    def open(self, resolved: Resolved, model: str, run: str, execution: int, closing: ExitStack) -> TrainerSide:
+    def open(self, resolved: Resolved, opened: Opened, closing: ExitStack) -> TrainerSide:
         check_apart(resolved.run.spec)
         check_torch_engine(resolved)
-        trainer, inference = self._trainer.facts(), self._inference.facts()
-        for each in (trainer, inference):
-            check_manifest(each, identity_fields(resolved.run), model)
-        for connection in (self._trainer, self._inference):
-            closing.callback(connection.close)
-            connection.open(run, execution)
+        for line in self._lines:
+            check_manifest(line.facts(), identity_fields(resolved.run), opened)
+        for line in self._lines:
+            closing.callback(line.close)
+            line.open(opened.run, opened.execution)
         scratch = Path(closing.enter_context(TemporaryDirectory(prefix="orbit-orchestrator-")))
-        remote = RemoteTrainer(self._trainer, scratch)
-        self._engine = RemoteEngine(self._inference)
+        trainer, remote = self._trainer.facts(), RemoteTrainer(self._trainer, scratch)
+        if self._inference is not None:
+            self._engine = RemoteEngine(self._inference)
         return TrainerSide(
             remote,
             TypeAdapter(PolicyFacts).validate_python(trainer["policy"]),
-            outline=None,
+            begin=remote.begin,
             base_digest=remote.base_digest,
             probing=remote.probing,
             snapshot=None,
             policy=None,
             rounding=dict(trainer["rounding"]),
         )
+
+    @property
+    def _lines(self) -> tuple[Connection, ...]:
+        return (self._trainer,) if self._inference is None else (self._trainer, self._inference)
 
     @property
     def engine(self) -> RemoteEngine:
@@ -101,8 +108,12 @@ def check_pair(trainer: Mapping[str, Any], inference: Mapping[str, Any]) -> None
             )
 
 
-def check_manifest(facts: Mapping[str, Any], identity: Mapping[str, Any], model: str) -> None:
-    """Raises UsageError (64): the process was started with another manifest."""
+def check_manifest(facts: Mapping[str, Any], identity: Mapping[str, Any], opened: Opened) -> None:
+    """
+    Raises:
+        UsageError: (64) the process was started with another manifest.
+        ModelError: (66) it read another teacher.
+    """
     theirs, kind = facts["identity"], facts["kind"]
     differing = sorted(path for path in {*theirs, *identity} if theirs.get(path) != identity.get(path))
     if differing:
@@ -110,9 +121,15 @@ def check_manifest(facts: Mapping[str, Any], identity: Mapping[str, Any], model:
         raise UsageError(
             f"the {kind} was started with another manifest:{lines}", fix="start all three with the same manifest"
         )
-    if facts["model"] != model:
+    if facts["model"] != opened.model:
         raise UsageError(
-            f"the {kind} calls the model {facts['model']!r}, this run calls it {model!r}",
+            f"the {kind} calls the model {facts['model']!r}, this run calls it {opened.model!r}",
             where="spec.model.uri",
             fix="write the address that the run began with for all three",
+        )
+    if facts["teacher"] != opened.teacher:
+        raise ModelError(
+            f"the {kind} read another teacher: {str(facts['teacher'])[:19]}… there, {str(opened.teacher)[:19]}… here",
+            where="spec.algorithm.teacher.uri",
+            fix="put the same adapter there on each machine",
         )

@@ -33,6 +33,7 @@ class RemoteEngine:
         self._connection = connection
         self._turn = connection.turn
         self._adapters: dict[str, AdapterFiles] = {}
+        self._adopted: dict[str, int] = {}
         self._retired: set[str] = set()
         self._new: list[tuple[str, list[Any]]] = []
         """Not told yet."""
@@ -58,9 +59,23 @@ class RemoteEngine:
             self._connection.call("unload_adapter", name)
             del self._adapters[name]
             self._retired.add(name)
+            self._forget(name)
+
+    def adopt(self, name: str, version: int) -> None:
+        """What its process loads there: the manifest's teacher."""
+        with self._turn:
+            self._connection.call("adopt", name, version)
+            self._adopted[name] = version
+
+    def release(self, name: str) -> None:
+        with self._turn:
+            self._advance(0)
+            self._connection.call("release", name)
+            del self._adopted[name]
+            self._forget(name)
 
     def adapters(self) -> tuple[str, ...]:
-        return tuple(self._adapters)
+        return (*self._adapters, *self._adopted)
 
     def adapter_digest(self, name: str) -> str:
         check_held_slot(name, self._adapters)
@@ -97,7 +112,7 @@ class RemoteEngine:
         under_way = {*self._under_way}
         for request in requests:
             if request.adapter is not None:
-                check_held_slot(request.adapter, self._adapters)
+                check_held_slot(request.adapter, self.adapters())
             check_request(request, under_way)
             under_way.add(request.request_id)
         with self._turn:
@@ -142,8 +157,28 @@ class RemoteEngine:
             each for each in ended if each.request_id in self._under_way and each.request_id not in waiting
         )
 
+    def _forget(self, name: str) -> None:
+        """What a slot sampled that is gone has ended, and is not told again: its successor's requests began behind it,
+        so that they meet the same others as before."""
+        told, known = [], set[int]()
+        for each in self._told:
+            operations = []
+            for kind, given in each.operations:
+                if kind == "submit":
+                    left = [request for request in given if request.adapter != name]
+                    known |= {request.request_id for request in left}
+                else:
+                    left = [number for number in given if number in known]
+                if left:
+                    operations.append((kind, left))
+            if known:
+                told.append(_Told(operations, each.steps))
+        self._told = told
+
     def _tell_again(self) -> None:
         tell = self._connection.tell
+        for name, version in self._adopted.items():
+            tell("adopt", name, version)
         for name, adapter in self._adapters.items():
             tell("load_adapter", *_named(name, adapter))
         again: set[int] = set()

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import mmap
 from array import array
-from collections.abc import Buffer, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Buffer, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+from orbit_runtime.checkpoints.adapter_folder import AdapterFolder
 from orbit_runtime.digests import Piece, cut
 from orbit_runtime.errors import GateError
 from orbit_runtime.services.connection import Connection
@@ -38,6 +40,8 @@ class RemoteTrainer:
         self._scratch = scratch
         self._base: dict[str, Path] = {}
         """Parts of the state that was last saved or loaded; none: the trainer as a first step finds it."""
+        self._begun: tuple[AdapterFolder, str] | None = None
+        """The adapter that it began with; none: one that changes nothing, or a state."""
         self._updates: list[Path] = []
         """The samples since, in order."""
         self._probe: Probe | None = None
@@ -50,8 +54,13 @@ class RemoteTrainer:
         self._updates.append(self._spool([body]))
         return result
 
+    def begin(self, adapter: AdapterFolder, digest: str) -> None:
+        """It reads the adapter where it lies, and gets the bytes where it finds others there or none."""
+        self._begin(self._connection.call, adapter, digest)
+        self._begun = (adapter, digest)
+
     def logprobs(self, samples_D: Sequence[Sample]) -> list[array[float]]:
-        raise AssertionError("demonstrations are refused before the first step")
+        return list(self._connection.call("logprobs", list(samples_D)))
 
     def reference_logprobs(self, samples_D: Sequence[Sample]) -> list[array[float]]:
         return list(self._connection.call("reference_logprobs", list(samples_D)))
@@ -60,7 +69,7 @@ class RemoteTrainer:
         return list(self._connection.call("values", list(samples_D)))
 
     def teacher_logprobs(self, samples_D: Sequence[Sample]) -> list[array[float]]:
-        raise AssertionError("a teacher is refused before the first step")
+        return list(self._connection.call("teacher_logprobs", list(samples_D)))
 
     def publish(self, sink: AdapterSink) -> AdapterManifest:
         """Raises GateError where other bytes arrive than the trainer hashed."""
@@ -108,7 +117,7 @@ class RemoteTrainer:
         """From now on a restarted trainer begins from here."""
         before = [*self._base.values(), *self._updates]
         self._base = {name: self._spool([data]) for name, data in parts.items()}
-        self._updates = []
+        self._updates, self._begun = [], None
         for path in before:
             # Who still reads it has it mapped.
             path.unlink()
@@ -121,10 +130,17 @@ class RemoteTrainer:
                 file.write(block)
         return path
 
+    @staticmethod
+    def _begin(tell: Callable[..., Any], adapter: AdapterFolder, digest: str) -> None:
+        if not tell("begin", adapter.place, digest, None):
+            tell("begin", adapter.place, digest, dict(adapter.files))
+
     def _tell_again(self) -> None:
         tell = self._connection.tell
         if self._base:
             tell("load", {name: _mapped(path) for name, path in self._base.items()})
+        elif self._begun is not None:
+            self._begin(tell, *self._begun)
         for path in self._updates:
             self._connection.tell_packed("update", path.read_bytes())
         if self._probe is not None:

@@ -11,6 +11,9 @@ from contextlib import ExitStack
 from typing import Any
 
 from orbit_runtime.adapters.buffer import AdapterBuffer
+from orbit_runtime.adapters.files import files_digest
+from orbit_runtime.checkpoints.adapter_folder import AdapterFolder, build_adapter, open_adapter
+from orbit_runtime.errors import OrbitError
 from orbit_runtime.loop.trainers import TrainerSide, build_side, decide_division, load_loss
 from orbit_runtime.policy.facts import PolicyFacts
 from orbit_runtime.services.building import Asked, common_facts
@@ -45,6 +48,13 @@ class TrainerCalls:
         self.probe(None)
         self._trainer.load_state(self._initial)
 
+    def begin(self, place: str, digest: str, files: Mapping[str, Buffer] | None) -> bool:
+        """With an adapter of that digest. False: without `files`, what lies at `place` on this machine is another."""
+        adapter = _adapter_at(place, digest) if files is None else build_adapter(place, files)
+        if adapter is not None:
+            self._side.begin(adapter, digest)
+        return adapter is not None
+
     def update(self, samples_D: Sequence[Sample]) -> UpdateResult:
         return self._trainer.update(samples_D)
 
@@ -55,6 +65,12 @@ class TrainerCalls:
 
     def score(self, token_ids_T: Sequence[int]) -> tuple[Scored, Scored]:
         return self._trainer.score(token_ids_T)
+
+    def logprobs(self, samples_D: Sequence[Sample]) -> list[Any]:
+        return list(self._trainer.logprobs(samples_D))
+
+    def teacher_logprobs(self, samples_D: Sequence[Sample]) -> list[Any]:
+        return list(self._trainer.teacher_logprobs(samples_D))
 
     def reference_logprobs(self, samples_D: Sequence[Sample]) -> list[Any]:
         return list(self._trainer.reference_logprobs(samples_D))
@@ -81,10 +97,18 @@ class TrainerCalls:
     def calls(self) -> dict[str, Callable[..., Any]]:
         """By name."""
         named = (
-            self.update, self.publish, self.score, self.reference_logprobs, self.values, self.save, self.load,
-            self.probe, self.base_digest,
+            self.begin, self.update, self.publish, self.score, self.logprobs, self.reference_logprobs,
+            self.teacher_logprobs, self.values, self.save, self.load, self.probe, self.base_digest,
         )  # fmt: skip
         return {each.__name__: each for each in named}
+
+
+def _adapter_at(place: str, digest: str) -> AdapterFolder | None:
+    try:
+        adapter = open_adapter(place)
+    except OrbitError:
+        return None
+    return adapter if files_digest(adapter.files) == digest else None
 
 
 def build_trainer_host(asked: Asked, note: Callable[[str], None], closing: ExitStack) -> Host:
@@ -95,7 +119,7 @@ def build_trainer_host(asked: Asked, note: Callable[[str], None], closing: ExitS
     resolved, folder = asked.resolved, asked.folder
     loss = load_loss(resolved, asked.inputs.search_path)
     division = decide_division(resolved, folder)
-    side = build_side(resolved, division, folder, loss, asked.model, None, note=note, closing=closing)
+    side = build_side(resolved, division, folder, loss, asked.model, asked.teacher, note=note, closing=closing)
     from pydantic import TypeAdapter
 
     facts = {

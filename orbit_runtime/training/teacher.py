@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from orbit_runtime.adapters.inject import add_masters
-from orbit_runtime.adapters.layer import TEACHER_SLOT
 from orbit_runtime.adapters.masters import Masters
 from orbit_runtime.adapters.tensorfile import TensorFile
 from orbit_runtime.policy.distance import token_distances
@@ -22,7 +21,7 @@ from orbit_runtime.policy.model import Policy
 from orbit_runtime.training.micro_batches import MicroBatch
 from orbit_runtime.training.settings import TeacherSettings
 from orbit_runtime.training.state import build_state, unpack_state
-from orbit_runtime.types import Sampling
+from orbit_runtime.types import TEACHER_SLOT, Sampling
 
 
 class Teacher:

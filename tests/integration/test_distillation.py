@@ -15,7 +15,6 @@ from torch import Tensor
 
 from orbit_runtime.adapters.buffer import publishable
 from orbit_runtime.adapters.foreign import load_foreign
-from orbit_runtime.adapters.layer import TEACHER_SLOT
 from orbit_runtime.adapters.tensorfile import dump
 from orbit_runtime.algorithms.constants import PolicyLossSettings
 from orbit_runtime.algorithms.distillation import divergence, rest_of, sampled_divergence, split_off
@@ -29,7 +28,7 @@ from orbit_runtime.policy.distance import Measure, Told, token_distances
 from orbit_runtime.spec.algorithm import Algorithm
 from orbit_runtime.training import TorchTrainer
 from orbit_runtime.training.settings import TeacherSettings
-from orbit_runtime.types import AdapterFiles, Sample
+from orbit_runtime.types import TEACHER_SLOT, AdapterFiles, Sample
 from tests.fakes.held_state import hold_state
 from tests.integration.test_torch_trainer import ADAPTERS, SETTINGS, samples_of, with_advantage
 from tests.integration.tiny_models import make_checkpoint

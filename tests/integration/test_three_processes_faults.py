@@ -225,8 +225,6 @@ def test_another_version_is_refused(counter: Counter) -> None:
 APART = {
     "spec.rollout.engine": {"rollout": {"engine": "SGLang"}},
     "spec.training.trainer": {"training": {"trainer": "Megatron"}},
-    "spec.adapter.initFrom": {"adapter": {"type": "LoRA", "initFrom": "runs/other"}},
-    "spec.algorithm.teacher": {"algorithm": {"teacher": {"type": "Average", "decay": 0.9, "coefficient": 0.1}}},
 }
 
 
@@ -241,6 +239,29 @@ def test_what_one_process_does_alone_is_refused_with_its_field(
     (tmp_path / "run.json").write_text(json.dumps(asked))
     assert run_command([command, str(tmp_path / "run.json")]) == 78
     assert field in capsys.readouterr().err
+
+
+STOPS = """
+import os
+import signal
+
+os.kill(os.getpid(), signal.SIGTERM)
+
+
+def loss(inputs):
+    raise AssertionError("it was stopped before")
+"""
+
+
+def test_a_process_that_is_stopped_while_it_is_built_ends_with_75_and_never_listens(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = copy.deepcopy(ASKED)
+    asked["spec"]["algorithm"] |= {"type": "Custom", "entrypoint": "stopping_objective:loss"}
+    (tmp_path / "stopping_objective.py").write_text(STOPS)
+    (tmp_path / "run.json").write_text(json.dumps(asked))
+    assert run_command(["trainer", str(tmp_path / "run.json"), "--listen", "127.0.0.1:0"]) == 75
+    assert "http://" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

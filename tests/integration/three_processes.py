@@ -16,7 +16,7 @@ from typing import Any
 from orbit_runtime.loop.run import RunResult, run
 from orbit_runtime.observability.progress import SilentProgress
 from orbit_runtime.observability.server import HTTPServer
-from orbit_runtime.services.building import open_manifest
+from orbit_runtime.services.building import kinds_of, open_manifest
 from orbit_runtime.services.connection import Connection
 from orbit_runtime.services.engine_host import build_engine_host
 from orbit_runtime.services.host import Host, start_host
@@ -68,7 +68,8 @@ class Side:
 
 @contextmanager
 def two_sides(manifest: dict[str, Any]) -> Iterator[dict[str, Side]]:
-    made = {kind: Side(kind, manifest) for kind in ("trainer", "inference")}
+    """The trainer alone, where nothing is sampled."""
+    made = {kind: Side(kind, manifest) for kind in kinds_of(OrbitRun.model_validate(manifest).spec)}
     try:
         yield made
     finally:
@@ -77,8 +78,8 @@ def two_sides(manifest: dict[str, Any]) -> Iterator[dict[str, Side]]:
 
 
 def remote_sides(sides: dict[str, Side], *, token: str | None = TOKEN, patience: float = 30.0) -> RemoteSides:
-    lines = [Connection(kind, sides[kind].url, token, patience=patience) for kind in ("trainer", "inference")]
-    return RemoteSides(*lines)
+    lines = {kind: Connection(kind, side.url, token, patience=patience) for kind, side in sides.items()}
+    return RemoteSides(lines["trainer"], lines.get("inference"))
 
 
 def run_apart(manifest: dict[str, Any], out: Path, sides: dict[str, Side]) -> RunResult:
