@@ -7,6 +7,7 @@ Does not belong here: the manifest's page, which `spec` generates.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,19 +48,32 @@ def render_cli() -> str:
     root: Any = typer.main.get_command(app)
     lines = [_MADE, "", "# `orbit`", "", root.help or "", "", "```", "orbit COMMAND [OPTIONS]", "```", ""]
     lines += ["| command | does |", "|---|---|"]
-    lines += [f"| [`orbit {name}`](#orbit-{name}) | {_first(command)} |" for name, command in root.commands.items()]
+    commands = dict(_flat(root.commands))
+    lines += [
+        f"| [`orbit {name}`](#orbit-{name.replace(' ', '-')}) | {_first(command)} |"
+        for name, command in commands.items()
+    ]
     lines += [
         "",
         "`orbit --install-completion` makes TAB complete commands, options, manifests and local run folders in the",
         "shell that it is called from (bash, zsh, fish, PowerShell); `orbit --show-completion` prints the script.",
     ]
-    for name, command in root.commands.items():
+    for name, command in commands.items():
         lines += ["", f"## `orbit {name}`", "", _first(command), "", *_parameters(name, command)]
     lines += ["", "## Exit codes", "", "| code | meaning | who acts |", "|---|---|---|"]
     lines += [f"| {code} | {meaning} | {who} |" for code, meaning, who in EXIT_CODES]
     lines += ["", "With `--json` an error is one JSON object on standard output:",
               "`error, exit_code, who_acts, message, where, fix`.", ""]  # fmt: skip
     return "\n".join(lines)
+
+
+def _flat(commands: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    """Commands of commands under both names."""
+    for name, command in commands.items():
+        if hasattr(command, "commands"):
+            yield from _flat(command.commands, f"{before}{name} ")
+        else:
+            yield f"{before}{name}", command
 
 
 def _first(command: Any) -> str:

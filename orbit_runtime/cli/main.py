@@ -20,6 +20,7 @@ import orbit_runtime
 from orbit_runtime.cli.apart import add_commands
 from orbit_runtime.cli.arguments import AsJson, DryRun, Manifest, Out, Overrides
 from orbit_runtime.cli.completion import complete_runs
+from orbit_runtime.cli.data import data
 from orbit_runtime.errors import (
     EXIT_STOPPED,
     InternalError,
@@ -69,6 +70,7 @@ def run(
 
 
 add_commands(app)
+app.add_typer(data)
 
 
 @app.command()

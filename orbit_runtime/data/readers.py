@@ -33,6 +33,8 @@ IN_MEMORY = 1 << 26
 """Bytes of a file that is read whole, so that what is written to it later changes nothing."""
 MAX_GROUP = 1 << 31
 """Bytes that a row group may decode to: one row of it cannot be read without all of them."""
+MAX_LISTED_BYTES = 1 << 28
+"""Of a file that is one list of JSON, which has to be read whole."""
 DECODED_ROWS = 512
 """Of a batch, at a time."""
 SUFFIXES: dict[str, Format] = {
@@ -70,6 +72,8 @@ def read_file(path: Path, file: IO[bytes], asked: Format, scan: Scan, where: str
                 "inside",
             )  # fmt: skip
         return (_read_parquet if kind == "Parquet" else _read_arrow)(path, file, scan, where)
+    if kind == "JSONL" and path.suffix == ".json" and (listed := _listed_rows(file, where)) is not None:
+        return _scan_lines(listed, scan, where, None)
     if kind == "JSONL" and not packed:
         size = file.seek(0, io.SEEK_END)
         file.seek(0)
@@ -104,6 +108,26 @@ def _scan_lines(file: IO[bytes], scan: Scan, where: str, unchanged: Unchanged | 
     return Lines(
         file, count=scan.count, offsets=scan.offsets, lines=scan.lines, longest=scan.longest, unchanged=unchanged
     )
+
+
+def _listed_rows(file: IO[bytes], where: str) -> IO[bytes] | None:
+    """Of a `.json` file that holds one list, its rows as lines; None: it holds lines."""
+    head = file.read(64).removeprefix(BOM).lstrip()
+    file.seek(0)
+    if not head.startswith(b"["):
+        return None
+    raw = file.read(MAX_LISTED_BYTES + 1)
+    if len(raw) > MAX_LISTED_BYTES:
+        raise DataError(
+            f"one list of JSON longer than {MAX_LISTED_BYTES >> 20} MiB",
+            where=where,
+            fix="write one JSON object a line",
+        )
+    try:
+        rows = json.loads(raw.removeprefix(BOM).decode(), parse_constant=_refuse_constant)
+        return io.BytesIO(b"".join(json.dumps(row).encode() + b"\n" for row in rows))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"not JSON: {error}", where=where, fix="write one list, or one JSON object a line") from None
 
 
 def _scan_line(line: bytes, scan: Scan, number: int, offset: int) -> None:

@@ -62,11 +62,12 @@ def source_name(uri: str) -> str:
     return Path(path.stem).stem if path.suffix in COMPRESSED else path.stem
 
 
-def open_rows(source: PromptSource, counted: int | None = None) -> Opened:
+def open_rows(source: PromptSource, counted: int | None = None, *, prompts: bool = True) -> Opened:
     """Reads every row of a source once, and keeps where they are.
 
     Args:
         counted: only the first so many rows are used, so that only their columns matter; None: all.
+        prompts: every row must hold a prompt.
 
     Raises:
         DataError: the file is missing, empty or not UTF-8, or has broken rows: up to five are named by line, the rest
@@ -78,7 +79,7 @@ def open_rows(source: PromptSource, counted: int | None = None) -> Opened:
     stores, digests = [], []
     for each in files:
         where = source.uri if each == path else f"{source.uri}, {each.relative_to(path)}"
-        store, digest = _open_file(each, where, asked, Scan(source.prompt_field, columns, counted))
+        store, digest = _open_file(each, where, asked, Scan(source.prompt_field if prompts else None, columns, counted))
         stores.append(store)
         digests.append(digest)
     if len(stores) == 1:

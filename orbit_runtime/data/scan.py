@@ -47,9 +47,10 @@ class Columns:
 class Scan:
     """The index of a file as it grows, row by row."""
 
-    def __init__(self, prompt_field: str, columns: Columns, counted: int | None) -> None:
+    def __init__(self, prompt_field: str | None, columns: Columns, counted: int | None) -> None:
         """
         Args:
+            prompt_field: None: a row need not hold a prompt.
             columns: of the source, which may have several files.
             counted: only so many rows are used, so that only their columns matter; None: all.
         """
@@ -61,7 +62,7 @@ class Scan:
 
     def add(self, row: Any, size: int, *, at: str, line: int = 0, offset: int = 0) -> None:
         """Args: at: where a person finds the row; size: its bytes as JSON."""
-        problem = row_problem(row, self._prompt_field)
+        problem = row_problem(row, self._prompt_field) if self._prompt_field is not None else _object_problem(row)
         if problem is None and size > MAX_ROW:
             problem = f"longer than {MAX_ROW >> 20} MiB"
         if problem:
@@ -95,10 +96,14 @@ class Scan:
             raise DataError("the prompts file has no rows", where=where, fix="give it at least one row with a prompt")
 
 
+def _object_problem(row: Any) -> str | None:
+    return None if isinstance(row, dict) else f"a row is a JSON object, this is {kind_of(row)}"
+
+
 def row_problem(row: Any, prompt_field: str) -> str | None:
     """What keeps this row from being a prompt, or `None`."""
     if not isinstance(row, dict):
-        return f"a row is a JSON object, this is {kind_of(row)}"
+        return _object_problem(row)
     if prompt_field not in row:
         return f"no key {prompt_field!r}; the row has: {', '.join(map(repr, row)) or 'no keys'}"
     prompt = row[prompt_field]

@@ -1,0 +1,203 @@
+"""`orbit data prepare`: a file of some shape becomes JSON lines that a run reads, and a manifest that proves which.
+
+Belongs here: reading, dropping and writing rows, digests. Does not belong here: what a row becomes (`shapes`), fetching
+(`storage.inputs`).
+
+The manifest is written before the rows get their name, so that rows under their name always have one. Nothing in either
+depends on when or where it was made.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from orbit_runtime.data.rows import Opened, PromptSource, open_rows
+from orbit_runtime.data.scan import listed
+from orbit_runtime.data.shapes import Asked, RowError, build_row
+from orbit_runtime.errors import DataError, OutputError, StorageError
+
+FORMAT = 1
+SUFFIX = ".manifest.json"
+TOLD = 1000
+"""Rows between two words of progress."""
+
+
+@dataclass(frozen=True, slots=True)
+class Preparation:
+    """What is made of a source."""
+
+    asked: Asked
+    limit: int | None = None
+    """Rows of the result."""
+    deduplicate: bool = False
+    """A question that was there before is left out, case and white space aside."""
+    skip_broken: bool = False
+    """Rows that cannot be prepared are counted and left out, not an error."""
+
+    def to_json(self) -> dict[str, Any]:
+        shape = {
+            name: [*value] if isinstance(value, tuple) else value for name, value in asdict(self.asked.shape).items()
+        }
+        return {
+            "shape": shape,
+            "seed": self.asked.seed,
+            "shuffle": self.asked.shuffle,
+            "limit": self.limit,
+            "deduplicate": self.deduplicate,
+            "skip_broken": self.skip_broken,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A result, and whether it was there already."""
+
+    manifest: Mapping[str, Any]
+    is_new: bool
+
+
+def prepare(
+    source: PromptSource,
+    target: Path,
+    preparation: Preparation,
+    *,
+    revision: str | None = None,
+    force: bool = False,
+    tell: Callable[[int, int], None] = lambda _done, _all: None,
+) -> Prepared:
+    """Writes `target` and its manifest beside it; does nothing where they are there already.
+
+    Args:
+        revision: the commit of a source on a hub.
+        force: replace what another preparation left.
+        tell: progress: rows done, of how many.
+
+    Raises:
+        DataError: the source cannot be read, or rows cannot be prepared: up to five are named, the rest counted.
+        OutputError: the target holds something else, or its folder cannot be written.
+        StorageError: the disk is full.
+    """
+    opened = open_rows(source, prompts=False)
+    asked = {
+        "source": {"uri": source.uri, "revision": revision, "sha256": opened.digest, "rows": len(opened.store)},
+        "asked": preparation.to_json(),
+    }
+    before = _read_manifest(target)
+    if before is not None and _is_there(target, before, asked):
+        return Prepared(before, is_new=False)
+    if target.exists() and not force and not (before and all(before.get(key) == asked[key] for key in asked)):
+        raise OutputError(
+            "another preparation is there" if before else "a file is there that was not prepared",
+            where=str(target),
+            fix="write to another name, or replace it with --force",
+        )
+    part = target.with_name(f".{target.name}.part")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        counts, digest = _write(opened, source, part, preparation, tell)
+        manifest = {
+            "format": FORMAT,
+            **asked,
+            "result": {"sha256": digest, "bytes": part.stat().st_size, "rows": counts.pop("rows")},
+            "left_out": dict(sorted(counts.items())),
+        }
+        _write_whole(manifest_path(target), json.dumps(manifest, indent=2) + "\n")
+        os.replace(part, target)
+    except PermissionError as error:
+        raise OutputError(f"cannot be written: {error.strerror}", where=str(target)) from None
+    except OSError as error:
+        raise StorageError(f"cannot be written: {error.strerror}", where=str(target)) from None
+    finally:
+        part.unlink(missing_ok=True)
+    return Prepared(manifest, is_new=True)
+
+
+def manifest_path(target: Path) -> Path:
+    return target.with_name(target.name + SUFFIX)
+
+
+def _write(
+    opened: Opened, source: PromptSource, part: Path, preparation: Preparation, tell: Callable[[int, int], None]
+) -> tuple[Counter[str], str]:
+    """Counts and the digest of what was written."""
+    store, digest, counts = opened.store, hashlib.sha256(), Counter[str](rows=0)
+    seen: set[bytes] = set()
+    problems: list[str] = []
+    with part.open("wb") as file:
+        for number in range(len(store)):
+            if number % TOLD == 0:
+                tell(number, len(store))
+            if preparation.limit is not None and counts["rows"] >= preparation.limit:
+                break
+            try:
+                row = build_row(store.read(number), preparation.asked)
+                line = _line(row)
+            except RowError as error:
+                counts["broken"] += 1
+                if len(problems) < 5:
+                    problems.append(f"{store.place(number)}: {error}")
+                continue
+            if preparation.deduplicate and _is_repeated(row["prompt"], seen):
+                counts["repeated"] += 1
+                continue
+            digest.update(line)
+            file.write(line)
+            counts["rows"] += 1
+        file.flush()
+        os.fsync(file.fileno())
+    tell(len(store), len(store))
+    if problems and not preparation.skip_broken:
+        raise DataError(
+            f"{counts['broken']} of {len(store)} rows cannot be prepared:\n{listed(problems, counts['broken'])}",
+            where=source.uri,
+            fix="name the right columns (--prompt, --answer, --choices, --tests) or another --format, or leave such "
+            "rows out with --skip-broken",
+        )
+    if not counts["rows"]:
+        raise DataError("no row is left", where=source.uri, fix="look at --limit, --format and the columns")
+    return counts, digest.hexdigest()
+
+
+def _line(row: Mapping[str, Any]) -> bytes:
+    try:
+        return json.dumps(row, ensure_ascii=False).encode() + b"\n"
+    except UnicodeEncodeError:
+        raise RowError("it holds half of a surrogate pair, which is no character") from None
+
+
+def _is_repeated(prompt: Any, seen: set[bytes]) -> bool:
+    text = prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True)
+    key = hashlib.blake2b(" ".join(text.casefold().split()).encode(), digest_size=16).digest()
+    if key in seen:
+        return True
+    seen.add(key)
+    return False
+
+
+def _read_manifest(target: Path) -> dict[str, Any] | None:
+    try:
+        read = json.loads(manifest_path(target).read_bytes())
+    except (OSError, ValueError):
+        return None
+    return read if isinstance(read, dict) and read.get("format") == FORMAT else None
+
+
+def _is_there(target: Path, before: Mapping[str, Any], asked: Mapping[str, Any]) -> bool:
+    """The rows are those that the manifest names, and it was asked for the same."""
+    if any(before.get(key) != value for key, value in asked.items()) or not target.is_file():
+        return False
+    with target.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest() == before["result"]["sha256"]
+
+
+def _write_whole(path: Path, text: str) -> None:
+    part = path.with_name(f".{path.name}.part")
+    part.write_text(text, encoding="utf-8")
+    os.replace(part, path)
