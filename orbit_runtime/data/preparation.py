@@ -194,7 +194,7 @@ def _is_there(target: Path, before: Mapping[str, Any], asked: Mapping[str, Any])
     if any(before.get(key) != value for key, value in asked.items()) or not target.is_file():
         return False
     with target.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest() == before["result"]["sha256"]
+        return bool(hashlib.file_digest(file, "sha256").hexdigest() == before["result"]["sha256"])
 
 
 def _write_whole(path: Path, text: str) -> None:

@@ -27,6 +27,7 @@ LONG_FUNCTIONS: dict[str, str] = {}
 MANY_PARAMETERS: dict[str, str] = {
     "orbit_runtime/cli/main.py:evaluate": "a command's options: which models, and of each kind of model its own",
     "orbit_runtime/cli/main.py:chat": "a command's options: which models, which engine, and how it samples",
+    "orbit_runtime/cli/data.py:prepare": "a command's options: which columns, what is made of them, what is left out",
     "orbit_runtime/environments/rewards/judge.py:judge": "the arguments of a reward are those of its manifest",
     "orbit_runtime/policy/load.py:load_policy": "the door of a package: one keyword for each decision of a manifest",
     "orbit_runtime/quant/kernels/matmul.py:forward_kernel": "a Triton kernel: tile sizes and switches are parameters",
