@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -71,7 +71,7 @@ def prepare(
 
 
 def _shape(
-    name: str, columns: dict[str, tuple[str, ...]], kept: tuple[str, ...], extract: str | None, instruction: str | None
+    name: str, columns: dict[str, Any], kept: tuple[str, ...], extract: str | None, instruction: str | None
 ) -> Shape:
     from orbit_runtime.data.shapes import EXTRACT, SHAPES
 
