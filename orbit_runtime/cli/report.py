@@ -112,7 +112,10 @@ def format_comparison(comparison: Comparison) -> str:
     lines = [format_table(["run", "steps", "reward", "se", "difference", "margin", "verdict"], rows), ""]
     k = comparison.entries[0].final.steps
     lines.append(f"reward: mean of the last {k} steps; margin: {FORMULA} (asked: {comparison.asked_margin})")
-    lines.append("each run is one seed: the spread between seeds is not part of the margin")
+    if comparison.has_seeds:
+        lines += ["", *_by_configuration(comparison)]
+    else:
+        lines.append("each run is one seed: the spread between seeds is not part of the margin")
     for entry in comparison.entries[1:]:
         if entry.other_task:
             differ = ", ".join(entry.other_task)
@@ -121,6 +124,24 @@ def format_comparison(comparison: Comparison) -> str:
             lines.append(_length_note(entry, comparison.entries[0]))
         lines += [f"{entry.name}: {path} is {new!r}, not {old!r}" for path, old, new in entry.changed]
     return "\n".join(lines)
+
+
+def _by_configuration(comparison: Comparison) -> list[str]:
+    header = ["configuration", "seeds", "reward", "se", "difference", "margin", "verdict"]
+    rows = [
+        [
+            each.name,
+            str(each.seeds),
+            format_number(each.reward),
+            format_number(each.standard_error),
+            format_number(each.difference, "+.4f"),
+            format_number(each.margin),
+            each.verdict,
+        ]
+        for each in comparison.configurations
+    ]
+    note = "se: between seeds, or within the runs where that is more"
+    return [format_table(header, rows), note]
 
 
 def _length_note(entry: Entry, first: Entry) -> str:

@@ -1,4 +1,4 @@
-"""Which charts a page shows, of a run and of its evaluations.
+"""Which charts a page shows, of a run and of its evaluations, and of several runs over each other.
 
 Belongs here: titles, which numbers of a step go into which chart, in which order. Does not belong here: drawing
 (`plots`).
@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Any
 
 from orbit_runtime.observability import plots
 from orbit_runtime.observability.metrics import STAGES, MetricsRow
 from orbit_runtime.observability.plots import Series
 
+COLOURS = 8
 LIMIT = 9
 """The style of a limit's line."""
 
@@ -155,3 +157,61 @@ def evaluation_charts(curves: Mapping[str, Sequence[Mapping[str, Any]]]) -> list
         series = [Series("mean reward, 95 % interval", [each["mean"] for each in points], 0, band)]
         charts.append(Chart(title, plots.draw_lines(title, [each["step"] for each in points], series), series))
     return [chart for chart in charts if chart.svg]
+
+
+def overlaid_charts(names: Sequence[str], groups: Sequence[Sequence[Sequence[MetricsRow]]]) -> list[Chart]:
+    """Every curve of several configurations: a line each, the mean over its runs, with a shade from the lowest to the
+    highest of them.
+
+    Args: groups: of each name the rows of its runs.
+    """
+    everything = [row for runs in groups for rows in runs for row in rows]
+    steps = sorted(set(steps_of(everything)))
+    charts = []
+    for plan in plans_of(everything):
+        field, label = plan.lines[0]
+        series = [
+            over_runs(name, steps, [_by_step(rows, field) for rows in runs], style % COLOURS)
+            for style, (name, runs) in enumerate(zip(names, groups, strict=True))
+        ]
+        title = plan.title if len(plan.lines) == 1 else f"{plan.title}, {label}"
+        svg = plots.draw_lines(title, steps, series, log=plan.log, most=plan.most)
+        charts.append(Chart(title, svg, [line for line in series if any(v is not None for v in line.values)],
+                            plan.is_main))  # fmt: skip
+    return [chart for chart in charts if chart.svg]
+
+
+def overlaid_evaluations(
+    names: Sequence[str], groups: Sequence[Sequence[Mapping[str, Sequence[Mapping[str, Any]]]]]
+) -> list[Chart]:
+    """The same of what was held out.
+
+    Args: groups: of each name the evaluation curves of its runs.
+    """
+    charts = []
+    for environment in dict.fromkeys(name for runs in groups for curves in runs for name in curves):
+        found = [
+            [{point["step"]: point["mean"] for point in curves.get(environment, ())} for curves in runs]
+            for runs in groups
+        ]
+        steps = sorted({step for runs in found for points in runs for step in points})
+        series = [
+            over_runs(name, steps, runs, style % COLOURS)
+            for style, (name, runs) in enumerate(zip(names, found, strict=True))
+        ]
+        title = f"Held-out prompts: {environment}"
+        charts.append(Chart(title, plots.draw_lines(title, steps, series), series))
+    return [chart for chart in charts if chart.svg]
+
+
+def over_runs(name: str, steps: Sequence[int], runs: Sequence[Mapping[int, float | None]], style: int) -> Series:
+    """The mean over those runs that have a value, and the lowest and highest where there are several runs."""
+    found = [[value for run in runs if (value := run.get(step)) is not None] for step in steps]
+    band = None
+    if len(runs) > 1:
+        band = ([min(each, default=None) for each in found], [max(each, default=None) for each in found])
+    return Series(name, [fmean(each) if each else None for each in found], style, band)
+
+
+def _by_step(rows: Sequence[MetricsRow], field: str) -> dict[int, float | None]:
+    return dict(zip(steps_of(rows), (row.number(field) for row in rows), strict=True))

@@ -5,11 +5,17 @@ Does not belong here: reading runs (`report`) or showing the answer (`report_htm
 
 The final reward of a run is that of its last k steps, and the margin of a difference that of two such windows
 (`windows`), or the asked margin where that is larger.
+
+Runs that differ in their seed alone are one configuration. Its reward is the mean of its runs' final rewards, with a
+standard error that is the larger of two: between seeds, s / sqrt(n), and within, what the windows of its runs have.
 """
 
 from __future__ import annotations
 
+import json
 import math
+import re
+import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -18,6 +24,7 @@ from orbit_runtime.errors import UsageError
 from orbit_runtime.observability.report import Report
 from orbit_runtime.observability.windows import Window, final_reward, noise_margin, window_steps
 
+SEED = "data.seed"
 FORMULA = "t(0.975, Welch df) * sqrt(se_a^2 + se_b^2); se = max(between steps, within steps); at least --margin"
 DIFFERENT_TASK = ("data.prompts", "environment", "model.maxSequenceLength")
 """Identity fields below these make another task: their rewards are not on one scale."""
@@ -54,12 +61,37 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
+class Configuration:
+    """Runs that differ in their seed alone, compared with the first configuration."""
+
+    name: str
+    members: tuple[int, ...]
+    """Which of the comparison's runs."""
+    reward: float | None
+    standard_error: float | None
+    difference: float | None
+    margin: float | None
+    verdict: str
+    """As a run's."""
+
+    @property
+    def seeds(self) -> int:
+        return len(self.members)
+
+
+@dataclass(frozen=True, slots=True)
 class Comparison:
     """The first run is what the others are held against."""
 
     entries: tuple[Entry, ...]
     reports: tuple[Report, ...]
     asked_margin: float
+    configurations: tuple[Configuration, ...]
+
+    @property
+    def has_seeds(self) -> bool:
+        """Whether runs were repeated with other seeds."""
+        return len(self.configurations) < len(self.entries)
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -67,6 +99,10 @@ class Comparison:
             "baseline": self.entries[0].name,
             "asked_margin": self.asked_margin,
             "formula": FORMULA,
+            "configurations": [
+                {**asdict(each), "members": [self.entries[at].name for at in each.members]}
+                for each in self.configurations
+            ],
             "runs": [
                 {
                     "run": entry.name,
@@ -106,7 +142,71 @@ def compare(reports: Sequence[Report], margin: float = 0.0, *, last: int | None 
         _entry(names[i], reports[i], finals[i], None if i == 0 else (reports[0], finals[0]), margin, k)
         for i in range(len(reports))
     ]
-    return Comparison(tuple(entries), tuple(reports), margin)
+    return Comparison(tuple(entries), tuple(reports), margin, _configurations(reports, entries, margin))
+
+
+def _configurations(reports: Sequence[Report], entries: Sequence[Entry], asked: float) -> tuple[Configuration, ...]:
+    """In the order of their first runs."""
+    found: list[Configuration] = []
+    base: Window | None = None
+    for runs in _by_seed(reports):
+        window = over_seeds([entries[at].final for at in runs])
+        name = _common_name([entries[at].name for at in runs])
+        if base is None:
+            base = window
+            difference, margin, verdict = None, None, "baseline"
+        else:
+            difference, margin = _difference(base, window, asked)
+            verdict = _verdict(difference, margin, entries[runs[0]].other_task)
+        found.append(
+            Configuration(name, tuple(runs), window.reward, window.standard_error, difference, margin, verdict)
+        )
+    return tuple(found)
+
+
+def _by_seed(reports: Sequence[Report]) -> list[list[int]]:
+    """Runs of one length that differ in nothing but their seeds. One that repeats another's seed stands alone: it says
+    nothing of how seeds scatter."""
+    groups: list[list[int]] = []
+    place: dict[str, tuple[list[int], set[str]]] = {}
+    for at, report in enumerate(reports):
+        same = {path: value for path, value in report.identity.items() if not _is_seed(path)}
+        seed = str([value for path, value in report.identity.items() if _is_seed(path)])
+        key = json.dumps([len(report.rows), same], sort_keys=True, default=str)
+        members, seeds = place.get(key, ([], {seed}))
+        if seed in seeds:
+            members, seeds = [], set()
+            groups.append(members)
+            place.setdefault(key, (members, seeds))
+        members.append(at)
+        seeds.add(seed)
+    return groups
+
+
+def _is_seed(path: str) -> bool:
+    return path.removeprefix("spec.") == SEED
+
+
+def over_seeds(finals: Sequence[Window]) -> Window:
+    """Of one run, its own; else `steps` counts seeds."""
+    if len(finals) == 1:
+        return finals[0]
+    rewards = [final.reward for final in finals if final.reward is not None]
+    if len(rewards) < len(finals):
+        return Window(None, None, 0)
+    between = statistics.stdev(rewards) / math.sqrt(len(rewards))
+    within = math.sqrt(sum((final.standard_error or 0.0) ** 2 for final in finals)) / len(finals)
+    return Window(statistics.fmean(rewards), max(between, within), len(rewards))
+
+
+def _common_name(names: Sequence[str]) -> str:
+    """Of runs that differ in their seed. Example: `_common_name(["lr-s1", "lr-s2"]) == "lr"`"""
+    if len(names) == 1:
+        return names[0]
+    low, high = min(names), max(names)
+    length = next((at for at, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), len(low))
+    common = re.sub(r"[-_./ ]*(seed|s)?[-_./ ]*$", "", low[:length])
+    return common or names[0]
 
 
 def _entry(name: str, report: Report, final: Window, base: tuple[Report, Window] | None, asked: float, k: int) -> Entry:
@@ -163,6 +263,20 @@ def _is_task(path: str) -> bool:
 
 
 def _names(reports: Sequence[Report]) -> list[str]:
-    """Names as they are, or the folders where two runs share one."""
+    """Names as they are, or where two runs share one, as much of their folders' ends as tells them apart."""
     names = [report.name for report in reports]
-    return [report.folder.uri if names.count(report.name) > 1 else report.name for report in reports]
+    return [
+        _end_apart(report, [other for other in reports if other.name == report.name])
+        if names.count(report.name) > 1
+        else report.name
+        for report in reports
+    ]
+
+
+def _end_apart(report: Report, namesakes: Sequence[Report]) -> str:
+    parts = report.folder.uri.rstrip("/").split("/")
+    ends = [other.folder.uri.rstrip("/").split("/") for other in namesakes if other is not report]
+    for count in range(1, len(parts) + 1):
+        if all(other[-count:] != parts[-count:] for other in ends):
+            return "/".join(parts[-count:])
+    return report.folder.uri

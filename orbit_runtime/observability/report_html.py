@@ -9,21 +9,26 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import re
 from functools import cache
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
-from orbit_runtime.observability import plots
-from orbit_runtime.observability.charts import Chart, build_charts, evaluation_charts, held_out_chart
+from orbit_runtime.observability.charts import (
+    build_charts,
+    evaluation_charts,
+    held_out_chart,
+    overlaid_charts,
+    overlaid_evaluations,
+)
+from orbit_runtime.observability.compare import FORMULA, Comparison
 from orbit_runtime.observability.metrics import FIELDS, format_value
 from orbit_runtime.observability.proofs import proof_lines
-from orbit_runtime.observability.report import Report, manifest_of
+from orbit_runtime.observability.report import Report, evaluation_curves, manifest_of
 from orbit_runtime.observability.samples import shorten
 
 if TYPE_CHECKING:
     import jinja2
-
-    from orbit_runtime.observability.compare import Comparison
 
 MAX_TABLE_ROWS = 500
 SCRIPTS = ("page.js", "rollouts.js")
@@ -82,15 +87,27 @@ def embedded_json(content: Any) -> str:
 
 
 def render_comparison(comparison: Comparison) -> str:
-    """The page of several runs side by side."""
-    names = [entry.name for entry in comparison.entries]
-    steps = sorted({int(row.number("step") or 0) for report in comparison.reports for row in report.rows})
-    series = []
-    for style, (name, report) in enumerate(zip(names, comparison.reports, strict=True)):
-        by_step = {int(row.number("step") or 0): row.number("reward_mean") for row in report.rows}
-        series.append(plots.Series(name, [by_step.get(step) for step in steps], style % 6))
-    chart = Chart("Reward", plots.draw_lines("Reward of each run", steps, series), series)
-    return render_page("compare.html.j2", title="Comparison of runs", comparison=comparison, chart=chart)
+    """The page of several runs over each other."""
+    names = [each.name for each in comparison.configurations]
+    groups = [[comparison.reports[at] for at in each.members] for each in comparison.configurations]
+    return render_page(
+        "compare.html.j2",
+        title="Comparison of runs",
+        comparison=comparison,
+        formula=FORMULA,
+        steps=max(len(report.rows) for report in comparison.reports),
+        charts=[
+            *overlaid_evaluations(
+                names, [[evaluation_curves(each.folder.evaluations) for each in runs] for runs in groups]
+            ),
+            *overlaid_charts(names, [[each.rows for each in runs] for runs in groups]),
+        ],
+    )
+
+
+def is_digest(value: Any) -> bool:
+    """Something that people do not read."""
+    return bool(re.fullmatch(r"[a-z0-9]+:[0-9a-f]{16,}", str(value)))
 
 
 def _duration(seconds: float) -> str:
@@ -116,6 +133,7 @@ def _environment() -> jinja2.Environment:
     environment.filters["number"] = lambda value, spec=".4f": "-" if value is None else format(value, spec)
     environment.filters["short"] = shorten
     environment.filters["duration"] = _duration
+    environment.tests["digest"] = is_digest
     environment.filters["digest"] = lambda value: "-" if not value else str(value)[:19] + "…"
     return environment
 

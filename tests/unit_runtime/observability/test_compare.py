@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import statistics
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ from fakes.run_folder import SyntheticRun, write_run_folder
 
 from orbit_runtime.cli.report import format_comparison
 from orbit_runtime.errors import UsageError
-from orbit_runtime.observability.compare import compare
+from orbit_runtime.observability.compare import compare, over_seeds
 from orbit_runtime.observability.metrics import build_row
 from orbit_runtime.observability.report import Report, build_report
 from orbit_runtime.observability.report_html import render_comparison
@@ -105,6 +107,76 @@ def test_one_step_is_too_little(tmp_path: Path) -> None:
 def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path: Path) -> None:
     reports = [report_of(tmp_path / folder, SyntheticRun(name="same")) for folder in "ab"]
     assert [Path(entry.name).name for entry in compare(reports).entries] == ["a", "b"]
+
+
+def test_the_names_of_namesakes_are_as_short_as_tells_them_apart(tmp_path: Path) -> None:
+    places = ("a/run", "b/run", "b/other")
+    reports = [report_of(tmp_path / place, SyntheticRun(name="same")) for place in places]
+    assert [entry.name for entry in compare(reports).entries] == ["a/run", "b/run", "other"]
+
+
+def seeded(folder: Path, name: str, seed: int, gain: float, rate: float) -> Report:
+    spec = {"data": {"prompts": [{"uri": "builtin://two-digit-addition"}], "seed": seed},
+            "training": {"steps": 60, "learningRate": rate}}  # fmt: skip
+    return report_of(folder / f"{name}-{seed}", SyntheticRun(name=f"{name}-s{seed}", seed=seed, gain=gain, spec=spec))
+
+
+def test_runs_that_differ_in_their_seed_are_one_configuration_whose_spread_is_between_seeds(tmp_path: Path) -> None:
+    reports = [seeded(tmp_path, "slow", seed, 0.3 + 0.01 * seed, 1e-3) for seed in (1, 2, 3)]
+    reports += [seeded(tmp_path, "fast", seed, 0.6 + 0.01 * seed, 2e-3) for seed in (1, 2, 3)]
+    comparison = compare(reports)
+    slow, fast = comparison.configurations
+    assert [(each.name, each.members, each.verdict) for each in (slow, fast)] == [
+        ("slow", (0, 1, 2), "baseline"), ("fast", (3, 4, 5), "better"),
+    ]  # fmt: skip
+    finals = [entry.final.reward or 0.0 for entry in comparison.entries]
+    assert fast.reward == pytest.approx(sum(finals[3:]) / 3)
+    within = math.sqrt(sum((entry.final.standard_error or 0.0) ** 2 for entry in comparison.entries[:3])) / 3
+    assert slow.standard_error == pytest.approx(max(statistics.stdev(finals[:3]) / math.sqrt(3), within))
+    json.dumps(comparison.to_json(), allow_nan=False)
+    said = format_comparison(comparison)
+    assert "configuration" in said
+    assert "each run is one seed" not in said
+
+
+def test_a_run_that_repeats_a_seed_or_is_of_another_length_is_no_other_seed(tmp_path: Path) -> None:
+    reports = [seeded(tmp_path / str(at), "x", seed, 0.3, 1e-3) for at, seed in enumerate((1, 2, 1, 3))]
+    assert [each.members for each in compare(reports).configurations] == [(0, 1, 3), (2,)]
+    short = report_of(tmp_path / "short", SyntheticRun(name="x", seed=4, steps=20, spec=reports[0].spec))
+    assert [each.seeds for each in compare([reports[0], short]).configurations] == [1, 1]
+
+
+def test_seeds_that_scatter_widen_the_margin(tmp_path: Path) -> None:
+    """Welch's interval by hand: means 0.1 apart, s = 0.1 in both, n = 3, df = 4, t = 2.776."""
+    a, b = ([Window(base + 0.1 * at, 0.001, 12) for at in (-1, 0, 1)] for base in (0.5, 0.6))
+    first, second = over_seeds(a), over_seeds(b)
+    assert first.standard_error == pytest.approx(0.1 / math.sqrt(3))
+    assert noise_margin(first, second) == pytest.approx(2.776 * math.sqrt(2) * 0.1 / math.sqrt(3))
+
+
+def test_a_page_of_seeds_draws_a_line_and_a_shade_for_each_configuration(tmp_path: Path) -> None:
+    both = (("slow", 0.3, 1e-3), ("fast", 0.6, 2e-3))
+    reports = [seeded(tmp_path, name, seed, gain, rate) for name, gain, rate in both for seed in (1, 2)]
+    page = render_comparison(compare(reports))
+    (chart,) = re.findall(r'<svg[^>]*aria-label="Reward\. .*?</svg>', page, re.DOTALL)
+    assert chart.count('class="band') == 2
+    assert chart.count('class="line') == 2
+    titles = re.findall("<h3>(.*?)</h3>", page)
+    assert {"Reward", "Entropy (nats)", "Gradient norm before clipping"} <= set(titles)
+    assert len(titles) >= 8, "all curves"
+
+
+def test_digests_are_folded_on_the_page_and_whole_on_request(tmp_path: Path) -> None:
+    reports = []
+    digests = ["sha256:" + letter * 64 for letter in "ab"]
+    for name, digest in zip("ab", digests, strict=True):
+        folder = write_run_folder(tmp_path / name, SyntheticRun(name=name))
+        run = json.loads((folder / "run.json").read_text())
+        run["identity"] = {"content.model": digest}
+        (folder / "run.json").write_text(json.dumps(run))
+        reports.append(build_report(open_store(str(folder))))
+    page = render_comparison(compare(reports))
+    assert f'<code title="{digests[1]}">sha256:bbbbbbbbbbbb…</code>' in page
 
 
 @pytest.mark.parametrize("margin", [-0.1, math.nan, math.inf])

@@ -10,8 +10,9 @@ import pytest
 from fakes.browser import DESKTOP, PHONE, Browser, needs_browser
 from fakes.run_folder import SyntheticRun, write_run_folder
 
+from orbit_runtime.observability.compare import compare
 from orbit_runtime.observability.report import build_report
-from orbit_runtime.observability.report_html import render_html
+from orbit_runtime.observability.report_html import render_comparison, render_html
 from orbit_runtime.storage import open_store
 
 pytestmark = [needs_browser]
@@ -117,6 +118,29 @@ def test_a_page_is_as_wide_as_its_screen_and_no_endless_scroll(
     width, height = browser.size()
     assert width == size[0]
     assert height < 9 * size[1]
+    assert not browser.complaints
+
+
+def test_a_comparison_says_its_verdict_on_a_phone(browser: Browser, tmp_path: Path) -> None:
+    reports = []
+    for name, gain in (("slow", 0.3), ("fast", 0.6)):
+        for seed in (1, 2, 3):
+            spec = {"data": {"seed": seed}, "training": {"steps": 60, "learningRate": gain}}
+            made = SyntheticRun(name=f"{name}-s{seed}", seed=seed, gain=gain, spec=spec)
+            folder = write_run_folder(tmp_path / made.name, made)
+            reports.append(build_report(open_store(str(folder), writable=False), now=5000.0))
+    (tmp_path / "page.html").write_text(render_comparison(compare(reports)))
+    browser.open(f"file://{tmp_path}/page.html", PHONE)
+    place = browser.run("document.querySelector('.better').getBoundingClientRect().toJSON()")
+    assert place["right"] <= PHONE[0]
+    assert place["bottom"] <= PHONE[1], "without scrolling"
+    width, height = browser.size()
+    assert width == PHONE[0]
+    assert height < 9 * PHONE[1]
+    browser.hover("svg[data-points]", 0.999)
+    told = browser.wait("document.querySelector('.tip:not([hidden])')?.innerText")
+    assert "slow 0." in told
+    assert "fast 0." in told
     assert not browser.complaints
 
 
