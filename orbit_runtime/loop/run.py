@@ -112,7 +112,7 @@ def run(
         closing.callback(lambda: execution.release(ended))
         execution.start_heartbeat()
         stop = closing.enter_context(stop_on_signals())
-        show = _build_show(spec, execution, attempt, progress, closing)
+        show = _build_show(spec, store.uri, execution, attempt, progress, closing)
         webhooks: list[Webhook] = []
         closing.push(lambda kind, _error, _trace: tell_the_end(webhooks, show, store.uri, kind))
         try:
@@ -234,7 +234,12 @@ def _start_policy(parts: Parts, state: RunState, *, is_new: bool) -> None:
 
 
 def _build_show(
-    spec: OrbitRun, execution: Execution, attempt: str | None, progress: Progress | None, closing: ExitStack
+    spec: OrbitRun,
+    uri: str,
+    execution: Execution,
+    attempt: str | None,
+    progress: Progress | None,
+    closing: ExitStack,
 ) -> Show:
     namespace = spec.metadata.namespace or ""
     number = execution.number
@@ -246,11 +251,14 @@ def _build_show(
     closing.callback(lambda: add_last_words({**status.snapshot(), "message": None, "reason": None}))
     port = spec.spec.observability.metrics_port
     if port >= 0:
+        from orbit_runtime.observability.live import LivePage
         from orbit_runtime.observability.server import start_server
 
-        server = start_server(status, metrics, port)
+        live = LivePage(uri)
+        closing.callback(live.close)
+        server = start_server(status, metrics, port, live=live)
         closing.callback(server.close)
-        show.note(f"status and metrics at {server.url}", url=server.url)
+        show.note(f"status, metrics and the report so far at {server.url}", url=server.url)
     return show
 
 

@@ -18,6 +18,8 @@ from orbit_runtime.storage.store import NotFound
 EMBEDDED_STEPS = 12
 EMBEDDED_BYTES = 1_500_000
 """Of JSON in a page, over all its steps."""
+NEWEST_BYTES = 300_000
+"""Of a page that asks for more."""
 READ_BYTES = 1 << 25
 """Of one step's records for a page; a group that begins within is read to its end."""
 HEAD, TAIL = 700, 500

@@ -13,7 +13,14 @@ from functools import partial
 from typing import Any
 
 from orbit_runtime import errors
-from orbit_runtime.observability.groups import EMBEDDED_BYTES, GroupPage, read_groups, read_references, spread
+from orbit_runtime.observability.groups import (
+    EMBEDDED_BYTES,
+    NEWEST_BYTES,
+    GroupPage,
+    read_groups,
+    read_references,
+    spread,
+)
 from orbit_runtime.observability.metrics import MetricsRow, is_unscored
 from orbit_runtime.observability.pairs import BeforeAfter, read_pairs, with_expected
 from orbit_runtime.observability.run_folder import RunFolder, Source, read_run_folder
@@ -148,24 +155,36 @@ class Report:
         }
 
 
-def build_report(source: Source, *, ended: str | None = None, now: float | None = None, samples: bool = True) -> Report:
+def build_report(
+    source: Source,
+    *,
+    ended: str | None = None,
+    now: float | None = None,
+    samples: bool = True,
+    rows: tuple[MetricsRow, ...] | None = None,
+    newest_only: bool = False,
+) -> Report:
     """Reads a run folder in whatever state it is.
 
     Args:
         ended: how the run ended, from the loop that still holds the folder; else the newest execution's record says.
         samples: whether what a page shows of rollouts and answers is read too.
+        rows: where they were read already.
+        newest_only: groups of the newest step alone, for a page that asks for those of others.
     """
-    folder = read_run_folder(source)
+    folder = read_run_folder(source, rows)
     status, reason, code = _judge(folder, ended, time.time() if now is None else now)
-    return Report(folder, status, reason, code, _warnings(folder), _sampled(source, folder) if samples else None)
+    return Report(
+        folder, status, reason, code, _warnings(folder), _sampled(source, folder, newest_only) if samples else None
+    )
 
 
-def _sampled(source: Source, folder: RunFolder) -> Sampled:
+def _sampled(source: Source, folder: RunFolder, newest_only: bool) -> Sampled:
     before_after = read_pairs(source, folder.answers, folder.rollouts)
     if before_after is not None and not before_after.held_out:
         before_after = with_expected(before_after, partial(read_references, source))
-    files = spread(folder.rollouts)
-    most = EMBEDDED_BYTES // max(1, len(files))
+    files = folder.rollouts[-1:] if newest_only else spread(folder.rollouts)
+    most = NEWEST_BYTES if newest_only else EMBEDDED_BYTES // max(1, len(files))
     pages = (read_groups(source, file, read_references(source, file), most_bytes=most) for file in files)
     return Sampled(before_after, tuple(page for page in pages if page.groups))
 

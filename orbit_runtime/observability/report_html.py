@@ -34,9 +34,12 @@ MAX_TABLE_ROWS = 500
 SCRIPTS = ("page.js", "rollouts.js")
 
 
-def render_html(report: Report) -> str:
+def render_html(report: Report, *, is_live: bool = False) -> str:
     """The page of one run. Completions are untrusted: all text is escaped, and the page's policy forbids any script
-    but its own."""
+    but its own.
+
+    Args: is_live: it is served by the run's port, which it asks for its newest state and for rollouts of other steps.
+    """
     facts = report.to_json()
     validated = report.folder.summary.get("validated") or {}
     return render_page(
@@ -50,7 +53,8 @@ def render_html(report: Report) -> str:
             *build_charts(report.rows),
         ],
         sampled=report.sampled,
-        table=_rollout_table(report),
+        table=_rollout_table(report, is_live),
+        is_live=is_live,
         proofs=proof_lines(report.folder),
         manifest=json.dumps(manifest_of(report.folder.run), indent=2, ensure_ascii=False),
         resolved=report.folder.run.get("resolved"),
@@ -66,13 +70,14 @@ def _fields(report: Report) -> list[str]:
     return [name for name in known if any(row.get(name) is not None for row in report.rows)]
 
 
-def _rollout_table(report: Report) -> str | None:
+def _rollout_table(report: Report, is_live: bool) -> str | None:
     """What the page's script pages through, as JSON that no browser takes for markup."""
     if report.sampled is None or not report.sampled.steps:
         return None
     content = {
-        "steps": [page.step for page in report.sampled.steps],
-        "cut": [page.step for page in report.sampled.steps if page.following is not None],
+        "live": is_live,
+        "steps": [each.step for each in (report.folder.rollouts if is_live else report.sampled.steps)],
+        "next": {page.step: page.following for page in report.sampled.steps if page.following is not None},
         "pages": {page.step: page.groups for page in report.sampled.steps},
     }
     return embedded_json(content)
@@ -145,4 +150,6 @@ def render_page(template: str, **context: Any) -> str:
     script = "\n".join((folder / name).read_text() for name in SCRIPTS)
     allowed = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{allowed}'"
+    if context.get("is_live"):
+        policy += "; connect-src 'self'"
     return _environment().get_template(template).render(**context, style=style, script=script, policy=policy)

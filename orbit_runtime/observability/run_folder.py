@@ -73,16 +73,19 @@ class RunFolder:
         return summary if isinstance(summary, Mapping) else {}
 
 
-def read_run_folder(source: Source) -> RunFolder:
+def read_run_folder(source: Source, rows: tuple[MetricsRow, ...] | None = None) -> RunFolder:
     """Reads what is there, but for what was sampled. What is missing or broken counts as absent: a report must not
-    fail on a broken run."""
+    fail on a broken run.
+
+    Args: rows: where they were read already.
+    """
     heartbeats = sorted(key for key in source.list("executions") if key.endswith(".heartbeat.json"))
     failures = sorted(key for key in source.list("failures") if key.endswith(".json"))
     evaluations = _read_evaluations(source)
     return RunFolder(
         uri=source.uri,
         run=_read_json(source, "run.json") or {},
-        rows=read_rows(source),
+        rows=read_rows(source) if rows is None else rows,
         checkpoints=_read_manifests(source, "checkpoints"),
         adapters=_read_manifests(source, "adapters"),
         heartbeat=_read_json(source, heartbeats[-1]) if heartbeats else None,
@@ -102,14 +105,22 @@ def rollout_files(source: Source) -> tuple[File, ...]:
 
 def read_rows(source: Source) -> tuple[MetricsRow, ...]:
     """The rows of all steps in order: `metrics.jsonl`, and the steps that are not compacted into it yet."""
-    by_step: dict[int, MetricsRow] = {}
-    for line in (_read(source, "metrics.jsonl") or b"").splitlines():
-        _take_row(by_step, line)
+    by_step = add_rows(source, {})
+    return tuple(by_step[step] for step in sorted(by_step))
+
+
+def add_rows(source: Source, known: Mapping[int, MetricsRow]) -> dict[int, MetricsRow]:
+    """Rows by step: those that are known, and those that came since. The newest ones that are known are read again,
+    because a step's row is stored once more with the next step's."""
+    by_step = {step: known[step] for step in sorted(known)[:-2]}
+    if not known:
+        for line in (_read(source, "metrics.jsonl") or b"").splitlines():
+            _take_row(by_step, line)
     keys = [key for key in source.list("metrics") if key.endswith(".json") and _number(key) not in by_step]
     for found in source.view_many(keys):
         if not isinstance(found, NotFound):
             _take_row(by_step, bytes(found))
-    return tuple(by_step[step] for step in sorted(by_step))
+    return by_step
 
 
 def _take_row(by_step: dict[int, MetricsRow], line: bytes) -> None:

@@ -1,4 +1,5 @@
-"""The one port of a run: `/metrics`, `/status`, `/healthz`, `/readyz`; and HTTP in a daemon thread, for every port.
+"""The one port of a run: `/metrics`, `/status`, `/healthz`, `/readyz`, `/report`; and HTTP in a daemon thread, for
+every port.
 
 Belongs here: HTTP over `RunStatus` and `RunMetrics`, listening, starting and ending an application's server.
 Does not belong here: what the answers say.
@@ -11,7 +12,9 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from orbit_runtime.errors import OutputError
@@ -20,7 +23,9 @@ from orbit_runtime.observability.status import RunStatus
 
 if TYPE_CHECKING:
     import uvicorn
-    from fastapi import FastAPI
+    from fastapi import FastAPI, Request, Response
+
+    from orbit_runtime.observability.live import LivePage
 
 BIND_VARIABLE = "ORBIT_BIND_ADDRESS"
 _START_SECONDS = 10.0
@@ -45,8 +50,11 @@ class HTTPServer:
         self._thread.join(timeout=seconds)
 
 
-def build_app(status: RunStatus, metrics: RunMetrics) -> FastAPI:
-    """The four routes. Liveness and readiness answer 503 with the reason when the answer is no."""
+def build_app(status: RunStatus, metrics: RunMetrics, live: LivePage | None = None) -> FastAPI:
+    """The routes. Liveness and readiness answer 503 with the reason when the answer is no.
+
+    Args: live: the run's page, for readers on this machine: it shows prompts and answers, the other routes numbers.
+    """
     from fastapi import FastAPI
     from fastapi.responses import JSONResponse, Response
 
@@ -69,13 +77,70 @@ def build_app(status: RunStatus, metrics: RunMetrics) -> FastAPI:
     async def _readyz() -> JSONResponse:
         return _judgement(*status.is_ready())
 
+    if live is not None:
+        app.add_route("/", _to_report)
+        app.add_route("/report", partial(_page, live))
+        app.add_route("/report/rollouts", partial(_rollouts, live))
+
     def _judgement(ok: bool, reason: str | None) -> JSONResponse:
         return JSONResponse({"ok": ok, "reason": reason}, status_code=200 if ok else 503)
 
     return app
 
 
-def start_server(status: RunStatus, metrics: RunMetrics, port: int = 0, *, host: str | None = None) -> HTTPServer:
+async def _to_report(_: Request) -> Response:
+    from fastapi.responses import RedirectResponse
+
+    return RedirectResponse("report")
+
+
+async def _page(live: LivePage, request: Request) -> Response:
+    return await _answer(request, live.page, "text/html; charset=utf-8")
+
+
+async def _rollouts(live: LivePage, request: Request) -> Response:
+    """`?step=12&from=0`."""
+    from fastapi.responses import PlainTextResponse
+
+    step, start = (request.query_params.get(name, default) for name, default in (("step", ""), ("from", "0")))
+    if not (step.isdecimal() and start.isdecimal() and len(step) + len(start) < 20):
+        return PlainTextResponse("ask with step=12&from=0: numbers\n", status_code=400)
+    return await _answer(request, partial(live.rollouts, int(step), int(start)), "application/json")
+
+
+async def _answer(request: Request, made: Callable[[], bytes | None], kind: str) -> Response:
+    """Made in a thread: it waits for the page's process."""
+    from fastapi.concurrency import run_in_threadpool
+    from fastapi.responses import PlainTextResponse, Response
+
+    if not _is_own(request.client.host if request.client else "", request.url.hostname or ""):
+        return PlainTextResponse(_NOT_OWN, status_code=403)
+    data = await run_in_threadpool(made)
+    if data is None:
+        return PlainTextResponse("there is no such page now\n", status_code=503 if kind.startswith("text") else 404)
+    return Response(data, media_type=kind, headers={"Cache-Control": "no-store"})
+
+
+_NOT_OWN = (
+    "the page shows prompts and answers: ask from this machine, such as through `kubectl port-forward` or ssh -L\n"
+)
+
+
+def _is_own(client: str, asked: str) -> bool:
+    """From this machine, under a name of this machine: a page from elsewhere that a browser was told lies here has
+    another."""
+    names = ("localhost", "127.0.0.1", "::1")
+    return asked in names and client.removeprefix("::ffff:") in names
+
+
+def start_server(
+    status: RunStatus,
+    metrics: RunMetrics,
+    port: int = 0,
+    *,
+    host: str | None = None,
+    live: LivePage | None = None,
+) -> HTTPServer:
     """Serves until `close()`. Port 0 takes any free port; `host` defaults to `ORBIT_BIND_ADDRESS`, else loopback.
 
     Raises:
@@ -84,7 +149,7 @@ def start_server(status: RunStatus, metrics: RunMetrics, port: int = 0, *, host:
     address = host or os.environ.get(BIND_VARIABLE) or "127.0.0.1"
     fix = f"{_FIX}; {BIND_VARIABLE} must be an address of this machine"
     listener = listen(address, port, "spec.observability.metricsPort", fix)
-    return serve_app(build_app(status, metrics), listener, address, fix)
+    return serve_app(build_app(status, metrics, live), listener, address, fix)
 
 
 def serve_app(app: Any, listener: socket.socket, address: str, fix: str) -> HTTPServer:

@@ -14,7 +14,7 @@ function element(name, className, content) {
 // What a click on a step opens; set by the table of rollouts where the page has one.
 var openStep = null;
 
-var charts = Array.prototype.map.call(document.querySelectorAll('svg[data-points]'), function (svg) {
+function alive(svg) {
   var data = JSON.parse(svg.dataset.points), d = svg.dataset, figure = svg.parentNode;
   var left = +d.left, right = +d.right, n = data.x.length, span = data.x[n - 1] - data.x[0];
   var rule = document.createElementNS(SVG, 'line'), tip = element('div', 'tip'), at = -1;
@@ -89,17 +89,65 @@ var charts = Array.prototype.map.call(document.querySelectorAll('svg[data-points
     });
   }
   return {steps: n, smooth: d.low === undefined ? function () {} : smooth};
-});
+}
 
-document.querySelectorAll('.smoothing').forEach(function (control) {
-  var slider = control.querySelector('input'), out = control.querySelector('output');
-  function apply() {
-    out.textContent = slider.value === '0' ? 'off' : slider.value;
-    charts.forEach(function (chart) { chart.smooth(chart.steps > 12 ? +slider.value : 0); });
-  }
-  control.hidden = false;
-  slider.addEventListener('input', apply);
-  apply();
-});
+var smoothing = null;
+function begin() {
+  var charts = Array.prototype.map.call(document.querySelectorAll('svg[data-points]'), alive);
+  document.querySelectorAll('.smoothing').forEach(function (control) {
+    var slider = control.querySelector('input'), out = control.querySelector('output');
+    function apply() {
+      smoothing = slider.value;
+      out.textContent = slider.value === '0' ? 'off' : slider.value;
+      charts.forEach(function (chart) { chart.smooth(chart.steps > 12 ? +slider.value : 0); });
+    }
+    control.hidden = false;
+    if (smoothing !== null) slider.value = smoothing;
+    slider.addEventListener('input', apply);
+    apply();
+  });
+}
 if (window.matchMedia('(min-width: 800px)').matches)
   document.querySelectorAll('details.wide').forEach(function (each) { each.open = true; });
+begin();
+
+// Of a run that goes on: parts of the page are exchanged for their newest state; what is open stays open.
+(function () {
+  var note = document.getElementById('live');
+  if (!note) return;
+  var EVERY = 10000, step = note.dataset.step, status = note.dataset.status, words = 'live', busy = false;
+  function say(said) {
+    words = said || words;
+    document.getElementById('live').textContent = words;
+  }
+  function exchange(page) {
+    if (!document.getElementById('rollouts') && page.getElementById('rollouts')) { location.reload(); return; }
+    var fresh = page.querySelectorAll('.fresh');
+    document.querySelectorAll('.fresh').forEach(function (old, at) {
+      if (!fresh[at]) return;
+      var now = document.importNode(fresh[at], true), open = old.querySelectorAll('details');
+      now.querySelectorAll('details').forEach(function (each, index) { if (open[index]) each.open = open[index].open; });
+      old.replaceWith(now);
+    });
+    begin();
+    document.dispatchEvent(new CustomEvent('fresh', {detail: page}));
+  }
+  function look() {
+    if (document.hidden || busy) return;
+    busy = true;
+    fetch('report').then(function (answer) {
+      if (!answer.ok) throw new Error(answer.status);
+      return answer.text();
+    }).then(function (text) {
+      var page = new DOMParser().parseFromString(text, 'text/html'), now = page.getElementById('live');
+      if (!now) return;
+      if (now.dataset.step !== step || now.dataset.status !== status) exchange(page);
+      step = now.dataset.step; status = now.dataset.status;
+      say('live, ' + new Date().toLocaleTimeString());
+    }).catch(function () { say('the run does not answer: this is its last state'); }).then(function () { busy = false; });
+  }
+  say();
+  setInterval(look, EVERY);
+  document.addEventListener('visibilitychange', look);
+  document.addEventListener('look', look);
+})();

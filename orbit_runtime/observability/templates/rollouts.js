@@ -2,7 +2,7 @@
   var place = document.getElementById('rollouts'), source = document.getElementById('rollout-data');
   if (!place || !source) return;
   var PER_PAGE = 8, data = JSON.parse(source.textContent), pages = data.pages, step = data.steps[data.steps.length - 1];
-  var page = 0, asked = '', which = 'all', order = 'sampled', said = '';
+  var page = 0, waiting = false, asked = '', which = 'all', order = 'sampled', said = '';
   var KEPT = {
     all: ['every group', function () { return true; }],
     mixed: ['rewards differ', function (g) { return g.low !== g.high; }],
@@ -45,6 +45,14 @@
     });
     list.addEventListener('change', function () { change(list.value); });
     field.appendChild(list);
+    return field;
+  }
+  // A list of ten thousand steps is nothing to choose from.
+  function number() {
+    var field = element('label', '', 'step '), input = element('input');
+    input.type = 'number'; input.value = step; input.min = data.steps[0]; input.max = data.steps[data.steps.length - 1];
+    input.addEventListener('change', function () { openStep(+input.value); });
+    field.appendChild(input);
     return field;
   }
   function button(label, name, enabled, press) {
@@ -134,7 +142,7 @@
     page = Math.min(page, last);
     stepPlace.textContent = '';
     stepPlace.appendChild(button('‹', 'step before', index > 0, function () { go(data.steps[index - 1]); }));
-    stepPlace.appendChild(select('step', data.steps.map(function (s) { return [s, s]; }), step, function (v) { go(+v); }));
+    stepPlace.appendChild(data.steps.length > 200 ? number() : select('step', data.steps.map(function (s) { return [s, s]; }), step, function (v) { go(+v); }));
     stepPlace.appendChild(button('›', 'step after', index < data.steps.length - 1, function () { go(data.steps[index + 1]); }));
     list.textContent = '';
     if (said) list.appendChild(element('p', 'label', said));
@@ -144,17 +152,53 @@
     foot.appendChild(button('‹', 'page before', page > 0, function () { page--; draw(); }));
     foot.appendChild(element('span', 'label', found.length ? 'groups ' + (page * PER_PAGE + 1) + ' to ' + Math.min(found.length, (page + 1) * PER_PAGE) + ' of ' + found.length + (found.length < all.length ? ' (' + all.length + ' in all)' : '') : 'no group is like that'));
     foot.appendChild(button('›', 'page after', page < last, function () { page++; draw(); }));
-    if (data.cut.indexOf(step) >= 0) foot.appendChild(element('span', 'label', 'The step has more groups than this page holds.'));
+    if (waiting) foot.appendChild(element('span', 'label', 'reading…'));
+    else if (data.next[step] !== undefined && data.live)
+      foot.appendChild(button('more groups of this step', 'more groups', true, function () { ask(step, data.next[step]); }));
+    else if (data.next[step] !== undefined) foot.appendChild(element('span', 'label', 'The step has more groups than this page holds.'));
   }
-  function go(wanted) { step = wanted; page = 0; said = ''; draw(); }
+  function ask(wanted, from) {
+    waiting = true;
+    draw();
+    fetch('report/rollouts?step=' + wanted + '&from=' + from).then(function (answer) {
+      if (!answer.ok) throw new Error(answer.status);
+      return answer.json();
+    }).then(function (found) {
+      pages[wanted] = (from ? pages[wanted] || [] : []).concat(found.groups);
+      if (found.next === null) delete data.next[wanted]; else data.next[wanted] = found.next;
+    }).catch(function () { said = 'The rollouts of step ' + wanted + ' could not be read.'; }).then(function () {
+      waiting = false;
+      draw();
+    });
+  }
+  function go(wanted) {
+    step = wanted; page = 0; said = '';
+    if (data.live && !pages[step]) ask(step, 0); else draw();
+  }
   openStep = function (wanted) {
     var best = data.steps.reduce(function (a, b) { return Math.abs(b - wanted) < Math.abs(a - wanted) ? b : a; });
     go(best);
     if (best !== wanted) { said = 'Rollouts of step ' + wanted + ' are not on this page: the nearest that are, of step ' + best + '.'; draw(); }
     place.scrollIntoView({block: 'start'});
   };
-  document.querySelectorAll('[data-step]').forEach(function (link) {
-    link.addEventListener('click', function (event) { event.preventDefault(); openStep(+link.dataset.step); });
+  document.addEventListener('click', function (event) {
+    var link = event.target.closest('a[data-step]');
+    if (link) { event.preventDefault(); openStep(+link.dataset.step); }
+  });
+  // Which steps there are by now, and the newest one's groups; what a reader has opened stays.
+  document.addEventListener('fresh', function (event) {
+    var now = event.detail.getElementById('rollout-data');
+    if (!now) return;
+    var newest = JSON.parse(now.textContent), reading = asked || page || list.querySelector('details[open]');
+    var follows = step === data.steps[data.steps.length - 1] && !reading;
+    data.steps = newest.steps;
+    Object.keys(newest.pages).forEach(function (s) {
+      pages[s] = newest.pages[s]; delete data.next[s];
+      if (newest.next[s] !== undefined) data.next[s] = newest.next[s];
+    });
+    Object.keys(pages).slice(0, -20).forEach(function (s) { if (+s !== step) delete pages[s]; });
+    if (follows) step = data.steps[data.steps.length - 1];
+    if (!reading) draw();
   });
   draw();
 })();

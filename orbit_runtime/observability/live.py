@@ -1,0 +1,192 @@
+"""The page of a run while it goes on, made by a process of its own that reads the run folder.
+
+Belongs here: that process (`python -m orbit_runtime.observability.live URI`), its pipe, and how often it works.
+Does not belong here: HTTP (`server`), what the page says (`report_html`).
+
+A page of 10,000 steps, or a step of gigabytes of rollouts, would take interpreter and memory from the run: hence
+another process. It starts when the first reader comes, and ends when none came for a while or the run does. It is
+nice, holds the rows that it has read, and makes a page anew only after ten times as long as the last one took it, so
+that all readers together take a tenth of one core at most.
+
+In:  a line of JSON: `{"page": true}` or `{"step": 12, "from": 0}`.
+Out: 4 bytes length, then the answer; of length 0 where there is none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Buffer, Callable, Sequence
+from typing import IO
+
+from orbit_runtime.errors import OrbitError
+from orbit_runtime.observability.groups import read_groups, read_references
+from orbit_runtime.observability.metrics import MetricsRow
+from orbit_runtime.observability.report import build_report
+from orbit_runtime.observability.report_html import render_html
+from orbit_runtime.observability.run_folder import Source, add_rows, rollout_files
+from orbit_runtime.storage import open_store
+from orbit_runtime.storage.store import NotFound
+from orbit_runtime.workers.reward_process import child_environment
+
+ANSWER_SECONDS = 60.0
+IDLE_SECONDS = 600.0
+REST = 10.0
+"""A page is as old as this many times what it took, at most."""
+NICENESS = 10
+PAGE_BYTES = 1 << 20
+"""Of the rollouts that are sent at once."""
+_MODULE = "orbit_runtime.observability.live"
+
+
+class LivePage:
+    """The reader's side: safe to use from several threads, each waits for its turn."""
+
+    def __init__(self, uri: str) -> None:
+        self._uri = uri
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def page(self) -> bytes | None:
+        """None where it could not be made in time."""
+        return self._ask({"page": True})
+
+    def rollouts(self, step: int, start: int) -> bytes | None:
+        """JSON of `GroupPage`; None where the step has none."""
+        return self._ask({"step": step, "from": start})
+
+    def close(self) -> None:
+        """Safe to call twice."""
+        with self._lock:
+            self._end()
+
+    def _ask(self, question: dict[str, object]) -> bytes | None:
+        with self._lock:
+            if self._process is None or self._process.poll() is not None:
+                self._end()
+                self._process = subprocess.Popen(
+                    [sys.executable, "-P", "-m", _MODULE, self._uri],
+                    stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=child_environment(), start_new_session=True,
+                )  # fmt: skip
+            process = self._process
+            assert process.stdin is not None
+            assert process.stdout is not None
+            answer = None
+            with contextlib.suppress(OSError):
+                process.stdin.write(json.dumps(question).encode() + b"\n")
+                process.stdin.flush()
+                answer = _read(process.stdout, time.monotonic() + ANSWER_SECONDS)
+            if answer is None:
+                self._end()
+            return answer or None
+
+    def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.kill()
+        process.wait()
+        for stream in (process.stdin, process.stdout):
+            with contextlib.suppress(OSError):
+                if stream is not None:
+                    stream.close()
+
+
+def _read(stream: IO[bytes], deadline: float) -> bytes | None:
+    """One answer; None where its writer ended or is too late."""
+    data = bytearray()
+    wanted = 4
+    while len(data) < wanted:
+        if not select.select([stream], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            return None
+        piece = os.read(stream.fileno(), 1 << 16)
+        if not piece:
+            return None
+        data += piece
+        if wanted == 4 and len(data) >= 4:
+            wanted += int.from_bytes(data[:4], "big")
+    return bytes(data[4:])
+
+
+class LiveFolder:
+    """A run folder that is looked at again and again."""
+
+    def __init__(self, source: Source, clock: Callable[[], float] = time.monotonic) -> None:
+        self._source = _Remembering(source)
+        self._clock = clock
+        self._rows: dict[int, MetricsRow] = {}
+        self._page = ""
+        self._rested = 0.0
+
+    def page(self) -> str:
+        started = self._clock()
+        if started >= self._rested:
+            self._rows = add_rows(self._source, self._rows)
+            rows = tuple(self._rows[step] for step in sorted(self._rows))
+            self._page = render_html(build_report(self._source, rows=rows, newest_only=True), is_live=True)
+            ended = self._clock()
+            self._rested = ended + max(1.0, REST * (ended - started))
+        return self._page
+
+    def rollouts(self, step: int, start: int) -> str:
+        """`""` where the step has none."""
+        file = next((each for each in rollout_files(self._source) if each.step == step), None)
+        if file is None:
+            return ""
+        references = read_references(self._source, file)
+        return json.dumps(
+            read_groups(self._source, file, references, start=start, most_bytes=PAGE_BYTES).to_json(),
+            ensure_ascii=False,
+        )
+
+
+class _Remembering:
+    """A `Source` that does not read again what never changes."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._known: dict[str, bytes] = {}
+        self.uri = source.uri
+        self.list, self.size, self.get_range = source.list, source.size, source.get_range
+
+    def get(self, key: str) -> bytes:
+        if not (key.startswith("evaluation/") and key.endswith("/summary.json")):
+            return self._source.get(key)
+        if key not in self._known:
+            self._known[key] = self._source.get(key)
+        return self._known[key]
+
+    def view_many(self, keys: Sequence[str]) -> Sequence[Buffer | NotFound]:
+        return self._source.view_many(keys)
+
+
+def main(uri: str) -> None:
+    """Until the pipe ends, or nobody asks."""
+    with contextlib.suppress(OSError):
+        os.nice(NICENESS)
+    folder = LiveFolder(open_store(uri, writable=False))
+    answers = os.fdopen(os.dup(1), "wb")
+    # What a library prints must not stand in the pipe.
+    os.dup2(2, 1)
+    while select.select([sys.stdin], [], [], IDLE_SECONDS)[0]:
+        line = sys.stdin.readline()
+        if not line:
+            return
+        asked = json.loads(line)
+        text = ""
+        # A store that does not answer now may do so the next time.
+        with contextlib.suppress(OrbitError):
+            text = folder.page() if "page" in asked else folder.rollouts(int(asked["step"]), int(asked["from"]))
+        data = text.encode("utf-8", errors="replace")
+        answers.write(len(data).to_bytes(4, "big") + data)
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
