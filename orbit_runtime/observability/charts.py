@@ -98,7 +98,9 @@ def plans_of(rows: Sequence[MetricsRow]) -> list[Plan]:
         ]
         if not values or (plan.varies and all(len(set(line)) <= 1 for line in values)):
             continue
-        found.append(replace(plan, is_main=True) if plan.title == "Loss" and not has_reward else plan)
+        if not has_reward:
+            plan = replace(plan, is_main=plan.title == "Loss")
+        found.append(plan)
         if plan.title == "Reward":
             found += [
                 Plan(f"Reward {name}, before its weight", ((f"reward_part_{name}_mean", "mean"),), is_main=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 from fakes.run_folder import BASE, SyntheticRun, write_run_folder
 
+from orbit_runtime.cli.main import run_command
 from orbit_runtime.cli.report import format_report
 from orbit_runtime.observability.report import Report, build_report
 from orbit_runtime.observability.report_html import render_html
@@ -225,6 +227,31 @@ def test_a_long_run_keeps_its_page_small(tmp_path: Path) -> None:
     text = render_html(report)
     assert len(text) < 900_000
     assert "The first 1000 steps are in metrics.jsonl" in text
+
+
+def test_a_page_of_long_answers_stays_below_its_bound_and_says_what_is_left_out(tmp_path: Path) -> None:
+    """3,200 answers of 20,000 characters: 64 MB of text."""
+    pretend = SyntheticRun(prompts=100, group_size=16, completion="word " * 4000, parts={"a": 1.0, "b": 0.0})
+    text = render_html(report_of(tmp_path, pretend))
+    assert len(text.encode()) < 3_000_000
+    content = json.loads(text.split('id="rollout-data">')[1].split("</script>")[0])
+    assert content["steps"] == [1, 60]
+    assert 0 < len(content["pages"]["60"]) < 100
+    assert all(len(group["rows"]) == 16 for group in content["pages"]["60"]), "whole groups"
+    assert content["next"]["60"] == len(content["pages"]["60"])
+    assert "(18800 more characters)" in content["pages"]["60"][0]["rows"][0][1]
+
+
+def test_the_guides_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    guide = (Path(__file__).resolve().parents[3] / "docs/guides/report.md").read_text()
+    (block,) = re.findall(r"```sh\n(.*?)```", guide, re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    for name in ("quickstart", "a", "b"):
+        write_run_folder(tmp_path / "runs" / name, SyntheticRun(name=name))
+    for line in ["orbit report runs/quickstart", *block.splitlines()]:
+        assert run_command(shlex.split(line)[1:]) == 0
+    assert (tmp_path / "runs/quickstart/report.html").exists()
+    assert (tmp_path / "comparison.html").exists()
 
 
 def test_a_sample_shows_what_its_prompt_expects_shortened(tmp_path: Path) -> None:
