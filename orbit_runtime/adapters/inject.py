@@ -58,15 +58,17 @@ def inject(
     *,
     compute_dtype: torch.dtype = torch.float32,
     left_out: Sequence[str] = (),
+    is_part: bool = False,
     announce: Callable[[InjectReport], None] | None = None,
 ) -> Injected:
     """Wrap every linear layer whose name ends with a target, in place; everything else in the model stops training.
 
     Args:
         left_out: parts of module names whose layers are no targets, whatever they are called.
+        is_part: other processes hold other layers, and a target that matches none here may match there.
         announce: told what the adapter will be before any of it is allocated.
     """
-    matched = _match(model, targets, left_out)
+    matched = _match(model, targets, left_out, is_part)
     if adapter.expert_layout == "None":
         matched = {name: pair for name, pair in matched.items() if not hasattr(pair[1], "num_experts")}
     for name, (_, layer) in matched.items():
@@ -118,7 +120,9 @@ def _check_size(name: str, layer: nn.Module, adapter: AdapterConfig) -> None:
         )
 
 
-def _match(model: nn.Module, targets: Sequence[str], left_out: Sequence[str]) -> dict[str, tuple[str, nn.Module]]:
+def _match(
+    model: nn.Module, targets: Sequence[str], left_out: Sequence[str], is_part: bool
+) -> dict[str, tuple[str, nn.Module]]:
     """Module name → (the first target that names it, the layer), in the model's order."""
     modules = dict(model.named_modules())
     if any(isinstance(module, (AdaptedLinear, AdaptedExpertLinear)) for module in modules.values()):
@@ -132,7 +136,7 @@ def _match(model: nn.Module, targets: Sequence[str], left_out: Sequence[str]) ->
     problems = []
     for target in targets:
         found = [name for name in linear if name == target or name.endswith(f".{target}")]
-        if not found:
+        if not found and not is_part:
             problems.append(_unmatched(target, linear))
         for name in found:
             matched.setdefault(name, (target, linear[name]))

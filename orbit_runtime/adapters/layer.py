@@ -44,6 +44,17 @@ class Applied:
     scaling: float | None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Dropout:
+    """What a training pass leaves out: the same of each token, whichever process computes it."""
+
+    key: int
+    places_T: Tensor | None = None
+    """Of this process's tokens among those of the pass; None: it has all."""
+    num_tokens: int = 0
+    """All processes' together."""
+
+
 @dataclass(eq=False)
 class Selection:
     """Shared by all layers of one model. One pass at a time sets it, with `use`; others wait for their turn."""
@@ -60,49 +71,49 @@ class Selection:
     rotated: tuple[Tensor, int, Tensor, Tensor] | None = None
     """(input, its version, R, result) of the newest rotation: projections that share input and R share the result."""
 
-    dropout_key: int | None = None
+    dropout: Dropout | None = None
     """Of the training pass under way; None: nothing is left out."""
     turn: Turn = field(default_factory=Turn)
     """Held by who selects; an engine samples in another thread than the trainer's."""
 
     @contextmanager
-    def use(self, segments: str | Sequence[Segment] | None, *, dropout_key: int | None = None) -> Iterator[None]:
+    def use(self, segments: str | Sequence[Segment] | None, *, dropout: Dropout | None = None) -> Iterator[None]:
         """Within it, layers apply: nothing (None), one slot (its name), or one slot per run of rows.
 
         With the trainer's slot the rounded masters are computed once, on entry, and all passes within share their
         graph: enter once per forward and backward. Contexts nest; an inner one hides the outer one.
 
         Args:
-            dropout_key: LoRA's dropout is on, drawn from this stream.
+            dropout: LoRA's dropout is on, drawn from this stream.
         """
         active = segments if segments is None or isinstance(segments, str) else _checked(segments)
         names = {active} if isinstance(active, str) else {name for name, _, _ in active or ()}
         with self.turn:
-            before = (self.active, self.live, self.dropout_key)
+            before = (self.active, self.live, self.dropout)
             if made := {name: build() for name, build in self.applied_masters.items() if name in names}:
                 self.live = made
-            self.active, self.dropout_key = active, dropout_key
+            self.active, self.dropout = active, dropout
             try:
                 yield
             finally:
-                self.active, self.live, self.dropout_key = before
+                self.active, self.live, self.dropout = before
                 self.rotated = None
 
     def remembered(self) -> Callable[[], AbstractContextManager[None]]:
         """A context that applies again what is applied now: for a layer that runs again in the backward pass."""
-        return partial(self._again, self.active, self.live, self.dropout_key)
+        return partial(self._again, self.active, self.live, self.dropout)
 
     @contextmanager
     def _again(
-        self, active: str | tuple[Segment, ...] | None, live: dict[str, dict[str, Slot]], dropout_key: int | None
+        self, active: str | tuple[Segment, ...] | None, live: dict[str, dict[str, Slot]], dropout: Dropout | None
     ) -> Iterator[None]:
-        before = (self.active, self.live, self.dropout_key, self.trace)
-        self.active, self.live, self.dropout_key, self.trace = active, live, dropout_key, None
+        before = (self.active, self.live, self.dropout, self.trace)
+        self.active, self.live, self.dropout, self.trace = active, live, dropout, None
         self.rotated = None
         try:
             yield
         finally:
-            self.active, self.live, self.dropout_key, self.trace = before
+            self.active, self.live, self.dropout, self.trace = before
             self.rotated = None
 
     @contextmanager
@@ -149,16 +160,22 @@ def find_slot(layer: _Layer, name: str) -> Slot:
     return slot
 
 
-def dropped(x: Tensor, layer: _Layer) -> Tensor:
-    """What A is multiplied with: x, or in a training pass with dropout what is left of it."""
-    key, share, columns = layer.selection.dropout_key, layer.config.dropout, layer.part.columns
-    if key is None or not share:
+def dropped(x: Tensor, layer: _Layer, places_T: Tensor | None = None) -> Tensor:
+    """What A is multiplied with: x, or in a training pass with dropout what is left of it.
+
+    Args:
+        places_T: of x's rows among the pass's tokens, where these are divided; None: x has all of them.
+    """
+    stream, share, columns = layer.selection.dropout, layer.config.dropout, layer.part.columns
+    if stream is None or not share:
         return x
-    key = stream_key(key, "lora-dropout", layer.name)
-    if columns == WHOLE:
+    key = stream_key(stream.key, "lora-dropout", layer.name)
+    if columns == WHOLE and places_T is None:
         return dropout(x, share, key)
-    # Each process leaves out of its columns what one process would.
-    return x * dropout(x.new_ones(*x.shape[:-1], layer.part.shape[1]), share, key)[..., columns]
+    # Each process leaves out of its columns and tokens what one process would.
+    shape = x.shape[:-1] if places_T is None else (*x.shape[:-2], stream.num_tokens)
+    kept = dropout(x.new_ones(*shape, layer.part.shape[1]), share, key)
+    return x * (kept if places_T is None else kept[..., places_T, :])[..., columns]
 
 
 class AdaptedLinear(nn.Module):
@@ -211,7 +228,8 @@ class AdaptedLinear(nn.Module):
         if isinstance(active, str):
             slot = self.slot(active)
             if isinstance(slot, LoRASlot):
-                return add_lora(self.base(x), dropped(x, self), slot)
+                places_T = selection.dropout.places_T if selection.dropout else None
+                return add_lora(self.base(x), dropped(x, self, places_T), slot)
             return self.base(self.rotated(x, slot))  # type: ignore[no-any-return]
         return self._forward_segments(x, active)
 

@@ -5,6 +5,8 @@ Belongs here: the record and its table. Does not belong here: matching (`inject`
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -34,3 +36,22 @@ class InjectReport:
             lines.append(f"{row.target:<16} {row.count:>6} {row.parameters:>12,}  {shapes}{experts}")
         lines.append(f"{'trainable':<16} {sum(row.count for row in self.rows):>6} {self.trainable_parameters:>12,}")
         return "\n".join(lines)
+
+
+def join_reports(parts: Sequence[InjectReport]) -> InjectReport:
+    """Of a whole model, from those of its runs of layers."""
+    rows: dict[str, ReportRow] = {}
+    for row in (row for part in parts for row in part.rows if row.count):
+        known = rows.get(row.target)
+        if known is None:
+            rows[row.target] = row
+            continue
+        shapes = Counter(dict(known.shapes)) + Counter(dict(row.shapes))
+        rows[row.target] = ReportRow(
+            row.target,
+            known.count + row.count,
+            tuple(sorted(shapes.items())),
+            known.parameters + row.parameters,
+            known.experts + row.experts,
+        )
+    return InjectReport(tuple(rows.values()), sum(part.trainable_parameters for part in parts), parts[0].expert_layout)

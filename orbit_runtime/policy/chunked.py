@@ -37,6 +37,8 @@ class Run(Protocol):
     length: int
     prefix_first: int
     prefix_length: int
+    before: int
+    own_first: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +69,12 @@ class Seen:
 
     def _keys(self, row: Run, start: int, stop: int, device: torch.device) -> list[Block]:
         """For queries `start` up to `stop` of the row. A position is a place in the sequence, the prefix's first."""
-        first_query, end, window = row.prefix_length + start, row.prefix_length + stop, self.look.window
+        seen, window = row.prefix_length + row.before, self.look.window
+        first_query, end = seen + start, seen + stop
         oldest = 0 if window is None else max(0, first_query - window + 1)
         runs = (
             (oldest, row.prefix_length, row.prefix_first),
-            (max(oldest, row.prefix_length), end, row.first - row.prefix_length),
+            (max(oldest, row.prefix_length), end, row.own_first - row.prefix_length),
         )
         blocks = []
         for begin, limit, shift in runs:
@@ -98,7 +101,7 @@ def attend_chunked(
     *,
     longest_block: int = LONGEST_BLOCK,
 ) -> Tensor:
-    """`[T, H, D of v]` in q's dtype; scores, softmax and sums are fp32. Every token belongs to one row.
+    """`[T, H, D of v]` in q's dtype; scores, softmax and sums are fp32. Every query belongs to one row.
 
     Saved for backward are queries, keys, values, the result and fp32 `[H, T]`.
     """

@@ -5,11 +5,13 @@ Belongs here: reading them from a policy. Does not belong here: what a checkpoin
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from orbit_runtime.adapters.config import AdapterConfig
-from orbit_runtime.adapters.report import InjectReport
+from orbit_runtime.adapters.report import InjectReport, join_reports
+from orbit_runtime.errors import ManifestError
 
 if TYPE_CHECKING:
     from orbit_runtime.policy.model import Policy
@@ -28,7 +30,7 @@ class RoutedFacts:
 
 @dataclass(frozen=True, slots=True)
 class PolicyFacts:
-    """The same for every process of a model that is divided among several, but for `report`."""
+    """The same for every process that holds the same layers of a model; `join_facts` has those of all."""
 
     vocabulary: int
     precision: str
@@ -68,4 +70,28 @@ def describe(policy: Policy) -> PolicyFacts:
         routed=None
         if routing is None
         else RoutedFacts(int(policy.model.config.num_hidden_layers), routing.layers, routing.experts_per_token),
+    )
+
+
+def join_facts(stages: Sequence[PolicyFacts]) -> PolicyFacts:
+    """Of a whole model, from processes that hold one run of its layers after the other.
+
+    Raises:
+        ManifestError: a target of the adapter is in none of them.
+    """
+    first, report = stages[0], join_reports([each.report for each in stages])
+    if len(stages) == 1:
+        return first
+    missing = set(first.adapter.targets) - {row.target for row in report.rows}
+    if missing:
+        raise ManifestError(f"{min(missing)!r} matches no linear layer of the model", where="spec.adapter.targets")
+    routed = [each.routed for each in stages if each.routed is not None]
+    return replace(
+        first,
+        layers=tuple(name for each in stages for name in each.layers),
+        modules=frozenset[str]().union(*(each.modules for each in stages)),
+        report=report,
+        expert_formats=tuple(sorted({name for each in stages for name in each.expert_formats})),
+        group_size=next((each.group_size for each in stages if each.group_size is not None), None),
+        routed=replace(routed[0], layers=tuple(layer for each in routed for layer in each.layers)) if routed else None,
     )

@@ -56,7 +56,8 @@ def fill(
             where="spec.model.activationPrecision",
             fix="set it to WeightOnly, or train the model in that format",
         )
-    _fill_embedding(model, reader, family, compute_dtype)
+    if share.is_first:
+        _fill_embedding(model, reader, family, compute_dtype)
     _fill_rest(model, reader, family, compute_dtype, share)
     if share == UNDIVIDED:
         reader.check_all_used((*family.left_out, *_extra_layers(model, family)))
@@ -224,7 +225,7 @@ def _fill_embedding(model: nn.Module, reader: CheckpointReader, family: Family, 
     if type(embedding) is not nn.Embedding:
         return
     head = model.get_output_embeddings()
-    if _tied_head(model, reader, family):
+    if _tied_head(model, reader, family) and isinstance(head, FrozenLinear):
         model.set_input_embeddings(FrozenEmbedding(head.packed.qdata, compute_dtype))
         return
     name = family.checkpoint_name(next(key for key, module in model.named_modules() if module is embedding))

@@ -36,7 +36,7 @@ from orbit_runtime.policy.model import Policy
 from orbit_runtime.policy.modules import fuse_norms
 from orbit_runtime.policy.reader import CheckpointReader
 from orbit_runtime.policy.routing import build_routing
-from orbit_runtime.policy.shares import UNDIVIDED, Share, drop_layers
+from orbit_runtime.policy.shares import UNDIVIDED, Share, drop_modules
 from orbit_runtime.quant.activations import ActivationPrecision
 
 LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "output_multiplier_scale")
@@ -87,14 +87,15 @@ def load_policy(
     adapter = _with_targets(adapter, raw)
     _check_targets(adapter, family)
     model = _build_structure(folder, raw, family)
+    share = share.of_layers(int(model.config.num_hidden_layers))  # type: ignore[union-attr,arg-type]
     fill(model, reader, quant, family, compute_dtype, activation_precision, share)
-    drop_layers(model, share)
+    vocabulary = model.get_output_embeddings().out_features
+    drop_modules(model, share)
     if compute_dtype is torch.float32:
         fuse_norms(model)
     model.requires_grad_(False)
     model.eval()
     model.to(device)
-    head = model.get_output_embeddings()
     injected = inject(
         model,
         adapter.targets,
@@ -102,6 +103,7 @@ def load_policy(
         seed,
         compute_dtype=compute_dtype,
         left_out=family.no_targets,
+        is_part=share.layers is not None,
         announce=announce,
     )
     direct = build_direct(model, compute_dtype) if share == UNDIVIDED else None
@@ -110,7 +112,7 @@ def load_policy(
         injected,
         device,
         compute_dtype,
-        head.out_features,
+        vocabulary,
         quant.name,
         kernel,
         direct,

@@ -21,6 +21,7 @@ from orbit_runtime.adapters.layer import Applied
 from orbit_runtime.digests import PIECE_BYTES, PieceHasher, tree_digest
 from orbit_runtime.policy.attention import Kernel, Plan
 from orbit_runtime.policy.direct import DirectDecoder
+from orbit_runtime.policy.division import Division
 from orbit_runtime.policy.logprobs import UNSHAPED, token_logprobs, token_scores
 from orbit_runtime.policy.packed import Branch, PackedBatch, PackedPlan, build_packed, gather_rows
 from orbit_runtime.policy.recompute import Recompute, recompute_layers
@@ -53,6 +54,8 @@ class Policy:
     """Sequences may share a row; False: each stands in its own (`whole_rows`)."""
     routing: Routing | None = None
     """Of its routed experts; None: it has none, or none that could be told where to send a token."""
+    division: Division | None = None
+    """Of the processes that hold it together; None: this one holds all of it."""
 
     def sampled_hidden(
         self, token_ids_T: torch.Tensor, position_T: torch.Tensor, plan: Plan | WholeRows
@@ -86,7 +89,11 @@ class Policy:
         return self.model.get_output_embeddings()(hidden_RN)
 
     def pack(self, branches: Sequence[Branch]) -> PackedBatch:
-        return build_packed(branches, self.device)
+        return build_packed(branches, self.device, self.division.context if self.division else (0, 1))
+
+    def plan(self, batch: PackedBatch) -> PackedPlan:
+        divided = self.division is not None and self.division.context[1] > 1
+        return PackedPlan(batch, self.kernel, meet=self.division.meet_tokens if divided else None)  # type: ignore[union-attr]
 
     def logprobs(
         self,
@@ -125,13 +132,15 @@ class Policy:
 
     def target_hidden(self, batch: PackedBatch, routed_TLC: torch.Tensor | None = None) -> torch.Tensor:
         """Last hidden states `[R, N]` in the places that predict the batch's targets, with gradient to the adapter."""
-        plan = PackedPlan(batch, self.kernel)
-        if self.packs:
-            with self.routing.given(routed_TLC) if self.routing else nullcontext():
-                hidden = self.hidden(batch.token_ids_T[None], batch.position_T[None], plan)[0]
-        else:
-            hidden = self._packed_hidden(plan)
-        return gather_rows(hidden, batch.target_source_R)
+        return gather_rows(self.through(batch, routed_TLC), batch.target_source_R)
+
+    def through(self, batch: PackedBatch, routed_TLC: torch.Tensor | None = None) -> torch.Tensor:
+        """What the batch's tokens are behind the last layer of this process: `[T, N]`."""
+        plan = self.plan(batch)
+        if not self.packs:
+            return self._packed_hidden(plan)
+        with self.routing.given(routed_TLC) if self.routing else nullcontext():
+            return self.hidden(batch.token_ids_T[None], batch.position_T[None], plan)[0]
 
     def recompute(self, recompute: Recompute) -> None:
         """What passes that record gradients keep of each layer from now on. Results do not change.
@@ -139,7 +148,8 @@ class Policy:
         Raises:
             UnsupportedError: the model's layers cannot be computed again.
         """
-        recompute_layers(self.model, recompute, self.injected.selection, self.routing)
+        states = (self.injected.selection, self.routing, self.division)
+        recompute_layers(self.model, recompute, [state for state in states if state is not None])
 
     @contextmanager
     def traced(self) -> Iterator[list[Applied]]:

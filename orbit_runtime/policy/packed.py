@@ -13,16 +13,18 @@ routed experts, `C` experts that a token goes to.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from orbit_runtime.errors import InternalError
 from orbit_runtime.policy.attention import Kernel, Look, Visible, attend_rows
 from orbit_runtime.policy.chunked import attend_chunked
+from orbit_runtime.policy.division import Turn, own_tokens
 from orbit_runtime.policy.routing import OWN_CHOICE
 
 BUCKET_RATIO = 1.5
@@ -48,9 +50,12 @@ class Bucket:
     key_BS: torch.Tensor
     position_BQ: torch.Tensor
     """Of the query in its sequence; keys stand at theirs. Padding repeats the last one."""
+    before_B: torch.Tensor
+    """Tokens of the row itself that stand before its first query."""
     length_B: torch.Tensor
+    """Tokens of the row itself that its last query sees."""
     prefix_length_B: torch.Tensor
-    has_prefixes: bool
+    starts_later: bool
     """False: every query sees the keys up to its own place."""
 
     def visible(self, window: int | None) -> torch.Tensor:
@@ -59,7 +64,8 @@ class Bucket:
         queries = torch.arange(self.query_BQ.shape[1], device=device)[None]
         keys = torch.arange(self.key_BS.shape[1], device=device)[None]
         in_prefix_BS, own_BS = keys < self.prefix_length_B[:, None], keys - self.prefix_length_B[:, None]
-        seen = (own_BS[:, None] <= queries[:, :, None]) & (own_BS < self.length_B[:, None])[:, None]
+        own_queries_BQ = queries + self.before_B[:, None]
+        seen = (own_BS[:, None] <= own_queries_BQ[:, :, None]) & (own_BS < self.length_B[:, None])[:, None]
         visible = in_prefix_BS[:, None] | seen
         # A padded query sees the row's first key, so that its (discarded) output stays finite.
         visible[:, :, 0] = True
@@ -70,7 +76,8 @@ class Bucket:
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """Token row, positions and targets of a micro-batch.
+    """Token row, positions and targets of a micro-batch. Where its tokens are divided among processes, the row is this
+    process's tokens, and so are queries; keys and targets are told by their places among all tokens.
 
     Example: branches (prefix [5,6], continuations [7,8] and [9]) pack to tokens `[5,6,7]`, positions `[0,1,2]`,
     targets `[7,8,9]` read from packed positions `[1,2,1]`.
@@ -86,6 +93,10 @@ class PackedBatch:
     unsort_T: torch.Tensor
     """Where each packed token stands among all buckets' queries, padding counted."""
     longest: int
+    places_T: torch.Tensor | None = None
+    """Of this process's tokens among all, padding included; None: it has all."""
+    num_tokens: int = 0
+    """All processes' together, padding included."""
 
 
 @dataclass(frozen=True)
@@ -93,13 +104,22 @@ class Row:
     """A run of packed tokens that sees a prefix, which is another run, and its own past."""
 
     first: int
+    """Its first query, among this process's tokens."""
     length: int
     prefix_first: int
     prefix_length: int
+    before: int = 0
+    """Its tokens before the first query, which are another process's."""
+    own_first: int = -1
+    """Where it begins among all tokens."""
 
 
-def build_packed(branches: Sequence[Branch], device: torch.device) -> PackedBatch:
-    """Lays branches out in order. Prefixes must not be empty, continuations neither."""
+def build_packed(branches: Sequence[Branch], device: torch.device, context: Turn = (0, 1)) -> PackedBatch:
+    """Lays branches out in order. Prefixes must not be empty, continuations neither.
+
+    Args:
+        context: this process's place among those that divide the tokens, and how many they are.
+    """
     tokens: list[int] = []
     positions: list[int] = []
     targets: list[int] = []
@@ -110,7 +130,7 @@ def build_packed(branches: Sequence[Branch], device: torch.device) -> PackedBatc
     for branch in branches:
         prefix_row = placed.get(branch.prefix_id)
         if prefix_row is None:
-            prefix_row = Row(len(tokens), len(branch.prefix_T), len(tokens), 0)
+            prefix_row = Row(len(tokens), len(branch.prefix_T), len(tokens), 0, 0, len(tokens))
             placed[branch.prefix_id] = prefix_row
             rows.append(prefix_row)
             tokens.extend(branch.prefix_T)
@@ -119,28 +139,55 @@ def build_packed(branches: Sequence[Branch], device: torch.device) -> PackedBatc
         tokens.extend(branch.continuation_T[:-1])
         positions.extend(range(prefix_row.length, prefix_row.length + inputs))
         if inputs:
-            rows.append(Row(first, inputs, prefix_row.first, prefix_row.length))
+            rows.append(Row(first, inputs, prefix_row.first, prefix_row.length, 0, first))
         targets.extend(branch.continuation_T)
         sources.append(prefix_row.first + prefix_row.length - 1)
         sources.extend(range(first, first + inputs))
         longest = max(longest, prefix_row.length + inputs)
 
-    def tensor(values: list[int]) -> torch.Tensor:
+    def tensor(values: Sequence[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.long, device=device)
 
+    places = None
+    if context[1] > 1:
+        missing = -len(tokens) % (2 * context[1])
+        if missing:
+            rows.append(Row(len(tokens), missing, len(tokens), 0, 0, len(tokens)))
+            tokens.extend([tokens[0]] * missing)
+            positions.extend(range(missing))
+        runs = own_tokens(len(tokens), context)
+        places = [place for run in runs for place in run]
+        rows = _cut_rows(rows, runs)
+    held, held_positions = (values if places is None else [values[i] for i in places] for values in (tokens, positions))
     groups = _buckets(rows)
     buckets = tuple(_build_bucket(group, device) for group in groups)
-    unsort = _unsort(groups, len(tokens))
+    unsort = _unsort(groups, len(held))
     return PackedBatch(
-        tensor(tokens),
-        tensor(positions),
+        tensor(held),
+        tensor(held_positions),
         tensor(targets),
         tensor(sources),
         tuple(rows),
         buckets,
         tensor(unsort),
         longest,
+        None if places is None else tensor(places),
+        len(tokens),
     )
+
+
+def _cut_rows(rows: Sequence[Row], runs: Sequence[range]) -> list[Row]:
+    """What these runs of all tokens hold of each row."""
+    cut = []
+    for row in rows:
+        start = 0
+        for run in runs:
+            first, stop = max(row.first, run.start), min(row.first + row.length, run.stop)
+            if first < stop:
+                place, before = start + first - run.start, first - row.first
+                cut.append(Row(place, stop - first, row.prefix_first, row.prefix_length, before, row.first))
+            start += len(run)
+    return cut
 
 
 def lay_out_experts(
@@ -156,7 +203,7 @@ def lay_out_experts(
     known = next((each for each in routed if each is not None), None)
     if known is None:
         return None
-    laid_out = np.full((len(batch.token_ids_T), *known.shape[1:]), OWN_CHOICE, np.int16)
+    laid_out = np.full((batch.num_tokens, *known.shape[1:]), OWN_CHOICE, np.int16)
     first_of: dict[int, int] = {}
     told: set[int] = set()
     end = 0
@@ -174,7 +221,8 @@ def lay_out_experts(
                 laid_out[first : first + prefix] = routed_TLC[:prefix]
             laid_out[end : end + inputs] = routed_TLC[prefix:]
         end += inputs
-    return torch.from_numpy(laid_out).to(batch.token_ids_T.device)
+    whole = torch.from_numpy(laid_out).to(batch.token_ids_T.device)
+    return whole if batch.places_T is None else whole[batch.places_T]
 
 
 def _unsort(groups: list[list[Row]], num_tokens: int) -> list[int]:
@@ -191,14 +239,14 @@ def _unsort(groups: list[list[Row]], num_tokens: int) -> list[int]:
 def _buckets(rows: list[Row]) -> list[list[Row]]:
     """Rows sorted by what they cost, cut where the next is longer than the first by more than the ratio."""
     groups: list[list[Row]] = []
-    ordered = sorted(rows, key=lambda row: (row.prefix_length > 0, row.length, row.prefix_length, row.first))
+    ordered = sorted(rows, key=lambda row: (_seen(row) > 0, row.length, _seen(row), row.first))
     for row in ordered:
         head = groups[-1][0] if groups else None
         fits = (
             head is not None
-            and (head.prefix_length > 0) == (row.prefix_length > 0)
+            and (_seen(head) > 0) == (_seen(row) > 0)
             and row.length <= max(head.length * BUCKET_RATIO, head.length + 4)
-            and row.prefix_length <= max(head.prefix_length * BUCKET_RATIO, head.prefix_length + 8)
+            and _seen(row) <= max(_seen(head) * BUCKET_RATIO, _seen(head) + 8)
         )
         if fits:
             groups[-1].append(row)
@@ -207,20 +255,26 @@ def _buckets(rows: list[Row]) -> list[list[Row]]:
     return groups
 
 
+def _seen(row: Row) -> int:
+    """Keys that all of its queries see."""
+    return row.prefix_length + row.before
+
+
 def _build_bucket(rows: list[Row], device: torch.device) -> Bucket:
-    first, length, prefix_first, prefix_length = (
+    first, length, prefix_first, prefix_length, before, own_first = (
         torch.tensor([getattr(row, name) for row in rows], dtype=torch.long, device=device)[:, None]
-        for name in ("first", "length", "prefix_first", "prefix_length")
+        for name in ("first", "length", "prefix_first", "prefix_length", "before", "own_first")
     )
     queries = torch.arange(max(row.length for row in rows), device=device)[None]
-    keys = torch.arange(max(row.prefix_length + row.length for row in rows), device=device)[None]
+    keys = torch.arange(max(_seen(row) + row.length for row in rows), device=device)[None]
     query_BQ = first + torch.where(queries < length, queries, 0)
     in_prefix_BS = keys < prefix_length
     own_BS = keys - prefix_length
-    key_BS = torch.where(in_prefix_BS, prefix_first + keys, first + own_BS.clamp(min=0).minimum(length - 1))
-    position_BQ = prefix_length + queries.minimum(length - 1)
-    has_prefixes = any(row.prefix_length for row in rows)
-    return Bucket(query_BQ, key_BS, position_BQ, length[:, 0], prefix_length[:, 0], has_prefixes)
+    end = before + length
+    key_BS = torch.where(in_prefix_BS, prefix_first + keys, own_first + own_BS.clamp(min=0).minimum(end - 1))
+    position_BQ = prefix_length + before + queries.minimum(length - 1)
+    starts_later = any(_seen(row) for row in rows)
+    return Bucket(query_BQ, key_BS, position_BQ, before[:, 0], end[:, 0], prefix_length[:, 0], starts_later)
 
 
 def gather_rows(source_TN: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -238,8 +292,17 @@ class PackedPlan:
 
     layout = (1, -1)
 
-    def __init__(self, batch: PackedBatch, kernel: Kernel, *, capture: bool = False) -> None:
+    def __init__(
+        self,
+        batch: PackedBatch,
+        kernel: Kernel,
+        *,
+        capture: bool = False,
+        meet: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        """Args: meet: rows of this process's tokens → of all tokens; None: it has all."""
         self.batch = batch
+        self._meet = meet
         self.kernel: Kernel = kernel
         self.captured: list[tuple[torch.Tensor, torch.Tensor]] | None = [] if capture else None
         self._visible: dict[tuple[int, int | None], torch.Tensor] = {}
@@ -261,6 +324,10 @@ class PackedPlan:
         """`[T, H·D]`."""
         if self.captured is not None:
             self.captured.append((k_TKD, v_TKD))
+        if self._meet is not None:
+            met_TN = self._meet(torch.cat((k_TKD.flatten(1), v_TKD.flatten(1)), 1))
+            width, kv_heads = k_TKD.shape[1] * k_TKD.shape[2], k_TKD.shape[1]
+            k_TKD, v_TKD = (x.unflatten(-1, (kv_heads, -1)) for x in (met_TN[:, :width], met_TN[:, width:]))
         if self.kernel == "Chunked":
             return attend_chunked(q_THD, k_TKD, v_TKD, self.batch.rows, look).flatten(1)
         q_TN, k_TN, v_TN = (x.flatten(1) for x in (q_THD, k_TKD, v_TKD))
@@ -282,7 +349,7 @@ class PackedPlan:
 
     def _visible_of(self, number: int, bucket: Bucket, look: Look) -> Visible:
         """Made once for all layers with the same window; none for what the fused kernel knows by itself."""
-        if self.kernel == "SDPA" and not bucket.has_prefixes and look.window is None and look.sinks_H is None:
+        if self.kernel == "SDPA" and not bucket.starts_later and look.window is None and look.sinks_H is None:
             return "causal"
         place = (number, look.window)
         if place not in self._visible:

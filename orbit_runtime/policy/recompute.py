@@ -21,25 +21,31 @@ bytes (`planner.activations`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from orbit_runtime.adapters.layer import Selection
 from orbit_runtime.errors import UnsupportedError
-from orbit_runtime.policy.routing import Routing
 from orbit_runtime.quant.kept import Kept
 
 Recompute = Literal["None", "Selective", "PerLayer"]
 
 
-def recompute_layers(model: nn.Module, recompute: Recompute, selection: Selection, routing: Routing | None) -> None:
+class PassState(Protocol):
+    """What a pass goes by besides its tensors."""
+
+    def remembered(self) -> Callable[[], AbstractContextManager[None]]:
+        """A context in which the pass that is under way now goes on."""
+        ...
+
+
+def recompute_layers(model: nn.Module, recompute: Recompute, states: Sequence[PassState]) -> None:
     """From now on the model's decoder layers are computed again wherever a pass records gradients.
 
     Through transformers' own door: a layer that is "training" hands its call to a function. Its modules are not
@@ -55,7 +61,7 @@ def recompute_layers(model: nn.Module, recompute: Recompute, selection: Selectio
             where="spec.training.recompute",
             fix="set it to None",
         )
-    run = partial(_run, recompute, selection, routing)
+    run = partial(_run, recompute, states)
     for layer in layers:
         layer.gradient_checkpointing = layer.training = recompute != "None"
         layer._gradient_checkpointing_func = run
@@ -63,14 +69,13 @@ def recompute_layers(model: nn.Module, recompute: Recompute, selection: Selectio
 
 def _run(
     recompute: Recompute,
-    selection: Selection,
-    routing: Routing | None,
+    states: Sequence[PassState],
     layer: Callable[..., Any],
     *args: Any,
 ) -> Any:
     if not torch.is_grad_enabled():
         return layer(*args)
-    again = [selection.remembered(), *([routing.remembered()] if routing else [])]
+    again = [state.remembered() for state in states]
     contexts = partial(_contexts, again, Kept() if recompute == "Selective" else None)
     return checkpoint(layer, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
 

@@ -8,7 +8,7 @@ Belongs here: what is cut and where. Does not belong here: what processes tell e
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,6 +28,10 @@ PER_HEAD = {"sinks"}
 """Parameters with an entry per head."""
 
 
+BEFORE_LAYERS = "embed_tokens"
+BEHIND_LAYERS, LAST_NORM = {"lm_head"}, "norm"
+
+
 @dataclass(frozen=True, slots=True)
 class Share:
     """Example: the second of two processes that divide matrices and experts: `Share(tensor=(1, 2), expert=(1, 2))`."""
@@ -36,13 +40,36 @@ class Share:
     """Place among the processes that divide matrices, and how many they are."""
     expert: tuple[int, int] = (0, 1)
     """Likewise of routed experts."""
+    stage: tuple[int, int] = (0, 1)
+    """Likewise of runs of layers. The first holds the embedding, the last the norm and the output layer behind them."""
     layers: range | None = None
-    """Decoder layers; None: all."""
+    """Decoder layers, once their number is known (`of_layers`); None: all."""
+
+    def of_layers(self, count: int) -> Share:
+        """Of a model with so many.
+
+        Raises:
+            UnsupportedError: there are more stages than layers.
+        """
+        return self if self.stage[1] == 1 else replace(self, layers=stage_layers(count, *self.stage))
 
     def holds(self, name: str) -> bool:
-        """Whether the module or parameter is of this process's layers, or of none."""
+        """Whether the module or parameter is of this process's layers, of an end that it holds, or of neither."""
         place = name.partition(".layers.")[2].partition(".")[0]
-        return self.layers is None or not place.isdigit() or int(place) in self.layers
+        if place.isdigit():
+            return self.layers is None or int(place) in self.layers
+        parts = name.split(".")
+        if BEFORE_LAYERS in parts:
+            return self.is_first
+        return self.is_last or not (parts[0] in BEHIND_LAYERS or parts[1:2] == [LAST_NORM])
+
+    @property
+    def is_first(self) -> bool:
+        return self.stage[0] == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.stage[0] == self.stage[1] - 1
 
     def part_of(self, name: str, shape: tuple[int, int]) -> Part:
         """Of a linear that is no routed expert's.
@@ -92,28 +119,50 @@ def _divide(name: str, axis: str, size: int, share: tuple[int, int], field: str)
     return range(rank * size // count, (rank + 1) * size // count)
 
 
+def stage_layers(num_layers: int, stage: int, stages: int) -> range:
+    """As even as it goes; the first stages have one more, as the last has the output layer besides.
+
+    Example: `[len(stage_layers(61, stage, 4)) for stage in range(4)] == [16, 15, 15, 15]`.
+
+    Raises:
+        UnsupportedError: there are more stages than layers.
+    """
+    if stages > num_layers:
+        raise UnsupportedError(
+            f"{num_layers} layers cannot be dealt out to {stages} stages",
+            where="spec.training.parallel.pipeline",
+            fix=f"write at most {num_layers}",
+        )
+    size, more = divmod(num_layers, stages)
+    first = stage * size + min(stage, more)
+    return range(first, first + size + (stage < more))
+
+
 UNDIVIDED = Share()
 """All of the model."""
 
 
 class Elsewhere(nn.Module):
-    """In the place of a layer that another process computes: what it is given is what comes out."""
+    """In the place of a module that another process computes: what it is given is what comes out."""
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self.attention_type = getattr(layer, "attention_type", None)
+        self.attention_type = getattr(module, "attention_type", None)
 
-    def forward(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        return hidden_states
+    def forward(self, given: torch.Tensor | None = None, *_: Any, **named: Any) -> torch.Tensor:
+        return given if given is not None else named["hidden_states"]
 
 
-def drop_layers(model: nn.Module, share: Share) -> None:
-    """Layers of other processes leave the model, and keep their numbers."""
-    for name, module in list(model.named_modules()):
-        if name.endswith(".layers") and isinstance(module, nn.ModuleList):
-            for index in range(len(module)):
-                if not share.holds(f"{name}.{index}"):
-                    module[index] = Elsewhere(module[index])
+def drop_modules(model: nn.Module, share: Share) -> None:
+    """What other processes hold leaves the model; layers keep their numbers."""
+    decoder = getattr(model, str(model.base_model_prefix))
+    for index in range(len(decoder.layers)):
+        if share.layers is not None and index not in share.layers:
+            decoder.layers[index] = Elsewhere(decoder.layers[index])
+    if not share.is_first:
+        decoder.embed_tokens = Elsewhere(decoder.embed_tokens)
+    if not share.is_last:
+        decoder.norm, model.lm_head = Elsewhere(decoder.norm), Elsewhere(model.lm_head)  # type: ignore[assignment]
 
 
 def cut_weight(weight: Weight, part: Part) -> Weight:

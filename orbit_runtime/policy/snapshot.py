@@ -112,9 +112,11 @@ def record(
     first, rest = tuple(token_ids_T[:1]), tuple(token_ids_T[1:])
     branches = [Branch(number, first, rest) for number in range(copies)]
     batch = policy.pack(branches)
-    rows = len(rest)
+    is_divided = batch.places_T is not None
+    # A process that has some of the tokens records all of those: whoever joins them knows which are asked for.
+    rows = len(batch.token_ids_T) if is_divided else len(rest)
     decoder = str(policy.model.base_model_prefix)
-    segments = adapter if copies == 1 else [(adapter, 0, copies * rows)]
+    segments = adapter if copies == 1 or is_divided else [(adapter, 0, copies * rows)]
     given = lay_out_experts(branches, [routed_TLC] * copies, batch)
     with (
         torch.no_grad(),
@@ -122,7 +124,7 @@ def record(
         _routed(policy, given) as preferred,
         _tapped(policy.model, decoder, points, rows),
     ):
-        plan = _TappedPlan(PackedPlan(batch, policy.kernel), _latent_layers(policy.model), points, rows, decoder)
+        plan = _TappedPlan(policy.plan(batch), _latent_layers(policy.model), points, rows, decoder)
         policy.hidden(batch.token_ids_T[None], batch.position_T[None], plan)
     return points, preferred().cpu().numpy() if preferred else None
 

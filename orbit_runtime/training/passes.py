@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from orbit_runtime.adapters.layer import TRAINER_SLOT
+from orbit_runtime.adapters.layer import TRAINER_SLOT, Dropout
 from orbit_runtime.adapters.masters import Masters
 from orbit_runtime.policy.model import Policy
 from orbit_runtime.policy.packed import Branch, PackedBatch
@@ -33,6 +33,11 @@ class TrainingPass:
     routed_TLC: Tensor | None
     """Experts that its tokens are sent to; None: where the routers choose."""
     dropout_key: int
+
+    @property
+    def dropout(self) -> Dropout:
+        packed = self.micro.packed
+        return Dropout(self.dropout_key, packed.places_T, packed.num_tokens)
 
 
 LossOf = Callable[[MicroBatch, Tensor, Tensor, Tensor | None], Tensor]
@@ -52,7 +57,20 @@ class Passes(Protocol):
         ...
 
     @property
-    def routing(self) -> Routing | None: ...
+    def leads(self) -> bool:
+        """Whether this process tells what all processes of a replica know alike, or what only one of them knows:
+        log-probs and what follows from them."""
+        ...
+
+    @property
+    def routes(self) -> bool:
+        """Whether any process's layers have routed experts that can be given."""
+        ...
+
+    @property
+    def routing(self) -> Routing | None:
+        """Of this process's layers."""
+        ...
 
     @property
     def replica(self) -> tuple[int, int]:
@@ -61,8 +79,13 @@ class Passes(Protocol):
 
     def pack(self, branches: Sequence[Branch]) -> PackedBatch: ...
 
+    def routed_tokens(self, micro: MicroBatch) -> Tensor | None:
+        """Experts that rollout chose, in this process's layers and for its tokens."""
+        ...
+
     def logprobs(self, micro: MicroBatch, sampling: Sampling, *, adapter: bool, routed_TLC: Tensor | None) -> Tensor:
-        """fp32 `[R]` without gradient; with `adapter` off, the reference policy's."""
+        """fp32 `[R]` without gradient; with `adapter` off, the reference policy's. Where no process of the replica
+        leads that has the same layers, they are not known here, and 0."""
         ...
 
     def forward_backward(
@@ -79,7 +102,7 @@ class Passes(Protocol):
         ...
 
     def total(self, values: Mapping[str, float]) -> dict[str, float]:
-        """The sum over replicas of each."""
+        """The sum over all processes of each, those that hold other parts of the same matrices counted once."""
         ...
 
     def largest(self, value: float) -> float:
@@ -87,7 +110,7 @@ class Passes(Protocol):
         ...
 
     def collect(self, values_R: Tensor) -> Tensor:
-        """Those of all replicas, one after the other."""
+        """Those of all replicas, one after the other, as the processes that lead know them."""
         ...
 
 
@@ -95,6 +118,7 @@ class LocalPasses:
     """A policy in this process."""
 
     replica = (0, 1)
+    leads = True
 
     def __init__(self, policy: Policy, teacher: Teacher | None = None) -> None:
         """Args: teacher: whose distribution the policy's is compared with in each training pass; None: nobody's."""
@@ -103,7 +127,11 @@ class LocalPasses:
         self.device = policy.device
         self.masters = policy.injected.masters
         self.routing = policy.routing
+        self.routes = policy.routing is not None
         self.pack = policy.pack
+
+    def routed_tokens(self, micro: MicroBatch) -> Tensor | None:
+        return micro.routed_tokens()
 
     def logprobs(self, micro: MicroBatch, sampling: Sampling, *, adapter: bool, routed_TLC: Tensor | None) -> Tensor:
         return no_gradient(self._policy, micro, sampling, adapter=adapter, routed_TLC=routed_TLC)
@@ -152,7 +180,7 @@ def accumulate(
         # Layers that are computed again select again: an engine in another thread waits for the backward pass too.
         with selection.turn:
             taught_RN = teacher.hidden(micro, each.routed_TLC) if teacher and teacher.compares else None
-            with selection.use(TRAINER_SLOT, dropout_key=each.dropout_key):
+            with selection.use(TRAINER_SLOT, dropout=each.dropout):
                 hidden_RN = policy.target_hidden(micro.packed, each.routed_TLC)
                 logprobs_R, entropy_R = policy.logprobs_of(hidden_RN, micro.packed, sampling=sampling, seen=micro.seen)
                 distances_R = None

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -106,7 +107,7 @@ class Updater:
                 if self.critic is not None:
                     value_losses += self._update_critic(self.critic, micro)
         tokens = sum(sum(sample.loss_mask_T) for sample in samples_D)
-        metrics = self._metrics(self._passes.total(totals), norms, updates)
+        metrics = self._metrics(self._total(totals), norms, updates)
         if self.critic is not None:
             metrics |= {"value_loss": value_losses / updates} | explained_variance(samples_D)
         self.steps += 1
@@ -163,7 +164,11 @@ class Updater:
         self._passes.forward_backward(self._training_passes(micro_batches), settings.sampling, loss_of)
         # Every rank must come to the same end, so none raises within its passes.
         if self._passes.largest(0.0 if finite else 1.0):
-            self._discard(f"the loss is {self._passes.total({'loss': totals.get('loss', 0.0)})['loss']}")
+            self._discard(f"the loss is {self._total({'loss': totals.get('loss', 0.0)})['loss']}")
+
+    def _total(self, values: Mapping[str, float]) -> dict[str, float]:
+        """Over replicas, of what all processes of one know alike."""
+        return self._passes.total(values if self._passes.leads else {})
 
     def _training_passes(self, micro_batches: Sequence[MicroBatch]) -> Iterator[TrainingPass]:
         for micro in micro_batches:
@@ -265,7 +270,7 @@ class Updater:
     # --- passes without gradient ---
 
     def _replayed(self, micro: MicroBatch) -> torch.Tensor | None:
-        return micro.routed_tokens() if self._settings.router_replay == "Replay" else None
+        return self._passes.routed_tokens(micro) if self._settings.router_replay == "Replay" else None
 
     def _replay_parity(self, micro: MicroBatch) -> dict[str, float]:
         """Of a replica's first micro-batch under the policy before the step: through the experts of rollout, and
@@ -273,24 +278,29 @@ class Updater:
 
         `router_agreement`: share of rollout's choices that the trainer's routers make too, behind the same choices.
         """
-        routing = self._passes.routing
-        if self._settings.router_replay == "None" or routing is None:
+        passes, routing = self._passes, self._passes.routing
+        if self._settings.router_replay == "None" or not passes.routes:
             return {}
-        routed_TLC = micro.routed_tokens()
-        if not self._passes.largest(0.0 if routed_TLC is None else 1.0):
+        routed_TLC = passes.routed_tokens(micro)
+        if not passes.largest(0.0 if routed_TLC is None else 1.0):
             return {}
         own_R = self._logprobs(micro, adapter=True, routed_TLC=None)
-        with routing.preferred() as preferred:
+        with routing.preferred() if routing else nullcontext() as preferred:
             given_R = self._logprobs(micro, adapter=True, routed_TLC=routed_TLC)
         counted: dict[str, float] = {"agreeing": 0, "known": 0, "replayed": 0, "unreplayed": 0, "tokens": 0}
         if routed_TLC is not None and micro.counts:
-            known_TLC = routed_TLC != OWN_CHOICE
-            agreeing_TLC = (routed_TLC.unsqueeze(-1) == preferred().unsqueeze(-2)).any(-1) & known_TLC
-            counted |= {"agreeing": int(agreeing_TLC.sum()), "known": int(known_TLC.sum()), "tokens": len(given_R)}
-            sampled_R = micro.columns_R["sampled"]
-            counted["replayed"] = float((given_R - sampled_R).abs().double().sum())
-            counted["unreplayed"] = float((own_R - sampled_R).abs().double().sum())
-        summed = self._passes.total(counted)
+            if preferred is not None:
+                known_TLC = routed_TLC != OWN_CHOICE
+                agreeing_TLC = (routed_TLC.unsqueeze(-1) == preferred().unsqueeze(-2)).any(-1) & known_TLC
+                counted |= {"agreeing": int(agreeing_TLC.sum()), "known": int(known_TLC.sum())}
+            if passes.leads:
+                sampled_R = micro.columns_R["sampled"]
+                counted |= {
+                    "tokens": len(given_R),
+                    "replayed": float((given_R - sampled_R).abs().double().sum()),
+                    "unreplayed": float((own_R - sampled_R).abs().double().sum()),
+                }
+        summed = passes.total(counted)
         return {
             "parity_mean_replayed": summed["replayed"] / summed["tokens"],
             "parity_mean_unreplayed": summed["unreplayed"] / summed["tokens"],

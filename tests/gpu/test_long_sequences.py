@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from orbit_runtime.adapters.config import AdapterConfig
-from orbit_runtime.adapters.layer import TRAINER_SLOT
+from orbit_runtime.adapters.layer import TRAINER_SLOT, Dropout
 from orbit_runtime.model_info.builtin_models import builtin_folder
 from orbit_runtime.policy import load_policy
 from orbit_runtime.policy.attention import Kernel, Look
@@ -56,7 +56,7 @@ def test_gradients_are_those_without_recomputation(recompute: str) -> None:
     found = []
     for how in ("None", recompute):
         policy.recompute(how)  # type: ignore[arg-type]
-        with policy.injected.selection.use(TRAINER_SLOT, dropout_key=3):
+        with policy.injected.selection.use(TRAINER_SLOT, dropout=Dropout(3)):
             logprobs, _ = policy.logprobs(batch)
         found.append([logprobs.detach(), *torch.autograd.grad(logprobs.sum(), policy.injected.parameters())])
     assert all(map(torch.equal, *found))

@@ -33,6 +33,12 @@ DIVISIONS = {
     "EP2": Sizes(2, expert=2),
     "DP2": Sizes(2),
     "TP2+EP4+SP": Sizes(4, tensor=2, expert=4, sequence_parallel=True),
+    "PP2": Sizes(2, pipeline=2),
+    "CP2": Sizes(2, context=2),
+    "CP2+EP2": Sizes(2, context=2, expert=2),
+    "TP2+SP+PP2": Sizes(4, tensor=2, expert=2, pipeline=2, sequence_parallel=True),
+    "TP2+SP+CP2": Sizes(4, tensor=2, expert=4, context=2, sequence_parallel=True),
+    "CP2+PP2": Sizes(4, context=2, pipeline=2),
 }
 FORMATS = ("BF16", "INT4", "FP8", "NVFP4")
 FAMILIES = ("qwen3", "llama", "qwen3_moe", "glm4_moe", "deepseek_v3", "kimi_k2", "gpt_oss")

@@ -26,6 +26,8 @@ from tests.models.family_matrix import Case, adapter_of
 DIVISIONS = {
     "TP2+SP": Sizes(2, tensor=2, expert=2, sequence_parallel=True),
     "EP2": Sizes(2, expert=2),
+    "PP2": Sizes(2, pipeline=2),
+    "CP2": Sizes(2, context=2),
 }
 CASES = (
     Case("qwen3_moe", "INT4", "LoRA", "PerExpert"),

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from orbit_runtime.adapters.layer import TRAINER_SLOT
+from orbit_runtime.adapters.layer import TRAINER_SLOT, Dropout
 from orbit_runtime.errors import InternalError, UnsupportedError
 from orbit_runtime.policy import Policy, load_policy
 from orbit_runtime.policy.packed import Branch, lay_out_experts
@@ -56,7 +56,7 @@ def load(packed: Path, case: Case) -> Policy:
 def gradients(policy: Policy, routed: torch.Tensor | None = None) -> tuple[torch.Tensor, list[torch.Tensor], Counter]:
     """Log-probs, the adapter's gradients, and the operations of the backward pass."""
     batch = policy.pack(BRANCHES)
-    with policy.injected.selection.use(TRAINER_SLOT, dropout_key=7):
+    with policy.injected.selection.use(TRAINER_SLOT, dropout=Dropout(7)):
         logprobs, _ = policy.logprobs(batch, routed_TLC=routed)
     with Operations() as backward:
         logprobs.square().sum().backward()

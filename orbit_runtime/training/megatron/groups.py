@@ -50,16 +50,9 @@ class Sizes:
     def check(self) -> None:
         """
         Raises:
-            UnsupportedError: layers or sequences are to be divided, which nothing here does yet; the sizes do not
-                multiply to the number of ranks; or experts are divided among a part of the ranks that divide matrices.
+            UnsupportedError: the sizes do not multiply to the number of ranks, or experts are divided among a part of
+                the ranks that divide matrices.
         """
-        for name, size in (("pipeline", self.pipeline), ("context", self.context)):
-            if size != 1:
-                raise UnsupportedError(
-                    f"this version does not divide a model by {name}, and {size} was asked for",
-                    where=f"spec.training.parallel.{name}",
-                    fix="write 1",
-                )
         group = self.tensor * self.pipeline * self.context
         if self.world % group:
             raise UnsupportedError(
@@ -87,14 +80,30 @@ class Groups:
     tokens: ProcessGroup
     """Ranks with the same place in `tensor` and different tokens, of one `expert` group."""
     pipeline: ProcessGroup
+    """Stages, which hold one run of layers after the other."""
+    backward: ProcessGroup
+    """The same ranks: gradients come back beside hidden states that go on, and must not wait behind them."""
+    context: ProcessGroup
+    """Ranks that hold the same part of the matrices, and divide a pass's tokens."""
+    data: ProcessGroup
+    """Ranks that hold the same part of the matrices, and the same place in `context`, and train on other samples."""
     replicas: ProcessGroup
-    """Ranks that hold the same part of the matrices, and train on other tokens: data and context parallel."""
+    """Ranks that hold the same part of the matrices, and train on other tokens: `data` and `context` together."""
     expert_replicas: ProcessGroup
     """Ranks that hold the same experts."""
 
-    def share(self, layers: range | None = None) -> Share:
-        """Args: layers: of this rank's pipeline stage."""
-        return Share((self.tensor.rank(), self.tensor.size()), (self.expert.rank(), self.expert.size()), layers)
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pipeline.rank() == self.pipeline.size() - 1  # type: ignore[no-any-return]
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank tells what its replica's ranks know alike, or the last stage alone."""
+        return self.is_last_stage and self.context.rank() == 0  # type: ignore[no-any-return]
+
+    def share(self) -> Share:
+        divided = (self.tensor, self.expert, self.pipeline)
+        return Share(*((group.rank(), group.size()) for group in divided))
 
 
 def join(sizes: Sizes, rank: int, address: str, *, seconds: float, listener: int | None = None) -> Groups:
@@ -133,6 +142,9 @@ def join(sizes: Sizes, rank: int, address: str, *, seconds: float, listener: int
         expert=parallel_state.get_expert_model_parallel_group(),
         tokens=_token_group(sizes, rank),
         pipeline=parallel_state.get_pipeline_model_parallel_group(),
+        backward=_backward_group(sizes, rank),
+        context=parallel_state.get_context_parallel_group(),
+        data=parallel_state.get_data_parallel_group(),
         replicas=parallel_state.get_data_parallel_group(with_context_parallel=True),
         expert_replicas=parallel_state.get_expert_data_parallel_group(),
     )
@@ -156,6 +168,13 @@ def leave() -> None:
 
         parallel_state.destroy_model_parallel()
         distributed.destroy_process_group()
+
+
+def _backward_group(sizes: Sizes, rank: int) -> ProcessGroup:
+    """Stages are as far apart as a stage has ranks. Every rank makes every group."""
+    width = sizes.world // sizes.pipeline
+    made = [distributed.new_group(list(range(place, sizes.world, width))) for place in range(width)]
+    return made[rank % width]
 
 
 def _token_group(sizes: Sizes, rank: int) -> ProcessGroup:

@@ -1,12 +1,13 @@
 """A rank's part of a model: a `Policy` whose passes are computed by all ranks of the replica together.
 
-Every rank of a replica is given the same tokens, and gets the same log-probs.
+Every rank of a replica is given the same tokens, and those of its last stage get the same log-probs.
 
 Belongs here: loading a part and making it a whole with the other ranks'. Does not belong here: steps (`training`).
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,19 @@ from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.errors import UnsupportedError
 from orbit_runtime.policy import Policy, load_policy
 from orbit_runtime.training.megatron.groups import Groups
+from orbit_runtime.training.megatron.pipeline import Pipeline
 from orbit_runtime.training.megatron.regions import Regions
 
 
-def load_rank_policy(folder: Path, adapter: AdapterConfig, groups: Groups, **settings: Any) -> Policy:
+@dataclass(frozen=True)
+class RankPolicy:
+    """A rank's part, and its place among the stages; None where there is one stage."""
+
+    policy: Policy
+    pipeline: Pipeline | None
+
+
+def load_rank_policy(folder: Path, adapter: AdapterConfig, groups: Groups, **settings: Any) -> RankPolicy:
     """
     Args:
         settings: of `load_policy`.
@@ -32,8 +42,12 @@ def load_rank_policy(folder: Path, adapter: AdapterConfig, groups: Groups, **set
             where="spec.training.trainer",
             fix="write Torch",
         )
-    regions = Regions(groups)
+    pipeline = None
+    if groups.pipeline.size() > 1:
+        hidden_size = int(policy.model.config.hidden_size)  # type: ignore[union-attr,arg-type]
+        pipeline = Pipeline(groups, hidden_size, policy.compute_dtype, policy.device)
+    regions = Regions(groups, pipeline)
     regions.install(policy.model)
     if policy.routing is not None:
         policy.routing.meet, policy.routing.own = regions.meet, regions.own
-    return policy
+    return RankPolicy(replace(policy, division=regions), pipeline)

@@ -7,41 +7,95 @@ the arithmetic of a step (`training.updater`).
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, distributed
 
-from orbit_runtime.policy.model import Policy
+from orbit_runtime.adapters.layer import TRAINER_SLOT
 from orbit_runtime.policy.routing import OWN_CHOICE
 from orbit_runtime.training.megatron.gradients import RankGradients
 from orbit_runtime.training.megatron.groups import Groups
+from orbit_runtime.training.megatron.model import RankPolicy
+from orbit_runtime.training.megatron.pipeline import Pipeline
 from orbit_runtime.training.micro_batches import MicroBatch
 from orbit_runtime.training.passes import LossOf, TrainingPass, accumulate, no_gradient
 from orbit_runtime.types import Sampling
 
 
-class RankPasses:
-    """Every rank calls everything, in the same order. Ranks of one replica get the same log-probs and losses."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _Begun:
+    """A pass between its forward and its backward half: what to go backward from, and what the stage before waits
+    for."""
 
-    def __init__(self, policy: Policy, groups: Groups) -> None:
-        """Args: policy: this rank's part (`load_rank_policy`)."""
-        self._policy = policy
+    root: Tensor
+    entered: Tensor | None
+
+
+class RankPasses:
+    """Every rank calls everything, in the same order. The last stage's ranks of a replica get the same log-probs and
+    losses."""
+
+    def __init__(self, held: RankPolicy, groups: Groups) -> None:
+        """Args: held: this rank's part (`load_rank_policy`)."""
+        policy = held.policy
+        self._policy, self._pipeline = policy, held.pipeline
         self._groups = groups
         self._gradients = RankGradients(groups, policy.injected.masters.places)
         self.device = policy.device
         self.masters = policy.injected.masters
         self.routing = policy.routing
         self.pack = policy.pack
-        self.replica = (groups.replicas.rank(), groups.replicas.size())
+        self.replica = (groups.data.rank(), groups.data.size())
+        self.leads = groups.leads
+        counts = _gather(len(policy.routing.layers) if policy.routing else 0, groups.pipeline)
+        before = sum(counts[: groups.pipeline.rank()])
+        self._routed = slice(before, before + counts[groups.pipeline.rank()])
+        self.routes = sum(counts) > 0
+
+    def own_layers(self, routed_TLC: Any) -> Any:
+        """Of experts in all layers, those in this stage's; None where none is given, or the stage has no routers."""
+        return None if routed_TLC is None or self.routing is None else routed_TLC[:, self._routed]
+
+    def routed_tokens(self, micro: MicroBatch) -> Tensor | None:
+        return self.own_layers(micro.routed_tokens()) if self.routes else None  # type: ignore[no-any-return]
 
     def logprobs(self, micro: MicroBatch, sampling: Sampling, *, adapter: bool, routed_TLC: Tensor | None) -> Tensor:
-        return no_gradient(self._policy, micro, sampling, adapter=adapter, routed_TLC=self._met(micro, routed_TLC))
+        routed_TLC = self._met(micro, routed_TLC)
+        if self._groups.is_last_stage:
+            return no_gradient(self._policy, micro, sampling, adapter=adapter, routed_TLC=routed_TLC)
+        policy = self._policy
+        with torch.no_grad(), policy.injected.selection.use(TRAINER_SLOT if adapter else None):
+            policy.through(micro.packed, routed_TLC)
+        return torch.zeros(len(micro.packed.target_ids_R), device=self.device)
 
     def forward_backward(self, passes: Iterable[TrainingPass], sampling: Sampling, loss_of: LossOf) -> None:
         met = (replace(each, routed_TLC=self._met(each.micro, each.routed_TLC)) for each in passes)
-        accumulate(self._policy, met, sampling, loss_of)
+        if self._pipeline is None:
+            accumulate(self._policy, met, sampling, loss_of)
+            return
+        self._pipeline.run(met, partial(self._begin, self._pipeline, sampling, loss_of), self._finish)
+
+    def _begin(self, pipeline: Pipeline, sampling: Sampling, loss_of: LossOf, each: TrainingPass) -> _Begun:
+        policy, packed = self._policy, each.micro.packed
+        with policy.injected.selection.use(TRAINER_SLOT, dropout=each.dropout):
+            if not pipeline.is_last:
+                return _Begun(policy.through(packed, each.routed_TLC), pipeline.take_entered())
+            hidden_RN = policy.target_hidden(packed, each.routed_TLC)
+            logprobs_R, entropy_R = policy.logprobs_of(hidden_RN, packed, sampling=sampling, seen=each.micro.seen)
+        return _Begun(loss_of(each.micro, logprobs_R, entropy_R, None), pipeline.take_entered())
+
+    def _finish(self, begun: _Begun) -> None:
+        pipeline = self._pipeline
+        assert pipeline is not None
+        gradient = None if pipeline.is_last else pipeline.receive_gradient(begun.root)
+        if begun.root.requires_grad:
+            begun.root.backward(gradient)
+        if begun.entered is not None:
+            assert begun.entered.grad is not None, "what entered a stage leaves it, changed or not"
+            pipeline.send_gradient(begun.entered.grad)
 
     def _met(self, micro: MicroBatch, routed_TLC: Tensor | None) -> Tensor | None:
         """Where routers see other ranks' tokens as well, all of them are given experts or none is."""
@@ -60,12 +114,9 @@ class RankPasses:
         return self._gradients.norm(self.masters.parameters)
 
     def total(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Added up in the order of replicas. One that had nothing to count knows no names."""
-        summed: dict[str, float] = {}
-        for each in self._gathered(dict(values)):
-            for name, value in each.items():
-                summed[name] = summed.get(name, 0.0) + value
-        return summed
+        """Added up in the order of ranks. One that had nothing to count knows no names."""
+        summed = _added(_gather(dict(values), self._groups.replicas))
+        return _added(_gather(summed, self._groups.pipeline))
 
     def largest(self, value: float) -> float:
         largest = torch.tensor([value], dtype=torch.float64, device=self.device)
@@ -73,12 +124,22 @@ class RankPasses:
         return float(largest)
 
     def collect(self, values_R: Tensor) -> Tensor:
-        return torch.cat([each.to(self.device) for each in self._gathered(values_R.cpu())])
+        own = values_R.cpu() if self.leads else values_R.new_empty(0).cpu()
+        known = torch.cat(_gather(own, self._groups.replicas))
+        return _gather(known, self._groups.pipeline)[-1].to(self.device)  # type: ignore[no-any-return]
 
-    def _gathered(self, own: Any) -> list[Any]:
-        group = self._groups.replicas
-        found: list[Any] = [None] * group.size()
-        if len(found) == 1:
-            return [own]
-        distributed.all_gather_object(found, own, group=group)
-        return found
+
+def _added(each: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    summed: dict[str, float] = {}
+    for values in each:
+        for name, value in values.items():
+            summed[name] = summed.get(name, 0.0) + value
+    return summed
+
+
+def _gather(own: Any, group: distributed.ProcessGroup) -> list[Any]:
+    found: list[Any] = [None] * group.size()
+    if len(found) == 1:
+        return [own]
+    distributed.all_gather_object(found, own, group=group)
+    return found

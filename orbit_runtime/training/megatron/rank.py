@@ -28,7 +28,7 @@ from orbit_runtime.adapters.names import join_tensors
 from orbit_runtime.algorithms.losses import policy_loss
 from orbit_runtime.errors import InternalError
 from orbit_runtime.policy.facts import PolicyFacts, describe
-from orbit_runtime.policy.packed import Branch
+from orbit_runtime.policy.packed import Branch, PackedBatch
 from orbit_runtime.policy.recompute import Recompute
 from orbit_runtime.policy.snapshot import base_tensors, constants, record
 from orbit_runtime.training.megatron.groups import Groups, Sizes, join, leave
@@ -36,7 +36,7 @@ from orbit_runtime.training.megatron.model import load_rank_policy
 from orbit_runtime.training.megatron.outline import Outline, What, outline_of
 from orbit_runtime.training.megatron.passes import RankPasses
 from orbit_runtime.training.megatron.sent import Sent, receive, send
-from orbit_runtime.training.megatron.snapshots import RankSnapshot, rank_tensors
+from orbit_runtime.training.megatron.snapshots import RankSnapshot, held_points, rank_tensors
 from orbit_runtime.training.settings import TrainerSettings
 from orbit_runtime.training.updater import Updater
 from orbit_runtime.types import Probe, Sample, UpdateResult
@@ -108,10 +108,12 @@ class MegatronRank:
         """
         self._settings = settings
         self._groups = groups if groups is not None else join_by_environment(settings)
-        self.policy = load_rank_policy(settings.folder, settings.adapter, self._groups, **settings.policy)
+        held = load_rank_policy(settings.folder, settings.adapter, self._groups, **settings.policy)
+        self.policy = held.policy
         self.policy.recompute(settings.recompute)
         self._masters = self.policy.injected.masters
-        self._updater = Updater(RankPasses(self.policy, self._groups), settings.trainer, settings.loss)
+        self._passes = RankPasses(held, self._groups)
+        self._updater = Updater(self._passes, settings.trainer, settings.loss)
         self._outline = outline_of(self.policy.injected)
         self._rotations: dict[str, Tensor] = {}
         self._applied: dict[str, Tensor] = {}
@@ -130,12 +132,12 @@ class MegatronRank:
     def logprobs(self, samples_D: Sequence[Sample]) -> dict[int, array[float]]:
         """Columns of this replica's samples, from one of its ranks."""
         columns = self._updater.logprobs(samples_D)
-        return columns if self._groups.tensor.rank() == 0 else {}
+        return columns if self._groups.leads and self._groups.tensor.rank() == 0 else {}
 
     def reference_logprobs(self, samples_D: Sequence[Sample]) -> dict[int, array[float]]:
         """Columns of this replica's samples, from one of its ranks."""
         columns = self._updater.reference_logprobs(samples_D)
-        return columns if self._groups.tensor.rank() == 0 else {}
+        return columns if self._groups.leads and self._groups.tensor.rank() == 0 else {}
 
     def score(self, token_ids_T: Sequence[int]) -> RankScore:
         """Every replica computes the same tokens, once with the masters' published rounding and once with the base."""
@@ -144,9 +146,9 @@ class MegatronRank:
         batch = policy.pack([Branch(0, first, rest)])
         with torch.no_grad():
             with policy.injected.selection.use(TRAINER_SLOT), policy.traced() as trace:
-                adapted, adapted_top = policy.scores(batch)
+                adapted, adapted_top = self._scores(batch)
             with policy.injected.selection.use(None):
-                base, base_top = policy.scores(batch)
+                base, base_top = self._scores(batch)
         self._applied = self._keep(trace)
         parts = {key: AppliedPart(tuple(each.shape), _digest(each)) for key, each in self._applied.items()}
         scalings = frozenset(entry.scaling for entry in trace)
@@ -158,6 +160,13 @@ class MegatronRank:
             parts,
             scalings,
         )
+
+    def _scores(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
+        """Of the last stage; another has none to tell."""
+        if self._groups.is_last_stage:
+            return self.policy.scores(batch)
+        self.policy.through(batch)
+        return torch.empty(0), torch.empty(0, dtype=torch.long)
 
     def _keep(self, trace: Sequence[Applied]) -> dict[str, Tensor]:
         """The very tensors, as this rank holds parameters: experts stacked."""
@@ -186,7 +195,9 @@ class MegatronRank:
     ) -> RankSnapshot:
         """Of one pass that every replica computes; of several copies the points alone."""
         slot = TRAINER_SLOT if adapter else None
-        points, preferred = record(self.policy, token_ids_T, slot, copies=copies, routed_TLC=routed_TLC)
+        own_TLC = self._passes.own_layers(routed_TLC)
+        points, preferred = record(self.policy, token_ids_T, slot, copies=copies, routed_TLC=own_TLC)
+        points = held_points(points, self._groups.share())
         if copies > 1:
             return RankSnapshot(send(points), None, {}, {})
         tensors = rank_tensors(self.policy, self._groups.share(), distributed.get_rank())

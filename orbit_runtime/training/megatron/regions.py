@@ -9,6 +9,9 @@ outside: entering gathers them, leaving adds up and scatters them.
 Where experts are divided beyond the ranks that divide matrices, those ranks' tokens meet: entering gathers them as
 well, and leaving returns each its own.
 
+With context parallelism ranks divide the tokens themselves: keys and values are gathered for attention (Llama 3,
+arXiv 2407.21783, section 3.3.2), the hidden state behind the last layer, and nothing else.
+
 Belongs here: the collectives around a layer, by Megatron-Core's mappings. Does not belong here: what is cut.
 
 Legend: `T` tokens, `N` hidden size.
@@ -16,7 +19,9 @@ Legend: `T` tokens, `N` hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,22 +29,27 @@ from torch import Tensor, distributed, nn
 
 from orbit_runtime.errors import InternalError, UnsupportedError
 from orbit_runtime.training.megatron.groups import Groups
+from orbit_runtime.training.megatron.pipeline import Pipeline
 from orbit_runtime.workers.rank_notes import note
 
 Change = Callable[[Tensor], Tensor]
 
 
 class Regions:
-    """The regions of one model on one rank; `num_tokens` is that of the pass under way, before any is cut."""
+    """The regions of one model on one rank, a `Division`. `num_tokens` is that of the pass under way: this rank's with
+    context parallelism, before sequence parallelism cuts them."""
 
-    def __init__(self, groups: Groups) -> None:
+    def __init__(self, groups: Groups, pipeline: Pipeline | None = None) -> None:
         self.groups = groups
+        self.context = (groups.context.rank(), groups.context.size())
+        self._pipeline = pipeline
         self.num_tokens = 0
         self._counts: list[int] = []
         """Of the ranks in `groups.tokens`, tokens of the pass under way."""
 
     def install(self, model: nn.Module) -> None:
-        """Around attention and feed-forward part of every decoder layer that is here, embedding and last norm."""
+        """Around attention and feed-forward part of every decoder layer that is here, before the first layer and behind
+        the last."""
         decoder = getattr(model, model.base_model_prefix)  # type: ignore[arg-type]
         for layer in decoder.layers:
             if hasattr(layer, "self_attn"):
@@ -59,9 +69,24 @@ class Regions:
         decoder.register_forward_pre_hook(
             lambda _, __, given: self.begin(given["input_ids"].shape[1]), with_kwargs=True
         )
+        decoder.embed_tokens.register_forward_hook(lambda _, __, hidden: self._before_layers(hidden))
+        decoder.norm.register_forward_hook(lambda _, __, hidden: self._behind_layers(hidden))
+
+    def _before_layers(self, embedded_1TN: Tensor) -> Tensor:
+        """Args: embedded_1TN: in all stages but the first the token ids, which nobody looked up."""
+        parts = self.groups.tensor.size() if self.groups.sizes.sequence_parallel else 1
+        if self._pipeline is not None and not self._pipeline.is_first:
+            return self._pipeline.receive(-(-self.num_tokens // parts))
+        return embedded_1TN if parts == 1 else self.scatter(embedded_1TN)
+
+    def _behind_layers(self, hidden_1TN: Tensor) -> Tensor:
+        """Of the last stage every token's, on every rank; of another what was sent on."""
+        if self._pipeline is not None and not self._pipeline.is_last:
+            self._pipeline.send(hidden_1TN)
+            return hidden_1TN
         if self.groups.sizes.sequence_parallel:
-            decoder.get_input_embeddings().register_forward_hook(lambda _, __, hidden: self.scatter(hidden))
-            decoder.norm.register_forward_hook(lambda _, __, hidden: self.gather(hidden))
+            hidden_1TN = self.gather(hidden_1TN)
+        return _Joined.apply(hidden_1TN[0], self.groups.context)[None] if self.context[1] > 1 else hidden_1TN  # type: ignore[no-any-return]
 
     def begin(self, num_tokens: int) -> None:
         """A pass over so many tokens."""
@@ -74,6 +99,23 @@ class Regions:
             counts[group.rank()] = num_tokens
             distributed.all_reduce(counts, group=group)
             self._counts = counts.tolist()
+
+    def remembered(self) -> Callable[[], AbstractContextManager[None]]:
+        return partial(self._again, self.num_tokens, self._counts)
+
+    @contextmanager
+    def _again(self, num_tokens: int, counts: list[int]) -> Iterator[None]:
+        before = (self.num_tokens, self._counts)
+        self.num_tokens, self._counts = num_tokens, counts
+        try:
+            yield
+        finally:
+            self.num_tokens, self._counts = before
+
+    # --- context parallelism ---
+
+    def meet_tokens(self, own_TN: Tensor) -> Tensor:
+        return _Met.apply(own_TN, self.groups.context)  # type: ignore[no-any-return]
 
     # --- matrices ---
 
@@ -166,6 +208,54 @@ def _returned(all_TN: Tensor, counts: list[int], group: distributed.ProcessGroup
     own = torch.empty_like(padded[0])
     distributed.reduce_scatter(own, padded, group=group)
     return own[: counts[group.rank()]]
+
+
+def in_order(parts: Sequence[Tensor]) -> Tensor:
+    """Rows of all tokens, from each rank's two runs of them (`policy.division.own_tokens`)."""
+    halves = [part.chunk(2) for part in parts]
+    return torch.cat([first for first, _ in halves] + [second for _, second in reversed(halves)])
+
+
+def _runs(all_TN: Tensor, count: int) -> list[Tensor]:
+    """The other way."""
+    runs = all_TN.chunk(2 * count)
+    return [torch.cat((runs[place], runs[-1 - place])) for place in range(count)]
+
+
+def _all_tokens(own_TN: Tensor, group: distributed.ProcessGroup) -> Tensor:
+    own_TN = own_TN.contiguous()
+    parts = [torch.empty_like(own_TN) for _ in range(group.size())]
+    distributed.all_gather(parts, own_TN, group=group)
+    return in_order(parts)
+
+
+class _Met(torch.autograd.Function):
+    """This rank's tokens → all; each rank uses them for its own, so that backward adds up the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, own_TN: Tensor, group: distributed.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _all_tokens(own_TN, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TN: Tensor) -> tuple[Tensor, None]:
+        parts = _runs(grad_TN, ctx.group.size())
+        own = torch.empty_like(parts[0])
+        distributed.reduce_scatter(own, parts, group=ctx.group)
+        return own, None
+
+
+class _Joined(torch.autograd.Function):
+    """This rank's tokens → all; what follows is computed alike on every rank, so that each has the whole gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, own_TN: Tensor, group: distributed.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _all_tokens(own_TN, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TN: Tensor) -> tuple[Tensor, None]:
+        return _runs(grad_TN, ctx.group.size())[ctx.group.rank()], None
 
 
 class _Exchange(torch.autograd.Function):

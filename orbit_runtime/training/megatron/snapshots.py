@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Buffer, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import batched
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from orbit_runtime.policy.model import Policy
 from orbit_runtime.policy.shares import PER_HEAD, READ_HIDDEN, WRITE_HIDDEN, Share
 from orbit_runtime.policy.snapshot import Part, Snapshot, base_tensors, part_of
 from orbit_runtime.training.megatron.groups import Sizes
+from orbit_runtime.training.megatron.regions import in_order
 from orbit_runtime.training.megatron.sent import Sent, receive
 
 OF_HEADS = {"query", "key", "attended"}
@@ -59,8 +61,16 @@ def join_snapshots(
         parts: of every rank; all computed the same tokens.
         files: the adapter that the pass applied, as it was published; none for the bare base.
     """
-    first, told = parts[0], [receive(each.points) for each in parts[: sizes.tensor]]
-    points = {name: _join(name, [each[name] for each in told], sizes)[:rows] for name in first.points}
+    stages = batched(parts, len(parts) // sizes.pipeline, strict=True)
+    # Of each stage the ranks that hold one replica of it.
+    told = [stage[: sizes.tensor * sizes.context] for stage in stages]
+    points: dict[str, Tensor] = {}
+    for stage in told:
+        points |= _join_stage([receive(each.points) for each in stage], sizes, rows)
+    preferred = [found for stage in told if (found := _join_preferred(stage, sizes, rows)) is not None]
+    known: dict[str, Tensor] = {}
+    for stage in told:
+        known |= receive(stage[0].constants)
     tensors: dict[str, tuple[Part, ...]] = {}
     for each in parts:
         for name, part in each.tensors.items():
@@ -75,7 +85,34 @@ def join_snapshots(
         given = values({name: [part.rank for part in found] for name, found in wanted.items()}) if wanted else {}
         return known | {name: (torch.cat(list(given[name]), wanted[name][0].axis),) for name in wanted}
 
-    return Snapshot(points, tensors, receive(first.constants), read, preferred_TLC=first.preferred_TLC)
+    preferred_TLC = np.concatenate(preferred, 1) if preferred else None
+    return Snapshot(points, tensors, known, read, preferred_TLC=preferred_TLC)
+
+
+def _join_stage(ranks: Sequence[Mapping[str, Tensor]], sizes: Sizes, rows: int) -> dict[str, Tensor]:
+    """Args: ranks: those that divide the stage's matrices, then those beside them that divide the tokens."""
+    groups = list(batched(ranks, sizes.tensor, strict=True))
+    joined = [{name: _join(name, [each[name] for each in group], sizes) for name in group[0]} for group in groups]
+    if sizes.context == 1:
+        return {name: value[:rows] for name, value in joined[0].items()}
+    return {
+        # What every rank has gathered is whole already.
+        name: (value if name.endswith(".norm") else in_order([each[name] for each in joined]))[:rows]
+        for name, value in joined[0].items()
+    }
+
+
+def _join_preferred(stage: Sequence[RankSnapshot], sizes: Sizes, rows: int) -> np.ndarray | None:
+    parts = [each.preferred_TLC for each in stage[:: sizes.tensor]]
+    known = [part for part in parts if part is not None]
+    if not known or sizes.context == 1:
+        return known[0] if known else None
+    return in_order([torch.from_numpy(part) for part in known])[:rows].numpy()
+
+
+def held_points(points: Mapping[str, Tensor], share: Share) -> dict[str, Tensor]:
+    """Those that this rank computes: its first stage embeds tokens, its last one has the last norm."""
+    return {name: value for name, value in points.items() if share.holds(name)}
 
 
 def _whole_of(parts: Sequence[Part]) -> list[Part]:

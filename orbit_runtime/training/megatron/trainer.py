@@ -27,7 +27,7 @@ from orbit_runtime.adapters.part import Part
 from orbit_runtime.adapters.state import config_json
 from orbit_runtime.digests import Piece, Pieces, cut, tree_digest
 from orbit_runtime.errors import GateError, InternalError, UnsupportedError
-from orbit_runtime.policy.facts import PolicyFacts
+from orbit_runtime.policy.facts import PolicyFacts, join_facts
 from orbit_runtime.policy.snapshot import Snapshot
 from orbit_runtime.training.megatron.outline import (
     DividedFile,
@@ -93,8 +93,9 @@ class MegatronTrainer:
         self._turn = threading.Lock()
         """Held while ranks are asked: a checkpoint is read beside the next step, by another thread."""
         facts: list[RankFacts] = self._call("facts")
-        self.facts: PolicyFacts = facts[0].policy
         self._sizes = facts[0].sizes
+        stage = len(facts) // self._sizes.pipeline
+        self.facts: PolicyFacts = join_facts([each.policy for each in facts[::stage]])
         self._config = self.facts.adapter
         self._outlines = [each.outline for each in facts]
         self._held: Mapping[str, Held] = ChainMap(*[dict(outline) for outline in self._outlines])
@@ -178,11 +179,12 @@ class MegatronTrainer:
         if missing:
             raise InternalError(f"no pass of a rank applied {min(missing)}")
         check_copies(self._outlines, results)
-        first = results[0]
+        # Of the last stage, which alone has the output layer.
+        last = results[-1]
         scalings = frozenset[float | None]().union(*(each.scalings for each in results))
         return (
-            Scored((0.0, *first.adapted), self._applied_digest(scalings), top_T=(-1, *first.adapted_top)),
-            Scored((0.0, *first.base), None, top_T=(-1, *first.base_top)),
+            Scored((0.0, *last.adapted), self._applied_digest(scalings), top_T=(-1, *last.adapted_top)),
+            Scored((0.0, *last.base), None, top_T=(-1, *last.base_top)),
         )
 
     def _applied_digest(self, scalings: frozenset[float | None]) -> str:

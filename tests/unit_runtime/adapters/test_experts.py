@@ -15,6 +15,7 @@ from orbit_runtime.adapters import state
 from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.adapters.files import MODEL_FILE
 from orbit_runtime.adapters.inject import Injected, inject
+from orbit_runtime.adapters.layer import Dropout
 from orbit_runtime.adapters.oft import constrained, rotations, series_error, skew_symmetric
 from orbit_runtime.adapters.report import InjectReport
 from orbit_runtime.errors import ManifestError
@@ -228,7 +229,7 @@ def test_dropout_is_drawn_from_its_key_and_only_while_training() -> None:
     model, injected = adapted("LoRA", "SharedOuter", dropout=0.5)
     results = []
     for key in (None, 1, 1, 2):
-        with torch.no_grad(), injected.selection.use("trainer", dropout_key=key):
+        with torch.no_grad(), injected.selection.use("trainer", dropout=Dropout(key)):
             results.append(model(tokens()))
     plain, first, again, other = results
     assert torch.equal(first, again)

@@ -1,0 +1,98 @@
+"""Stages of a model that hold one run of layers after the other: what goes between them, and in which order.
+
+One forward, one backward (Narayanan et al., arXiv 2104.04473, section 2.2): a stage begins as many passes as there are
+stages behind it, then finishes one for each that it begins, so that it holds the activations of no more passes than
+stages. Megatron-Core's schedule does the same and allocates on `cuda` by name; its models know how to be given a hidden
+state, and ours are transformers'.
+
+Belongs here: sending, receiving and the order. Does not belong here: what a stage computes (`policy`), sums over ranks
+(`passes`).
+
+Legend: `T` this rank's tokens, `N` hidden size.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+import torch
+from torch import Tensor, distributed
+
+from orbit_runtime.training.megatron.groups import Groups
+from orbit_runtime.workers.rank_notes import in_collective
+
+Pass = TypeVar("Pass")
+Begun = TypeVar("Begun")
+
+
+class Pipeline:
+    """This rank's stage, and its neighbours. All stages are given the same passes in the same order."""
+
+    def __init__(self, groups: Groups, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._forward, self._backward = groups.pipeline, groups.backward
+        self.stage, self.stages = groups.pipeline.rank(), groups.pipeline.size()
+        self._like = torch.empty(0, hidden_size, dtype=dtype, device=device)
+        self._sent: deque[tuple[distributed.Work, Tensor]] = deque()
+        self._entered: Tensor | None = None
+
+    @property
+    def is_first(self) -> bool:
+        return self.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.stage == self.stages - 1
+
+    def receive(self, num_tokens: int) -> Tensor:
+        """`[1, T, N]` from the stage before, of the pass that begins now."""
+        hidden_1TN = self._receive(self._like.new_empty(1, num_tokens, self._like.shape[1]), self._forward, -1)
+        self._entered = hidden_1TN.requires_grad_() if torch.is_grad_enabled() else None
+        return hidden_1TN
+
+    def take_entered(self) -> Tensor | None:
+        """What the newest pass received and wants a gradient for."""
+        entered, self._entered = self._entered, None
+        return entered
+
+    def send(self, hidden_1TN: Tensor) -> None:
+        """To the stage behind, beside what comes next."""
+        self._send(hidden_1TN.detach(), self._forward, 1)
+
+    def receive_gradient(self, hidden_TN: Tensor) -> Tensor:
+        return self._receive(torch.empty_like(hidden_TN), self._backward, 1)
+
+    def send_gradient(self, gradient: Tensor) -> None:
+        self._send(gradient, self._backward, -1)
+
+    def run(self, passes: Iterable[Pass], begin: Callable[[Pass], Begun], finish: Callable[[Begun], None]) -> None:
+        """Passes forward and backward, in this stage's order."""
+        ahead = self.stages - 1 - self.stage
+        begun: deque[Begun] = deque()
+        for each in passes:
+            begun.append(begin(each))
+            if len(begun) > ahead:
+                finish(begun.popleft())
+        while begun:
+            finish(begun.popleft())
+        self.settle()
+
+    def settle(self) -> None:
+        """Until everything that was sent has been received."""
+        while self._sent:
+            self._sent.popleft()[0].wait()
+
+    def _send(self, tensor: Tensor, group: distributed.ProcessGroup, step: int) -> None:
+        # A stage that is far ahead waits for its neighbour, so that what is under way stays bounded.
+        while len(self._sent) > self.stages:
+            self._sent.popleft()[0].wait()
+        tensor = tensor.contiguous()
+        work = distributed.isend(tensor, group=group, group_dst=self.stage + step)
+        assert work is not None
+        self._sent.append((work, tensor))
+
+    def _receive(self, into: Tensor, group: distributed.ProcessGroup, step: int) -> Tensor:
+        with in_collective("pipeline"):
+            distributed.recv(into, group=group, group_src=self.stage + step)
+        return into
