@@ -12,9 +12,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from orbit_runtime.model_info.stages import stage_layers
 from orbit_runtime.model_info.weights import ModelFacts, Role, StoredWeight
 from orbit_runtime.planner import assumptions as known
-from orbit_runtime.planner.activations import Recompute, live_elements, recomputed_elements, saved_elements
+from orbit_runtime.planner.activations import (
+    KEYS_AND_VALUES,
+    Recompute,
+    live_elements,
+    recomputed_elements,
+    saved_elements,
+)
 from orbit_runtime.planner.adapter_size import AdapterSize
 from orbit_runtime.planner.job import Job, Machine
 from orbit_runtime.planner.layout import Layout
@@ -177,11 +184,41 @@ def _merged(*each: Parts) -> Parts:
 
 
 def _base(setting: Setting, side: Literal["trainer", "engine"]) -> Parts:
-    """One copy. `replicated` is what tensor parallelism leaves whole: routers, norms, low-rank down-projections."""
+    """One copy; where layers are divided, of the fullest stage, and on the CPU, where all are in one memory, of their
+    mean."""
+    stages = _stages(setting) if side == "trainer" else 1
+    if stages == 1:
+        return _base_of(setting, side, None)
+    each = [_base_of(setting, side, (stage, stages)) for stage in range(stages)]
+    if setting.machine.gpu is None:
+        return {name: math.ceil(size / stages) for name, size in _merged(*each).items()}
+    return max(each, key=lambda parts: sum(parts.values()))
+
+
+def _stages(setting: Setting) -> int:
+    """More than layers are refused elsewhere, and counted as many as there can be."""
+    return min(setting.layout.pipeline, setting.model.architecture.num_layers)
+
+
+def _is_in(stored: StoredWeight, setting: Setting, stage: tuple[int, int] | None) -> bool:
+    weight = stored.weight
+    if stage is None:
+        return True
+    if weight.layer is not None:
+        return weight.layer in stage_layers(setting.model.architecture.num_layers, *stage)
+    is_tied_head = weight.role == "embedding" and not any(w.role == "head" for w in setting.model.architecture.weights)
+    ends = {"embedding": stage[0] == 0}.get(weight.role, stage[0] == stage[1] - 1)
+    return ends or (is_tied_head and stage[0] == stage[1] - 1)
+
+
+def _base_of(setting: Setting, side: Literal["trainer", "engine"], stage: tuple[int, int] | None) -> Parts:
+    """`replicated` is what tensor parallelism leaves whole: routers, norms, low-rank down-projections."""
     layout = setting.layout if side == "trainer" else setting.engine_layout
     even = whole = 0.0
     for stored in base_weights(setting.model, side, with_mtp=setting.job.speculates_with_mtp):
-        weight, size = stored.weight, _resident_bytes(stored, setting) / layout.pipeline
+        if not _is_in(stored, setting, stage):
+            continue
+        weight, size = stored.weight, _resident_bytes(stored, setting)
         if weight.role == "routed_expert":
             even += size / layout.expert
             continue
@@ -262,7 +299,13 @@ def _critic_parameters(setting: Setting) -> int:
 
 def _local_adapter(setting: Setting) -> int:
     """Parameters on one rank. What is cut with its layer is counted whole: a part of what is small beside the base."""
-    return setting.adapter.dense + _local_experts(setting)
+    return math.ceil((setting.adapter.dense + _local_experts(setting)) * _stage_share(setting))
+
+
+def _stage_share(setting: Setting) -> float:
+    """Of what every layer has as much of, the part that the largest stage holds."""
+    stages, layers = _stages(setting), setting.model.architecture.num_layers
+    return 1.0 if stages == 1 else len(stage_layers(layers, 0, stages)) / layers
 
 
 def _local_experts(setting: Setting, ways: int | None = None) -> int:
@@ -325,20 +368,25 @@ def _engine_work(setting: Setting) -> Parts:
 def _training(setting: Setting) -> Parts:
     model, layout, job = setting.model.architecture, setting.layout, setting.job
     tokens, width = min(setting.micro_batch_tokens, job.step_tokens), setting.compute_bytes
-    share = layout.tensor * layout.context
+    # The first stage has begun as many passes as there are stages before it finishes one.
+    share = layout.tensor * layout.context / (_stages(setting) * _stage_share(setting))
     # Policy and critic take their turns: one's gradients are gone before the other's are there.
     local = max(_local_adapter(setting), _critic_parameters(setting))
     parts: Parts = {
         "activations": math.ceil(tokens * saved_elements(model, job, setting.recompute) * width / share),
-        "layer recomputed": math.ceil(tokens * recomputed_elements(model, job, setting.recompute) * width / share),
+        "layer recomputed": math.ceil(
+            tokens * recomputed_elements(model, job, setting.recompute) * width / (layout.tensor * layout.context)
+        ),
         "gradients": local * known.GRADIENT_BYTES,
         "adapter, rounded": local * width,
     }
     if layout.token_sets > 1 and model.num_experts:
         # The tokens of all ranks that divide the same experts, gathered before each layer of them.
         layers = len({w.layer for w in model.weights if w.role == "routed_expert"})
-        kept = layers if setting.recompute == "None" else 1
+        kept = math.ceil(layers * _stages(setting) * _stage_share(setting)) if setting.recompute == "None" else 1
         parts["activations gathered"] = tokens * model.hidden_size * width * layout.token_sets * kept
+    if layout.context > 1:
+        parts["keys and values gathered"] = _gathered_keys(setting, tokens) + 2 * tokens * model.hidden_size * width
     if job.adapter == "OFT":
         whole = setting.adapter.rotation_elements * local // max(1, setting.adapter.total)
         parts["adapter, rounded"] = whole * (width + known.ROTATION_GRAPH_BYTES)
@@ -350,6 +398,18 @@ def _training(setting: Setting) -> Parts:
     rows = min(tokens, max(1, known.LOGIT_ELEMENTS // model.vocab_size))
     parts["logits"] = math.ceil(rows * model.vocab_size * 4 * known.LOGIT_COPIES)
     return parts
+
+
+def _gathered_keys(setting: Setting, tokens: int) -> int:
+    """Of other ranks' tokens, for as long as a layer's backward pass needs them."""
+    layout, model = setting.layout, setting.model.architecture
+    by_layer: dict[int, int] = {}
+    for weight in model.weights:
+        if weight.layer is not None and weight.target in KEYS_AND_VALUES:
+            by_layer[weight.layer] = by_layer.get(weight.layer, 0) + weight.shape[0]
+    widths = by_layer.values() or [0]
+    kept = sum(widths) * _stages(setting) * _stage_share(setting) if setting.recompute == "None" else max(widths)
+    return math.ceil(tokens * kept * setting.compute_bytes / layout.tensor * (1 - 1 / layout.context))
 
 
 def _dequantisation(setting: Setting) -> int:

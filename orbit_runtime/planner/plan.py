@@ -220,11 +220,7 @@ def _division_problems(model: ModelFacts, job: Job, layout: Layout, machine: Mac
     if job.trainer == "Torch":
         return []
     field, gpus = "spec.training.parallel", len(job.devices.trainer)
-    found = [
-        Problem(f"this version does not divide a model by {name}", f"{field}.{name}", "write 1")
-        for name, size in (("pipeline", layout.pipeline), ("context", layout.context))
-        if size > 1
-    ]
+    found = []
     why = objection(model, job, layout)
     if why is None and machine.gpu is not None and layout.num_gpus != gpus:
         why = f"the sizes are for {layout.num_gpus} ranks, and the trainer has {gpus} GPUs"

@@ -16,6 +16,7 @@ from torch import nn
 
 from orbit_runtime.adapters.part import WHOLE, Part
 from orbit_runtime.errors import UnsupportedError
+from orbit_runtime.model_info.stages import stage_layers
 from orbit_runtime.quant.experts import ExpertStack
 from orbit_runtime.quant.formats import Weight
 from orbit_runtime.quant.slicing import slice_weight
@@ -117,25 +118,6 @@ def _divide(name: str, axis: str, size: int, share: tuple[int, int], field: str)
             fix=f"write a divisor of {size}",
         )
     return range(rank * size // count, (rank + 1) * size // count)
-
-
-def stage_layers(num_layers: int, stage: int, stages: int) -> range:
-    """As even as it goes; the first stages have one more, as the last has the output layer besides.
-
-    Example: `[len(stage_layers(61, stage, 4)) for stage in range(4)] == [16, 15, 15, 15]`.
-
-    Raises:
-        UnsupportedError: there are more stages than layers.
-    """
-    if stages > num_layers:
-        raise UnsupportedError(
-            f"{num_layers} layers cannot be dealt out to {stages} stages",
-            where="spec.training.parallel.pipeline",
-            fix=f"write at most {num_layers}",
-        )
-    size, more = divmod(num_layers, stages)
-    first = stage * size + min(stage, more)
-    return range(first, first + size + (stage < more))
 
 
 UNDIVIDED = Share()

@@ -52,9 +52,10 @@ class Parallel(Block):
     expert: Annotated[int | None, LAYOUT, Field(ge=1, le=1024)] = None
     """Ways that a layer's experts are divided; it must divide their number."""
     pipeline: Annotated[int | None, LAYOUT, Field(ge=1, le=1024)] = None
-    """Ways that the layers are divided."""
+    """Stages that hold a run of the layers each. They work on different micro-batches at a time, so that a step wants
+    several for each stage."""
     context: Annotated[int | None, LAYOUT, Field(ge=1, le=1024)] = None
-    """Ways that a sequence is divided."""
+    """Ways that the tokens of a micro-batch are divided, keys and values apart: for sequences too long for one GPU."""
     data: Annotated[int | None, LAYOUT, Field(ge=1, le=1024)] = None
     """Replicas, which train on other samples of a step. Unset, what remains of the GPUs, and on the CPU 1, or as many
     as `expert` needs."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from orbit_runtime.errors import UnsupportedError
-from orbit_runtime.training.megatron.groups import Sizes
+from orbit_runtime.model_info.stages import stage_layers
 from tests.megatron.matrix import DIVISIONS, check, pairwise
 from tests.megatron.ranks import World, world
 
@@ -32,8 +32,9 @@ def test_ranks_have_the_log_probs_and_gradients_of_one_process(ranks: tuple[str,
         check(made, case, tmp_path / str(number))
 
 
-@pytest.mark.parametrize("axis", ["pipeline", "context"])
-def test_what_is_not_divided_yet_is_refused_by_its_field(axis: str) -> None:
-    with pytest.raises(UnsupportedError, match=f"by {axis}") as caught:
-        Sizes(2, **{axis: 2}).check()
-    assert caught.value.where == f"spec.training.parallel.{axis}"
+def test_more_stages_than_layers_are_refused_by_their_field() -> None:
+    assert [len(stage_layers(61, stage, 4)) for stage in range(4)] == [16, 15, 15, 15]
+    assert [stage_layers(5, stage, 2) for stage in range(2)] == [range(3), range(3, 5)]
+    with pytest.raises(UnsupportedError, match="2 layers cannot be dealt out to 3 stages") as caught:
+        stage_layers(2, 0, 3)
+    assert caught.value.where == "spec.training.parallel.pipeline"

@@ -20,6 +20,7 @@ from orbit_runtime.data.routing import pack_experts
 from orbit_runtime.data.samples import spread
 from orbit_runtime.errors import GateError
 from orbit_runtime.policy import load_policy
+from orbit_runtime.policy.recompute import Recompute
 from orbit_runtime.spec.algorithm import Algorithm
 from orbit_runtime.training import TorchTrainer
 from orbit_runtime.training.megatron.groups import Sizes
@@ -163,6 +164,35 @@ def demonstrated(seed: int) -> list[Sample]:
 
 
 @pytest.mark.timeout(900)
+def test_ranks_leave_out_what_one_process_leaves_out(ranks: World, root: Path) -> None:
+    """LoRA's dropout, whoever has the columns, tokens, samples or layers."""
+    case = Case("qwen3", "BF16", "LoRA", "None")
+    folder, adapter = folder_of(root, case), replace(adapter_of(case), dropout=0.25)
+    one = TorchTrainer(load_policy(folder, adapter), TRAINING)
+    many = MegatronTrainer(WorldRanks(ranks, RankSettings(folder, adapter, ranks.sizes, TRAINING)), "base")
+    kept = in_one(root, case)
+    expected, found = step(one, 0), step(many, 0)
+    assert expected["grad_norm"] != pytest.approx(step(kept, 0)["grad_norm"], rel=1e-3), "nothing was left out"
+    assert found == pytest.approx(expected, rel=1e-5, abs=1e-5)
+    assert apart(hold_state(many)[PART], hold_state(one)[PART])["exp_avg"] <= 1e-5
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("recompute", ["PerLayer", "Selective"])
+def test_a_layer_runs_again_in_the_pass_it_belongs_to(recompute: Recompute, root: Path) -> None:
+    """Stages have several passes under way, of different lengths, and replicas whose tokens meet in the experts."""
+    case, sizes = CASES[0], Sizes(4, pipeline=2, expert=2)
+    settings = replace(TRAINING, micro_batch_tokens=12)
+    one = TorchTrainer(load_policy(folder_of(root, case), adapter_of(case)), settings)
+    with world(sizes) as made:
+        given = RankSettings(folder_of(root, case), adapter_of(case), sizes, settings, recompute=recompute)
+        many = MegatronTrainer(WorldRanks(made, given), "base")
+        expected, found = step(one, 0), step(many, 0)
+        assert found == pytest.approx(expected, rel=1e-5, abs=1e-5)
+        assert apart(hold_state(many)[PART], hold_state(one)[PART])["exp_avg"] <= 1e-5
+
+
+@pytest.mark.timeout(900)
 def test_ranks_replay_the_experts_that_rollout_chose_as_one_process_does(ranks: World, root: Path) -> None:
     """Also where a rank's routers see the tokens of other replicas, and where nothing is known of some samples."""
     case = CASES[0]
@@ -199,16 +229,16 @@ def test_a_slice_that_is_stale_on_one_rank_shows_in_the_proof(ranks: World, root
     trainer = on_ranks(ranks, root, CASES[0])
     published = publishable(trainer, 0)
     assert trainer.score((5, 9, 3))[0].applied_digest == expected_applied_digest(published.files)
-    if ranks.sizes == DIVISIONS["DP2"]:
-        pytest.skip("replicas hold copies, no slices: the next test")
+    if ranks.sizes in (DIVISIONS["DP2"], DIVISIONS["CP2"]):
+        pytest.skip("ranks that divide samples or tokens hold copies, no slices: the next test")
     ranks.call(spoil, ranks.sizes.world - 1, False)
     assert trainer.score((5, 9, 3))[0].applied_digest != expected_applied_digest(published.files)
 
 
 @pytest.mark.timeout(900)
 def test_a_copy_that_is_stale_on_one_rank_is_named_with_its_tensor(ranks: World, root: Path) -> None:
-    if ranks.sizes.world == 1:
-        pytest.skip("one rank holds no copies")
+    if ranks.sizes in (DIVISIONS["1"], DIVISIONS["PP2"]):
+        pytest.skip("no rank holds a copy of another's part")
     trainer = on_ranks(ranks, root, CASES[0])
     name = ranks.call(spoil, ranks.sizes.world - 1, True)[-1]
     with pytest.raises(GateError, match=f"ranks 0 and 1 hold different values of {re.escape(name)}"):
