@@ -386,7 +386,7 @@ def _training(setting: Setting) -> Parts:
         kept = math.ceil(layers * _stages(setting) * _stage_share(setting)) if setting.recompute == "None" else 1
         parts["activations gathered"] = tokens * model.hidden_size * width * layout.token_sets * kept
     if layout.context > 1:
-        parts["keys and values gathered"] = _gathered_keys(setting, tokens) + 2 * tokens * model.hidden_size * width
+        parts["keys and values gathered"] = _gathered_keys(setting, tokens)
     if job.adapter == "OFT":
         whole = setting.adapter.rotation_elements * local // max(1, setting.adapter.total)
         parts["adapter, rounded"] = whole * (width + known.ROTATION_GRAPH_BYTES)

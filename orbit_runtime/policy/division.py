@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from orbit_runtime.policy.packed import PackedBatch
 
 Turn = tuple[int, int]
 """A process's place among several, and how many they are."""
@@ -24,6 +27,15 @@ class Division(Protocol):
 
     def meet_tokens(self, own_TN: Tensor) -> Tensor:
         """Rows of this process's tokens → of all. Backward adds up what every process contributed to each."""
+        ...
+
+    def own_targets(self, batch: PackedBatch) -> tuple[Tensor, Tensor] | None:
+        """Of the batch's targets those whose log-prob is computed here, in order, and where the hidden state of each
+        stands among this process's; None: every process computes all."""
+        ...
+
+    def join_targets(self, own_R: Tensor, index_R: Tensor, count: int) -> Tensor:
+        """`[count]` from what each process found of its own targets. Backward gives each its own."""
         ...
 
     def remembered(self) -> Callable[[], AbstractContextManager[None]]:

@@ -76,7 +76,7 @@ class _TokenLogProbs(torch.autograd.Function):
             entropies.append(-(all_logprobs.exp() * all_logprobs.clamp(min=torch.finfo(torch.float32).min)).sum(-1))
         ctx.save_for_backward(hidden_RN, targets_R)
         ctx.settings = (head, sampling, seen, rows)
-        return torch.cat(logprobs), torch.cat(entropies)
+        return _joined(logprobs, hidden_RN), _joined(entropies, hidden_RN)
 
     @staticmethod
     def backward(
@@ -120,7 +120,12 @@ def token_scores(
             every = torch.log_softmax(head(hidden_RN[part]).float(), dim=-1)
             logprobs.append(every.gather(-1, targets_R[part, None])[:, 0])
             top.append(every.argmax(-1))
-    return torch.cat(logprobs), torch.cat(top)
+    return _joined(logprobs, hidden_RN), torch.cat(top) if top else targets_R.new_empty(0)
+
+
+def _joined(chunks: list[torch.Tensor], hidden_RN: torch.Tensor) -> torch.Tensor:
+    """None of them where a process of a divided pass has no targets."""
+    return torch.cat(chunks) if chunks else hidden_RN.new_empty(0, dtype=torch.float32)
 
 
 def token_logprobs(

@@ -115,27 +115,45 @@ class Policy:
     def logprobs_of(
         self, hidden_RN: torch.Tensor, batch: PackedBatch, *, sampling: Sampling = UNSHAPED, seen: Seen | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`logprobs` from the hidden states of the same batch."""
-        return token_logprobs(
+        """`logprobs` from `target_hidden` of the same batch."""
+        own = self._own_targets(batch)
+        targets_R = batch.target_ids_R if own is None else batch.target_ids_R[own[0]]
+        logprobs_R, entropy_R = token_logprobs(
             hidden_RN,
-            batch.target_ids_R,
+            targets_R,
             self.head,
             vocabulary=self.vocabulary,
             sampling=sampling,
-            seen=seen,
+            seen=seen if seen is None or own is None else seen.of_targets(own[0]),
         )
+        return self._joined(batch, own, logprobs_R), self._joined(batch, own, entropy_R)
 
     def scores(self, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """`(logprobs [R] fp32, most probable tokens [R] int64)` in the places of the batch's targets; no gradients."""
-        hidden = self.target_hidden(batch)
-        return token_scores(hidden, batch.target_ids_R, self.head, vocabulary=self.vocabulary)
+        own = self._own_targets(batch)
+        targets_R = batch.target_ids_R if own is None else batch.target_ids_R[own[0]]
+        found = token_scores(self.target_hidden(batch), targets_R, self.head, vocabulary=self.vocabulary)
+        return self._joined(batch, own, found[0]), self._joined(batch, own, found[1])
 
     def target_hidden(self, batch: PackedBatch, routed_TLC: torch.Tensor | None = None) -> torch.Tensor:
-        """Last hidden states `[R, N]` in the places that predict the batch's targets, with gradient to the adapter."""
-        return gather_rows(self.through(batch, routed_TLC), batch.target_source_R)
+        """Last hidden states `[R, N]` in the places that predict the batch's targets, with gradient to the adapter; of
+        a divided pass those of this process's targets."""
+        own = self._own_targets(batch)
+        return gather_rows(self.through(batch, routed_TLC), batch.target_source_R if own is None else own[1])
+
+    def _own_targets(self, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor] | None:
+        return None if self.division is None else self.division.own_targets(batch)
+
+    def _joined(
+        self, batch: PackedBatch, own: tuple[torch.Tensor, torch.Tensor] | None, values_R: torch.Tensor
+    ) -> torch.Tensor:
+        if own is None or self.division is None:
+            return values_R
+        return self.division.join_targets(values_R, own[0], len(batch.target_ids_R))
 
     def through(self, batch: PackedBatch, routed_TLC: torch.Tensor | None = None) -> torch.Tensor:
-        """What the batch's tokens are behind the last layer of this process: `[T, N]`."""
+        """What the batch's tokens are behind the last layer of this process: `[T, N]`, its own tokens of a divided
+        pass."""
         plan = self.plan(batch)
         if not self.packs:
             return self._packed_hidden(plan)

@@ -9,7 +9,7 @@ Legend: `R` targets, `V` vocabulary, `B` branches, `S` distinct tokens of all br
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -38,6 +38,12 @@ class Seen:
     """Of each branch in S, and the end."""
     branches: tuple[int, ...]
     """By target, on the host."""
+
+    def of_targets(self, index_R: torch.Tensor) -> Seen:
+        """Of some of the targets, in their order."""
+        kept = index_R.tolist()
+        branches = tuple(self.branches[number] for number in kept)
+        return replace(self, branch_R=self.branch_R[index_R], position_R=self.position_R[index_R], branches=branches)
 
     def mask(self, part: slice, vocabulary: int) -> torch.Tensor:
         """bool `[rows, V]` for some neighbouring targets."""

@@ -10,7 +10,9 @@ Where experts are divided beyond the ranks that divide matrices, those ranks' to
 well, and leaving returns each its own.
 
 With context parallelism ranks divide the tokens themselves: keys and values are gathered for attention (Llama 3,
-arXiv 2407.21783, section 3.3.2), the hidden state behind the last layer, and nothing else.
+arXiv 2407.21783, section 3.3.2), and nothing else.
+
+Behind the last layer a rank computes the log-probs of its own tokens; those numbers are what all ranks are told.
 
 Belongs here: the collectives around a layer, by Megatron-Core's mappings. Does not belong here: what is cut.
 
@@ -28,6 +30,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from orbit_runtime.errors import InternalError, UnsupportedError
+from orbit_runtime.policy.packed import PackedBatch
 from orbit_runtime.training.megatron.groups import Groups
 from orbit_runtime.training.megatron.pipeline import Pipeline
 from orbit_runtime.workers.rank_notes import note
@@ -80,13 +83,10 @@ class Regions:
         return embedded_1TN if parts == 1 else self.scatter(embedded_1TN)
 
     def _behind_layers(self, hidden_1TN: Tensor) -> Tensor:
-        """Of the last stage every token's, on every rank; of another what was sent on."""
+        """This rank's tokens stay here: of the last stage it computes their log-probs, of another they are sent on."""
         if self._pipeline is not None and not self._pipeline.is_last:
             self._pipeline.send(hidden_1TN)
-            return hidden_1TN
-        if self.groups.sizes.sequence_parallel:
-            hidden_1TN = self.gather(hidden_1TN)
-        return _Joined.apply(hidden_1TN[0], self.groups.context)[None] if self.context[1] > 1 else hidden_1TN  # type: ignore[no-any-return]
+        return hidden_1TN
 
     def begin(self, num_tokens: int) -> None:
         """A pass over so many tokens."""
@@ -116,6 +116,32 @@ class Regions:
 
     def meet_tokens(self, own_TN: Tensor) -> Tensor:
         return _Met.apply(own_TN, self.groups.context)  # type: ignore[no-any-return]
+
+    # --- log-probs ---
+
+    def own_targets(self, batch: PackedBatch) -> tuple[Tensor, Tensor] | None:
+        """The output layer is the largest of all: a rank multiplies it with what it holds, and nothing is gathered."""
+        parts = self.groups.tensor.size() if self.groups.sizes.sequence_parallel else 1
+        if parts == 1 and batch.places_T is None:
+            return None
+        place_R, is_own_R = batch.target_source_R, torch.ones_like(batch.target_source_R, dtype=torch.bool)
+        if batch.places_T is not None:
+            local_T = place_R.new_full((batch.num_tokens,), -1)
+            local_T[batch.places_T] = torch.arange(len(batch.places_T), device=place_R.device)
+            place_R = local_T[place_R]
+            is_own_R = place_R >= 0
+        if parts > 1:
+            size = -(-len(batch.token_ids_T) // parts)
+            place_R = place_R - self.groups.tensor.rank() * size
+            is_own_R &= (place_R >= 0) & (place_R < size)
+        index_R = is_own_R.nonzero()[:, 0]
+        return index_R, place_R[index_R]
+
+    def join_targets(self, own_R: Tensor, index_R: Tensor, count: int) -> Tensor:
+        groups = [self.groups.tensor] if self.groups.sizes.sequence_parallel else []
+        if self.context[1] > 1:
+            groups.append(self.groups.context)
+        return _JoinTargets.apply(own_R, index_R, count, groups)  # type: ignore[no-any-return]
 
     # --- matrices ---
 
@@ -177,15 +203,6 @@ class Regions:
         padded = self._padded(hidden_1TN[0])
         return mappings.scatter_to_sequence_parallel_region(padded, group=self.groups.tensor)[None]  # type: ignore[no-any-return]
 
-    def gather(self, hidden_1TN: Tensor) -> Tensor:
-        """What follows is computed alike on every rank, so that each has the whole gradient."""
-        from megatron.core.tensor_parallel import mappings
-
-        whole = mappings.gather_from_sequence_parallel_region(
-            hidden_1TN[0], tensor_parallel_output_grad=False, group=self.groups.tensor
-        )
-        return whole[None, : self.num_tokens]  # type: ignore[no-any-return]
-
     def _padded(self, tokens_TN: Tensor) -> Tensor:
         if len(tokens_TN) != self.num_tokens:
             raise InternalError(f"a layer gave {len(tokens_TN)} tokens, the pass has {self.num_tokens}")
@@ -245,17 +262,24 @@ class _Met(torch.autograd.Function):
         return own, None
 
 
-class _Joined(torch.autograd.Function):
-    """This rank's tokens → all; what follows is computed alike on every rank, so that each has the whole gradient."""
+class _JoinTargets(torch.autograd.Function):
+    """Values of this rank's targets → of all; each comes from one rank, so that a sum with zeros is exact. What follows
+    is computed alike on every rank, so that each has the whole gradient of its own."""
 
     @staticmethod
-    def forward(ctx: Any, own_TN: Tensor, group: distributed.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _all_tokens(own_TN, group)
+    def forward(
+        ctx: Any, own_R: Tensor, index_R: Tensor, count: int, groups: Sequence[distributed.ProcessGroup]
+    ) -> Tensor:
+        ctx.save_for_backward(index_R)
+        joined = own_R.new_zeros(count).index_copy_(0, index_R, own_R)
+        for group in groups:
+            distributed.all_reduce(joined, group=group)
+        return joined
 
     @staticmethod
-    def backward(ctx: Any, grad_TN: Tensor) -> tuple[Tensor, None]:
-        return _runs(grad_TN, ctx.group.size())[ctx.group.rank()], None
+    def backward(ctx: Any, grad_R: Tensor) -> tuple[Tensor, None, None, None]:
+        (index_R,) = ctx.saved_tensors
+        return grad_R[index_R], None, None, None
 
 
 class _Exchange(torch.autograd.Function):

@@ -24,8 +24,8 @@ from orbit_runtime.training.megatron.sent import Sent, receive
 
 OF_HEADS = {"query", "key", "attended"}
 """Points that are no module's result, and stand beside each other as heads do."""
-OUTSIDE = {"embed_tokens", "input_layernorm", "post_attention_layernorm", "mlp"}
-"""Whose result is a rank's run of the tokens with sequence parallelism; the last norm's is gathered."""
+OUTSIDE = {"embed_tokens", "input_layernorm", "post_attention_layernorm", "mlp", "norm"}
+"""Whose result is a rank's run of the tokens with sequence parallelism."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def join_snapshots(
         parts: of every rank; all computed the same tokens.
         files: the adapter that the pass applied, as it was published; none for the bare base.
     """
-    stages = batched(parts, len(parts) // sizes.pipeline, strict=True)
+    stages = batched(parts, len(parts) // sizes.pipeline)
     # Of each stage the ranks that hold one replica of it.
     told = [stage[: sizes.tensor * sizes.context] for stage in stages]
     points: dict[str, Tensor] = {}
@@ -91,15 +91,11 @@ def join_snapshots(
 
 def _join_stage(ranks: Sequence[Mapping[str, Tensor]], sizes: Sizes, rows: int) -> dict[str, Tensor]:
     """Args: ranks: those that divide the stage's matrices, then those beside them that divide the tokens."""
-    groups = list(batched(ranks, sizes.tensor, strict=True))
+    groups = list(batched(ranks, sizes.tensor))
     joined = [{name: _join(name, [each[name] for each in group], sizes) for name in group[0]} for group in groups]
     if sizes.context == 1:
         return {name: value[:rows] for name, value in joined[0].items()}
-    return {
-        # What every rank has gathered is whole already.
-        name: (value if name.endswith(".norm") else in_order([each[name] for each in joined]))[:rows]
-        for name, value in joined[0].items()
-    }
+    return {name: in_order([each[name] for each in joined])[:rows] for name in joined[0]}
 
 
 def _join_preferred(stage: Sequence[RankSnapshot], sizes: Sizes, rows: int) -> np.ndarray | None:
