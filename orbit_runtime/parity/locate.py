@@ -283,7 +283,10 @@ def _holders(name: str, part: Part, trainer: Snapshot) -> str:
         for each in trainer.tensors[name]
         if each.axis != part.axis or (each.start < last and each.start + each.shape[each.axis] > first)
     ]
-    return f"; rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} of the trainer hold{'' if len(ranks) > 1 else 's'} it"
+    holders = ", ".join(map(str, ranks))
+    return (
+        f"; ranks {holders} of the trainer hold it" if len(ranks) > 1 else f"; rank {holders} of the trainer holds it"
+    )
 
 
 def _is_divided(trainer: Snapshot) -> bool:
