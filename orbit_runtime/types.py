@@ -99,6 +99,8 @@ class Request:
     towards `max_new_tokens` and come back with the new ones."""
     deadline_seconds: float | None = None
     """From `submit` on. A completion that is not done by then comes back as far as it got, as `deadline`."""
+    is_streamed: bool = False
+    """Its tokens are told as they come, by an engine that can (`rollout.news`)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,8 +98,10 @@ def _find_models(options: ChatOptions, stack: ExitStack) -> tuple[str, str | Non
         adapters[f"step-{options.step}"] = f"{options.source.rstrip('/')}/adapters/policy-v{options.step}"
     if options.adapter is not None:
         adapters["adapter"] = options.adapter
-    asked = Asked(options.source, options.model, adapters)
+    # Whatever sampled in the run, one process answers here.
+    asked = Asked(options.source, options.model, adapters, engine="Torch")
     opened = open_models(asked, Limits(), lambda line: print(line, file=sys.stderr, flush=True))
+    stack.callback(opened.close)
     key = secrets.token_urlsafe()
     serving = stack.enter_context(closing(start_serving(opened, "127.0.0.1", 0, key)))
     base, *others = [served.name for served in opened.policies.all()]

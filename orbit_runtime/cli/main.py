@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from typer.exceptions import TyperException
@@ -249,12 +249,15 @@ def serve(
     limit: Annotated[
         list[str] | None, typer.Option(metavar="NAME=VALUE", help="Such as body-bytes=65536. Repeatable.")
     ] = None,
+    engine: Annotated[
+        Literal["Auto", "Torch", "SGLang"], typer.Option(help="What samples. Auto: the run's own engine.")
+    ] = "Auto",
     as_json: AsJson = False,
 ) -> None:
     """Serve base and adapters to OpenAI's clients. Weights may change while it serves, with proof."""
     from orbit_runtime.cli.serve import ServeOptions, run_serve
 
-    options = ServeOptions(source, model, adapter or [], listen, token_file, updates_from or [], limit or [])
+    options = ServeOptions(source, model, adapter or [], listen, token_file, updates_from or [], limit or [], engine)
     raise typer.Exit(run_serve(options, as_json=as_json))
 
 

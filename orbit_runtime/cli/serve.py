@@ -9,9 +9,10 @@ import os
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from orbit_runtime.cli.output import print_json
 from orbit_runtime.cli.run import check_can_train
@@ -37,6 +38,7 @@ class ServeOptions:
     updates_from: Sequence[str]
     limits: Sequence[str]
     """NAME=VALUE each."""
+    engine: Literal["Auto", "Torch", "SGLang"] = "Auto"
 
 
 def run_serve(options: ServeOptions, *, as_json: bool) -> int:
@@ -57,19 +59,19 @@ def run_serve(options: ServeOptions, *, as_json: bool) -> int:
     stopped = threading.Event()
     with stop_on_signals() as stop:
         stop.on_request = stopped.set
-        asked = Asked(options.source, options.model, adapters, tuple(options.updates_from))
-        opened = open_models(asked, limits, lambda line: print(line, file=sys.stderr, flush=True))
-        serving = start_serving(opened, host, port, token)
-        names = [each.name for each in opened.policies.all()]
-        if as_json:
-            print_json({"url": serving.url, "models": names})
-        else:
-            print(f"serving {', '.join(names)} at {serving.url}/v1")
-        sys.stdout.flush()
-        # In pieces, so that Python's own handler of a signal gets its turn.
-        while not stopped.wait(0.5):
-            serving.check()
-        serving.close()
+        asked = Asked(options.source, options.model, adapters, tuple(options.updates_from), options.engine)
+        with closing(open_models(asked, limits, lambda line: print(line, file=sys.stderr, flush=True))) as opened:
+            serving = start_serving(opened, host, port, token)
+            names = [each.name for each in opened.policies.all()]
+            if as_json:
+                print_json({"url": serving.url, "models": names})
+            else:
+                print(f"serving {', '.join(names)} at {serving.url}/v1")
+            sys.stdout.flush()
+            # In pieces, so that Python's own handler of a signal gets its turn.
+            while not stopped.wait(0.5):
+                serving.check()
+            serving.close()
     return EXIT_DONE
 
 

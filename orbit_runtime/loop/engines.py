@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from orbit_runtime.loop.trainers import TrainerSide
     from orbit_runtime.planner.serving_memory import ServerMemory
     from orbit_runtime.policy.facts import PolicyFacts
+    from orbit_runtime.rollout.served_engine import ServedEngine
     from orbit_runtime.rollout.sglang_api import RoutedLayers
 
 PROBES = 4
@@ -59,16 +60,34 @@ def build_engine(
             max_running_requests=rollout.max_running_requests,
             notes_experts=rollout.router_replay != "None",
         )
+    return build_servers(resolved, side.facts, tokenizer, folder, sequences, closing)
+
+
+def build_servers(
+    resolved: Resolved,
+    facts: PolicyFacts,
+    tokenizer: Tokenizer,
+    folder: Path,
+    sequences: Sequence[Sequence[int]],
+    closing: ExitStack,
+) -> ServedEngine:
+    """An engine of SGLang servers that are started here, or of endpoints that are attached. Args: as `build_engine`.
+
+    Raises:
+        UnsupportedError: (78) servers cannot apply this adapter, or cannot be had here.
+        EngineDiedError: (82) one does not come to answer.
+    """
     from orbit_runtime.rollout.sglang_server import check_served
 
-    facts = side.facts
     check_served(facts.adapter, facts.layers, facts.modules)
     if resolved.engine == "OpenAI":
         return _attach(resolved, facts, tokenizer, folder, sequences, closing)
     return _start(resolved, facts, tokenizer, folder, closing)
 
 
-def _start(resolved: Resolved, facts: PolicyFacts, tokenizer: Tokenizer, folder: Path, closing: ExitStack) -> Engine:
+def _start(
+    resolved: Resolved, facts: PolicyFacts, tokenizer: Tokenizer, folder: Path, closing: ExitStack
+) -> ServedEngine:
     from orbit_runtime.checkpoints.convert import convert
     from orbit_runtime.checkpoints.target import Target
     from orbit_runtime.model_info.checkpoint import folder_facts
@@ -209,7 +228,7 @@ def _attach(
     folder: Path,
     sequences: Sequence[Sequence[int]],
     closing: ExitStack,
-) -> Engine:
+) -> ServedEngine:
     from orbit_runtime.rollout.attached import Endpoint, Wanted, attach_engine
     from orbit_runtime.rollout.sglang_experts import served_experts
     from orbit_runtime.rollout.sglang_server import check_attached, lora_targets

@@ -173,7 +173,7 @@ def _build_ranks(
     sizes.check()
     settings = RankSettings(
         folder,
-        _adapter_config(spec),
+        adapter_config(spec),
         sizes,
         replace(_trainer_settings(resolved, base_model), micro_batch_tokens=division.micro_batch_tokens),
         policy=_policy_settings(resolved),
@@ -265,7 +265,7 @@ def build_policy(resolved: Resolved, folder: Path, recompute: Recompute, note: C
 
     policy = load_policy(
         folder,
-        _adapter_config(resolved.run.spec),
+        adapter_config(resolved.run.spec),
         **_policy_settings(resolved),
         announce=lambda report: note(report.text()),
     )
@@ -295,7 +295,7 @@ def check_rank_packages() -> None:
         )
 
 
-def _adapter_config(spec: RunSpec) -> AdapterConfig:
+def adapter_config(spec: RunSpec) -> AdapterConfig:
     from orbit_runtime.adapters.config import AdapterConfig
 
     adapter = spec.adapter

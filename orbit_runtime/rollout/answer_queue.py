@@ -14,6 +14,7 @@ HTTP runs.
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from contextlib import aclosing, suppress
@@ -22,10 +23,11 @@ from functools import partial
 
 from orbit_runtime.errors import EngineDiedError, GateError
 from orbit_runtime.rollout.answers import Answer
+from orbit_runtime.rollout.news import News
 from orbit_runtime.rollout.replica import TRIES, Replica
 from orbit_runtime.rollout.routing import PrefixRouter
 from orbit_runtime.rollout.served import Call, LostError, Piece
-from orbit_runtime.types import Completion, FinishReason, Tokenizer
+from orbit_runtime.types import FLOATS, TOKENS, Completion, FinishReason, Tokenizer
 
 CALL_TOKENS, MOST_PROMPTS = 512, 16
 """Of one call with several prompts."""
@@ -53,6 +55,9 @@ class AnswerQueue:
         self.under_way: dict[int, str | None] = {}
         """Adapter by request id. The caller's."""
         self._ended: deque[Completion | Failed] = deque()
+        self._pieces: deque[tuple[int, array[int], array[float]]] = deque()
+        """Of streamed requests, not told yet."""
+        self._tell: Callable[[], None] | None = None
         self._wake: Callable[[], object] | None = None
         """Wakes who waits for completions."""
         self._loop = loop
@@ -86,6 +91,20 @@ class AnswerQueue:
         if ids and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._end_early, ids, "abort")
 
+    def listen(self, tell: Callable[[], None] | None) -> None:
+        self._tell = tell
+
+    def news(self) -> News | None:
+        ids, counts = array("q"), array(TOKENS)
+        tokens, logprobs = array(TOKENS), array(FLOATS)
+        while self._pieces:
+            request_id, new_tokens, new_logprobs = self._pieces.popleft()
+            ids.append(request_id)
+            counts.append(len(new_tokens))
+            tokens += new_tokens
+            logprobs += new_logprobs
+        return News(ids, counts, tokens, logprobs) if ids else None
+
     def is_sampling_from(self, adapter: str) -> bool:
         return adapter in self.under_way.values()
 
@@ -97,6 +116,8 @@ class AnswerQueue:
                 # Who was just given a completion may ask for the next one.
                 await asyncio.sleep(0)
                 arrived.clear()
+                if self._pieces and self._tell is not None:
+                    self._tell()
                 while self._ended:
                     ended = self._ended.popleft()
                     if isinstance(ended, Failed):
@@ -107,7 +128,7 @@ class AnswerQueue:
                     yield ended
                 if not self.under_way:
                     return
-                if not self._ended:
+                if not self._ended and not self._pieces:
                     await arrived.wait()
         finally:
             self._wake = None
@@ -156,6 +177,9 @@ class AnswerQueue:
 
     def _hand_over(self, ended: Completion | Failed) -> None:
         self._ended.append(ended)
+        self._notice()
+
+    def _notice(self) -> None:
         wake = self._wake
         if wake is not None:
             # Where the consumer's event loop has ended meanwhile, the next one finds it.
@@ -230,6 +254,9 @@ class AnswerQueue:
         answer.add(piece)
         if answer.finish_reason is not None:
             self._finish(answer)
+        elif self._tell is not None and answer.request.is_streamed and (fresh := answer.take_fresh()):
+            self._pieces.append((answer.request.request_id, *fresh))
+            self._notice()
 
     async def _end_asked(self, replica: Replica, answers: Sequence[Answer]) -> None:
         """Tells the server which of them are to end before their time, until they have."""

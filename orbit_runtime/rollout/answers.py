@@ -46,6 +46,8 @@ class Answer:
         self.ask = self._next_ask()
         self._before = len(self.tokens)
         """Tokens that were there before the present ask."""
+        self._told = len(self.tokens)
+        """Tokens that whoever listens has."""
 
     def ask_again(self) -> None:
         """For what is left of it: tokens that came before the server was lost were sampled, and stay.
@@ -56,6 +58,15 @@ class Answer:
             for column in (self.tokens, self.logprobs, self.versions):
                 column.pop()
         self.ask, self._before = self._next_ask(), len(self.tokens)
+
+    def take_fresh(self) -> tuple[array[int], array[float]] | None:
+        """Tokens that nobody was told of. The last that there may be is told with the completion alone: where the
+        server is lost before it says that this was the end, that one is sampled again."""
+        start, end = self._told, min(len(self.tokens), self.request.sampling.max_new_tokens - 1)
+        if end <= start:
+            return None
+        self._told = end
+        return self.tokens[start:end], self.logprobs[start:end]
 
     def _next_ask(self) -> Ask:
         return Ask(f"{_PREFIX}-{next(_NUMBERS)}", self.request, tuple(self.tokens))

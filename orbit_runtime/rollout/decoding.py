@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
@@ -26,6 +26,7 @@ from orbit_runtime.policy.packed import Branch, PackedPlan
 from orbit_runtime.policy.routing import Routing
 from orbit_runtime.rollout.cache import KVCache
 from orbit_runtime.rollout.history import TokenHistory
+from orbit_runtime.rollout.news import News
 from orbit_runtime.rollout.rows import Finished, Rows, Work, merge_segments
 from orbit_runtime.rollout.sampling import draw, uniforms
 from orbit_runtime.types import FLOATS, TOKENS, FinishReason, Tokenizer
@@ -112,14 +113,9 @@ class Decoding:
         rows = [row for row, item in enumerate(self._rows.work) if item.request.request_id in request_ids]
         return [*self._leave([(row, reason) for row in rows]), *(_unstarted(item, reason) for item in gone)]
 
-    def since(self, had: Mapping[int, int]) -> Iterator[tuple[int, array[int], array[float]]]:
-        """Of these requests the rows that have more tokens than these numbers say: request, new tokens, log-probs."""
-        rows = self._rows
-        for row, item in enumerate(rows.work):
-            start, end = had.get(item.request.request_id), int(rows.generated_C[row])
-            if start is not None and end > start:
-                tokens, logprobs = rows.tokens_CT[row, start:end], rows.logprobs_CT[row, start:end]
-                yield item.request.request_id, array(TOKENS, tokens.tobytes()), array(FLOATS, logprobs.tobytes())
+    def news(self) -> News | None:
+        """Of streamed requests in the batch."""
+        return self._rows.news()
 
     def _leave(self, done: list[tuple[int, FinishReason]]) -> list[Finished]:
         if not done:

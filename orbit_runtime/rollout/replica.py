@@ -185,14 +185,14 @@ class Replica:
         try:
             yield
         except LostError:
-            self._begin_revival()
+            self.begin_revival()
             raise
         except GateError:
             if self.restarts != restarts:
                 raise LostError("it was restarted meanwhile, and did not yet hold what it must") from None
             if needs is None or await self._holds(needs):
                 raise
-            self._begin_revival()
+            self.begin_revival()
             raise LostError(f"it no longer holds {needs}: it was restarted, or dropped it by itself") from None
 
     def died(self, error: LostError) -> EngineDiedError:
@@ -297,7 +297,8 @@ class Replica:
 
     # --- coming back ---
 
-    def _begin_revival(self) -> None:
+    def begin_revival(self) -> None:
+        """Unless that is under way."""
         if self.is_up:
             self._revival = asyncio.ensure_future(self._revive())
 

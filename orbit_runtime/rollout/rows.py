@@ -16,11 +16,14 @@ import numpy as np
 import torch
 
 from orbit_runtime.rollout.logits import RowLogits
+from orbit_runtime.rollout.news import News
 from orbit_runtime.rollout.sampling import Truncation
 from orbit_runtime.rollout.text import end_ids
 from orbit_runtime.types import FLOATS, TOKENS, FinishReason, Request
 
 Segment = tuple[str | None, int, int]
+UNTOLD = np.iinfo(np.int64).max
+"""As many tokens are never there: nobody is told of this row."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,8 @@ class Rows:
         self.position_C = np.zeros(capacity, np.int64)
         """Where the last sampled token goes: prompt length + generated - 1."""
         self.limit_C = np.zeros(capacity, np.int64)
+        self.told_C = np.full(capacity, UNTOLD, np.int64)
+        """Tokens of streamed requests that were told already."""
         self.temperature_C1 = np.ones((capacity, 1), np.float32)
         self.top_k_C1 = np.zeros((capacity, 1), np.int64)
         self.top_p_C1 = np.ones((capacity, 1), np.float32)
@@ -93,6 +98,7 @@ class Rows:
         """Some row's temperature is not 1."""
         self.any_top_k = self.any_top_p = self.any_min_p = False
         self.any_stop = False
+        self.any_streamed = False
         self.any_ends = False
         """Some row ends by other tokens than the model's own."""
         self._segments: list[Segment] | None = None
@@ -127,6 +133,8 @@ class Rows:
         self.any_temperature = self.any_temperature or any(request.sampling.temperature != 1.0 for request in requests)
         self.any_top_p = self.any_top_p or any(request.sampling.top_p < 1.0 for request in requests)
         self.any_stop = self.any_stop or any(request.sampling.stop for request in requests)
+        self.any_streamed = self.any_streamed or any(request.is_streamed for request in requests)
+        self.told_C[rows] = [item.num_done if item.request.is_streamed else UNTOLD for item in work]
         self._segments = None
 
     def grow(self, capacity: int, max_new: int) -> None:
@@ -149,6 +157,27 @@ class Rows:
         self.logits.record(rows, tokens)
         generated += 1
         self.position_C[rows] += 1
+
+    def news(self) -> News | None:
+        """Of streamed requests, what was not told yet."""
+        if not self.any_streamed:
+            return None
+        n = len(self)
+        rows = np.flatnonzero(self.generated_C[:n] > self.told_C[:n])
+        if not len(rows):
+            return None
+        told, generated = self.told_C[rows], self.generated_C[rows]
+        counts = generated - told
+        index = np.repeat(rows, counts)
+        # Each row's first new place, then one more for every further token.
+        places = np.arange(len(index)) - np.repeat(np.cumsum(counts) - counts - told, counts)
+        self.told_C[rows] = generated
+        return News(
+            array("q", [self.work[row].request.request_id for row in rows.tolist()]),
+            array(TOKENS, counts.astype(np.int32).tobytes()),
+            array(TOKENS, self.tokens_CT[index, places].tobytes()),
+            array(FLOATS, self.logprobs_CT[index, places].tobytes()),
+        )
 
     def finished(self, eos_ids: Sequence[int]) -> list[tuple[int, FinishReason]]:
         """Rows whose last token ends them, by what it is or by length."""
@@ -200,8 +229,8 @@ class Rows:
         del self.work[remaining:], self.version[remaining:], self.routed[remaining:]
         if sources:
             for column in (
-                self.keys_C, self.generated_C, self.position_C, self.limit_C, self.temperature_C1, self.top_k_C1,
-                self.top_p_C1, self.min_p_C1, self.last_C, self.tokens_CT, self.logprobs_CT,
+                self.keys_C, self.generated_C, self.position_C, self.limit_C, self.told_C, self.temperature_C1,
+                self.top_k_C1, self.top_p_C1, self.min_p_C1, self.last_C, self.tokens_CT, self.logprobs_CT,
             ):  # fmt: skip
                 column[targets] = column[sources]
         self.logits.remove(remaining, sources, targets)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import threading
-from collections.abc import AsyncGenerator, Collection, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Sequence
 from concurrent.futures import CancelledError
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -25,6 +25,7 @@ from orbit_runtime.errors import GateError
 from orbit_runtime.rollout.answer_queue import AnswerQueue
 from orbit_runtime.rollout.answers import Answer
 from orbit_runtime.rollout.handover import Handover, Transport
+from orbit_runtime.rollout.news import News
 from orbit_runtime.rollout.replica import Replica
 from orbit_runtime.rollout.requests import check_held_slot, check_new_slot, check_request
 from orbit_runtime.rollout.served import About, Loaded, Sleeping
@@ -211,6 +212,31 @@ class ServedEngine:
 
     def abort(self, request_ids: Collection[int] | None = None) -> None:
         self._queue.abort(request_ids)
+
+    @property
+    def under_way(self) -> Collection[int]:
+        return self._queue.under_way
+
+    def listen(self, tell: Callable[[], None] | None) -> None:
+        """`tell` is called whenever pieces have come, of several servers or one."""
+        self._queue.listen(tell)
+
+    def news(self) -> News | None:
+        return self._queue.news()
+
+    def kinds(self) -> set[str]:
+        """Of its servers, as `planner.sampling` names them."""
+        abouts = [replica.about for replica in self.replicas if replica.about]
+        return {
+            "SGLang without plug-in" if about.kind == "SGLang" and about.plugin is None else about.kind
+            for about in abouts
+        }
+
+    def revive(self) -> None:
+        """Brings back those of our own servers that have died, before somebody asks them."""
+        for replica in self.replicas:
+            if replica.is_up and not replica.server.is_alive():
+                self._loop.call_soon_threadsafe(replica.begin_revival)
 
     def call[T](self, work: Coroutine[Any, Any, T]) -> T:
         """Runs it on the client's own thread."""

@@ -128,7 +128,7 @@ class SGLangApi:
                 "stop": list(sampling.stop),
                 "stop_token_ids": list(end_ids(sampling, eos)),
                 **given_fields(sampling),
-                "stream_interval": self._interval(ask.max_new_tokens),
+                "stream_interval": self._interval(ask),
             }
             for ask in asks
         ]
@@ -171,9 +171,11 @@ class SGLangApi:
             return None
         return _read_experts(meta, self._routed, len(ask.input_T) + sampled - 1)
 
-    def _interval(self, max_new_tokens: int) -> int:
+    def _interval(self, ask: Ask) -> int:
         """Tokens between two events. A server that repeats the whole answer in each is asked for few of them."""
-        return INTERVAL if self._incremental else max(INTERVAL, max_new_tokens // FEW)
+        if ask.request.is_streamed:
+            return 1
+        return INTERVAL if self._incremental else max(INTERVAL, ask.max_new_tokens // FEW)
 
     async def abort(self, rids: Sequence[str]) -> None:
         for rid in rids:

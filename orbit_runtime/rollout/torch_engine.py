@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from array import array
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +22,7 @@ from orbit_runtime.data.routing import pack_experts
 from orbit_runtime.errors import GateError
 from orbit_runtime.policy.model import Policy
 from orbit_runtime.rollout.decoding import Decoding, Told
+from orbit_runtime.rollout.news import News
 from orbit_runtime.rollout.requests import check_held_slot, check_new_slot, check_request
 from orbit_runtime.rollout.rows import Finished, Work
 from orbit_runtime.rollout.text import answer_text
@@ -83,6 +83,7 @@ class TorchEngine:
         """Not handed out yet."""
         self._slots: dict[str, Slot] = {}
         self._retired: set[str] = set()
+        self._tell: Callable[[], None] | None = None
 
     # --- slots ---
 
@@ -166,12 +167,16 @@ class TorchEngine:
     def abort(self, request_ids: Collection[int] | None = None) -> None:
         self._end({*self._under_way} if request_ids is None else {*request_ids}, "abort")
 
-    def since(self, had: Mapping[int, int]) -> Iterator[tuple[int, array[int], array[float]]]:
-        """Of these requests those under way that have more tokens than these numbers say: what is new of each.
+    @property
+    def under_way(self) -> Collection[int]:
+        return self._under_way
 
-        For the thread that asks for completions.
-        """
-        return self._decoding.since(had)
+    def listen(self, tell: Callable[[], None] | None) -> None:
+        """`tell` is called after each step of the batch."""
+        self._tell = tell
+
+    def news(self) -> News | None:
+        return self._decoding.news()
 
     async def completions(self) -> AsyncGenerator[Completion]:
         """A step of the batch at a time; between two steps whoever waits for tokens may submit, abort or do else."""
@@ -179,6 +184,8 @@ class TorchEngine:
             # Those whose completions were just handed out ask for their next turn before the batch goes on.
             await asyncio.sleep(0)
             self._step()
+            if self._tell is not None:
+                self._tell()
             if not self._ended and not len(self._decoding):
                 return
             while self._ended:

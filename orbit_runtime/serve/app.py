@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from orbit_runtime.data.chat import ChatTokenizer
 from orbit_runtime.errors import OrbitError
+from orbit_runtime.planner.sampling import Kind
 from orbit_runtime.serve.answers import LAST_EVENT, Form, Sent, event
 from orbit_runtime.serve.asking import Engine, Job
 from orbit_runtime.serve.channel import Choice
@@ -32,6 +33,7 @@ from orbit_runtime.serve.requests import (
     ReloadBody,
     SamplingBody,
     UpdateBody,
+    check_given,
     choice_key,
     parse_body,
 )
@@ -53,10 +55,15 @@ def build_app(
     limits: Limits,
     metrics: ServeMetrics,
     token: str | None,
+    kind: Kind = "Torch",
 ) -> ASGIApp:
-    """Args: token: what clients must bring; None: nothing."""
+    """
+    Args:
+        token: what clients must bring; None: nothing.
+        kind: which settings of sampling the engine gives.
+    """
     metrics.watch(lambda: engine.under_way)
-    routes = Routes(engine, tokenizer, vocabulary, limits, metrics)
+    routes = Routes(engine, tokenizer, vocabulary, limits, metrics, kind)
     return Guard(
         routes,
         metrics,
@@ -71,13 +78,20 @@ class Routes:
     """One method a route."""
 
     def __init__(
-        self, engine: Engine, tokenizer: ChatTokenizer, vocabulary: int, limits: Limits, metrics: ServeMetrics
+        self,
+        engine: Engine,
+        tokenizer: ChatTokenizer,
+        vocabulary: int,
+        limits: Limits,
+        metrics: ServeMetrics,
+        kind: Kind,
     ) -> None:
         self._engine = engine
         self._limits = limits
         self._metrics = metrics
         self._tokenizer = tokenizer
         self._vocabulary = vocabulary
+        self._kind = kind
         self.table: Mapping[tuple[str, str], Route] = {
             ("/v1/models", "GET"): self.models,
             ("/v1/completions", "POST"): self.completions,
@@ -221,6 +235,7 @@ class Routes:
         if wanted > limits.max_tokens:
             raise APIError(400, f"`max_tokens` is {wanted}, and {limits.max_tokens} may be", param="max_tokens")
         sampling = asked.sampling(wanted)
+        check_given(self._kind, sampling, asked.seed)
         known = (*sampling.stop_token_ids, *(token for token, _ in sampling.logit_bias))
         if not all(0 <= token < self._vocabulary for token in known):
             raise APIError(400, f"tokens are from 0 to {self._vocabulary - 1}", param="logit_bias")

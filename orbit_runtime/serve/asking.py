@@ -8,8 +8,10 @@ Everything here belongs to the front's one event loop.
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import AsyncIterator, Callable, Sequence
 
+from orbit_runtime.rollout.news import News
 from orbit_runtime.serve.answers import Part
 from orbit_runtime.serve.channel import Abort, Change, Changed, Choice, Refusal, Step, Submit, pack
 from orbit_runtime.serve.errors import APIError
@@ -47,6 +49,11 @@ class Job:
                 yield self.parts[index]
             if self.error is not None:
                 raise self.error
+
+    def tell(self, part: Part) -> None:
+        """Something came of this one."""
+        self.fresh[part.index] = None
+        self.is_told.set()
 
     async def results(self) -> list[Part]:
         async for _ in self.take():
@@ -132,8 +139,10 @@ class Engine:
     def hear(self, record: object) -> None:
         match record:
             case Step():
-                for event in record.events:
-                    self._tell(*event)
+                if record.news is not None:
+                    self._tell(record.news)
+                for ended in record.ended:
+                    self._end(*ended)
             case Changed():
                 self._models = {served.name: served for served in record.models}
                 if (call := self._calls.get(record.call)) is not None and not call.done():
@@ -141,18 +150,25 @@ class Engine:
             case Refusal():
                 self._refuse(record)
 
-    def _tell(self, request_id: int, tokens: bytes, logprobs: bytes, reason: FinishReason | None, text: str) -> None:
-        job, part, model = self._jobs[request_id]
-        part.token_ids_T.frombytes(tokens)
-        part.logprobs_T.frombytes(logprobs)
-        if reason is not None:
-            part.finish_reason, part.text = reason, text
-            job.left -= 1
-            del self._jobs[request_id]
-            self._ended(model, part)
+    def _tell(self, news: News) -> None:
+        at = 0
+        for request_id, count in zip(news.request_ids_D, news.counts_D, strict=True):
+            job, part, _ = self._jobs[request_id]
+            part.token_ids_T += news.token_ids_T[at : at + count]
+            part.logprobs_T += news.logprobs_T[at : at + count]
+            at += count
+            job.tell(part)
+
+    def _end(
+        self, request_id: int, tokens_T: array[int], logprobs_T: array[float], reason: FinishReason, text: str
+    ) -> None:
+        job, part, model = self._jobs.pop(request_id)
+        part.token_ids_T, part.logprobs_T = tokens_T, logprobs_T
+        part.finish_reason, part.text = reason, text
+        job.left -= 1
+        self._ended(model, part)
         if job.is_streamed or not job.left:
-            job.fresh[part.index] = None
-            job.is_told.set()
+            job.tell(part)
 
     def _refuse(self, refusal: Refusal) -> None:
         error = APIError(refusal.status, refusal.message, code=refusal.code, param=refusal.param)

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import pickle
 import struct
+from array import array
 from asyncio import IncompleteReadError, StreamReader
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from orbit_runtime.planner.sampling import Kind
+from orbit_runtime.rollout.news import News
 from orbit_runtime.serve.names import Served
 from orbit_runtime.serve.requests import Limits
 from orbit_runtime.types import FinishReason, Sampling
@@ -36,6 +39,10 @@ class Setup:
     models: tuple[Served, ...]
     base: str
     """The base's name."""
+    kind: Kind
+    """Which settings of sampling the engine gives."""
+    template_arguments: Mapping[str, Any]
+    """Of the chat template."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,16 +95,17 @@ class Ready:
     refusal: str = ""
 
 
-Event = tuple[int, bytes, bytes, FinishReason | None, str]
-"""Of one choice: its request id, the bytes of new token ids (int32) and log-probs (fp32); once it has ended its reason
-and text. A tuple: there is one for each streamed choice and step."""
+Ended = tuple[int, array[int], array[float], FinishReason, str]
+"""Of one choice that has ended: its request id, all its tokens and log-probs, why it ended, and its text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
     """To the front: everything that came of one step of the batch."""
 
-    events: Sequence[Event]
+    news: News | None
+    """Of streamed choices."""
+    ended: Sequence[Ended]
 
 
 @dataclass(frozen=True, slots=True)

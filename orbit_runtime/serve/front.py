@@ -47,8 +47,8 @@ async def serve(connection: socket.socket) -> None:
         return
     metrics = ServeMetrics()
     engine = Engine(writer, setup.models, setup.base, concurrent=setup.limits.concurrent, ended=metrics.ended)
-    tokenizer = await asyncio.to_thread(ChatTokenizer, setup.model_folder)
-    app = build_app(engine, tokenizer, setup.vocabulary, setup.limits, metrics, setup.token)
+    tokenizer = await asyncio.to_thread(ChatTokenizer, setup.model_folder, setup.template_arguments)
+    app = build_app(engine, tokenizer, setup.vocabulary, setup.limits, metrics, setup.token, setup.kind)
     config = uvicorn.Config(
         app,
         log_config=None,

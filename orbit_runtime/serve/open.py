@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
 
@@ -18,20 +20,26 @@ from orbit_runtime.errors import UsageError
 from orbit_runtime.loop.inputs import Inputs
 from orbit_runtime.loop.machine import machine_facts
 from orbit_runtime.loop.resume import read_run_file
-from orbit_runtime.loop.trainers import build_policy
+from orbit_runtime.loop.trainers import adapter_config, build_policy
 from orbit_runtime.model_info.builtin_models import builtin_folder
 from orbit_runtime.model_info.content import kept_weights_digest
-from orbit_runtime.policy import Policy, load_policy
+from orbit_runtime.model_info.settings import load_settings
+from orbit_runtime.planner.sampling import Kind
+from orbit_runtime.policy import load_policy
 from orbit_runtime.rollout import TorchEngine
+from orbit_runtime.rollout.news import StreamingEngine
+from orbit_runtime.serve.held import Held, open_servers
 from orbit_runtime.serve.names import POLICY
 from orbit_runtime.serve.policies import Base, Policies, config_of, open_policy
 from orbit_runtime.serve.requests import Limits
-from orbit_runtime.spec import OrbitRun, load_manifest, resolve
+from orbit_runtime.spec import OrbitRun, Resolved, load_manifest, resolve
 from orbit_runtime.storage import open_store
 from orbit_runtime.storage.bundles import list_bundles
 from orbit_runtime.storage.cache import Cache, default_cache
 from orbit_runtime.storage.download import Patience
 from orbit_runtime.storage.inputs import fetch_input
+
+EngineName = Literal["Auto", "Torch", "SGLang", "OpenAI"]
 
 
 @dataclass(frozen=True)
@@ -43,6 +51,8 @@ class Asked:
     model: str | None = None
     adapters: Mapping[str, str] = field(default_factory=dict)
     updates_from: tuple[str, ...] = ()
+    engine: EngineName = "Auto"
+    """`Auto`: the run's own; without a run `Torch`."""
 
 
 @dataclass(frozen=True)
@@ -50,52 +60,103 @@ class Opened:
     """Loaded, with every adapter proven live."""
 
     policies: Policies
-    engine: TorchEngine
+    engine: StreamingEngine
     limits: Limits
     folder: Path
     """The base's."""
+    kind: Kind
+    """Which settings of sampling the engine gives."""
+    template_arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Of the run's chat template."""
+    watch: Callable[[], None] = lambda: None
+    """Called now and then: brings back what has died while nobody asked it."""
+    closing: ExitStack = field(default_factory=ExitStack)
+
+    def close(self) -> None:
+        """Ends the engine, and the servers that were started for it. Safe to call twice."""
+        self.closing.close()
+
+
+@dataclass(frozen=True)
+class _Source:
+    """What a run, or the command line, says of base and adapters."""
+
+    folder: Path
+    place: str
+    config: AdapterConfig
+    resolved: Resolved | None
+    """None: there is no run."""
+    engine: str
+    adapters: Mapping[str, str]
+    updates_from: tuple[str, ...]
 
 
 def open_models(asked: Asked, limits: Limits, note: Callable[[str], None]) -> Opened:
-    """
+    """The caller closes it.
+
     Raises:
         UsageError: neither or both of a run and a model were named.
-        OrbitError: model or adapter are missing or damaged, or an adapter could not be proven live.
+        OrbitError: model or adapter are missing or damaged, servers did not start, or an adapter could not be proven
+            live.
     """
     if (asked.source is None) == (asked.model is None):
         raise UsageError(
             "what is served is a run or a model", fix="name a run folder, a manifest's file, or --model with --adapter"
         )
-    if asked.source is None:
-        folder, place, policy, config = _load_model(asked, note)
-        adapters, sources = dict(asked.adapters), asked.updates_from
-    else:
-        run, inputs, uri, folder_of_manifest = _read_run(asked.source)
-        resolved = resolve(run, machine_facts(), folder=folder_of_manifest)
-        fetched = Inputs(resolved.run.spec, inputs, Patience(notice=note), [])
-        folder, place = fetched.model(), resolved.run.spec.model.uri
-        policy = build_policy(resolved, folder, "None", note)
-        config = next(iter(policy.injected.layers.values())).config
-        kept = list_bundles(open_store(uri, writable=False), "adapters") if _is_there(uri) else []
-        adapters = {**({POLICY: uri} if kept else {}), **asked.adapters}
-        sources = (uri, *asked.updates_from)
-        limits = replace(limits, sequence=min(limits.sequence, run.spec.model.max_sequence_length))
-    tokenizer = ChatTokenizer(folder)
-    longest = getattr(policy.model.config, "max_position_embeddings", None)
+    source = _of_model(asked, note) if asked.source is None else _of_run(asked, note)
+    template = source.resolved.run.spec.data.chat.template_arguments if source.resolved else {}
+    if source.resolved:
+        limits = replace(limits, sequence=min(limits.sequence, source.resolved.run.spec.model.max_sequence_length))
+    longest = load_settings(source.folder / "config.json").get("max_position_embeddings")
     if longest:
         limits = replace(limits, sequence=min(limits.sequence, int(longest)))
-    engine = TorchEngine(policy, tokenizer, max_running_requests=limits.running)
-    weights = kept_weights_digest(folder, Cache(default_cache(os.environ)))
-    name = place.rstrip("/").rpartition("/")[2] or place
-    policies = Policies(Base(name, place, policy, tokenizer, config, weights), engine, sources)
-    for adapter, where in adapters.items():
-        served, proof = policies.load(adapter, where)
-        note(f"{adapter}: {served.place}, {served.digest[:19]}…, {proof.verdict} live")
-    return Opened(policies, engine, limits, folder)
+    tokenizer = ChatTokenizer(source.folder, template)
+    with ExitStack() as closing:
+        if source.engine == "Torch":
+            held = _open_torch(source, tokenizer, limits, note)
+        else:
+            note(f"starting {source.engine}" if source.engine == "SGLang" else "asking the endpoints")
+            held = open_servers(
+                source.resolved or _run_of(source, limits), source.config, source.folder, tokenizer,
+                len(source.adapters), closing,
+            )  # fmt: skip
+        closing.callback(held.engine.close)
+        weights = kept_weights_digest(source.folder, Cache(default_cache(os.environ)))
+        name = source.place.rstrip("/").rpartition("/")[2] or source.place
+        base = Base(
+            name, source.place, tokenizer, held.config, weights, held.vocabulary, held.compute_dtype, held.policy,
+            held.most_adapters,
+        )  # fmt: skip
+        policies = Policies(base, held.engine, source.updates_from)
+        for adapter, where in source.adapters.items():
+            served, proof = policies.load(adapter, where)
+            note(f"{adapter}: {served.place}, {served.digest[:19]}…, {proof.verdict} live")
+        return Opened(
+            policies, held.engine, limits, source.folder, held.kind, template, held.watch, closing.pop_all()
+        )  # fmt: skip
 
 
-def _load_model(asked: Asked, note: Callable[[str], None]) -> tuple[Path, str, Policy, AdapterConfig]:
+def _open_torch(source: _Source, tokenizer: ChatTokenizer, limits: Limits, note: Callable[[str], None]) -> Held:
+    if source.resolved is not None:
+        policy = build_policy(source.resolved, source.folder, "None", note)
+    else:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        dtype = torch.float32 if device == "cpu" else torch.bfloat16
+        policy = load_policy(source.folder, source.config, device=device, compute_dtype=dtype)
+    return Held(
+        engine=TorchEngine(policy, tokenizer, max_running_requests=limits.running),
+        config=next(iter(policy.injected.layers.values())).config,
+        vocabulary=policy.vocabulary,
+        compute_dtype=str(policy.compute_dtype).removeprefix("torch."),
+        kind="Torch",
+        policy=policy,
+    )
+
+
+def _of_model(asked: Asked, note: Callable[[str], None]) -> _Source:
     assert asked.model is not None
+    if asked.engine == "OpenAI":
+        raise UsageError("the addresses of servers are in a manifest", where="--engine", fix="name the manifest's file")
     uri = asked.model
     if uri.startswith("builtin://"):
         folder = builtin_folder(uri.removeprefix("builtin://"), "Auto")
@@ -103,14 +164,67 @@ def _load_model(asked: Asked, note: Callable[[str], None]) -> tuple[Path, str, P
         folder = fetch_input(uri, "model", "--model", patience=Patience(notice=note)).path
     found = [config_of(open_policy(where)) for where in asked.adapters.values()]
     config = found[0] if found else AdapterConfig(type="LoRA", targets=())
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    policy = load_policy(folder, config, device=device, compute_dtype=dtype)
-    return folder, uri, policy, next(iter(policy.injected.layers.values())).config
+    engine = "Torch" if asked.engine == "Auto" else asked.engine
+    return _Source(folder, uri, config, None, engine, asked.adapters, asked.updates_from)
+
+
+def _run_of(source: _Source, limits: Limits) -> Resolved:
+    """A manifest for servers without a run: what a run with this base and adapter would be told."""
+    adapter: dict[str, Any] = {"type": source.config.type, "targets": list(source.config.targets) or None}
+    if source.config.type == "LoRA":
+        adapter["lora"] = {"rank": source.config.rank, "alpha": source.config.alpha}
+    else:
+        adapter["oft"] = {"blockSize": source.config.block_size}
+    prompts = [{"uri": "builtin://addition"}]
+    run = OrbitRun.model_validate(
+        {
+            "apiVersion": "orbitrl.dev/v1alpha1", "kind": "OrbitRun", "metadata": {"name": "serve"},
+            "spec": {
+                "model": {"uri": source.place, "maxSequenceLength": limits.sequence}, "data": {"prompts": prompts},
+                "adapter": {name: value for name, value in adapter.items() if value is not None},
+                "rollout": {"engine": source.engine, "maxRunningRequests": limits.running},
+                "training": {"trainer": "Torch"},
+            },
+        }
+    )  # fmt: skip
+    return resolve(run, machine_facts())
+
+
+def _of_run(asked: Asked, note: Callable[[str], None]) -> _Source:
+    """The manifest, what its first start read, its run folder, and where its relative paths begin."""
+    assert asked.source is not None
+    run, inputs, uri, folder = _read_run(asked.source)
+    resolved = resolve(_for_serving(run, asked.engine), machine_facts(), folder=folder)
+    fetched = Inputs(resolved.run.spec, inputs, Patience(notice=note), [])
+    kept = list_bundles(open_store(uri, writable=False), "adapters") if _is_there(uri) else []
+    adapters = {**({POLICY: uri} if kept else {}), **asked.adapters}
+    spec = resolved.run.spec
+    return _Source(
+        fetched.model(), spec.model.uri, adapter_config(spec), resolved, resolved.engine, adapters,
+        (uri, *asked.updates_from),
+    )  # fmt: skip
+
+
+def _for_serving(run: OrbitRun, engine: EngineName) -> OrbitRun:
+    """The manifest without what only a trainer wants of an engine, and on another engine without what the first was
+    told."""
+    manifest = run.to_manifest()
+    spec = manifest["spec"]
+    rollout = dict(spec.get("rollout") or {})
+    given = rollout.get("engine", "Auto")
+    if engine == "Auto":
+        engine = "Torch" if given == "Auto" and spec.get("training", {}).get("trainer", "Auto") == "Auto" else given
+    if engine != given:
+        rollout = {name: value for name, value in rollout.items() if name in ("sampling", "maxRunningRequests")}
+    rollout = {name: value for name, value in rollout.items() if name not in ("sleep", "routerReplay")}
+    # Whoever trained it, nobody trains here.
+    training = {**(spec.get("training") or {}), "trainer": "Torch"}
+    return OrbitRun.model_validate(
+        {**manifest, "spec": {**spec, "rollout": {**rollout, "engine": engine}, "training": training}}
+    )
 
 
 def _read_run(source: str) -> tuple[OrbitRun, Mapping[str, object], str, Path | None]:
-    """The manifest, what its first start read, its run folder, and where its relative paths begin."""
     path = Path(source)
     if path.is_file():
         manifest = load_manifest(path, [])
@@ -118,11 +232,7 @@ def _read_run(source: str) -> tuple[OrbitRun, Mapping[str, object], str, Path | 
     before = read_run_file(open_store(source, writable=False))
     if before is None:
         raise UsageError("there is no run here", where=source, fix="name a run folder; `orbit ls` lists them")
-    # Whoever trained it, one process serves it.
-    spec = before["resolved"]["spec"]
-    training = {**spec["training"], "trainer": "Torch"}
-    run = OrbitRun.model_validate({**before["resolved"], "spec": {**spec, "training": training}})
-    return run, before.get("inputs", {}), source, None
+    return OrbitRun.model_validate(before["resolved"]), before.get("inputs", {}), source, None
 
 
 def _is_there(uri: str) -> bool:

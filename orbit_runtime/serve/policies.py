@@ -9,6 +9,7 @@ emptied when nothing samples from it any more.
 from __future__ import annotations
 
 import math
+import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -28,9 +29,8 @@ from orbit_runtime.errors import GateError, ModelError, UsageError
 from orbit_runtime.parity.liveness import CHANGE_LIMITS, Limits, Proof, check_proofs, prove
 from orbit_runtime.policy.model import Policy
 from orbit_runtime.policy.packed import Branch
-from orbit_runtime.rollout import TorchEngine
 from orbit_runtime.serve.names import POLICY, Served
-from orbit_runtime.types import AdapterFiles, Scored
+from orbit_runtime.types import AdapterFiles, Copy, Engine, Scored
 
 CANARY_TOKENS = 48
 CANARY = "Name three rivers of Africa, then add 17 and 26."
@@ -42,25 +42,32 @@ class Base:
 
     name: str
     place: str
-    policy: Policy
     tokenizer: ChatTokenizer
     config: AdapterConfig
     """Of every adapter that can be served beside it."""
     weights: str
     """Digest of its files."""
+    vocabulary: int
+    compute_dtype: str
+    """`float32` or `bfloat16`."""
+    policy: Policy | None
+    """The model in this process; None: servers hold it."""
+    most_adapters: int | None = None
+    """That the engine holds at a time; None: as many as fit its memory."""
 
 
 class Policies:
     """The models of one server. Every method may be called from any thread."""
 
-    def __init__(self, base: Base, engine: TorchEngine, sources: Sequence[str]) -> None:
+    def __init__(self, base: Base, engine: Engine, sources: Sequence[str]) -> None:
         """Args: sources: folders and addresses that adapters may be loaded from while it serves."""
         self.base = base
         self._engine = engine
         self._sources = tuple(sources)
         self._lock = threading.Lock()
-        """Held while a request gets its slot, and while a slot is emptied."""
+        """Held while a request gets its slot, and while a name changes over."""
         self._updating = threading.Lock()
+        self._sweeping = threading.Lock()
         self._served = {base.name: Served(base.name, None, base.place, digest=base.weights)}
         self._loads = 0
         self._retired: list[str] = []
@@ -89,8 +96,9 @@ class Policies:
         folder = open_policy(uri)
         with self._updating:
             adapter = self._adapter(folder)
+            self._check_room()
             self._loads += 1
-            slot = f"{name}#{self._loads}"
+            slot = f"{_slot_word(name)}-{self._loads}"
             with self._slot_filled(slot, adapter):
                 proof = self._prove(slot, adapter, folder.facts)
             version = folder.facts.get("version")
@@ -116,9 +124,13 @@ class Policies:
                 fix="start it with --updates-from and a folder that holds it",
             )
 
+    @property
+    def has_retired(self) -> bool:
+        return bool(self._retired)
+
     def sweep(self) -> None:
-        """Empties slots that nothing stands for and nothing samples from any more."""
-        with self._lock:
+        """Empties slots that nothing stands for and nothing samples from any more. A server may take its time."""
+        with self._sweeping:
             for slot in [*self._retired]:
                 # Until the last of its requests has ended.
                 with suppress(GateError):
@@ -132,6 +144,15 @@ class Policies:
             if before is not None and before.slot is not None:
                 self._retired.append(before.slot)
         self.sweep()
+
+    def _check_room(self) -> None:
+        """Raises ModelError where the engine holds as many as it can: it would drop one by itself."""
+        most, held = self.base.most_adapters, len(self._engine.adapters())
+        if most is not None and held >= most:
+            raise ModelError(
+                f"the engine holds {held} adapters, as many as it can beside each other",
+                fix="serve fewer names, or wait until requests under adapters that were replaced have ended",
+            )
 
     @contextmanager
     def _slot_filled(self, slot: str, adapter: AdapterFiles) -> Iterator[None]:
@@ -177,28 +198,49 @@ class Policies:
         return AdapterFiles(int(folder.facts.get("version") or 0), files, digest)
 
     def _prove(self, slot: str, adapter: AdapterFiles, facts: Mapping[str, Any]) -> Proof:
+        """On every copy; returns the one that came closest to its limit."""
         expected = expected_applied_digest(adapter.files)
-        canary_T, scores = _recorded(facts, self.base.policy.vocabulary) or self._measured(slot)
-        adapted, base = scores
-        trainer = (Scored(adapted, expected), Scored(base, None))
-        limits = Limits(CHANGE_LIMITS[str(self.base.policy.compute_dtype).removeprefix("torch.")], math.inf)
-        proof, _ = prove(
-            adapter, slot, self._engine, trainer, canary_T, limits=limits, previous=None, expected=expected
-        )
-        check_proofs([proof])
-        return proof
+        recorded = _recorded(facts, self.base.vocabulary)
+        limits = Limits(CHANGE_LIMITS[self.base.compute_dtype], math.inf)
+        proofs = []
+        for copy in self._engine.copies():
+            canary_T, (adapted, base) = recorded or self._measured(slot, copy)
+            trainer = (Scored(adapted, expected), Scored(base, None))
+            proof, _ = prove(adapter, slot, copy, trainer, canary_T, limits=limits, previous=None, expected=expected)
+            proofs.append(proof)
+        check_proofs(proofs)
+        for proof in proofs:
+            if not proof.may_run:
+                raise GateError(f"{proof.engine}: {'; '.join(proof.unresolved)}", where="publish")
+        return max(proofs, key=lambda proof: proof.change_error)
 
-    def _measured(self, slot: str) -> tuple[tuple[int, ...], tuple[tuple[float, ...], tuple[float, ...]]]:
-        """For an adapter that no trainer wrote a canary for: the passes of training stand in for the trainer."""
-        tokenizer, policy = self.base.tokenizer, self.base.policy
-        ids = tokenizer.encode_chat([{"role": "user", "content": CANARY}])[-CANARY_TOKENS:]
+    def _measured(self, slot: str, copy: Copy) -> tuple[tuple[int, ...], tuple[tuple[float, ...], tuple[float, ...]]]:
+        """For an adapter that no trainer wrote a canary for: the passes of training stand in for the trainer. Where no
+        model is in this process, the engine's own do: then the digests that it reads back are the whole proof."""
+        ids = self.base.tokenizer.encode_chat([{"role": "user", "content": CANARY}])[-CANARY_TOKENS:]
         canary_T = (*ids, *ids[:4])
+        policy = self.base.policy
+        if policy is None:
+            if not copy.reads_back:
+                raise GateError(
+                    f"no trainer wrote down what this adapter does, and {copy.name} cannot tell what stands in its "
+                    "slots: nothing could be proven",
+                    where="publish",
+                    fix="serve an adapter of a run, or servers with Orbit's plug-in",
+                )
+            adapted, base = copy.score(canary_T, [slot, None])
+            return canary_T, (adapted.logprobs_T, base.logprobs_T)
         batch = policy.pack([Branch(0, canary_T[:1], canary_T[1:])])
         found = []
         for name in (slot, None):
             with torch.no_grad(), policy.injected.selection.use(name):
                 found.append((0.0, *policy.logprobs(batch)[0].tolist()))
         return canary_T, (found[0], found[1])
+
+
+def _slot_word(name: str) -> str:
+    """A name as every engine takes it, in an address and in a folder's name."""
+    return re.sub(r"[^A-Za-z0-9_.]", "_", name)[:64]
 
 
 def open_policy(uri: str) -> AdapterFolder:

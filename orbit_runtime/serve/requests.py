@@ -14,6 +14,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from orbit_runtime.errors import UnsupportedError
+from orbit_runtime.planner.sampling import Kind, check_sampling
 from orbit_runtime.seeds import stream_key
 from orbit_runtime.serve.errors import APIError
 from orbit_runtime.types import Sampling
@@ -199,6 +201,28 @@ def parse_body[Body: _Body](kind: type[Body], data: bytes) -> Body:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
         where = ".".join(map(str, first["loc"]))
         raise APIError(400, f"{where}: {first['msg']}", param=str(first["loc"][0]) if first["loc"] else None) from None
+
+
+FIELDS = {
+    "repetitionPenalty": "repetition_penalty", "ignoreEos": "ignore_eos", "topK": "top_k", "topP": "top_p",
+    "minP": "min_p",
+}  # fmt: skip
+"""A manifest's settings under the names that clients give them."""
+SEEDED: tuple[Kind, ...] = ("Torch", "SGLang, deterministic")
+"""Engines that draw by a request's seed."""
+
+
+def check_given(kind: Kind, sampling: Sampling, seed: int | None) -> None:
+    """Raises APIError (400) for what this kind of engine would not compute with, or would tell other log-probs of."""
+    try:
+        check_sampling(sampling, kind, "this server")
+    except UnsupportedError as error:
+        param = FIELDS.get(str(error.where).rpartition(".")[2])
+        raise APIError(400, error.message, param=param) from None
+    if seed is not None and kind not in SEEDED and sampling.temperature > 0:
+        raise APIError(
+            400, "this server's engine does not draw by a seed; leave it out, or ask at temperature 0", param="seed"
+        )
 
 
 def choice_key(seed: int | None, prompt: int, sample: int) -> int:

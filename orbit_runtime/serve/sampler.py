@@ -12,17 +12,17 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from typing import Any
 
-from orbit_runtime.errors import OrbitError, UsageError
-from orbit_runtime.rollout import TorchEngine
+from orbit_runtime.errors import EngineDiedError, OrbitError, UsageError
+from orbit_runtime.rollout.news import StreamingEngine
 from orbit_runtime.serve.channel import (
     Abort,
     Change,
     Changed,
-    Event,
+    Ended,
     Ready,
     Refusal,
     Step,
@@ -33,22 +33,24 @@ from orbit_runtime.serve.channel import (
 )
 from orbit_runtime.serve.errors import APIError, from_orbit
 from orbit_runtime.serve.policies import Policies
-from orbit_runtime.types import Completion, Request
+from orbit_runtime.types import Request
 
 
 class Sampler:
     """Owns the engine's thread, from `start` to `close`."""
 
-    def __init__(self, engine: TorchEngine, policies: Policies, *, seconds: float) -> None:
+    def __init__(self, engine: StreamingEngine, policies: Policies, *, seconds: float) -> None:
         """Args: seconds: that one completion may take."""
         self._engine = engine
         self._policies = policies
         self._seconds = seconds
         self._work = asyncio.Event()
         self._is_closing = False
-        self._streamed: dict[int, int] = {}
-        """Tokens that the front has, by streamed request. The engine's thread's, as is what follows."""
-        self._events: list[Event] = []
+        self._ended: list[Ended] = []
+        """Not sent yet. The engine's thread's, as is what follows."""
+        self._is_telling = False
+        """What came is sent after the others of this step."""
+        self._is_sweeping = False
         self._under_way: set[int] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._writer: asyncio.StreamWriter | None = None
@@ -91,6 +93,7 @@ class Sampler:
     async def _serve(self, connection: socket.socket, setup: object) -> None:
         reader, self._writer = await asyncio.open_connection(sock=connection)
         self._send(setup)
+        self._engine.listen(self._tell_soon)
         reading = asyncio.create_task(self._read(reader))
         try:
             while not self._is_closing:
@@ -104,14 +107,28 @@ class Sampler:
     async def _answer(self) -> None:
         try:
             async for completion in self._engine.completions():
-                if not self._events:
-                    # After the others of this step.
-                    self._loop.call_soon(self._tell)
-                self._events.append(self._ended(completion))
+                self._under_way.discard(completion.request_id)
+                self._ended.append(
+                    (
+                        completion.request_id,
+                        completion.token_ids_T,
+                        completion.logprobs_T,
+                        completion.finish_reason,
+                        completion.text,
+                    )
+                )
+                self._tell_soon()
         except Exception as error:  # whatever it is, those who wait must hear of it
-            self._send(_refusal(tuple(self._under_way), error, is_fatal=True))
-            self._under_way.clear()
-            self._streamed.clear()
+            self._lose(error)
+
+    def _lose(self, error: Exception) -> None:
+        """What an engine lost where it goes on with the rest; everything where it does not."""
+        is_fatal = not isinstance(error, OrbitError) or isinstance(error, EngineDiedError)
+        lost = self._under_way if is_fatal else self._under_way - {*self._engine.under_way}
+        self._send(_refusal(tuple(lost), error, is_fatal=is_fatal))
+        self._under_way -= lost
+        if self._under_way:
+            self._work.set()
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         while (record := await receive(reader)) is not None:
@@ -121,9 +138,7 @@ class Sampler:
                 case Abort():
                     self._engine.abort(record.request_ids)
                 case Change():
-                    task = asyncio.create_task(self._change(record))
-                    self._tasks.add(task)
-                    task.add_done_callback(self._tasks.discard)
+                    self._spawn(self._change(record))
                 case Ready():
                     self.ready = record
                     self.is_heard.set()
@@ -148,6 +163,7 @@ class Sampler:
                             choice.sampling,
                             slot,
                             deadline_seconds=self._seconds,
+                            is_streamed=asked.is_streamed,
                         )
                         for request_id, choice in zip(ids, asked.choices, strict=True)
                     ]
@@ -156,33 +172,34 @@ class Sampler:
             self._send(_refusal(tuple(ids), error))
             return
         self._under_way.update(ids)
-        if asked.is_streamed:
-            if not self._streamed:
-                self._loop.call_soon(self._tell_streamed)
-            self._streamed.update(dict.fromkeys(ids, 0))
         self._work.set()
 
-    def _tell_streamed(self) -> None:
-        """Once between two steps of the batch, as long as a client wants its tokens one by one."""
-        if not self._streamed:
-            return
-        for request_id, tokens, logprobs in self._engine.since(self._streamed):
-            self._streamed[request_id] += len(tokens)
-            self._events.append((request_id, tokens.tobytes(), logprobs.tobytes(), None, ""))
-        self._tell()
-        self._loop.call_soon(self._tell_streamed)
-
-    def _ended(self, completion: Completion) -> Event:
-        self._under_way.discard(completion.request_id)
-        had = self._streamed.pop(completion.request_id, 0)
-        tokens, logprobs = completion.token_ids_T[had:], completion.logprobs_T[had:]
-        return completion.request_id, tokens.tobytes(), logprobs.tobytes(), completion.finish_reason, completion.text
+    def _tell_soon(self) -> None:
+        """One record for all that comes of a step."""
+        if not self._is_telling:
+            self._is_telling = True
+            self._loop.call_soon(self._tell)
 
     def _tell(self) -> None:
-        if self._events:
-            self._send(Step(self._events))
-            self._events = []
-            self._policies.sweep()
+        self._is_telling = False
+        ended, self._ended = self._ended, []
+        news = self._engine.news()
+        if news is not None or ended:
+            self._send(Step(news, ended))
+        if ended and self._policies.has_retired and not self._is_sweeping:
+            self._is_sweeping = True
+            self._spawn(self._sweep())
+
+    async def _sweep(self) -> None:
+        try:
+            await asyncio.to_thread(self._policies.sweep)
+        finally:
+            self._is_sweeping = False
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _change(self, asked: Change) -> None:
         try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -28,6 +29,7 @@ class Serving:
     _sampler: Sampler
     _front: subprocess.Popen[bytes]
     _drain_seconds: float
+    _watch: Callable[[], None]
 
     @property
     def front_pid(self) -> int:
@@ -35,9 +37,14 @@ class Serving:
         return self._front.pid
 
     def check(self) -> None:
-        """Raises EngineDiedError (82) where the process that speaks HTTP has ended by itself."""
+        """For who waits meanwhile, now and then: servers that have died are brought back.
+
+        Raises:
+            EngineDiedError: (82) the process that speaks HTTP has ended by itself.
+        """
         if self._sampler.is_front_gone.is_set():
             raise EngineDiedError("the process that speaks HTTP has ended", fix="start the server again")
+        self._watch()
 
     def close(self) -> None:
         """Takes no more connections, lets what is under way end, and aborts what has not ended by then."""
@@ -70,8 +77,8 @@ def start_serving(opened: Opened, host: str, port: int, token: str | None) -> Se
     finally:
         theirs.close()
     setup = Setup(
-        str(opened.folder), policies.base.policy.vocabulary, limits, token, host, port, tuple(policies.all()),
-        policies.base.name,
+        str(opened.folder), policies.base.vocabulary, limits, token, host, port, tuple(policies.all()),
+        policies.base.name, opened.kind, opened.template_arguments,
     )  # fmt: skip
     sampler = Sampler(opened.engine, policies, seconds=limits.seconds)
     try:
@@ -87,4 +94,4 @@ def start_serving(opened: Opened, host: str, port: int, token: str | None) -> Se
         front.wait()
         sampler.close()
         raise
-    return Serving(f"http://{host}:{ready.port}", sampler, front, limits.drain_seconds)
+    return Serving(f"http://{host}:{ready.port}", sampler, front, limits.drain_seconds, opened.watch)

@@ -1,0 +1,73 @@
+"""What servers have to know of a model that no process of ours holds: from the checkpoint's headers alone.
+
+Belongs here: the `PolicyFacts` that a loaded policy tells, as far as engines read them. Does not belong here: reading
+headers (`model_info`), which layers a loaded model adapts (`adapters.inject`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from orbit_runtime.adapters.config import AdapterConfig
+from orbit_runtime.adapters.report import InjectReport
+from orbit_runtime.errors import ManifestError
+from orbit_runtime.model_info.checkpoint import folder_headers, headers_facts
+from orbit_runtime.model_info.layouts import packed_module
+from orbit_runtime.model_info.quantization import parse_quantization
+from orbit_runtime.model_info.weights import EXPERT, Weight
+from orbit_runtime.planner.adapter_size import LEFT_OUT
+from orbit_runtime.policy.facts import PolicyFacts
+
+EXPERTS = f".{EXPERT}."
+
+
+def facts_of_checkpoint(folder: Path, adapter: AdapterConfig, compute_dtype: str) -> PolicyFacts:
+    """
+    Args:
+        adapter: without targets, it gets the family's usual ones.
+
+    Raises:
+        ModelError: the folder is incomplete, or of a family that is not known.
+        ManifestError: (64) a target names no linear layer.
+    """
+    headers = folder_headers(folder)
+    model = headers_facts(headers, folder.name)
+    architecture = model.architecture
+    adapter = replace(adapter, targets=adapter.targets or architecture.default_targets)
+    linears = [weight for weight in architecture.weights if weight.is_linear and weight.role not in LEFT_OUT]
+    for index, target in enumerate(adapter.targets):
+        if not any(_is_named(weight, target) for weight in linears):
+            raise ManifestError(
+                f"{target!r} matches no linear layer of the model", where=f"spec.adapter.targets[{index}]"
+            )
+    adapted = [weight for weight in linears if any(_is_named(weight, target) for target in adapter.targets)]
+    if adapter.expert_layout == "None":
+        adapted = [weight for weight in adapted if weight.role != "routed_expert"]
+    layers = tuple(dict.fromkeys(_module(weight) for weight in adapted))
+    infos = headers.infos()
+    quant = parse_quantization(headers.config, where=str(folder / "config.json"), tensors=infos)
+    of_experts = {weight.module.partition(EXPERTS)[0] for weight in adapted if weight.role == "routed_expert"}
+    packed = (packed_module(name, info)[0] for name, info in infos.items() if ".experts." in name)
+    formats = {quant.layout_of(name) for name in packed if name and any(name.startswith(each) for each in of_experts)}
+    return PolicyFacts(
+        vocabulary=architecture.vocab_size,
+        precision=quant.name,
+        compute_dtype=compute_dtype,
+        adapter=adapter,
+        layers=layers,
+        modules=frozenset(_module(weight) for weight in linears),
+        report=InjectReport((), 0),
+        expert_formats=tuple(sorted(formats or ({"BF16"} if of_experts else set()))),
+        group_size=None,
+        routed=None,
+    )
+
+
+def _is_named(weight: Weight, target: str) -> bool:
+    return target == weight.target or _module(weight).endswith(f".{target}")
+
+
+def _module(weight: Weight) -> str:
+    """As a loaded policy calls it: all experts of a layer are one module."""
+    return weight.module.replace(EXPERTS, ".")

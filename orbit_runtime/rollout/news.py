@@ -1,0 +1,45 @@
+"""Tokens before their completion has ended: what an engine tells that is asked for streams.
+
+Belongs here: the record, and what such an engine can do besides. Does not belong here: completions (`types.Engine`).
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Protocol
+
+from orbit_runtime.types import Engine
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """Tokens that came of several requests, those of one after those of the other; columns, as there is one a step."""
+
+    request_ids_D: array[int]
+    """int64."""
+    counts_D: array[int]
+    """int32: how many of the tokens belong to each."""
+    token_ids_T: array[int]
+    logprobs_T: array[float]
+
+
+class StreamingEngine(Engine, Protocol):
+    """One that tells tokens before their completion has ended."""
+
+    @property
+    def under_way(self) -> Collection[int]:
+        """Requests that a completion is still to come of. The caller's, as `submit` is."""
+        ...
+
+    def listen(self, tell: Callable[[], None] | None) -> None:
+        """Args: tell: called by whoever takes completions, between two of them, where `news` may have something."""
+        ...
+
+    def news(self) -> News | None:
+        """What came of streamed requests since it was last asked, each token once and in order; None: nothing.
+
+        What is not asked for before a completion is handed out is told by that one alone.
+        """
+        ...
