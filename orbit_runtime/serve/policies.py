@@ -30,10 +30,12 @@ from orbit_runtime.parity.liveness import CHANGE_LIMITS, Limits, Proof, check_pr
 from orbit_runtime.policy.model import Policy
 from orbit_runtime.policy.packed import Branch
 from orbit_runtime.serve.names import POLICY, Served
-from orbit_runtime.types import AdapterFiles, Copy, Engine, Scored
+from orbit_runtime.types import AdapterFiles, Engine, Scored
 
 CANARY_TOKENS = 48
 CANARY = "Name three rivers of Africa, then add 17 and 26."
+Measured = tuple[tuple[float, ...], tuple[float, ...]]
+"""Log-probs of the canary with the adapter and without."""
 
 
 @dataclass(frozen=True)
@@ -200,12 +202,18 @@ class Policies:
     def _prove(self, slot: str, adapter: AdapterFiles, facts: Mapping[str, Any]) -> Proof:
         """On every copy; returns the one that came closest to its limit."""
         expected = expected_applied_digest(adapter.files)
-        recorded = _recorded(facts, self.base.vocabulary)
         limits = Limits(CHANGE_LIMITS[self.base.compute_dtype], math.inf)
         proofs = []
+        canary_T, scores = _recorded(facts, self.base.vocabulary) or self._measured(slot)
         for copy in self._engine.copies():
-            canary_T, (adapted, base) = recorded or self._measured(slot, copy)
-            trainer = (Scored(adapted, expected), Scored(base, None))
+            if scores is None and not copy.reads_back:
+                raise GateError(
+                    f"no trainer wrote down what this adapter does, and {copy.name} cannot tell what stands in its "
+                    "slots: nothing could be proven",
+                    where="publish",
+                    fix="serve an adapter of a run, or servers with Orbit's plug-in",
+                )
+            trainer = scores and (Scored(scores[0], expected), Scored(scores[1], None))
             proof, _ = prove(adapter, slot, copy, trainer, canary_T, limits=limits, previous=None, expected=expected)
             proofs.append(proof)
         check_proofs(proofs)
@@ -214,22 +222,14 @@ class Policies:
                 raise GateError(f"{proof.engine}: {'; '.join(proof.unresolved)}", where="publish")
         return max(proofs, key=lambda proof: proof.change_error)
 
-    def _measured(self, slot: str, copy: Copy) -> tuple[tuple[int, ...], tuple[tuple[float, ...], tuple[float, ...]]]:
-        """For an adapter that no trainer wrote a canary for: the passes of training stand in for the trainer. Where no
-        model is in this process, the engine's own do: then the digests that it reads back are the whole proof."""
+    def _measured(self, slot: str) -> tuple[tuple[int, ...], Measured | None]:
+        """For an adapter that no trainer wrote a canary for: the passes of training stand in for the trainer, where the
+        model is in this process."""
         ids = self.base.tokenizer.encode_chat([{"role": "user", "content": CANARY}])[-CANARY_TOKENS:]
         canary_T = (*ids, *ids[:4])
         policy = self.base.policy
         if policy is None:
-            if not copy.reads_back:
-                raise GateError(
-                    f"no trainer wrote down what this adapter does, and {copy.name} cannot tell what stands in its "
-                    "slots: nothing could be proven",
-                    where="publish",
-                    fix="serve an adapter of a run, or servers with Orbit's plug-in",
-                )
-            adapted, base = copy.score(canary_T, [slot, None])
-            return canary_T, (adapted.logprobs_T, base.logprobs_T)
+            return canary_T, None
         batch = policy.pack([Branch(0, canary_T[:1], canary_T[1:])])
         found = []
         for name in (slot, None):
@@ -297,9 +297,7 @@ def _words(config: AdapterConfig) -> str:
     return f"OFT in blocks of {config.block_size}, {config.parametrization}"
 
 
-def _recorded(
-    facts: Mapping[str, Any], vocabulary: int
-) -> tuple[tuple[int, ...], tuple[tuple[float, ...], tuple[float, ...]]] | None:
+def _recorded(facts: Mapping[str, Any], vocabulary: int) -> tuple[tuple[int, ...], Measured] | None:
     """What the trainer measured when it published; None where nobody did.
 
     Raises:

@@ -124,6 +124,9 @@ class Sampler:
     def _lose(self, error: Exception) -> None:
         """What an engine lost where it goes on with the rest; everything where it does not."""
         is_fatal = not isinstance(error, OrbitError) or isinstance(error, EngineDiedError)
+        if not is_fatal:
+            # It is no fault of what the clients asked.
+            error = APIError(502, str(error), code="engine_refused")
         lost = self._under_way if is_fatal else self._under_way - {*self._engine.under_way}
         self._send(_refusal(tuple(lost), error, is_fatal=is_fatal))
         self._under_way -= lost
