@@ -95,10 +95,11 @@ class Request:
     adapter: str | None
     """Slot name such as `policy-v3`; `None` is the bare base."""
     so_far: Completion | None = None
-    """An unfinished completion of the same prompt to continue, under the same adapter or another; its tokens count
-    towards `max_new_tokens` and come back with the new ones."""
+    """An unfinished completion to continue, under any adapter: its tokens count, and come back with the new ones."""
     deadline_seconds: float | None = None
     """From `submit` on. A completion that is not done by then comes back as far as it got, as `deadline`."""
+    alternatives: int = 0
+    """Most probable tokens that are told for each place."""
     is_streamed: bool = False
     """Its tokens are told as they come, by an engine that can (`rollout.news`)."""
 
@@ -120,7 +121,7 @@ class Completion:
     request_id: int
     token_ids_T: array[int]
     logprobs_T: array[float]
-    """Under the distribution they were drawn from (`algorithms.distribution`)."""
+    """Under the distribution they were drawn from (`algorithms.distribution`); at temperature 0 the model's own."""
     versions_T: array[int]
     """Read from the slot that the forward pass applied, not from the request; `BASE_VERSION` without one."""
     finish_reason: FinishReason
@@ -128,6 +129,8 @@ class Completion:
     """Decoded, without the stop string or the token that ended it."""
     routed_experts: RoutedExperts | None = None
     """Of the prompt's tokens and the sampled ones; None: nobody asked for them."""
+    alternatives: tuple[array[int], array[float]] | None = None
+    """`Request.alternatives` of each token, one token's after another's: ids and log-probs; -1 where there is none."""
 
     def __post_init__(self) -> None:
         _hold_arrays(self, token_ids_T=TOKENS, logprobs_T=FLOATS, versions_T=TOKENS)
@@ -327,8 +330,7 @@ class Tokenizer(Protocol):
         *,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> list[int]:
-        """Ids of what follows the sampled message `answered`, which ended with `last_id`, up to where the next answer
-        starts."""
+        """Ids of what follows the sampled message `answered`, which ended with `last_id`, up to the next answer."""
         ...
 
     def decode(self, token_ids: Sequence[int]) -> str: ...

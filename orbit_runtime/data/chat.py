@@ -41,6 +41,7 @@ class ChatTokenizer:
         self._tokenizer = _load_tokenizer(self._folder)
         self._eos_ids = _resolve_eos_ids(self._folder, self._tokenizer)
         self._template_arguments = dict(template_arguments or {})
+        self._texts: dict[int, str] = {}
         for name in OWN_ARGUMENTS:
             if name in self._template_arguments:
                 raise ManifestError(
@@ -114,6 +115,12 @@ class ChatTokenizer:
     def decode_all(self, token_ids: Sequence[int]) -> str:
         """Text with its special tokens."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
+
+    def text_of(self, token_id: int) -> str:
+        """Of one token, special ones too; remembered, as there are not many."""
+        if token_id not in self._texts:
+            self._texts[token_id] = self.decode_all([token_id])
+        return self._texts[token_id]
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text without special tokens, with its spaces as they are."""

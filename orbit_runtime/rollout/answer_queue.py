@@ -23,7 +23,7 @@ from functools import partial
 
 from orbit_runtime.errors import EngineDiedError, GateError
 from orbit_runtime.rollout.answers import Answer
-from orbit_runtime.rollout.news import News
+from orbit_runtime.rollout.news import Alternatives, News
 from orbit_runtime.rollout.replica import TRIES, Replica
 from orbit_runtime.rollout.routing import PrefixRouter
 from orbit_runtime.rollout.served import Call, LostError, Piece
@@ -55,7 +55,7 @@ class AnswerQueue:
         self.under_way: dict[int, str | None] = {}
         """Adapter by request id. The caller's."""
         self._ended: deque[Completion | Failed] = deque()
-        self._pieces: deque[tuple[int, array[int], array[float]]] = deque()
+        self._pieces: deque[tuple[int, array[int], array[float], Alternatives | None]] = deque()
         """Of streamed requests, not told yet."""
         self._tell: Callable[[], None] | None = None
         self._wake: Callable[[], object] | None = None
@@ -97,13 +97,17 @@ class AnswerQueue:
     def news(self) -> News | None:
         ids, counts = array("q"), array(TOKENS)
         tokens, logprobs = array(TOKENS), array(FLOATS)
+        alternatives: dict[int, Alternatives] = {}
         while self._pieces:
-            request_id, new_tokens, new_logprobs = self._pieces.popleft()
+            request_id, new_tokens, new_logprobs, top = self._pieces.popleft()
             ids.append(request_id)
             counts.append(len(new_tokens))
             tokens += new_tokens
             logprobs += new_logprobs
-        return News(ids, counts, tokens, logprobs) if ids else None
+            if top is not None:
+                before = alternatives.get(request_id)
+                alternatives[request_id] = (before[0] + top[0], before[1] + top[1]) if before else top
+        return News(ids, counts, tokens, logprobs, alternatives) if ids else None
 
     def is_sampling_from(self, adapter: str) -> bool:
         return adapter in self.under_way.values()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from uuid import uuid4
 
 from orbit_runtime.errors import GateError
+from orbit_runtime.rollout.news import Alternatives, part_of
 from orbit_runtime.rollout.served import Ask, Piece
 from orbit_runtime.rollout.text import answer_text
 from orbit_runtime.types import FLOATS, TOKENS, Completion, FinishReason, Request, Tokenizer
@@ -36,6 +37,10 @@ class Answer:
         self.logprobs = array(FLOATS, so_far.logprobs_T if so_far else ())
         self.versions = array(TOKENS, so_far.versions_T if so_far else ())
         self.routed_experts = so_far.routed_experts if so_far else None
+        before = so_far.alternatives if so_far else None
+        self.alternatives: Alternatives = (
+            (array(TOKENS, before[0]), array(FLOATS, before[1])) if before else (array(TOKENS), array(FLOATS))
+        )
         self.finish_reason: FinishReason | None = None
         self.wanted: FinishReason | None = None
         """Why it is to end before its time: `abort` or `deadline`."""
@@ -57,16 +62,20 @@ class Answer:
         if len(self.tokens) == self.request.sampling.max_new_tokens:
             for column in (self.tokens, self.logprobs, self.versions):
                 column.pop()
+            del self.alternatives[0][len(self.tokens) * self.request.alternatives :]
+            del self.alternatives[1][len(self.tokens) * self.request.alternatives :]
         self.ask, self._before = self._next_ask(), len(self.tokens)
 
-    def take_fresh(self) -> tuple[array[int], array[float]] | None:
+    def take_fresh(self) -> tuple[array[int], array[float], Alternatives | None] | None:
         """Tokens that nobody was told of. The last that there may be is told with the completion alone: where the
         server is lost before it says that this was the end, that one is sampled again."""
         start, end = self._told, min(len(self.tokens), self.request.sampling.max_new_tokens - 1)
         if end <= start:
             return None
         self._told = end
-        return self.tokens[start:end], self.logprobs[start:end]
+        count = self.request.alternatives
+        alternatives = part_of(self.alternatives, count, start, end) if count else None
+        return self.tokens[start:end], self.logprobs[start:end], alternatives
 
     def _next_ask(self) -> Ask:
         return Ask(f"{_PREFIX}-{next(_NUMBERS)}", self.request, tuple(self.tokens))
@@ -88,6 +97,9 @@ class Answer:
             )
         self.tokens.extend(piece.token_ids_T)
         self.logprobs.extend(piece.logprobs_T)
+        if piece.alternatives is not None:
+            self.alternatives[0].extend(piece.alternatives[0])
+            self.alternatives[1].extend(piece.alternatives[1])
         self.versions.extend(array(TOKENS, (self.version,)) * len(piece.token_ids_T))
         if len(self.tokens) > self.request.sampling.max_new_tokens:
             raise GateError(
@@ -124,4 +136,5 @@ class Answer:
             finish_reason=self.finish_reason,
             text=answer_text(tokenizer, self.tokens, self.request.sampling),
             routed_experts=self.routed_experts,
+            alternatives=self.alternatives if self.request.alternatives else None,
         )

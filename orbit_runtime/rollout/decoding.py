@@ -28,7 +28,7 @@ from orbit_runtime.rollout.cache import KVCache
 from orbit_runtime.rollout.history import TokenHistory
 from orbit_runtime.rollout.news import News
 from orbit_runtime.rollout.rows import Finished, Rows, Work, merge_segments
-from orbit_runtime.rollout.sampling import draw, uniforms
+from orbit_runtime.rollout.sampling import draw, most_probable, uniforms
 from orbit_runtime.types import FLOATS, TOKENS, FinishReason, Tokenizer
 
 PREFILL_TOKENS = 16384
@@ -230,7 +230,12 @@ class Decoding:
             uniforms_B = torch.from_numpy(uniforms(rows.keys_C[which], generated)).to(device)
             temperature = torch.tensor(rows.temperature_C1[which], device=device) if rows.any_temperature else None
             truncation = rows.truncation(which, device)
-            tokens, logprobs = draw(rows.logits.apply(logits_BV, which), uniforms_B, temperature, truncation)
+            logits_BV = rows.logits.apply(logits_BV, which)
+            tokens, logprobs = draw(logits_BV, uniforms_B, temperature, truncation)
+            if rows.most_alternatives:
+                rows.record_alternatives(
+                    which, *most_probable(logits_BV, temperature, truncation, rows.most_alternatives)
+                )
         rows.record(which, tokens, logprobs)
 
     def _finished(self) -> list[tuple[int, FinishReason]]:
@@ -262,7 +267,9 @@ def _unstarted(item: Work, reason: FinishReason) -> Finished:
     so_far = item.request.so_far
     if so_far is None:
         return Finished(item.request, reason, array(TOKENS), array(FLOATS), array(TOKENS), [])
-    return Finished(item.request, reason, so_far.token_ids_T, so_far.logprobs_T, so_far.versions_T, [])
+    return Finished(
+        item.request, reason, so_far.token_ids_T, so_far.logprobs_T, so_far.versions_T, [], so_far.alternatives
+    )
 
 
 def _selected(segments: list[tuple[str | None, int, int]]) -> str | list[tuple[str | None, int, int]] | None:

@@ -6,11 +6,21 @@ Belongs here: the record, and what such an engine can do besides. Does not belon
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 from orbit_runtime.types import Engine
+
+Alternatives = tuple[array[int], array[float]]
+"""As in `Completion.alternatives`."""
+NONE = (-1, float("-inf"))
+"""Stands for an alternative that there is none of."""
+
+
+def part_of(alternatives: Alternatives, count: int, start: int, end: int) -> Alternatives:
+    """Of the tokens `[start, end)`. Args: count: alternatives of each token."""
+    return alternatives[0][start * count : end * count], alternatives[1][start * count : end * count]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +33,8 @@ class News:
     """int32: how many of the tokens belong to each."""
     token_ids_T: array[int]
     logprobs_T: array[float]
+    alternatives: Mapping[int, Alternatives]
+    """Of these tokens, by request that asked for them."""
 
 
 class StreamingEngine(Engine, Protocol):

@@ -8,20 +8,23 @@ Legend: `B` live rows, `C` row capacity, `T` new tokens.
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 
 from orbit_runtime.rollout.logits import RowLogits
-from orbit_runtime.rollout.news import News
+from orbit_runtime.rollout.news import NONE, Alternatives, News, part_of
 from orbit_runtime.rollout.sampling import Truncation
 from orbit_runtime.rollout.text import end_ids
 from orbit_runtime.types import FLOATS, TOKENS, FinishReason, Request
 
 Segment = tuple[str | None, int, int]
+UNCUT: dict[str, Any] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 UNTOLD = np.iinfo(np.int64).max
 """As many tokens are never there: nobody is told of this row."""
 
@@ -65,6 +68,7 @@ class Finished:
     versions_T: array[int]
     routed: list[np.ndarray]
     """int16 `[tokens, L, C]` of each pass: the prompt's, then of each sampled token but the last; empty: not noted."""
+    alternatives: Alternatives | None = None
 
 
 class Rows:
@@ -78,6 +82,9 @@ class Rows:
         """Policy version of the slot each row samples from."""
         self.routed: list[list[np.ndarray]] = []
         """Experts of its tokens so far, where they are noted."""
+        self.alternatives: list[Alternatives | None] = []
+        """Told for its tokens so far, where they are asked for."""
+        self.most_alternatives = 0
         self.keys_C = np.zeros(capacity, np.uint64)
         self.generated_C = np.zeros(capacity, np.int64)
         self.position_C = np.zeros(capacity, np.int64)
@@ -112,6 +119,8 @@ class Rows:
         self.work.extend(work)
         self.version.extend(versions)
         self.routed.extend([] for _ in work)
+        self.alternatives.extend(_alternatives_so_far(request) for request in requests)
+        self.most_alternatives = max(self.most_alternatives, *(request.alternatives for request in requests))
         self.keys_C[rows] = [request.key for request in requests]
         self.generated_C[rows] = [item.num_done for item in work]
         self.position_C[rows] = [len(item.request.prompt_ids_T) + item.num_done - 1 for item in work]
@@ -121,17 +130,19 @@ class Rows:
                 self.tokens_CT[row, : item.num_done] = item.request.so_far.token_ids_T
                 self.logprobs_CT[row, : item.num_done] = item.request.so_far.logprobs_T
         self.temperature_C1[rows, 0] = [request.sampling.temperature for request in requests]
-        self.top_k_C1[rows, 0] = [request.sampling.top_k for request in requests]
-        self.top_p_C1[rows, 0] = [request.sampling.top_p for request in requests]
-        self.min_p_C1[rows, 0] = [request.sampling.min_p for request in requests]
+        # The most likely token is never cut off, and its log-prob is the whole distribution's.
+        cut = [replace(each.sampling, **UNCUT) if not each.sampling.temperature else each.sampling for each in requests]
+        self.top_k_C1[rows, 0] = [sampling.top_k for sampling in cut]
+        self.top_p_C1[rows, 0] = [sampling.top_p for sampling in cut]
+        self.min_p_C1[rows, 0] = [sampling.min_p for sampling in cut]
         self.logits.admit(requests)
-        self.any_top_k = self.any_top_k or any(request.sampling.top_k for request in requests)
-        self.any_min_p = self.any_min_p or any(request.sampling.min_p for request in requests)
+        self.any_top_k = self.any_top_k or any(sampling.top_k for sampling in cut)
+        self.any_min_p = self.any_min_p or any(sampling.min_p for sampling in cut)
         self.any_ends = self.any_ends or any(
             request.sampling.ignore_eos or request.sampling.stop_token_ids for request in requests
         )
         self.any_temperature = self.any_temperature or any(request.sampling.temperature != 1.0 for request in requests)
-        self.any_top_p = self.any_top_p or any(request.sampling.top_p < 1.0 for request in requests)
+        self.any_top_p = self.any_top_p or any(sampling.top_p < 1.0 for sampling in cut)
         self.any_stop = self.any_stop or any(request.sampling.stop for request in requests)
         self.any_streamed = self.any_streamed or any(request.is_streamed for request in requests)
         self.told_C[rows] = [item.num_done if item.request.is_streamed else UNTOLD for item in work]
@@ -158,6 +169,23 @@ class Rows:
         generated += 1
         self.position_C[rows] += 1
 
+    def record_alternatives(self, rows: slice, tokens_BK: torch.Tensor, logprobs_BK: torch.Tensor) -> None:
+        """For each of `rows` the most probable tokens in the place of the one that `record` appends."""
+        for row, tokens, logprobs in zip(
+            range(rows.start, rows.stop), tokens_BK.tolist(), logprobs_BK.tolist(), strict=True
+        ):
+            kept = self.alternatives[row]
+            if kept is None:
+                continue
+            count = self.work[row].request.alternatives
+            pairs = [
+                (token, logprob) if math.isfinite(logprob) else NONE
+                for token, logprob in zip(tokens[:count], logprobs[:count], strict=True)
+            ]
+            pairs += [NONE] * (count - len(pairs))
+            kept[0].extend(token for token, _ in pairs)
+            kept[1].extend(logprob for _, logprob in pairs)
+
     def news(self) -> News | None:
         """Of streamed requests, what was not told yet."""
         if not self.any_streamed:
@@ -172,11 +200,21 @@ class Rows:
         # Each row's first new place, then one more for every further token.
         places = np.arange(len(index)) - np.repeat(np.cumsum(counts) - counts - told, counts)
         self.told_C[rows] = generated
+        alternatives = (
+            {
+                self.work[row].request.request_id: part_of(kept, self.work[row].request.alternatives, start, end)
+                for row, start, end in zip(rows.tolist(), told.tolist(), generated.tolist(), strict=True)
+                if (kept := self.alternatives[row]) is not None
+            }
+            if self.most_alternatives
+            else {}
+        )
         return News(
             array("q", [self.work[row].request.request_id for row in rows.tolist()]),
             array(TOKENS, counts.astype(np.int32).tobytes()),
             array(TOKENS, self.tokens_CT[index, places].tobytes()),
             array(FLOATS, self.logprobs_CT[index, places].tobytes()),
+            alternatives,
         )
 
     def finished(self, eos_ids: Sequence[int]) -> list[tuple[int, FinishReason]]:
@@ -207,6 +245,7 @@ class Rows:
                 array(FLOATS, self.logprobs_CT[row, : self.generated_C[row]].tobytes()),
                 self._versions(row),
                 self.routed[row],
+                self.alternatives[row],
             )
             for row, reason in done
         ]
@@ -226,7 +265,8 @@ class Rows:
         for source, target in zip(sources, targets, strict=True):
             self.work[target], self.version[target] = self.work[source], self.version[source]
             self.routed[target] = self.routed[source]
-        del self.work[remaining:], self.version[remaining:], self.routed[remaining:]
+            self.alternatives[target] = self.alternatives[source]
+        del self.work[remaining:], self.version[remaining:], self.routed[remaining:], self.alternatives[remaining:]
         if sources:
             for column in (
                 self.keys_C, self.generated_C, self.position_C, self.limit_C, self.told_C, self.temperature_C1,
@@ -253,6 +293,13 @@ class Rows:
             adapters = [item.request.adapter for item in self.work]
             self._segments = merge_segments(adapters, count, [row + 1 for row in count])
         return self._segments
+
+
+def _alternatives_so_far(request: Request) -> Alternatives | None:
+    if not request.alternatives:
+        return None
+    before = request.so_far.alternatives if request.so_far else None
+    return (before[0][:], before[1][:]) if before else (array(TOKENS), array(FLOATS))
 
 
 def merge_segments(adapters: Sequence[str | None], starts: Sequence[int], ends: Sequence[int]) -> list[Segment]:

@@ -57,20 +57,31 @@ def draw(
     Args:
         logits_BV: fp32.
         uniforms_B: float64 in [0, 1).
-        temperature_B1: above 0; a row at exactly 0 is greedy and its log-prob is 0. `None`: 1 in every row.
+        temperature_B1: above 0; a row at exactly 0 is greedy, and its log-prob is that at 1. `None`: 1 in every row.
         truncation: what of the vocabulary each row keeps.
     """
-    logits = logits_BV if temperature_B1 is None else logits_BV / torch.where(temperature_B1 == 0, 1.0, temperature_B1)
-    logits = truncate(logits, truncation.top_k, truncation.top_p, truncation.min_p)
-    logprobs = torch.log_softmax(logits, dim=-1)
+    logprobs = _distribution(logits_BV, temperature_B1, truncation)
     # float64: over a large vocabulary an fp32 sum drops the tail.
     cdf = torch.exp(logprobs).cumsum(-1, dtype=torch.float64)
     # The first token whose cumulated mass exceeds the draw has mass itself, also where u rounds up to the total.
     targets = (uniforms_B[:, None] * cdf[:, -1:]).clamp_(max=torch.finfo(torch.float64).max)
-    tokens = torch.searchsorted(cdf, targets, right=True).clamp_(max=logits.shape[-1] - 1)
-    chosen = logprobs.gather(-1, tokens)
+    tokens = torch.searchsorted(cdf, targets, right=True).clamp_(max=logprobs.shape[-1] - 1)
     if temperature_B1 is not None:
-        greedy_B1 = temperature_B1 == 0
-        tokens = torch.where(greedy_B1, logits_BV.argmax(-1, keepdim=True), tokens)
-        chosen = torch.where(greedy_B1, 0.0, chosen)
-    return tokens[:, 0], chosen[:, 0]
+        tokens = torch.where(temperature_B1 == 0, logits_BV.argmax(-1, keepdim=True), tokens)
+    return tokens[:, 0], logprobs.gather(-1, tokens)[:, 0]
+
+
+def most_probable(
+    logits_BV: torch.Tensor, temperature_B1: torch.Tensor | None, truncation: Truncation, count: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of each row so many tokens, the most probable first, of the distribution that `draw` draws from: `(tokens [B, K]
+    int64, logprobs [B, K])`, -inf for one that is cut off."""
+    logprobs, tokens = _distribution(logits_BV, temperature_B1, truncation).topk(min(count, logits_BV.shape[-1]), -1)
+    return tokens, logprobs
+
+
+def _distribution(logits_BV: torch.Tensor, temperature_B1: torch.Tensor | None, truncation: Truncation) -> torch.Tensor:
+    """Log-probs; of a greedy row those at temperature 1."""
+    logits = logits_BV if temperature_B1 is None else logits_BV / torch.where(temperature_B1 == 0, 1.0, temperature_B1)
+    logits = truncate(logits, truncation.top_k, truncation.top_p, truncation.min_p)
+    return torch.log_softmax(logits, dim=-1)

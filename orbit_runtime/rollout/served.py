@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol
 from orbit_runtime.adapters.patience import total_bytes
 from orbit_runtime.errors import GateError
 from orbit_runtime.rollout.handover import Handover
+from orbit_runtime.rollout.news import Alternatives
 from orbit_runtime.types import AdapterFiles, FinishReason, Request, RoutedExperts, Scored
 
 FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
@@ -97,6 +98,8 @@ class Piece:
     """That the server's plug-in says was applied, empty for the bare base; None: nobody tells."""
     routed_experts: RoutedExperts | None = None
     """Of all inputs of the completion, with its last piece; None: not asked for."""
+    alternatives: Alternatives | None = None
+    """Of these tokens; None: not asked for."""
 
 
 @dataclass(frozen=True)

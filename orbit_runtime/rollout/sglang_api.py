@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import json
 import pickle
+from array import array
 from collections import Counter
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
@@ -23,11 +24,12 @@ from orbit_runtime.adapters.files import CONFIG_FILE, MODEL_FILE
 from orbit_runtime.adapters.patience import total_bytes
 from orbit_runtime.data.routing import pack_experts
 from orbit_runtime.errors import GateError
+from orbit_runtime.rollout.news import NONE, Alternatives
 from orbit_runtime.rollout.request_fields import given_fields
 from orbit_runtime.rollout.served import About, Ask, Call, Piece, Sleeping, build_piece, number
 from orbit_runtime.rollout.text import end_ids
 from orbit_runtime.rollout.wire import Wire, adapter_names, exposition
-from orbit_runtime.types import AdapterFiles, Cached, RoutedExperts, Scored
+from orbit_runtime.types import FLOATS, TOKENS, AdapterFiles, Cached, RoutedExperts, Scored
 
 HEALTH_SECONDS = 10.0
 PROGRESS_SECONDS = 60.0
@@ -35,6 +37,7 @@ PROGRESS_SECONDS = 60.0
 
 IDLE_SECONDS = 30
 INTERVAL, FEW = 64, 8
+LEAST_LOGPROB = -1e4
 APPLIED = "orbit_adapter"
 """Where the plug-in tells, for each token, the adapter that stood in the slot it was sampled from."""
 TAGS: Mapping[Sleeping, str] = {"cache": "kv_cache", "weights": "weights", "graphs": "cuda_graph"}
@@ -143,6 +146,8 @@ class SGLangApi:
             "lora_path": [call.first.adapter] * len(asks),
             "stream": True,
         }
+        if any(ask.request.alternatives for ask in asks):
+            body["top_logprobs_num"] = [ask.request.alternatives for ask in asks]
         if self._routed:
             body["return_routed_experts"] = True
         had: Counter[int] = Counter()
@@ -150,8 +155,9 @@ class SGLangApi:
             async for event in events:
                 meta, index = _meta(event), int(event.get("index", 0))
                 entries = meta.get("output_token_logprobs") or []
+                top = meta.get("output_top_logprobs") or []
                 if not self._incremental:
-                    entries = entries[had[index] :]
+                    entries, top = entries[had[index] :], top[had[index] :]
                 had[index] += len(entries)
                 reason = (meta.get("finish_reason") or {}).get("type")
                 yield build_piece(
@@ -161,6 +167,7 @@ class SGLangApi:
                     reason,
                     total=meta.get("completion_tokens"),
                     adapter=(meta.get(APPLIED) or [None])[-1],
+                    alternatives=_read_alternatives(top, len(entries), asks[index].request.alternatives),
                     routed_experts=self._experts(meta, asks[index], had[index]) if self._routed and reason else None,
                 )
 
@@ -287,6 +294,23 @@ def _read_top(meta: Mapping[str, Any], tokens: int) -> tuple[int, ...] | None:
     if len(entries) != tokens or not all(entries[1:]):
         return None
     return (-1, *(int(entry[0][1]) for entry in entries[1:]))
+
+
+def _read_alternatives(entries: Sequence[Any], tokens: int, count: int) -> Alternatives | None:
+    """So many for each token; what the distribution was cut to may be fewer."""
+    if not count:
+        return None
+    if len(entries) != tokens:
+        raise GateError(f"the engine told alternatives of {len(entries)} tokens for {tokens}", where="rollout")
+    ids, logprobs = array(TOKENS), array(FLOATS)
+    for entry in entries:
+        pairs = [(int(each[1]), float(each[0])) for each in entry or () if each[0] is not None]
+        # SGLang writes the lowest number that there is for what was cut off.
+        pairs = [each if each[1] > LEAST_LOGPROB else NONE for each in pairs][:count]
+        pairs += [NONE] * (count - len(pairs))
+        ids.extend(token for token, _ in pairs)
+        logprobs.extend(logprob for _, logprob in pairs)
+    return ids, logprobs
 
 
 def _signed(key: int) -> int:

@@ -260,6 +260,7 @@ class TorchEngine:
             finish_reason=finished.reason,
             text=answer_text(self._tokenizer, finished.token_ids_T, finished.request.sampling),
             routed_experts=_experts(finished),
+            alternatives=finished.alternatives,
         )
 
 

@@ -15,7 +15,9 @@ from typing import Any
 
 import orjson
 
+from orbit_runtime.data.chat import ChatTokenizer
 from orbit_runtime.environments.tool_calls import OPEN, parse_tool_calls
+from orbit_runtime.rollout.news import Alternatives
 from orbit_runtime.types import FLOATS, TOKENS, FinishReason, Tokenizer
 
 REASONS = {"stop": "stop", "length": "length", "deadline": "length", "abort": "abort"}
@@ -35,6 +37,7 @@ class Part:
     """None: more will come."""
     text: str = ""
     """The whole, once it has ended."""
+    alternatives: Alternatives | None = None
 
 
 @dataclass
@@ -89,13 +92,15 @@ class Form:
 
     is_chat: bool
     model: str
-    tokenizer: Tokenizer
+    tokenizer: ChatTokenizer
     fingerprint: str
     """Which weights answered, as far as one digest can say."""
     with_logprobs: bool = False
     tools: Sequence[str] = ()
     """Names that may be called."""
     stops: tuple[str, ...] = ()
+    top: int = 0
+    """Alternatives of each token."""
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -187,21 +192,42 @@ class Form:
         ]
 
     def _logprobs(self, part: Part, which: slice) -> dict[str, Any]:
-        tokens = [self.tokenizer.decode([token]) for token in part.token_ids_T[which]]
+        # One by one, and special ones too: a token that ended an answer was sampled like the others.
+        tokens = [self.tokenizer.text_of(token) for token in part.token_ids_T[which]]
         values = part.logprobs_T[which].tolist()
+        top = self._top(part, which)
         if not self.is_chat:
-            return {"tokens": tokens, "token_logprobs": values, "top_logprobs": None, "text_offset": None}
-        return {
-            "content": [
-                {"token": token, "logprob": value, "bytes": list(token.encode()), "top_logprobs": []}
-                for token, value in zip(tokens, values, strict=True)
-            ],
-            "refusal": None,
-        }
+            named = [dict(reversed(each)) for each in top] if self.top else None
+            return {"tokens": tokens, "token_logprobs": values, "top_logprobs": named, "text_offset": None}
+        content = [
+            {**_entry(token, value), "top_logprobs": [_entry(*each) for each in others]}
+            for token, value, others in zip(tokens, values, top or [[]] * len(tokens), strict=True)
+        ]
+        return {"content": content, "refusal": None}
+
+    def _top(self, part: Part, which: slice) -> list[list[tuple[str, float]]]:
+        """Of each of these tokens what was most probable in its place; empty: nobody asked."""
+        if not self.top or part.alternatives is None:
+            return []
+        ids, logprobs = part.alternatives
+        start, stop, _ = which.indices(len(part.token_ids_T))
+        rows = range(start * self.top, stop * self.top, self.top)
+        return [
+            [
+                (self.tokenizer.text_of(token), logprob)
+                for token, logprob in zip(ids[at : at + self.top], logprobs[at : at + self.top], strict=True)
+                if token >= 0
+            ]
+            for at in rows
+        ]
 
     @staticmethod
     def _has_tokens(logprobs: Mapping[str, Any]) -> bool:
         return bool(logprobs.get("tokens") or logprobs.get("content"))
+
+
+def _entry(token: str, logprob: float) -> dict[str, Any]:
+    return {"token": token, "logprob": logprob, "bytes": list(token.encode())}
 
 
 def usage(prompt_tokens: int, parts: Sequence[Part]) -> dict[str, int]:

@@ -161,7 +161,7 @@ class Routes:
             encoded = await self._encode(lambda: [self._tokenizer.encode_text(text) for text in texts], len(body))
         else:
             encoded = [list(map(int, prompt)) for prompt in prompts]
-        form = Form(False, served.name, self._tokenizer, served.fingerprint, asked.asks_logprobs, (), asked.stops)
+        form = self._form(served, asked, ())
         choices = self._choices(asked, encoded, asked.max_tokens or DEFAULT_TOKENS)
         await self._answer(asked, form, choices, sum(map(len, encoded)), receive, send)
 
@@ -173,9 +173,21 @@ class Routes:
             ids = await self._encode(lambda: [self._tokenizer.encode_chat(messages, tools=tools)], len(body))
         except OrbitError as error:
             raise APIError(400, str(error), param="messages") from None
-        form = Form(True, served.name, self._tokenizer, served.fingerprint, asked.asks_logprobs, names, asked.stops)
+        form = self._form(served, asked, names)
         choices = self._choices(asked, ids, asked.max_completion_tokens or asked.max_tokens)
         await self._answer(asked, form, choices, len(ids[0]), receive, send)
+
+    def _form(self, served: Served, asked: SamplingBody, tools: Sequence[str]) -> Form:
+        return Form(
+            isinstance(asked, ChatBody),
+            served.name,
+            self._tokenizer,
+            served.fingerprint,
+            asked.asks_logprobs,
+            tools,
+            asked.stops,
+            asked.alternatives,
+        )
 
     def _find(self, name: str) -> Served:
         served = self._engine.find(name)
@@ -235,12 +247,12 @@ class Routes:
         if wanted > limits.max_tokens:
             raise APIError(400, f"`max_tokens` is {wanted}, and {limits.max_tokens} may be", param="max_tokens")
         sampling = asked.sampling(wanted)
-        check_given(self._kind, sampling, asked.seed)
+        check_given(self._kind, sampling, asked)
         known = (*sampling.stop_token_ids, *(token for token, _ in sampling.logit_bias))
         if not all(0 <= token < self._vocabulary for token in known):
             raise APIError(400, f"tokens are from 0 to {self._vocabulary - 1}", param="logit_bias")
         return [
-            Choice(tuple(prompt), choice_key(asked.seed, at, sample), sampling)
+            Choice(tuple(prompt), choice_key(asked.seed, at, sample), sampling, asked.alternatives)
             for at, prompt in enumerate(prompts)
             for sample in range(asked.n)
         ]

@@ -11,7 +11,7 @@ import asyncio
 from array import array
 from collections.abc import AsyncIterator, Callable, Sequence
 
-from orbit_runtime.rollout.news import News
+from orbit_runtime.rollout.news import Alternatives, News
 from orbit_runtime.serve.answers import Part
 from orbit_runtime.serve.channel import Abort, Change, Changed, Choice, Refusal, Step, Submit, pack
 from orbit_runtime.serve.errors import APIError
@@ -156,14 +156,23 @@ class Engine:
             job, part, _ = self._jobs[request_id]
             part.token_ids_T += news.token_ids_T[at : at + count]
             part.logprobs_T += news.logprobs_T[at : at + count]
+            if (top := news.alternatives.get(request_id)) is not None:
+                before = part.alternatives
+                part.alternatives = (before[0] + top[0], before[1] + top[1]) if before else top
             at += count
             job.tell(part)
 
     def _end(
-        self, request_id: int, tokens_T: array[int], logprobs_T: array[float], reason: FinishReason, text: str
+        self,
+        request_id: int,
+        tokens_T: array[int],
+        logprobs_T: array[float],
+        reason: FinishReason,
+        text: str,
+        alternatives: Alternatives | None,
     ) -> None:
         job, part, model = self._jobs.pop(request_id)
-        part.token_ids_T, part.logprobs_T = tokens_T, logprobs_T
+        part.token_ids_T, part.logprobs_T, part.alternatives = tokens_T, logprobs_T, alternatives
         part.finish_reason, part.text = reason, text
         job.left -= 1
         self._ended(model, part)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from orbit_runtime.planner.sampling import Kind
-from orbit_runtime.rollout.news import News
+from orbit_runtime.rollout.news import Alternatives, News
 from orbit_runtime.serve.names import Served
 from orbit_runtime.serve.requests import Limits
 from orbit_runtime.types import FinishReason, Sampling
@@ -52,6 +52,8 @@ class Choice:
     prompt_ids_T: tuple[int, ...]
     key: int
     sampling: Sampling
+    alternatives: int = 0
+    """Most probable tokens that are told for each place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +97,9 @@ class Ready:
     refusal: str = ""
 
 
-Ended = tuple[int, array[int], array[float], FinishReason, str]
-"""Of one choice that has ended: its request id, all its tokens and log-probs, why it ended, and its text."""
+Ended = tuple[int, array[int], array[float], FinishReason, str, Alternatives | None]
+"""Of one choice that has ended: its request id, all its tokens and log-probs, why it ended, its text, and what else was
+probable."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,12 +29,13 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "best_of": (None, 1),
     "echo": (None, False),
     "suffix": (None, ""),
-    "top_logprobs": (None, 0),
     "response_format": (None, {"type": "text"}),
     "tool_choice": (None, "auto", "none"),
 }
 """Fields of which one value means what the server does; every other is refused."""
 
+MOST_ALTERNATIVES = 20
+"""As OpenAI's chats have it."""
 LEAST_TEMPERATURE = 1e-3
 """Logits divided by less are beyond fp32."""
 
@@ -91,6 +92,15 @@ class SamplingBody(_Body):
     ignore_eos: bool = False
 
     @property
+    def asks_logprobs(self) -> bool:
+        raise NotImplementedError
+
+    @property
+    def alternatives(self) -> int:
+        """Most probable tokens that are told for each place."""
+        raise NotImplementedError
+
+    @property
     def with_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
@@ -126,12 +136,16 @@ class SamplingBody(_Body):
 
 class CompletionBody(SamplingBody):
     prompt: str | list[str] | list[int] | list[list[int]]
-    logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
-    """Of the sampled tokens; alternatives are not told."""
+    logprobs: Annotated[int, Field(ge=0, le=MOST_ALTERNATIVES)] | None = None
+    """Of the sampled tokens, and of so many of the most probable."""
 
     @property
     def asks_logprobs(self) -> bool:
         return self.logprobs is not None
+
+    @property
+    def alternatives(self) -> int:
+        return self.logprobs or 0
 
     def prompts(self) -> list[str] | list[list[int]]:
         """One or several, as text or as tokens."""
@@ -146,11 +160,18 @@ class ChatBody(SamplingBody):
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = False
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_ALTERNATIVES)] | None = None
     tools: list[dict[str, Any]] | None = None
 
     @property
     def asks_logprobs(self) -> bool:
         return bool(self.logprobs)
+
+    @property
+    def alternatives(self) -> int:
+        if self.top_logprobs and not self.logprobs:
+            raise APIError(400, "`top_logprobs` needs `logprobs: true`", param="top_logprobs")
+        return self.top_logprobs or 0
 
     def conversation(self) -> list[dict[str, Any]]:
         """The messages as chat templates take them."""
@@ -212,14 +233,17 @@ SEEDED: tuple[Kind, ...] = ("Torch", "SGLang, deterministic")
 """Engines that draw by a request's seed."""
 
 
-def check_given(kind: Kind, sampling: Sampling, seed: int | None) -> None:
+def check_given(kind: Kind, sampling: Sampling, asked: SamplingBody) -> None:
     """Raises APIError (400) for what this kind of engine would not compute with, or would tell other log-probs of."""
     try:
         check_sampling(sampling, kind, "this server")
     except UnsupportedError as error:
         param = FIELDS.get(str(error.where).rpartition(".")[2])
         raise APIError(400, error.message, param=param) from None
-    if seed is not None and kind not in SEEDED and sampling.temperature > 0:
+    if asked.alternatives and kind == "vLLM":
+        param = "top_logprobs" if isinstance(asked, ChatBody) else "logprobs"
+        raise APIError(400, "this server's engine tells the sampled tokens' log-probs alone", param=param)
+    if asked.seed is not None and kind not in SEEDED and sampling.temperature > 0:
         raise APIError(
             400, "this server's engine does not draw by a seed; leave it out, or ask at temperature 0", param="seed"
         )

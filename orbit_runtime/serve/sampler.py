@@ -115,6 +115,7 @@ class Sampler:
                         completion.logprobs_T,
                         completion.finish_reason,
                         completion.text,
+                        completion.alternatives,
                     )
                 )
                 self._tell_soon()
@@ -166,6 +167,7 @@ class Sampler:
                             choice.sampling,
                             slot,
                             deadline_seconds=self._seconds,
+                            alternatives=choice.alternatives,
                             is_streamed=asked.is_streamed,
                         )
                         for request_id, choice in zip(ids, asked.choices, strict=True)

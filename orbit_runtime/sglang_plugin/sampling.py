@@ -25,9 +25,17 @@ def hooks() -> list[tuple[str, Any, str]]:
 def _draw_from_what_is_left(
     original: Any, sampler: Any, probs: torch.Tensor, info: Any, positions: torch.Tensor, is_simple: bool
 ) -> Any:
-    if not is_simple:
-        cut_off(probs, info)
-    return original(sampler, probs, info, positions, True)
+    if is_simple:
+        return original(sampler, probs, info, positions, True)
+    whole = probs.clone() if info.need_top_k_sampling else None
+    cut_off(probs, info)
+    drawn = original(sampler, probs, info, positions, True)
+    if whole is not None:
+        # SGLang's temperature 0 is top-k 1 at temperature 1. It tells the model's own log-probs where a whole batch is
+        # greedy; beside others they are to be the same.
+        is_greedy = (info.top_ks == 1)[:, None] & (info.temperatures.reshape(-1, 1) == 1.0)
+        probs.copy_(torch.where(is_greedy, whole, probs))
+    return drawn
 
 
 def cut_off(probs_BV: torch.Tensor, info: Any) -> None:

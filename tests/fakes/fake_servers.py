@@ -269,8 +269,9 @@ def _stream(fake: FakeServer, body: dict) -> Answer:
     if fake.asleep:
         return CUT
     fake.calls += 1
-    each = ("rid", "input_ids", "lora_path", "sampling_params")
-    asked = [dict(zip(each, values, strict=True)) for values in zip(*(body[name] for name in each), strict=True)]
+    each = ("rid", "input_ids", "lora_path", "sampling_params", "top_logprobs_num")
+    columns = [body.get(name) or [0] * len(body["rid"]) for name in each]
+    asked = [dict(zip(each, values, strict=True)) for values in zip(*columns, strict=True)]
     unknown = [one["lora_path"] for one in asked if not fake.is_known(one["lora_path"])]
     if unknown:
         # SGLang's 200 goes out before it looks at the request.
@@ -311,6 +312,13 @@ def _event(fake: FakeServer, one: dict, index: int, span: range, total: int, rea
         for at, token in zip(span, tokens, strict=True)
     ]
     meta = {"id": one["rid"], "completion_tokens": total, "output_token_logprobs": entries}
+    if one["top_logprobs_num"]:
+        # The sampled one, and others that are less probable.
+        others = range(1, one["top_logprobs_num"])
+        meta["output_top_logprobs"] = [
+            [[entry[0], entry[1], None], *([entry[0] - other, entry[1] + other, None] for other in others)]
+            for entry in entries
+        ]
     told = {"type": reason, **({"message": "Aborted"} if reason == "abort" else {})} if reason else None
     return {"index": index, "output_ids": tokens, "meta_info": {**meta, "finish_reason": told}}
 

@@ -134,6 +134,31 @@ def test_streamed_logprobs_are_those_of_the_whole_answer(client: openai.OpenAI) 
     assert pieces == [token.logprob for token in whole.content]
 
 
+def test_alternatives_are_those_of_the_engine_and_hold_the_sampled_token(client: openai.OpenAI) -> None:
+    """Their numbers are compared with transformers' in `test_alternatives.py`."""
+    options = {"model": "policy", "messages": MESSAGES, "temperature": 0, "max_tokens": 5, "logprobs": True}
+    whole = client.chat.completions.create(**options, top_logprobs=3)
+    content = whole.choices[0].logprobs.content
+    for token in content:
+        assert len(token.top_logprobs) == 3
+        assert (token.top_logprobs[0].token, token.top_logprobs[0].logprob) == (token.token, token.logprob)
+        assert sorted((each.logprob for each in token.top_logprobs), reverse=True) == [
+            each.logprob for each in token.top_logprobs
+        ]
+    streamed = [
+        token
+        for chunk in client.chat.completions.create(**options, top_logprobs=3, stream=True)
+        for choice in chunk.choices
+        if choice.logprobs
+        for token in choice.logprobs.content or ()
+    ]
+    assert streamed == content
+    plain = client.completions.create(model="policy", prompt="1+1=", temperature=0, max_tokens=3, logprobs=2)
+    told = plain.choices[0].logprobs
+    for token, logprob, others in zip(told.tokens, told.token_logprobs, told.top_logprobs, strict=True):
+        assert (others[token], len(others)) == (logprob, 2)
+
+
 def test_several_prompts_and_a_stop(client: openai.OpenAI) -> None:
     options = {"model": "tiny-adder", "prompt": ["1+1=", "2+2="], "seed": 5, "extra_body": {"ignore_eos": True}}
     whole = client.completions.create(**options, max_tokens=10)
@@ -221,6 +246,7 @@ def test_a_bad_body_is_400_and_names_the_field(raw: httpx.Client, name: str) -> 
     ("field", "value"),
     [
         ("top_logprobs", 3),
+        ("top_logprobs", 21),
         ("response_format", {"type": "json_object"}),
         ("tool_choice", "required"),
         ("frequency_penalty", 0.5),

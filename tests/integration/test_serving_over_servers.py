@@ -143,6 +143,24 @@ def test_a_stream_tells_tokens_as_they_come_and_what_the_whole_answer_tells(fron
     assert seen[0] == seen[1] == expected(front, slot, 40)
 
 
+def test_alternatives_come_from_the_servers_streamed_and_whole(front: Front) -> None:
+    options: Any = {"model": "policy", "prompt": [5, 6], "max_tokens": 9, "logprobs": 2}
+    whole = front.client.completions.create(**options).choices[0].logprobs
+    assert whole is not None
+    assert whole.top_logprobs is not None
+    assert [len(each) for each in whole.top_logprobs] == [2] * 9
+    for token, logprob, others in zip(whole.tokens or (), whole.token_logprobs or (), whole.top_logprobs, strict=True):
+        assert others[token] == logprob == max(others.values())
+    streamed = [
+        each
+        for chunk in front.client.completions.create(**options, stream=True)
+        for choice in chunk.choices
+        if choice.logprobs
+        for each in choice.logprobs.top_logprobs or ()
+    ]
+    assert streamed == whole.top_logprobs
+
+
 def test_a_request_that_is_not_streamed_asks_for_few_events_and_a_streamed_one_for_each_token(front: Front) -> None:
     intervals: list[int] = []
 

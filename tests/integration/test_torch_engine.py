@@ -104,7 +104,7 @@ def test_greedy_rows_take_the_most_likely_token() -> None:
         torch.tensor([[0.0, 3.0, 1.0]]), torch.tensor([0.99], dtype=torch.float64), torch.zeros(1, 1)
     )
     assert tokens.tolist() == [1]
-    assert logprobs.tolist() == [0.0]
+    assert logprobs.tolist() == pytest.approx([3.0 - math.log(1 + math.exp(3.0) + math.e)])
 
 
 def test_generation_stops_at_a_stop_string_and_cuts_the_text(adder: tuple[Policy, ChatTokenizer]) -> None:

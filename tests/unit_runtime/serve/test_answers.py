@@ -21,6 +21,9 @@ class Letters:
     def decode(self, token_ids: list[int]) -> str:
         return "".join(map(chr, token_ids))
 
+    def text_of(self, token_id: int) -> str:
+        return chr(token_id)
+
 
 def part(text: str, reason: FinishReason | None = "stop") -> Part:
     ids = array(TOKENS, map(ord, text))
