@@ -293,32 +293,24 @@ def _samples(fake: FakeServer, asked: list[dict]) -> Iterator[dict | float]:
     while open_ones:
         yield fake.piece_seconds
         for index in sorted(open_ones):
-            one = asked[index]
-            limit, is_aborted = one["sampling_params"]["max_new_tokens"], one["rid"] in fake.aborted
+            one, is_aborted = asked[index], asked[index]["rid"] in fake.aborted
+            limit = one["sampling_params"]["max_new_tokens"]
             upto = had[index] if is_aborted else min(limit, had[index] + fake.piece_tokens)
             reason = "abort" if is_aborted else "length" if upto == limit else None
             yield _event(fake, one, index, range(had[index] if fake.incremental else 0, upto), upto, reason)
             had[index] = upto
-            if reason:
-                open_ones.discard(index)
+            open_ones -= {index} if reason else set()
 
 
 def _event(fake: FakeServer, one: dict, index: int, span: range, total: int, reason: str | None) -> dict:
     # `sampling_batch_info.py` for the seed of who brings none.
     seed, prompt = one["sampling_params"].get("sampling_seed", 42), one["input_ids"]
     tokens = [(seed >> 8 * at) % 256 if fake.deterministic else at for at in span]
-    entries = [
-        [fake.logprob(one["lora_path"], len(prompt) + at, token), token, None]
-        for at, token in zip(span, tokens, strict=True)
-    ]
+    logprobs = [fake.logprob(one["lora_path"], len(prompt) + at, t) for at, t in zip(span, tokens, strict=True)]
+    entries = [[logprob, token, None] for logprob, token in zip(logprobs, tokens, strict=True)]
     meta = {"id": one["rid"], "completion_tokens": total, "output_token_logprobs": entries}
-    if one["top_logprobs_num"]:
-        # The sampled one, and others that are less probable.
-        others = range(1, one["top_logprobs_num"])
-        meta["output_top_logprobs"] = [
-            [[entry[0], entry[1], None], *([entry[0] - other, entry[1] + other, None] for other in others)]
-            for entry in entries
-        ]
+    others = range(one["top_logprobs_num"])
+    meta["output_top_logprobs"] = [[[entry[0] - at, entry[1] + at, None] for at in others] for entry in entries]
     told = {"type": reason, **({"message": "Aborted"} if reason == "abort" else {})} if reason else None
     return {"index": index, "output_ids": tokens, "meta_info": {**meta, "finish_reason": told}}
 
