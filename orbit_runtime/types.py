@@ -1,8 +1,7 @@
 """The nouns of a run and the small Protocols between its parts.
 
-Belongs here: frozen, torch-free records that travel between packages, in memory, over HTTP and in files.
-Does not belong here: behaviour, configuration (`spec`), or anything that imports outside the standard library and
-`digests`.
+Belongs here: frozen, torch-free records that travel between packages, in memory, over HTTP and in files. Does not
+belong here: behaviour, configuration (`spec`), or imports from outside the standard library and `digests`.
 
 Suffixes: `_P` prompts, `_G` the rollouts of one prompt, `_T` tokens, `_D` samples.
 """
@@ -99,7 +98,7 @@ class Request:
     deadline_seconds: float | None = None
     """From `submit` on. A completion that is not done by then comes back as far as it got, as `deadline`."""
     alternatives: int = 0
-    """Most probable tokens that are told for each place."""
+    """Most probable tokens told for each place."""
     is_streamed: bool = False
     """Its tokens are told as they come, by an engine that can (`rollout.news`)."""
 
@@ -292,8 +291,7 @@ class Scored:
     applied_digest: str | None
     """Digest of the adapter tensors that the layers multiplied by in these very passes; `None`: none was applied."""
     cached: Cached | None = None
-    """The tokens after `prefix_length` once more, with the prefix from the cache that requests share; None: not asked
-    for, no such cache, or the engine cannot score after a cached prefix."""
+    """The tokens after `prefix_length` once more, behind a prefix from the cache; None: not asked for, or no such."""
     top_T: tuple[int, ...] | None = None
     """Entry t is the most probable token given those before t; entry 0 is -1. None: it was not told."""
     routed_experts: RoutedExperts | None = None
