@@ -22,6 +22,7 @@ Tools = Sequence[Mapping[str, Any]]
 """JSON schemas of functions, as chat templates take them."""
 
 OWN_ARGUMENTS = ("add_generation_prompt", "conversation", "messages", "tokenize", "tools")
+CALL_PROBE = "orbit_probe"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 
@@ -42,6 +43,7 @@ class ChatTokenizer:
         self._eos_ids = _resolve_eos_ids(self._folder, self._tokenizer)
         self._template_arguments = dict(template_arguments or {})
         self._texts: dict[int, str] = {}
+        self._writes_calls: bool | None = None
         for name in OWN_ARGUMENTS:
             if name in self._template_arguments:
                 raise ManifestError(
@@ -102,6 +104,19 @@ class ChatTokenizer:
         if last_id in self._eos_ids:
             following = following.removeprefix(self.decode_all([last_id]))
         return self.encode_text(following)
+
+    @property
+    def writes_calls(self) -> bool:
+        """Whether the template writes out the field `tool_calls` of a message; some take only its text."""
+        if self._writes_calls is None:
+            call = {"type": "function", "id": "0", "function": {"name": CALL_PROBE, "arguments": {}}}
+            messages = [{"role": "user", "content": ""}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+            try:
+                self._writes_calls = CALL_PROBE in self.render(messages, answer=False)
+            except ModelError:
+                # It has a rule of its own for such messages, and will tell.
+                self._writes_calls = True
+        return self._writes_calls
 
     def encode_text(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])

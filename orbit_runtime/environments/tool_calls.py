@@ -49,6 +49,11 @@ def parse_tool_calls(text: str, names: Collection[str]) -> list[ToolCall]:
     return calls
 
 
+def write_tool_call(name: str, arguments: Any) -> str:
+    """As `parse_tool_calls` reads it."""
+    return f"{OPEN}\n{json.dumps({'name': name, 'arguments': arguments}, ensure_ascii=False)}\n{CLOSE}"
+
+
 def _parse(body: str, names: Collection[str]) -> ToolCall:
     if len(body) > MAX_CALL_CHARACTERS:
         return ToolCall("", {}, f"the call has {len(body)} characters, and {MAX_CALL_CHARACTERS} are allowed")

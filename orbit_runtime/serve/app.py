@@ -168,7 +168,8 @@ class Routes:
     async def chat(self, body: bytes, receive: Receive, send: Send) -> None:
         asked = parse_body(ChatBody, body)
         served = self._find(asked.model)
-        messages, tools, names = asked.conversation(), asked.tools or [], asked.tool_names()
+        tools, names = asked.offered, asked.tool_names()
+        messages = asked.conversation(writes_calls=self._tokenizer.writes_calls)
         try:
             ids = await self._encode(lambda: [self._tokenizer.encode_chat(messages, tools=tools)], len(body))
         except OrbitError as error:

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from orbit_runtime.environments.tool_calls import write_tool_call
 from orbit_runtime.errors import UnsupportedError
 from orbit_runtime.planner.sampling import Kind, check_sampling
 from orbit_runtime.seeds import stream_key
@@ -30,7 +31,6 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "echo": (None, False),
     "suffix": (None, ""),
     "response_format": (None, {"type": "text"}),
-    "tool_choice": (None, "auto", "none"),
 }
 """Fields of which one value means what the server does; every other is refused."""
 
@@ -162,6 +162,8 @@ class ChatBody(SamplingBody):
     logprobs: bool | None = False
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_ALTERNATIVES)] | None = None
     tools: list[dict[str, Any]] | None = None
+    tool_choice: Literal["auto", "none"] | None = None
+    """`none`: as if there were no tools."""
 
     @property
     def asks_logprobs(self) -> bool:
@@ -173,12 +175,19 @@ class ChatBody(SamplingBody):
             raise APIError(400, "`top_logprobs` needs `logprobs: true`", param="top_logprobs")
         return self.top_logprobs or 0
 
-    def conversation(self) -> list[dict[str, Any]]:
-        """The messages as chat templates take them."""
-        return [_message(index, message) for index, message in enumerate(self.messages)]
+    def conversation(self, *, writes_calls: bool) -> list[dict[str, Any]]:
+        """The messages as chat templates take them. Args: writes_calls: the template writes `tool_calls` out; else they
+        become text."""
+        messages = [_message(index, message) for index, message in enumerate(self.messages)]
+        return messages if writes_calls else [_with_written_calls(message) for message in messages]
+
+    @property
+    def offered(self) -> list[dict[str, Any]]:
+        """The tools that may be called."""
+        return [] if self.tool_choice == "none" else self.tools or []
 
     def tool_names(self) -> list[str]:
-        functions = [tool.get("function") for tool in self.tools or ()]
+        functions = [tool.get("function") for tool in self.offered]
         names = [each.get("name") if isinstance(each, dict) else None for each in functions]
         if not all(isinstance(name, str) and name for name in names):
             raise APIError(400, "each tool is a function with a name", param="tools")
@@ -270,13 +279,31 @@ def _message(index: int, message: dict[str, Any]) -> dict[str, Any]:
         raise APIError(400, f"messages[{index}]: a content is a text", param="messages")
     made = {**message, "content": content or ""}
     if isinstance(message.get("tool_calls"), list):
-        made["tool_calls"] = [_with_parsed_arguments(call) for call in message["tool_calls"]]
+        made["tool_calls"] = [_with_parsed_arguments(index, call) for call in message["tool_calls"]]
     return made
 
 
-def _with_parsed_arguments(call: Any) -> Any:
+def _with_written_calls(message: dict[str, Any]) -> dict[str, Any]:
+    """Calls in the text, where a completion writes them."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list) or not calls:
+        return message
+    functions = [call["function"] for call in calls]
+    written = [write_tool_call(function["name"], function["arguments"]) for function in functions]
+    kept = {name: value for name, value in message.items() if name != "tool_calls"}
+    return {**kept, "content": "\n".join([*filter(None, [message["content"]]), *written])}
+
+
+def _with_parsed_arguments(index: int, call: Any) -> dict[str, Any]:
     """OpenAI's arguments are JSON in a text; templates write them out as JSON themselves."""
     try:
-        return {**call, "function": {**call["function"], "arguments": json.loads(call["function"]["arguments"])}}
+        function = call["function"]
+        name, arguments = function["name"], function["arguments"]
+        if isinstance(arguments, str):
+            arguments = json.loads(arguments)
+        if not isinstance(name, str) or not isinstance(arguments, dict):
+            raise TypeError
     except (TypeError, KeyError, ValueError):
-        return call
+        message = f"messages[{index}]: a call of a tool is a function with a name, and arguments as JSON in a text"
+        raise APIError(400, message, param="messages") from None
+    return {**call, "function": {**function, "arguments": arguments}}
