@@ -110,7 +110,10 @@ class ChatTokenizer:
         """Whether the template writes out the field `tool_calls` of a message; some take only its text."""
         if self._writes_calls is None:
             call = {"type": "function", "id": "0", "function": {"name": CALL_PROBE, "arguments": {}}}
-            messages = [{"role": "user", "content": ""}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+            messages: list[dict[str, Any]] = [
+                {"role": "user", "content": ""},
+                {"role": "assistant", "content": "", "tool_calls": [call]},
+            ]
             try:
                 self._writes_calls = CALL_PROBE in self.render(messages, answer=False)
             except ModelError:
