@@ -1,28 +1,34 @@
 """`deduplicate`: items without those that say nearly the same as an earlier one.
 
 Two texts are near-duplicates when the sets of their trigrams (case and white space folded) have a Jaccard similarity of
-`threshold` or more. Nothing is approximated: the search is a prefix-filtered join (Bayardo et al., Scaling Up All Pairs
-Similarity Search, 2007) with prefixes long enough to share several tokens (Wang et al., Can We Beat the Prefix
-Filtering?, 2012), and every candidate is verified: first by signatures of some hundred bits, of which each that differs
-stands for a trigram that only one of the two has, then by the sets.
+`threshold` or more. Nothing is approximated. Candidates come from two filters that no near-duplicate passes by: parts
+of the sets of which one must be equal (Arasu et al., Efficient Exact Set-Similarity Joins, 2006), and, for parts that
+say little, prefixes of the rarest tokens (Bayardo et al., Scaling Up All Pairs Similarity Search, 2007), long enough to
+share several (Wang et al., Can We Beat the Prefix Filtering?, 2012). Every candidate is verified: first by signatures
+of some hundred bits, of which each that differs stands for a trigram that only one of the two has, then by the sets.
 
 Belongs here: the join. Does not belong here: what an item's text is (`items`).
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from functools import cache
-from itertools import combinations
+from itertools import chain, combinations, count
 from math import ceil, comb
-from typing import Any
+from random import Random
+from typing import Any, NamedTuple
 
 from orbit_runtime.agents.checks import check_items, check_number
 from orbit_runtime.agents.items import text_of
 
 _MOST_KEYS = 30
-"""Of one item in the index: more keys each are rarer, so that fewer candidates are verified, and take more memory."""
+"""Of one prefix in the index: more keys each are rarer, so that fewer candidates are verified, and take more memory."""
+_CROWD = 500
+"""Sets with one and the same part: beyond that, comparing them all costs more than the keys of a prefix do."""
+_LEAST_PART = 2
+"""Tokens of a part on average; smaller ones are equal too often."""
 _SIGNATURE_BITS = 509
 """Several times an item's trigrams, so that few share a bit; and no more, as comparing costs time by its words."""
 _SLACK = 1e-9
@@ -42,7 +48,7 @@ def deduplicate(data: Iterable[Any], threshold: float = 0.9) -> list[Any]:
     texts = [normal(text_of(item, f"data[{index}]")) for index, item in enumerate(items)]
     first = {text: index for index, text in reversed(list(enumerate(texts)))}
     distinct = [index for index, text in enumerate(texts) if first[text] == index]
-    kept = _Kept([trigrams(texts[index]) for index in distinct], threshold)
+    kept = _Kept((trigrams(texts[index]) for index in distinct), threshold)
     return [items[index] for place, index in enumerate(distinct) if kept.add(place)]
 
 
@@ -56,66 +62,95 @@ def trigrams(text: str) -> frozenset[str]:
     return frozenset(padded[start : start + 3] for start in range(max(1, len(padded) - 2)))
 
 
+class _Scheme(NamedTuple):
+    """How keys are made of a set. It follows from the set's size."""
+
+    parts: int
+    """0: none, the threshold is too low for them."""
+    depth: int
+    """Tokens of the prefix that make one key together."""
+
+
 class _Kept:
     """Sets of tokens of which no two are near-duplicates.
 
-    The rarest tokens of two near-duplicates overlap. `depth` of them are one key of the index: of a set of n tokens, of
-    which at least o must be shared, the n - o + depth rarest hold `depth` shared ones.
+    Two near-duplicates differ in at most `parts - 1` tokens: when all tokens there are, are dealt to as many parts, the
+    two sets are equal in one. Where that part is a crowd's, such as one of a template's own words, the prefix stands
+    for it. Of a set of n tokens of which at least o must be shared, the n - o + depth rarest hold `depth` shared ones.
     """
 
-    def __init__(self, sets: list[frozenset[str]], threshold: float) -> None:
+    def __init__(self, sets: Iterable[frozenset[str]], threshold: float) -> None:
         self._threshold = threshold
-        frequency = Counter(token for each in sets for token in each)
-        order = sorted(frequency, key=lambda token: (frequency[token], token))
-        self._rank = {token: rank for rank, token in enumerate(order)}
+        self._scheme = cache(self._find_scheme)
+        self._schemes = cache(self._find_schemes)
+        numbers: defaultdict[str, int] = defaultdict(count().__next__)
+        numbered = [[numbers[token] for token in each] for each in sets]
+        frequency = Counter(chain.from_iterable(numbered))
+        order = sorted(frequency, key=lambda number: (frequency[number], number))
+        ranks = {number: rank for rank, number in enumerate(order)}
+        self._sets = [sorted([ranks[number] for number in each]) for each in numbered]
+        """The tokens of each as ranks, rarest first."""
         # A token of one set only is shared with none.
-        self._first_shared = sum(count == 1 for count in frequency.values())
-        self._sets = sets
+        self._first_shared = sum(times == 1 for times in frequency.values())
         self._bits = [1 << rank % _SIGNATURE_BITS for rank in range(len(order))]
-        self._kept: list[frozenset[int]] = []
-        self._signatures: list[int] = []
+        draw = Random(0)
+        self._codes = [draw.getrandbits(60) for _ in order]
+        """The exclusive or of its tokens' stands for a part; what is equal by chance is verified as all is."""
+        own = (self._part_keys(each, self._scheme(len(each)).parts) for each in self._sets)
+        self._crowded = {key for key, times in Counter(chain.from_iterable(own)).items() if times > _CROWD}
+        self._kept: list[tuple[int, list[int]]] = []
+        """Signature and set."""
         self._index: dict[int, list[int]] = {}
-        self._depth = cache(self._find_depth)
-        self._depths = cache(self._find_depths)
 
     def add(self, place: int) -> bool:
         """Whether this set is kept."""
-        ranks = sorted([self._rank[token] for token in self._sets[place]])
-        mine, size, signature = frozenset(ranks), len(ranks), 0
+        ranks = self._sets[place]
+        own, mine, signature = self._scheme(len(ranks)), frozenset(ranks), 0
         for rank in ranks:
             signature |= self._bits[rank]
         entries: list[int] = []
-        for depth in self._depths(size):
-            keys = self._keys(ranks, depth)
+        for scheme in self._schemes(len(ranks)):
+            keys = self._keys(ranks, scheme)
             if self._has_near(mine, signature, keys):
                 return False
-            if depth == self._depth(size):
+            if scheme == own:
                 entries = keys
         for key in entries:
             self._index.setdefault(key, []).append(len(self._kept))
-        self._kept.append(mine)
-        self._signatures.append(signature)
+        self._kept.append((signature, ranks))
         return True
 
     def _has_near(self, mine: frozenset[int], signature: int, keys: list[int]) -> bool:
         # A set may stand under several keys; to compare signatures again is cheaper than to remember who was seen.
         most = self._most_unshared(len(mine))
-        signatures = self._signatures
         for key in keys:
             for each in self._index.get(key, ()):
-                if (signature ^ signatures[each]).bit_count() <= most and self._is_near(mine, self._kept[each]):
+                other, ranks = self._kept[each]
+                if (signature ^ other).bit_count() <= most and self._is_near(mine, ranks):
                     return True
         return False
 
-    def _is_near(self, a: frozenset[int], b: frozenset[int]) -> bool:
-        if min(len(a), len(b)) < self._threshold * max(len(a), len(b)) - _SLACK:
-            return False
-        shared = len(a & b)
-        return shared >= self._threshold * (len(a) + len(b) - shared) - _SLACK
+    def _is_near(self, mine: frozenset[int], other: list[int]) -> bool:
+        shared = len(mine.intersection(other))
+        return shared >= self._threshold * (len(mine) + len(other) - shared) - _SLACK
 
-    def _keys(self, ranks: list[int], depth: int) -> list[int]:
-        prefix = ranks[: len(ranks) - self._least_shared(len(ranks)) + depth]
-        return list(map(hash, combinations([rank for rank in prefix if rank >= self._first_shared], depth)))
+    def _keys(self, ranks: list[int], scheme: _Scheme) -> list[int]:
+        parts = self._part_keys(ranks, scheme.parts)
+        keys = [key for key in parts if key not in self._crowded]
+        if not parts or len(keys) < len(parts):
+            prefix = ranks[: len(ranks) - self._least_shared(len(ranks)) + scheme.depth]
+            shared = [rank for rank in prefix if rank >= self._first_shared]
+            keys += map(hash, combinations(shared, scheme.depth))
+        return keys
+
+    def _part_keys(self, ranks: list[int], parts: int) -> list[int]:
+        """None where there are no parts."""
+        if not parts:
+            return []
+        codes = [0] * parts
+        for rank in ranks:
+            codes[rank % parts] ^= self._codes[rank]
+        return [hash((parts, part, code)) for part, code in enumerate(codes)]
 
     def _least_shared(self, size: int) -> int:
         return ceil(self._threshold * size - _SLACK)
@@ -124,14 +159,15 @@ class _Kept:
         """Tokens that only one of two sets has, at most, where one is of this size and they are near."""
         return int((1 - self._threshold) / self._threshold * size + _SLACK)
 
-    def _find_depth(self, size: int) -> int:
+    def _find_scheme(self, size: int) -> _Scheme:
+        parts = self._most_unshared(size) + 1
         least = self._least_shared(size)
         depth = 1
         while depth < least and comb(size - least + depth + 1, depth + 1) <= _MOST_KEYS:
             depth += 1
-        return depth
+        return _Scheme(parts if size >= _LEAST_PART * parts else 0, depth)
 
-    def _find_depths(self, size: int) -> list[int]:
-        """Those under which sets stand that may be near to one of this size."""
+    def _find_schemes(self, size: int) -> list[_Scheme]:
+        """Those of sets that may be near to one of this size."""
         largest = int(size / self._threshold + _SLACK)
-        return sorted({self._depth(each) for each in range(self._least_shared(size), largest + 1)})
+        return sorted({self._scheme(each) for each in range(self._least_shared(size), largest + 1)})

@@ -15,7 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+from rich.console import Console
 
+from orbit_runtime.cli.beside import INTERRUPTED, Answer, Pieces, is_wide, printable, show_beside
 from orbit_runtime.cli.run import check_can_train
 from orbit_runtime.errors import EXIT_DONE, CredentialsError, EngineDiedError, UsageError
 
@@ -120,6 +122,8 @@ def _attach(options: ChatOptions) -> tuple[str, str | None, list[str]]:
     names = options.model.split(",")
     if len(names) != (2 if options.compare else 1):
         raise UsageError(f"{len(names)} models are named", where="--model", fix="--compare takes two, with a comma")
+    if len({*names}) < len(names):
+        raise UsageError(f"{names[0]} is named twice", where="--model", fix="name two different ones")
     key = os.environ.get(options.api_key_env) if options.api_key_env else None
     if options.api_key_env and not key:
         raise CredentialsError(f"the environment variable {options.api_key_env} is not set", where="--api-key-env")
@@ -144,37 +148,59 @@ def _questions(is_terminal: bool) -> Iterator[str]:
 def _answer(
     client: httpx.Client, talks: Sequence[Conversation], question: str, settings: Mapping[str, Any], *, as_json: bool
 ) -> None:
-    """Of each model, one after the other. Ctrl-C ends the answer where it is, and those after it are not asked for."""
-    answers: dict[str, Any] = {}
-    is_ended = False
+    """Of each model. Ctrl-C ends the answers where they are."""
+    seed: dict[str, int] = {}
+    if len(talks) > 1 and "seed" not in settings:
+        # Models that are compared draw by the same.
+        seed = {"seed": secrets.randbelow(2**31)}
     for talk in talks:
-        if is_ended:
-            break
         talk.messages.append({"role": "user", "content": question})
-        if not as_json and len(talks) > 1:
-            print(f"[{talk.model}]")
-        pieces: list[str] = []
-        reason = "interrupted"
-        try:
-            for text, ended in stream_chat(client, talk.model, talk.messages, settings):
-                pieces.append(text)
-                reason = ended or reason
-                if not as_json:
-                    print(text, end="", flush=True)
-        except KeyboardInterrupt:
-            is_ended = True
-        if not as_json:
-            print(" [interrupted]" if is_ended else "")
-        text = "".join(pieces)
-        talk.messages.append({"role": "assistant", "content": text})
-        answers[talk.model] = {"text": text, "finish_reason": reason}
+    asked = {talk.model: stream_chat(client, talk.model, talk.messages, {**settings, **seed}) for talk in talks}
+    console = Console()
+    note = "".join(f"seed {number}" for number in seed.values())
+    if len(talks) > 1 and not as_json and is_wide(console):
+        answers = show_beside(console, asked, note)
+    else:
+        answers = _one_by_one(asked, as_json=as_json, printed=printable if console.is_terminal else str)
+        if note and not as_json:
+            print(f"[{note}]")
+    for talk in talks:
+        # A question that was not asked is not remembered.
+        if talk.model in answers:
+            talk.messages.append({"role": "assistant", "content": answers[talk.model].text})
+        else:
+            talk.messages.pop()
     if as_json:
-        print(json.dumps({"prompt": question, "answers": answers}, ensure_ascii=False), flush=True)
+        told = {name: {"text": answer.text, "finish_reason": answer.reason} for name, answer in answers.items()}
+        print(json.dumps({"prompt": question, **seed, "answers": told}, ensure_ascii=False), flush=True)
+
+
+def _one_by_one(asked: Mapping[str, Pieces], *, as_json: bool, printed: Callable[[str], str]) -> dict[str, Answer]:
+    """One below the other. After Ctrl-C those that come later are not asked for."""
+    answers: dict[str, Answer] = {}
+    for name, pieces in asked.items():
+        answer = answers[name] = Answer()
+        if not as_json and len(asked) > 1:
+            print(f"[{name}]")
+        try:
+            for text, ended in pieces:
+                answer.text += text
+                answer.reason = ended or answer.reason
+                if not as_json:
+                    print(printed(text), end="", flush=True)
+        except KeyboardInterrupt:
+            pieces.close()
+            if not as_json:
+                print(f" [{INTERRUPTED}]")
+            break
+        if not as_json:
+            print()
+    return answers
 
 
 def stream_chat(
     client: httpx.Client, model: str, messages: Sequence[Mapping[str, str]], settings: Mapping[str, Any]
-) -> Iterator[tuple[str, str | None]]:
+) -> Pieces:
     """Pieces of the answer, and with the last one why it ended. Who stops reading ends the request."""
     body = {"model": model, "messages": list(messages), "stream": True, **settings}
     try:

@@ -157,6 +157,9 @@ class _InTurn:
             raise
         # Any other error ends the evaluation: nobody is to ask in its place.
         self.give_back()
+        # Whoever takes the place asks in the loop's next turn, and this answer is scored in the one after that.
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
         return completion
 
     def give_back(self) -> None:

@@ -58,6 +58,7 @@ def test_base_and_adapter_are_both_asked(url: str, capsys: pytest.CaptureFixture
     run_chat(asked, as_json=True)
     (found,) = answers(capsys)
     assert [*found["answers"]] == ["tiny-adder", "policy"]
+    assert 0 <= found["seed"] < 2**31, "both drew by one"
     run_chat(asked, as_json=False)
     shown = capsys.readouterr().out
     for name, answer in found["answers"].items():
@@ -96,6 +97,7 @@ def test_an_interrupt_ends_the_answer_and_not_the_program(url: str, capsys: pyte
         ({"model": "gpt"}, UsageError, "there are: tiny-adder, policy"),
         ({"model": None}, UsageError, "which model"),
         ({"compare": True}, UsageError, "1 models are named"),
+        ({"compare": True, "model": "policy,policy"}, UsageError, "named twice"),
         ({"source": "runs/a"}, UsageError, "its own models"),
         ({"base_url": "http://127.0.0.1:9/v1"}, EngineDiedError, "did not answer"),
         ({"base_url": None}, UsageError, "somebody's API"),

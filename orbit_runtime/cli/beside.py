@@ -1,0 +1,122 @@
+"""Answers of several models side by side in a terminal, all as they come.
+
+Belongs here: columns, and reading every answer at once. Does not belong here: the conversation (`chat`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass
+from queue import SimpleQueue
+
+from rich import box
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+LEAST_WIDTH = 80
+"""Characters of a terminal; in a narrower one, answers are better read one below the other."""
+INTERRUPTED = "interrupted"
+_PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
+_PICTURES |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
+
+
+@dataclass
+class Answer:
+    """As much of it as there is."""
+
+    text: str = ""
+    reason: str = INTERRUPTED
+    """Why it ended, as the API says."""
+
+
+Pieces = Generator[tuple[str, str | None]]
+"""Of an answer; with the last one why it ended. Who stops reading ends the request."""
+
+
+def is_wide(console: Console) -> bool:
+    return console.is_terminal and console.width >= LEAST_WIDTH
+
+
+def printable(text: str) -> str:
+    """With pictures in place of what would command a terminal: a model may have learnt to write it."""
+    return text.translate(_PICTURES)
+
+
+def show_beside(console: Console, asked: Mapping[str, Pieces], note: str) -> dict[str, Answer]:
+    """Each answer under its name. Ctrl-C ends all of them.
+
+    Args:
+        asked: nothing of them has been read yet.
+        note: one line below.
+
+    Raises:
+        Exception: what the first of them raised.
+    """
+    answers = {name: Answer() for name in asked}
+    arrived: SimpleQueue[tuple[str, tuple[str, str | None] | Exception | None]] = SimpleQueue()
+    stopped = threading.Event()
+
+    def read(name: str, pieces: Pieces) -> None:
+        try:
+            for piece in pieces:
+                arrived.put((name, piece))
+                if stopped.is_set():
+                    break
+        except Exception as error:  # the terminal's thread raises it
+            arrived.put((name, error))
+        finally:
+            pieces.close()
+            arrived.put((name, None))
+
+    for name, pieces in asked.items():
+        threading.Thread(target=read, args=(name, pieces), name=f"answer-{name}", daemon=True).start()
+    left = len(asked)
+    try:
+        with Live(_Columns(console, answers, note), console=console, transient=True, refresh_per_second=12):
+            while left:
+                name, what = arrived.get()
+                if isinstance(what, Exception):
+                    raise what
+                if what is None:
+                    left -= 1
+                else:
+                    answers[name].text += what[0]
+                    answers[name].reason = what[1] or answers[name].reason
+    except KeyboardInterrupt:
+        pass
+    finally:
+        stopped.set()
+    console.print(_table(console, answers, note, rows=None))
+    return answers
+
+
+@dataclass(frozen=True)
+class _Columns:
+    """What is drawn at each turn of the screen: the ends of the answers, as far as they fit."""
+
+    console: Console
+    answers: Mapping[str, Answer]
+    note: str
+
+    def __rich__(self) -> Table:
+        return _table(self.console, self.answers, self.note, rows=max(1, self.console.height - 6))
+
+
+def _table(console: Console, answers: Mapping[str, Answer], note: str, *, rows: int | None) -> Table:
+    """Args: rows: of each answer, its last ones; None: all."""
+    table = Table(box=box.MINIMAL, expand=True, caption=note or None, caption_justify="left")
+    width = console.width // len(answers) - 4
+    cells = []
+    for name, answer in answers.items():
+        table.add_column(Text(name), ratio=1, overflow="fold", vertical="top")
+        text = Text(printable(answer.text), overflow="fold")
+        if rows is not None:
+            text = Text("\n").join(text.wrap(console, width)[-rows:])
+        elif answer.reason != "stop":
+            text.append(f" [{answer.reason}]", style="dim")
+        cells.append(text)
+    table.add_row(*cells)
+    return table
