@@ -18,14 +18,14 @@ from functools import cache
 from itertools import chain, combinations, count
 from math import ceil, comb
 from random import Random
-from typing import Any, NamedTuple
+from typing import Any
 
 from orbit_runtime.agents.checks import check_items, check_number
 from orbit_runtime.agents.items import text_of
 
 _MOST_KEYS = 30
 """Of one prefix in the index: more keys each are rarer, so that fewer candidates are verified, and take more memory."""
-_CROWD = 500
+_CROWD = 200
 """Sets with one and the same part: beyond that, comparing them all costs more than the keys of a prefix do."""
 _LEAST_PART = 2
 """Tokens of a part on average; smaller ones are equal too often."""
@@ -62,15 +62,6 @@ def trigrams(text: str) -> frozenset[str]:
     return frozenset(padded[start : start + 3] for start in range(max(1, len(padded) - 2)))
 
 
-class _Scheme(NamedTuple):
-    """How keys are made of a set. It follows from the set's size."""
-
-    parts: int
-    """0: none, the threshold is too low for them."""
-    depth: int
-    """Tokens of the prefix that make one key together."""
-
-
 class _Kept:
     """Sets of tokens of which no two are near-duplicates.
 
@@ -81,8 +72,9 @@ class _Kept:
 
     def __init__(self, sets: Iterable[frozenset[str]], threshold: float) -> None:
         self._threshold = threshold
-        self._scheme = cache(self._find_scheme)
-        self._schemes = cache(self._find_schemes)
+        self._parts, self._depth = cache(self._find_parts), cache(self._find_depth)
+        self._parts_near = cache(lambda size: sorted({*map(self._parts, self._sizes_near(size))}))
+        self._depths_near = cache(lambda size: sorted({*map(self._depth, self._sizes_near(size))}))
         numbers: defaultdict[str, int] = defaultdict(count().__next__)
         numbered = [[numbers[token] for token in each] for each in sets]
         frequency = Counter(chain.from_iterable(numbered))
@@ -96,7 +88,7 @@ class _Kept:
         draw = Random(0)
         self._codes = [draw.getrandbits(60) for _ in order]
         """The exclusive or of its tokens' stands for a part; what is equal by chance is verified as all is."""
-        own = (self._part_keys(each, self._scheme(len(each)).parts) for each in self._sets)
+        own = (self._part_keys(each, self._parts(len(each))) for each in self._sets)
         self._crowded = {key for key, times in Counter(chain.from_iterable(own)).items() if times > _CROWD}
         self._kept: list[tuple[int, list[int]]] = []
         """Signature and set."""
@@ -105,16 +97,27 @@ class _Kept:
     def add(self, place: int) -> bool:
         """Whether this set is kept."""
         ranks = self._sets[place]
-        own, mine, signature = self._scheme(len(ranks)), frozenset(ranks), 0
+        size, mine, signature = len(ranks), frozenset(ranks), 0
         for rank in ranks:
             signature |= self._bits[rank]
         entries: list[int] = []
-        for scheme in self._schemes(len(ranks)):
-            keys = self._keys(ranks, scheme)
+        needs_prefix = own_prefix = False
+        # Those under which sets stand that may be near, its own among them.
+        for parts in self._parts_near(size):
+            keys = self._part_keys(ranks, parts)
+            rare = [key for key in keys if key not in self._crowded]
+            if self._has_near(mine, signature, rare):
+                return False
+            is_crowded = not keys or len(rare) < len(keys)
+            needs_prefix |= is_crowded
+            if parts == self._parts(size):
+                entries, own_prefix = rare, is_crowded
+        for depth in self._depths_near(size) if needs_prefix else ():
+            keys = self._prefix_keys(ranks, depth)
             if self._has_near(mine, signature, keys):
                 return False
-            if scheme == own:
-                entries = keys
+            if own_prefix and depth == self._depth(size):
+                entries += keys
         for key in entries:
             self._index.setdefault(key, []).append(len(self._kept))
         self._kept.append((signature, ranks))
@@ -134,14 +137,9 @@ class _Kept:
         shared = len(mine.intersection(other))
         return shared >= self._threshold * (len(mine) + len(other) - shared) - _SLACK
 
-    def _keys(self, ranks: list[int], scheme: _Scheme) -> list[int]:
-        parts = self._part_keys(ranks, scheme.parts)
-        keys = [key for key in parts if key not in self._crowded]
-        if not parts or len(keys) < len(parts):
-            prefix = ranks[: len(ranks) - self._least_shared(len(ranks)) + scheme.depth]
-            shared = [rank for rank in prefix if rank >= self._first_shared]
-            keys += map(hash, combinations(shared, scheme.depth))
-        return keys
+    def _prefix_keys(self, ranks: list[int], depth: int) -> list[int]:
+        prefix = ranks[: len(ranks) - self._least_shared(len(ranks)) + depth]
+        return list(map(hash, combinations([rank for rank in prefix if rank >= self._first_shared], depth)))
 
     def _part_keys(self, ranks: list[int], parts: int) -> list[int]:
         """None where there are no parts."""
@@ -159,15 +157,17 @@ class _Kept:
         """Tokens that only one of two sets has, at most, where one is of this size and they are near."""
         return int((1 - self._threshold) / self._threshold * size + _SLACK)
 
-    def _find_scheme(self, size: int) -> _Scheme:
+    def _sizes_near(self, size: int) -> range:
+        return range(self._least_shared(size), int(size / self._threshold + _SLACK) + 1)
+
+    def _find_parts(self, size: int) -> int:
+        """0: the threshold is too low for them."""
         parts = self._most_unshared(size) + 1
+        return parts if size >= _LEAST_PART * parts else 0
+
+    def _find_depth(self, size: int) -> int:
         least = self._least_shared(size)
         depth = 1
         while depth < least and comb(size - least + depth + 1, depth + 1) <= _MOST_KEYS:
             depth += 1
-        return _Scheme(parts if size >= _LEAST_PART * parts else 0, depth)
-
-    def _find_schemes(self, size: int) -> list[_Scheme]:
-        """Those of sets that may be near to one of this size."""
-        largest = int(size / self._threshold + _SLACK)
-        return sorted({self._scheme(each) for each in range(self._least_shared(size), largest + 1)})
+        return depth
