@@ -18,7 +18,7 @@ import httpx
 import openai
 import pytest
 import torch
-from fakes.fake_servers import CUT, FakeServer, once
+from fakes.fake_servers import CUT, Events, FakeServer, once
 from safetensors.torch import save
 
 from orbit_runtime.adapters.config import AdapterConfig
@@ -159,6 +159,48 @@ def test_alternatives_come_from_the_servers_streamed_and_whole(front: Front) -> 
         for each in choice.logprobs.top_logprobs or ()
     ]
     assert streamed == whole.top_logprobs
+
+
+def says(text: str) -> Callable[[FakeServer, str, dict], Any]:
+    """One request is answered with this text, token by token."""
+    ids = ChatTokenizer(FOLDER).encode_text(text)
+
+    def events(rid: str) -> Iterator[dict]:
+        for at, token in enumerate(ids):
+            reason = {"type": "length"} if at == len(ids) - 1 else None
+            told = {"id": rid, "completion_tokens": at + 1, "output_token_logprobs": [[-1.0, token, None]]}
+            yield {"index": 0, "meta_info": {**told, "finish_reason": reason}}
+
+    return lambda _, path, body: (200, Events(events(body["rid"][0]))) if path == "/generate" else None
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_of_a_tool_goes_out_and_its_answer_comes_back_in(front: Front, stream: bool) -> None:
+    tools: Any = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+    call = '<tool_call>{"name": "add", "arguments": {"a": 12}}</tool_call>'
+    options: Any = {"model": "policy", "messages": MESSAGES, "tools": tools, "max_tokens": 90}
+    front.server.faults.append(says(call))
+    if stream:
+        deltas = [c.choices[0].delta for c in front.client.chat.completions.create(**options, stream=True)]
+        assert not any(delta.content for delta in deltas)
+        (made,) = [each for delta in deltas for each in delta.tool_calls or ()]
+    else:
+        (made,) = front.client.chat.completions.create(**options).choices[0].message.tool_calls or ()
+    assert made.function is not None
+    assert (made.function.name, json.loads(made.function.arguments or "")) == ("add", {"a": 12})
+    said = {"id": made.id, "type": "function", "function": {"name": "add", "arguments": made.function.arguments}}
+    later = [
+        *MESSAGES,
+        {"role": "assistant", "content": None, "tool_calls": [said]},
+        {"role": "tool", "tool_call_id": made.id, "content": "46"},
+    ]
+    assert front.client.chat.completions.create(**{**options, "messages": later, "max_tokens": 2}).choices
+    prompt = ChatTokenizer(FOLDER).decode_all(front.server.served[-1])
+    assert '{"name": "add", "arguments": {"a": 12}}' in prompt
+    assert prompt.index("add") < prompt.index("46")
+    front.server.faults.append(says(call))
+    plain = front.client.chat.completions.create(**options, tool_choice="none").choices[0].message
+    assert (plain.content, plain.tool_calls) == (call, None)
 
 
 def test_a_request_that_is_not_streamed_asks_for_few_events_and_a_streamed_one_for_each_token(front: Front) -> None:
