@@ -14,7 +14,8 @@ class AdapterConfig:
     Example: `AdapterConfig(type="LoRA", targets=("q_proj", "v_proj"), rank=16, alpha=32.0)`
     """
 
-    type: Literal["LoRA", "OFT"]
+    type: Literal["LoRA", "OFT", "Full"]
+    """`Full`: none, the model's own weights train."""
     targets: tuple[str, ...]
     """Suffixes of module names, matched at a dot. None for a loader: the family's usual ones."""
     rank: int = 16

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -62,6 +62,26 @@ class Place:
         return self.part.is_whole(self.kind, self.shape[0] if self.part.num_experts else None)
 
 
+class Trained(Protocol):
+    """What an optimizer changes: the masters of an adapter, or of a whole model (`policy.whole`)."""
+
+    @property
+    def config(self) -> AdapterConfig: ...
+
+    @property
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        """fp32, by name, sorted."""
+        ...
+
+    def after_update(self) -> None:
+        """Of the optimizer."""
+        ...
+
+    def series_error(self) -> float:
+        """See `Masters`; 0 where nothing is a series."""
+        ...
+
+
 @dataclass(frozen=True, eq=False)
 class Masters:
     """The masters of every layer, and how layers share them.
@@ -108,8 +128,8 @@ class Masters:
         values = self.parameters.values()
         return max(series_error(p, config.block_size, config.parametrization, config.neumann_terms) for p in values)
 
-    def constrain(self) -> None:
-        """After an optimizer update: COFT's bound on Q. PEFT does the same before every pass."""
+    def after_update(self) -> None:
+        """Of the optimizer: COFT's bound on Q. PEFT does the same before every pass."""
         if self.config.coft:
             with torch.no_grad():
                 for parameter in self.parameters.values():

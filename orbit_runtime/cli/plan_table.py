@@ -17,7 +17,7 @@ BAR_WIDTH = 64
 GROUPS = (
     # (what, the parts it holds by how their names begin, colour, letter where there is no colour)
     ("base", ("base",), "blue", "B"),
-    ("adapter", ("adapter", "optimizer", "gradients"), "green", "A"),
+    ("adapter", ("adapter", "masters", "model export", "optimizer", "gradients"), "green", "A"),
     ("KV cache", ("KV cache",), "yellow", "K"),
     (
         "activations",
@@ -52,6 +52,10 @@ def print_plan(made: Plan, console: Console | None = None) -> None:
         console.print(line, markup=False)
 
 
+def _trained(made: Plan) -> str:
+    return "trained as a whole" if "masters" in made.phases["train"] else "adapter"
+
+
 def _head(made: Plan) -> list[str]:
     size = made.adapter
     experts = f", {size.experts / 1e6:,.1f} M of them with routed experts" if size.experts else ""
@@ -60,7 +64,7 @@ def _head(made: Plan) -> list[str]:
         f"{made.run}: {made.model} ({made.precision}) on {made.machine}; facts: {made.source}",
         f"trainer {made.trainer}, engine {made.engine}, {copies}, micro-batch of {made.micro_batch_tokens:,} tokens, "
         f"recompute {made.recompute}",
-        f"adapter: {size.total / 1e6:,.1f} M parameters in {size.num_layers} layers{experts}",
+        f"{_trained(made)}: {size.total / 1e6:,.1f} M parameters in {size.num_layers} layers{experts}",
     ]
     if made.layout.num_gpus > 1:
         lines.insert(2, f"layout: {made.layout.text()} (tensor, expert, pipeline, context, data)")
@@ -131,8 +135,10 @@ def _tail(made: Plan) -> list[str]:
     took = f"{minutes:.0f} min" if minutes >= 2 else f"{made.download_seconds:.0f} s"
     per = "a replica" if max(made.servers, made.layout.data if not made.servers else 1) > 1 else "in all"
     plural = "" if made.kv_sequences == 1 else "s"
+    cache = f"KV cache: {made.kv_tokens:,} tokens, {made.kv_sequences} completion{plural} of full length {per}"
     lines = [
-        f"KV cache: {made.kv_tokens:,} tokens, {made.kv_sequences} completion{plural} of full length {per}",
+        # Nothing is sampled for demonstrations.
+        *([cache] if made.phases["rollout"] else []),
         f"main memory {_size(made.host_bytes)}, disk {_size(made.disk_bytes)}, "
         f"files {_size(made.download_bytes)}: {took} at 1 GB/s",
     ]

@@ -143,10 +143,15 @@ def format_result(ended: str, uri: str, report: Mapping[str, Any]) -> str:
         ),
         *(f"warning: {warning}" for warning in report.get("warnings", ())),
         # Stopped before the first step, a run has trained no adapter.
-        *([] if version is None else [f"adapter {uri}/adapters/policy-v{version}"]),
+        *([] if version is None else [_published(uri, report)]),
         f"report  {uri}/report.html",
     ]
     return "\n".join(words)
+
+
+def _published(uri: str, report: Mapping[str, Any]) -> str:
+    folder = report.get("published", "adapters")
+    return f"{folder.removesuffix('s'):<7} {uri}/{folder}/policy-v{report.get('policy_version')}"
 
 
 def _print_processes(manifest: OrbitRun, folder: Path, as_json: bool) -> None:

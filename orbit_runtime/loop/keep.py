@@ -16,7 +16,7 @@ from orbit_runtime.data.records import compress_rollouts
 from orbit_runtime.errors import OrbitError, OutputError, StorageError
 from orbit_runtime.loop.buffer import Kept, dump_kept, load_kept
 from orbit_runtime.loop.keeper import Keeper
-from orbit_runtime.loop.publish import adapter_name
+from orbit_runtime.loop.publish import ADAPTERS, MODELS, adapter_name
 from orbit_runtime.loop.state import RunState
 from orbit_runtime.observability.metrics import MetricsRow
 from orbit_runtime.storage import Bundle, Content, Execution, Store, prune_bundles, restate_bundle, write_bundle
@@ -106,7 +106,7 @@ class Checkpoints:
         It is written beside the next step. Order: the adapter is stored by its publish, rollouts and row by
         `keep_step`; only then does the step exist.
         """
-        prefix, newest = checkpoint_prefix(state.step), f"adapters/{adapter_name(state.version)}"
+        prefix, name = checkpoint_prefix(state.step), adapter_name(state.version)
         facts = _facts(state, cursor, self.identity)
         parts = CheckpointParts()
         self.trainer.save_state(parts)
@@ -118,7 +118,8 @@ class Checkpoints:
             finally:
                 parts.is_read.set()
             prune_bundles(self.store, "checkpoints/", self.keep, newest=prefix)
-            prune_bundles(self.store, "adapters/", self.keep + 1 if self.keep else 0, newest=newest)
+            for folder in (ADAPTERS, MODELS):
+                prune_bundles(self.store, folder, self.keep + 1 if self.keep else 0, newest=f"{folder}{name}")
 
         # Where it is not even begun, because the adapter could not be stored, nobody reads either.
         self.keeper.submit(write).add_done_callback(lambda _: parts.is_read.set())

@@ -12,6 +12,7 @@ from collections.abc import Buffer, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from orbit_runtime.adapters.buffer import publishable
@@ -19,9 +20,13 @@ from orbit_runtime.adapters.files import expected_applied_digest
 from orbit_runtime.digests import Pieces, split
 from orbit_runtime.errors import GateError, OrbitError
 from orbit_runtime.loop.keeper import Keeper
+from orbit_runtime.model_info.content import FILES
 from orbit_runtime.parity.liveness import Limits, Proof, Reading, check_proofs, check_unproven, prove
 from orbit_runtime.storage import Content, Execution, Store, write_bundle
 from orbit_runtime.types import AdapterFiles, Copy, Engine, Scored, Trainer
+
+ADAPTERS, MODELS = "adapters/", "models/"
+"""Where a run folder keeps what was published: adapters, or where the whole of it trains, models."""
 
 
 def adapter_name(version: int) -> str:
@@ -147,7 +152,28 @@ def write_adapter_bundle(store: Store, execution: Execution, adapter: AdapterFil
     """`adapters/policy-v…/`, under PEFT's names."""
     assert adapter.pieces is not None
     parts = {name: _content(data, adapter.pieces[name]) for name, data in adapter.files.items()}
-    write_bundle(store, execution, f"adapters/{adapter_name(adapter.version)}", parts, facts, plain_names=True)
+    write_bundle(store, execution, f"{ADAPTERS}{adapter_name(adapter.version)}", parts, facts, plain_names=True)
+
+
+def write_model_bundle(
+    store: Store, execution: Execution, model: AdapterFiles, beside: Mapping[str, bytes], facts: Mapping[str, Any]
+) -> None:
+    """`models/policy-v…/`, which transformers loads. Args: beside: its other files (`whole_files`)."""
+    assert model.pieces is not None
+    parts = {name: _content(data, model.pieces[name]) for name, data in model.files.items()}
+    write_bundle(
+        store, execution, f"{MODELS}{adapter_name(model.version)}", {**parts, **beside}, facts, plain_names=True
+    )
+
+
+def whole_files(folder: Path) -> dict[str, bytes]:
+    """What a model's folder holds besides weights, for one of the same structure in BF16."""
+    files = {name: (folder / name).read_bytes() for name in FILES if (folder / name).is_file()}
+    config = json.loads(files["config.json"])
+    for name in ("dtype", "torch_dtype"):
+        if name in config:
+            config[name] = "bfloat16"
+    return {**files, "config.json": json.dumps(config, indent=2).encode()}
 
 
 def _content(data: Buffer, pieces: Pieces) -> Content:

@@ -58,6 +58,7 @@ from orbit_runtime.observability.report import build_report
 from orbit_runtime.observability.report_html import render_html
 from orbit_runtime.observability.status import RunStatus
 from orbit_runtime.observability.versions import installed_versions
+from orbit_runtime.planner.whole import check_whole
 from orbit_runtime.spec import OrbitRun, Resolved, identity_fields, keep_decisions, resolve
 from orbit_runtime.storage import Execution, Store, claim_execution, compact_rows, open_store
 
@@ -154,6 +155,7 @@ def _run(
     if before:
         resolved = keep_decisions(resolved, before["resolved"])
     changes = check_same_run(store, before, resolved) if before else []
+    check_whole(resolved.run.spec)
     bundle, skipped = find_checkpoint(store)
     origin = find_origin(resolved.run, before) if bundle is None else None
     initial = open_initial(resolved.run.spec, before) if bundle is None else None
@@ -268,7 +270,7 @@ SMALLEST_USUAL_RATE = 5e-6
 
 def _warn(parts: Parts | SftParts, state: RunState, rewards: Mapping[str, Callable[..., Any]] | None) -> None:
     rate = parts.spec.training.learning_rate
-    if rate < SMALLEST_USUAL_RATE:
+    if rate < SMALLEST_USUAL_RATE and parts.spec.adapter.type != "Full":
         state.warn(
             f"training.learningRate is {rate:g}, a rate for training all weights; adapters usually take 1e-5 to 2e-3, "
             "about ten times as much or more"

@@ -40,7 +40,13 @@ from orbit_runtime.loop.content import Names, content_digests
 from orbit_runtime.loop.inputs import Inputs
 from orbit_runtime.loop.keep import keep_failure, keep_rows
 from orbit_runtime.loop.keeper import Keeper
-from orbit_runtime.loop.publish import Publication, adapter_facts, write_adapter_bundle
+from orbit_runtime.loop.publish import (
+    Publication,
+    adapter_facts,
+    whole_files,
+    write_adapter_bundle,
+    write_model_bundle,
+)
 from orbit_runtime.loop.resume import restored_wrongly
 from orbit_runtime.loop.row import with_checkpoint
 from orbit_runtime.loop.show import Show
@@ -74,6 +80,8 @@ class SftParts(RunParts):
     canary_T: tuple[int, ...]
     weights: str
     """Digest of the base's files."""
+    whole_files: Mapping[str, bytes] | None
+    """Where the whole of the model trains: what stands beside its weights. None: an adapter does."""
 
     @property
     def validation(self) -> Validation:
@@ -147,6 +155,7 @@ def build_sft(
         encoded=by_id,
         held_out=tuple(by_id[prompt.prompt_id] for prompt in measured),
         weights=weights,
+        whole_files=whole_files(folder) if spec.adapter.type == "Full" else None,
     )
 
 
@@ -248,7 +257,8 @@ def _keep(parts: SftParts, state: RunState) -> float:
 
 def _keep_newest(parts: SftParts, state: RunState) -> None:
     """However it ended, the newest step is durable, and says that the base is still the one it started on."""
-    state.base_digest_after = parts.side.base_digest()
+    # The whole of a model that trains leaves no base behind.
+    state.base_digest_after = None if parts.whole_files is not None else parts.side.base_digest()
     if state.checkpoint_begun != state.step:
         _keep(parts, state)
         return
@@ -257,12 +267,17 @@ def _keep_newest(parts: SftParts, state: RunState) -> None:
 
 
 def _publish(parts: SftParts, state: RunState) -> None:
-    """The trainer's adapter as `policy-v{step}`, for whoever loads it next."""
+    """The trainer's adapter, or model, as `policy-v{step}`, for whoever loads it next."""
     parts.show.stage("publish", state.step)
-    adapter = publishable(parts.trainer, state.step)
-    facts = adapter_facts(adapter, parts.canary_T, parts.trainer.score(parts.canary_T), parts.weights)
-    parts.keeper.submit(partial(write_adapter_bundle, parts.store, parts.execution, adapter, facts))
-    state.publication = Publication(adapter, (), ())
+    made = publishable(parts.trainer, state.step)
+    if parts.whole_files is None:
+        facts = adapter_facts(made, parts.canary_T, parts.trainer.score(parts.canary_T), parts.weights)
+        write = partial(write_adapter_bundle, parts.store, parts.execution, made, facts)
+    else:
+        told = {"version": made.version, "digest": made.digest, "began_with": parts.weights}
+        write = partial(write_model_bundle, parts.store, parts.execution, made, parts.whole_files, told)
+    parts.keeper.submit(write)
+    state.publication = Publication(made, (), ())
 
 
 def _settle(parts: SftParts, state: RunState) -> None:

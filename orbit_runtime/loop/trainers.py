@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 from orbit_runtime.algorithms.own import ADVANTAGES, LOSS, load_own, own_targets
 from orbit_runtime.algorithms.table import Algorithm, build_algorithm, correction_of, loss_settings
-from orbit_runtime.errors import OrbitError, UnsupportedError
+from orbit_runtime.errors import InternalError, OrbitError, UnsupportedError
 from orbit_runtime.loop.machine import rounding_facts
 from orbit_runtime.planner.sampling import sampling_of
+from orbit_runtime.planner.whole import check_adapted
 from orbit_runtime.spec import Resolved
 from orbit_runtime.spec.algorithm import Algorithm as AlgorithmSpec
 from orbit_runtime.spec.run import RunSpec
@@ -47,7 +48,8 @@ class TrainerSide:
     begin: Callable[[AdapterFolder, str], None]
     """Gives the trainer an adapter to begin with, before its first step. The second: digest of its files."""
     base_digest: Callable[[], str]
-    """Of the frozen base as it lies in memory: equal before and after a run, whatever way it is divided."""
+    """Of the frozen base as it lies in memory: equal before and after a run, whatever way it is divided. Where
+    the whole of a model trains, of what it began with."""
     probing: Callable[[Probe], AbstractContextManager[None]]
     """A context within which the trainer holds an adapter that nobody trained, for preflight."""
     snapshot: Callable[..., Snapshot] | None
@@ -136,6 +138,8 @@ def build_side(
     """
     if division.recompute != "None":
         note(f"layers are computed again in the backward pass: training.recompute is {division.recompute}")
+    if resolved.run.spec.adapter.type == "Full":
+        return _build_whole(resolved, folder, loss, base_model, division, note)
     if division.trainer == "Megatron":
         return _build_ranks(resolved, folder, loss, base_model, division, note, closing)
     return _build_alone(resolved, folder, loss, base_model, teacher, division, note)
@@ -259,8 +263,50 @@ def _begin(trainer: Trainer, outline: Outline, adapter: AdapterFolder, _digest: 
     trainer.load_state(initial_state(outline, adapter))
 
 
+def _build_whole(
+    resolved: Resolved,
+    folder: Path,
+    loss: Callable[..., Any],
+    base_model: str,
+    division: Division,
+    note: Callable[[str], None],
+) -> TrainerSide:
+    from orbit_runtime.adapters.buffer import publishable
+    from orbit_runtime.policy.facts import describe
+    from orbit_runtime.policy.whole import load_whole
+    from orbit_runtime.training.whole_trainer import WholeTrainer
+
+    settings = _policy_settings(resolved)
+    policy = load_whole(
+        folder,
+        **{name: settings[name] for name in ("precision", "device", "compute_dtype", "kernel")},
+        announce=lambda report: note(report.text()),
+    )
+    policy.recompute(division.recompute)
+    trainer = WholeTrainer(policy, _trainer_settings(resolved, base_model), loss)
+    began_with = publishable(trainer, 0).digest
+    return TrainerSide(
+        trainer,
+        describe(policy),
+        begin=_no_adapter,
+        base_digest=lambda: began_with,
+        probing=_no_probe,
+        snapshot=None,
+        policy=policy,
+        rounding=rounding_facts(),
+    )
+
+
+def _no_probe(probe: Probe) -> AbstractContextManager[None]:
+    raise InternalError(f"nothing stands beside a model's own weights that could hold the adapter {probe!r}")
+
+
+def _no_adapter(adapter: AdapterFolder, _digest: str) -> None:
+    raise InternalError(f"a model that trains as a whole begins with its own weights, not with {adapter.place}")
+
+
 def build_policy(resolved: Resolved, folder: Path, recompute: Recompute, note: Callable[[str], None]) -> Policy:
-    """The frozen base with a new adapter, in this process."""
+    """The frozen base with a new adapter, in this process. Raises: as `adapter_config`."""
     from orbit_runtime.policy.load import load_policy
 
     policy = load_policy(
@@ -296,8 +342,10 @@ def check_rank_packages() -> None:
 
 
 def adapter_config(spec: RunSpec) -> AdapterConfig:
+    """Raises UnsupportedError (78) where the run trains the model itself."""
     from orbit_runtime.adapters.config import AdapterConfig
 
+    check_adapted(spec)
     adapter = spec.adapter
     settings: dict[str, Any] = {}
     if adapter.lora:

@@ -97,6 +97,11 @@ class Report:
         """Of the reward, between the first steps and the last."""
         return build_gain(self.rows)
 
+    @property
+    def published(self) -> str:
+        """Where in the run folder its policies are: adapters, or whole models."""
+        return "models" if self.spec.get("adapter", {}).get("type") == "Full" else "adapters"
+
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values; a number that the run has not produced yet is `None`."""
         rows, summary, facts = self.rows, self.folder.summary, self.folder.facts
@@ -125,6 +130,7 @@ class Report:
             "base_digest_before": summary.get("base_digest_before") or self.folder.run.get("base_digest"),
             "base_digest_after": summary.get("base_digest_after"),
             "adapter_digest": facts.get("adapter_digest") or (last["adapter_digest"] if last else None),
+            "published": self.published,
             "policy_version": facts.get("policy_version", last["policy_version"] if last else None),
             "trainable_parameters": summary.get("trainable_parameters"),
             "resumed": summary.get("resumed", 0),

@@ -7,7 +7,8 @@ Does not belong here: finding the facts (`model_info`), printing (`cli`).
 from __future__ import annotations
 
 from orbit_runtime.planner.job import Machine
-from orbit_runtime.planner.plan import Plan, Problem, check_fits, plan
+from orbit_runtime.planner.plan import Plan, check_fits, plan
+from orbit_runtime.planner.problem import Problem
 from orbit_runtime.planner.verdict import Verdict, check_verdict, judge
 
 __all__ = ["Machine", "Plan", "Problem", "Verdict", "check_fits", "check_verdict", "judge", "plan"]

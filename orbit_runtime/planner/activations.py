@@ -54,6 +54,9 @@ def _layer_saved(layer: list[Weight], model: Architecture, job: Job) -> float:
     if job.attention == "Chunked":
         gathered, mask = 1.0, 0.0
     total = 2 * model.hidden_size * model.streams + mask
+    if job.adapter == "Full":
+        # Of both norms what they multiply by their weights, and what that was made of.
+        total += 4 * model.hidden_size
     return total + sum(_saved(weights, model, job, gathered) for weights in _by_experts(layer))
 
 

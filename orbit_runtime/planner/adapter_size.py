@@ -57,7 +57,11 @@ def adapted_weights(model: Architecture, job: Job) -> list[Weight]:
 
 
 def adapter_size(model: Architecture, job: Job) -> AdapterSize:
-    """Raises `ManifestError` also for a rank or block size that a layer cannot have."""
+    """Every parameter of the model with `Full`. Raises `ManifestError` also for a rank or block size that no layer can
+    have."""
+    if job.adapter == "Full":
+        count = model.num_parameters()
+        return AdapterSize(count, 0, 0, count, sum(w.is_linear and w.role not in LEFT_OUT for w in model.weights))
     weights = adapted_weights(model, job)
     _check_sizes(weights, job)
     dense = [w for w in weights if w.role != "routed_expert"]

@@ -51,7 +51,8 @@ class Job:
     trainer: str
     engine: str
     precision: str
-    adapter: Literal["LoRA", "OFT"]
+    adapter: Literal["LoRA", "OFT", "Full"]
+    """`Full`: every weight of the model trains."""
     rank: int
     """LoRA's rank or OFT's block size."""
     targets: tuple[str, ...]
@@ -88,6 +89,8 @@ class Job:
     sleep: Literal["None", "Cache", "All"]
     """What servers on the trainer's GPUs give back while it works."""
     kept_checkpoints: int
+    samples: bool
+    """An engine samples in it."""
     deterministic: bool
     """`rollout.deterministic`."""
     engine_arguments: Mapping[str, Any]
@@ -127,7 +130,8 @@ def build_job(run: OrbitRun, machine: Machine, *, may_choose: bool = True, devic
     devices = devices or split_devices(placement, machine.num_gpus)
     parallel = training.parallel
     samples = training.prompts_per_step * spec.algorithm.group_size
-    trainer = _decide(training.trainer, "Megatron" if len(devices.trainer) > 1 else "Torch")
+    may_divide = len(devices.trainer) > 1 and adapter.type != "Full"
+    trainer = _decide(training.trainer, "Megatron" if may_divide else "Torch")
     return Job(
         trainer=trainer,
         engine=_decide(spec.rollout.engine, "SGLang" if several or training.trainer == "Megatron" else "Torch"),
@@ -156,6 +160,7 @@ def build_job(run: OrbitRun, machine: Machine, *, may_choose: bool = True, devic
         devices=devices,
         sleep=spec.rollout.sleep,
         kept_checkpoints=spec.checkpoint.keep,
+        samples=spec.algorithm.type != "SFT",
         deterministic=spec.rollout.deterministic,
         engine_arguments=spec.rollout.engine_arguments,
     )

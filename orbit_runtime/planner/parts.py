@@ -91,14 +91,22 @@ def size_parts(setting: Setting) -> Sizes:
     job = setting.job
     trainer, server = _trainer_side(setting), _server_side(setting)
     passes = _times(setting.ranks_here, _training(setting))
-    exported = {"adapter export": _local_adapter(setting) * 2 * setting.ranks_here}
+    exported = {_named("export", setting): _local_adapter(setting) * 2 * setting.ranks_here}
     per_sequence, running = _kv(setting)
     work = _engine_work(setting)
     alone = job.is_split or job.is_elsewhere
-    if job.in_process:
+    if not job.samples:
+        loading = {"loading buffer": _loading(setting)}
+        phases: dict[Phase, Parts] = {
+            "load": _merged(trainer.loaded, loading),
+            "rollout": {},
+            "train": _merged(trainer.resident, passes),
+            "publish": _merged(trainer.resident, exported),
+        }
+    elif job.in_process:
         # Between the engine's passes nothing of them is kept, nor between the trainer's.
         work = {"KV cache": per_sequence * running, **work}
-        phases: dict[Phase, Parts] = {
+        phases = {
             "load": {**trainer.loaded, "loading buffer": _loading(setting)},
             "rollout": {**trainer.resident, "adapter slots": _slots(setting), **_times(job.replicas, work)},
             "train": {
@@ -242,7 +250,9 @@ def base_weights(
 
 
 def _resident_bytes(stored: StoredWeight, setting: Setting) -> int:
-    """Our own loader keeps norms and other small parameters in the compute dtype."""
+    """Our own loader keeps norms and other small parameters in the compute dtype, and all that trains."""
+    if setting.job.adapter == "Full":
+        return stored.weight.num_parameters * setting.compute_bytes
     small = not stored.weight.is_linear and stored.weight.role != "embedding"
     is_bias = stored.weight.name.endswith(".bias")
     if small and not is_bias:
@@ -271,12 +281,18 @@ def _optimizer(setting: Setting) -> Parts:
     local = _local_adapter(setting)
     critic = _critic_parameters(setting)
     return {
-        "adapter": local * known.MASTER_BYTES,
+        _named("", setting): local * known.MASTER_BYTES,
         "optimizer": local * known.MOMENT_BYTES,
         "critic": critic * known.MASTER_BYTES,
         "critic's optimizer": critic * known.MOMENT_BYTES,
         "teacher": _teacher(setting),
     }
+
+
+def _named(what: str, setting: Setting) -> str:
+    """A part of what trains."""
+    whole = {"": "masters", "export": "model export"}
+    return whole[what] if setting.job.adapter == "Full" else f"adapter {what}".rstrip()
 
 
 def _teacher(setting: Setting) -> int:
@@ -378,7 +394,8 @@ def _training(setting: Setting) -> Parts:
             tokens * recomputed_elements(model, job, setting.recompute) * width / (layout.tensor * layout.context)
         ),
         "gradients": local * known.GRADIENT_BYTES,
-        "adapter, rounded": local * width,
+        # Whole weights as they are multiplied are the model that passes run through.
+        "adapter, rounded": 0 if job.adapter == "Full" else local * width,
     }
     if layout.token_sets > 1 and model.num_experts:
         # The tokens of all ranks that divide the same experts, gathered before each layer of them.
@@ -413,7 +430,9 @@ def _gathered_keys(setting: Setting, tokens: int) -> int:
 
 
 def _dequantisation(setting: Setting) -> int:
-    """Dense weights alive at a time; nothing where every linear is BF16 and computed in BF16."""
+    """Dense weights alive at a time; nothing where every linear is computed as it lies there."""
+    if setting.job.adapter == "Full":
+        return 0
     width = setting.compute_bytes
     limit = known.DENSE_BYTES["cuda" if setting.machine.gpu else "cpu"]
     dense = experts = 0

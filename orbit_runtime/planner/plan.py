@@ -20,23 +20,14 @@ from orbit_runtime.planner.engine_arguments import FIELD, find_contradictions
 from orbit_runtime.planner.job import Job, Machine, build_job
 from orbit_runtime.planner.layout import Layout, objection
 from orbit_runtime.planner.parts import PHASES, Copies, Parts, Phase, base_bytes
+from orbit_runtime.planner.problem import Problem
 from orbit_runtime.planner.sampling import check_engine
 from orbit_runtime.planner.search import Choice, capacity_of, choose
 from orbit_runtime.planner.serving import find_objection, find_refusal, server_gpus
 from orbit_runtime.planner.serving_memory import ServerMemory, server_memory
 from orbit_runtime.planner.support import Combination, Support, find_support
+from orbit_runtime.planner.whole import whole_problems
 from orbit_runtime.spec import OrbitRun
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """Something that does not fit or is not supported."""
-
-    message: str
-    where: str
-    fix: str
-    fix_suffices: bool = False
-    """With that change nothing of this problem is left; one of memory was seen to fit."""
 
 
 @dataclass(frozen=True)
@@ -137,6 +128,7 @@ def plan(
     support = find_support(_combination(job, model, machine))
     host, disk = _host_bytes(choice, machine), _disk_bytes(model, job, adapter)
     problems = (
+        *whole_problems(run.spec, model.precision, model.architecture.num_experts),
         *_unsupported(support),
         *_sampling_problem(run, job),
         *(() if refusal is None else (Problem(refusal.message, refusal.where or "spec", refusal.fix or ""),)),
@@ -274,7 +266,7 @@ def _notes(choice: Choice, model: ModelFacts, job: Job, machine: Machine, suppor
     if job.recompute == "Auto" and setting.recompute != "None" and choice.fits:
         notes.append(f"what a backward pass needs does not fit: training.recompute is {setting.recompute}")
     held = choice.sizes.phases["rollout"].get("KV cache", 0) // max(1, choice.sizes.kv_bytes_per_sequence)
-    if held < choice.sizes.running:
+    if job.samples and held < choice.sizes.running:
         notes.append(f"the KV cache holds {held} of {choice.sizes.running} completions at full length; the others wait")
     left_out = sum(stored.num_bytes for stored in model.weights if stored.weight.role == "mtp")
     if left_out and not job.speculates_with_mtp:

@@ -36,6 +36,8 @@ class ServerMemory:
 def server_memory(choice: Choice) -> ServerMemory | None:
     """Of each server; None on a CPU, where its memory is the machine's, and without servers of ours."""
     setting, sizes = choice.setting, choice.sizes
+    if not setting.job.samples:
+        return None
     if setting.machine.gpu is None or setting.job.engine != "SGLang" or choice.capacity is None:
         return None
     rollout = sizes.phases["rollout"]

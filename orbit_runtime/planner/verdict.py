@@ -13,7 +13,9 @@ from orbit_runtime.errors import ManifestError, UnsupportedError
 from orbit_runtime.model_info.weights import ModelFacts
 from orbit_runtime.planner.devices import Devices, device_problem, split_devices
 from orbit_runtime.planner.job import Machine
-from orbit_runtime.planner.plan import Plan, Problem, plan
+from orbit_runtime.planner.plan import Plan, plan
+from orbit_runtime.planner.problem import Problem
+from orbit_runtime.planner.whole import FIELD
 from orbit_runtime.spec import OrbitRun
 
 Reason = Literal["Fits", "DoesNotFit", "Unsupported", "NotInThisVersion", "ModelMismatch", "MemoryUnknown"]
@@ -55,7 +57,7 @@ def judge(run: OrbitRun, model: ModelFacts, machine: Machine) -> Verdict:
     if made.problems:
         first, *others = made.problems
         message = "; ".join([first.message, *(other.message for other in others)])
-        is_limit = first.where.startswith(("spec.rollout.sampling.", "spec.training.parallel"))
+        is_limit = first.where.startswith(("spec.rollout.sampling.", "spec.training.parallel", FIELD))
         reason: Reason = "Unsupported" if made.support.state == "refused" or is_limit else "DoesNotFit"
         return Verdict(False, reason, replace(first, message=message), made)
     if made.capacity is None:
@@ -85,7 +87,8 @@ def plan_as_run(run: OrbitRun, model: ModelFacts, machine: Machine) -> Plan:
     used = replace(machine, num_gpus=min(2 if whole.are_apart else 1, machine.num_gpus))
     made = plan(run, model, used, may_choose=False, devices=one_trainer)
     can_do = all(problem.fix_suffices for problem in made.problems)
-    if run.spec.training.trainer == "Torch" or len(whole.trainer) <= 1 or can_do:
+    is_alone = run.spec.training.trainer == "Torch" or run.spec.adapter.type == "Full"
+    if is_alone or len(whole.trainer) <= 1 or can_do:
         idle = _idle(made, machine.num_gpus, whole)
         made = replace(made, machine=machine.name, notes=(*made.notes, *([idle] if idle else [])))
     else:

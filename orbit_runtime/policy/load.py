@@ -86,7 +86,7 @@ def load_policy(
         )
     adapter = _with_targets(adapter, raw)
     _check_targets(adapter, family)
-    model = _build_structure(folder, raw, family)
+    model = build_structure(folder, raw, family)
     share = share.of_layers(int(model.config.num_hidden_layers))  # type: ignore[union-attr,arg-type]
     fill(model, reader, quant, family, compute_dtype, activation_precision, share)
     vocabulary = model.get_output_embeddings().out_features
@@ -161,7 +161,7 @@ def _check_targets(adapter: AdapterConfig, family: Family) -> None:
             )
 
 
-def _build_structure(folder: Path, raw: dict[str, Any], family: Family) -> nn.Module:
+def build_structure(folder: Path, raw: dict[str, Any], family: Family) -> nn.Module:
     """The model's modules with parameters that have no storage; buffers are real, they are computed, not loaded."""
     try:
         language = family.language_config(raw)

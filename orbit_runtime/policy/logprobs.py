@@ -8,7 +8,7 @@ Legend: `R` targets, `N` hidden size, `V` vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -53,7 +53,10 @@ def _cut(biased_RV: torch.Tensor, targets_R: torch.Tensor, sampling: Sampling, s
 
 
 class _TokenLogProbs(torch.autograd.Function):
-    """Saves hidden states and targets; backward computes each chunk's logits again."""
+    """Saves hidden states and targets; backward computes each chunk's logits again.
+
+    A head's weights are given where they train, so that they get a gradient; `head` multiplies by these.
+    """
 
     @staticmethod
     def forward(
@@ -64,6 +67,7 @@ class _TokenLogProbs(torch.autograd.Function):
         sampling: Sampling,
         seen: Seen | None,
         rows: int,
+        *weights: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         logprobs, entropies = [], []
         for start in range(0, len(targets_R), rows):
@@ -75,16 +79,15 @@ class _TokenLogProbs(torch.autograd.Function):
             # A token that is cut off has probability 0 and log-prob -inf: it adds nothing.
             entropies.append(-(all_logprobs.exp() * all_logprobs.clamp(min=torch.finfo(torch.float32).min)).sum(-1))
         ctx.save_for_backward(hidden_RN, targets_R)
-        ctx.settings = (head, sampling, seen, rows)
+        ctx.settings = (head, sampling, seen, rows, weights)
         return _joined(logprobs, hidden_RN), _joined(entropies, hidden_RN)
 
     @staticmethod
-    def backward(
-        ctx: Any, grad_R: torch.Tensor, _entropy_grad: torch.Tensor
-    ) -> tuple[torch.Tensor, None, None, None, None, None]:
+    def backward(ctx: Any, grad_R: torch.Tensor, _entropy_grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden_RN, targets_R = ctx.saved_tensors
-        head, sampling, seen, rows = ctx.settings
+        head, sampling, seen, rows, weights = ctx.settings
         grad_hidden = torch.empty_like(hidden_RN)
+        grad_weights = [torch.zeros_like(weight, dtype=torch.float32) for weight in weights]
         for start in range(0, len(targets_R), rows):
             part = slice(start, start + rows)
             with torch.enable_grad():
@@ -98,8 +101,11 @@ class _TokenLogProbs(torch.autograd.Function):
             slope.mul_(grad_R[part, None] / sampling.temperature)
             if seen_RV is not None:
                 slope.mul_(penalty_slope(biased, seen_RV, sampling.repetition_penalty))
-            (grad_hidden[part],) = torch.autograd.grad(logits, hidden, slope.to(logits.dtype))
-        return grad_hidden, None, None, None, None, None
+            grad_hidden[part], *found = torch.autograd.grad(logits, (hidden, *weights), slope.to(logits.dtype))
+            for total, each in zip(grad_weights, found, strict=True):
+                total += each
+        summed = (total.to(weight.dtype) for total, weight in zip(grad_weights, weights, strict=True))
+        return grad_hidden, None, None, None, None, None, *summed
 
 
 def token_scores(
@@ -137,18 +143,20 @@ def token_logprobs(
     sampling: Sampling = UNSHAPED,
     seen: Seen | None = None,
     chunk_elements: int = CHUNK_ELEMENTS,
+    weights: Sequence[torch.Tensor] = (),
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """fp32 `(logprobs [R], entropies [R])` of `targets` under the distribution that `sampling` draws from.
 
-    The head is frozen: gradients flow to `hidden` through the log-probs; entropies carry none. What truncation cuts off
-    counts as constant, and never is a target.
+    Gradients flow to `hidden` through the log-probs; entropies carry none. What truncation cuts off counts as constant,
+    and never is a target.
 
     Args:
+        weights: of the head, where it trains; a frozen one has none here.
         seen: the tokens before each target; needed where `sampling` penalises repetition.
     """
     assert seen is not None or sampling.repetition_penalty == 1.0
     rows = max(1, chunk_elements // vocabulary)
     logprobs, entropies = _TokenLogProbs.apply(
-        hidden_RN, targets_R, head, sampling, seen if sampling.repetition_penalty != 1.0 else None, rows
+        hidden_RN, targets_R, head, sampling, seen if sampling.repetition_penalty != 1.0 else None, rows, *weights
     )
     return logprobs, entropies.detach()

@@ -18,6 +18,7 @@ from torch import nn
 
 from orbit_runtime.adapters.inject import Injected
 from orbit_runtime.adapters.layer import Applied
+from orbit_runtime.adapters.masters import Trained
 from orbit_runtime.digests import PIECE_BYTES, PieceHasher, tree_digest
 from orbit_runtime.policy.attention import Kernel, Plan
 from orbit_runtime.policy.direct import DirectDecoder
@@ -52,6 +53,8 @@ class Policy:
     """The engine's own way through the base, where its form is known; None: the model's modules."""
     packs: bool = True
     """Sequences may share a row; False: each stands in its own (`whole_rows`)."""
+    whole: Trained | None = None
+    """Where every weight trains: their masters. None: `injected` has what trains."""
     routing: Routing | None = None
     """Of its routed experts; None: it has none, or none that could be told where to send a token."""
     division: Division | None = None
@@ -125,6 +128,7 @@ class Policy:
             vocabulary=self.vocabulary,
             sampling=sampling,
             seen=seen if seen is None or own is None else seen.of_targets(own[0]),
+            weights=[] if self.whole is None else [*self.model.get_output_embeddings().parameters()],
         )
         return self._joined(batch, own, logprobs_R), self._joined(batch, own, entropy_R)
 

@@ -60,6 +60,12 @@ def check_apart(spec: RunSpec) -> None:
             where="spec.training.trainer",
             fix="write Torch, or use `orbit run`",
         )
+    if spec.adapter.type == "Full":
+        raise UnsupportedError(
+            "the whole of a model is trained in one process: each of its states would pass through the orchestrator",
+            where="spec.adapter.type",
+            fix="use `orbit sft`, or train an adapter (adapter.type: LoRA)",
+        )
 
 
 def open_manifest(manifest: OrbitRun, folder: Path, patience: Patience) -> Asked:

@@ -22,7 +22,7 @@ from orbit_runtime.spec.block import (
 )
 from orbit_runtime.spec.storage import STORAGE_SCHEMES
 
-AdapterType = Literal["LoRA", "OFT"]
+AdapterType = Literal["LoRA", "OFT", "Full"]
 ExpertLayout = Literal["Auto", "SharedOuter", "Shared", "PerExpert", "None"]
 Parametrization = Literal["CayleyNeumann", "Cayley"]
 TargetName = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*$")]
@@ -76,10 +76,11 @@ class OFT(Block):
 
 
 class Adapter(Block):
-    """The adapter: the only weights that change."""
+    """The adapter: the only weights that change, but for `type: Full`."""
 
     type: Annotated[AdapterType, IDENTITY] = "LoRA"
-    """Which adapter; its settings stand in the block of the same name."""
+    """Which adapter; its settings stand in the block of the same name. `Full`: none, every weight of the model trains.
+    The model is BF16 then, learns by demonstrations, and in one process."""
     lora: LoRA | None = Field(default_factory=lambda data: LoRA() if data["type"] == "LoRA" else None)
     """Settings of `type: LoRA`; not allowed otherwise."""
     oft: OFT | None = Field(default_factory=lambda data: OFT() if data["type"] == "OFT" else None)

@@ -90,7 +90,7 @@ class Critic:
                 group["lr"] = rate
             self.optimizer.step()
             self.updates += 1
-            self._masters.constrain()
+            self._masters.after_update()
         self.optimizer.zero_grad(set_to_none=True)
         return float(norm)
 

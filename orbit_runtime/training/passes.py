@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from orbit_runtime.adapters.layer import TRAINER_SLOT, Dropout
-from orbit_runtime.adapters.masters import Masters
+from orbit_runtime.adapters.masters import Trained
 from orbit_runtime.policy.model import Policy
 from orbit_runtime.policy.packed import Branch, PackedBatch
 from orbit_runtime.policy.routing import Routing
@@ -52,7 +52,7 @@ class Passes(Protocol):
     def device(self) -> torch.device: ...
 
     @property
-    def masters(self) -> Masters:
+    def masters(self) -> Trained:
         """Those that this process holds."""
         ...
 
@@ -125,7 +125,7 @@ class LocalPasses:
         self._policy = policy
         self._teacher = teacher
         self.device = policy.device
-        self.masters = policy.injected.masters
+        self.masters: Trained = policy.whole or policy.injected.masters
         self.routing = policy.routing
         self.routes = policy.routing is not None
         self.pack = policy.pack

@@ -195,7 +195,7 @@ class Updater:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.updates += 1
-        self._passes.masters.constrain()
+        self._passes.masters.after_update()
         return value
 
     def _hold_gradient(self) -> float:

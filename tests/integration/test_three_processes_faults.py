@@ -225,6 +225,7 @@ def test_another_version_is_refused(counter: Counter) -> None:
 APART = {
     "spec.rollout.engine": {"rollout": {"engine": "SGLang"}},
     "spec.training.trainer": {"training": {"trainer": "Megatron"}},
+    "spec.adapter.type": {"adapter": {"type": "Full"}},
 }
 
 

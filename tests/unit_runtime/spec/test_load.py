@@ -88,7 +88,7 @@ FIELDS = [
         "    type: LoRA",
         "    type: lora",
         'run.yaml:9: spec.adapter.type: `"lora"` is not one of its values\n'
-        "  fix: did you mean `LoRA`? allowed: `LoRA` `OFT`",
+        "  fix: did you mean `LoRA`? allowed: `LoRA` `OFT` `Full`",
     ),
     (
         "        type: ExactMatch",

@@ -1,0 +1,68 @@
+"""What training a model's own weights (`spec.adapter.type: Full`) cannot be combined with in this version.
+
+Belongs here: those limits, for `orbit plan`, the operator and a run. Does not belong here: bytes (`parts`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from orbit_runtime.errors import UnsupportedError
+from orbit_runtime.planner.problem import Problem
+from orbit_runtime.spec.run import RunSpec
+
+FIELD = "spec.adapter.type"
+ADAPT = "train an adapter (adapter.type: LoRA)"
+
+
+def whole_problems(spec: RunSpec, precision: str | None = None, num_experts: int = 0) -> Iterator[Problem]:
+    """Args: precision, num_experts: of the checkpoint; unless given, what the manifest says is all that is known."""
+    if spec.adapter.type != "Full":
+        return
+    if spec.algorithm.type != "SFT":
+        yield Problem(
+            f"the whole of a model is trained by demonstrations only: with algorithm.type {spec.algorithm.type} an "
+            "engine would have to be given every weight at each publish",
+            FIELD,
+            f"{ADAPT}; or write algorithm.type: SFT, and begin the run of rewards with the model that it ends with",
+        )
+    precision = precision or spec.model.precision
+    if precision not in ("Auto", "BF16"):
+        yield Problem(
+            f"{precision} weights are packed and frozen: no optimizer moves them",
+            FIELD,
+            f"name a BF16 checkpoint in spec.model, or {ADAPT}",
+        )
+    if num_experts:
+        yield Problem("this version trains no routed experts as a whole", FIELD, ADAPT)
+    if spec.training.trainer == "Megatron":
+        yield Problem(
+            "ranks divide a frozen base: they hold no masters of its weights",
+            FIELD,
+            f"write training.trainer: Torch where one GPU is enough, or {ADAPT}",
+        )
+    if spec.algorithm.kl.coefficient > 0:
+        yield Problem("no base is left beside the model to keep it close to", FIELD, f"remove algorithm.kl, or {ADAPT}")
+    for field, value, fix in (
+        ("targets", spec.adapter.targets, "remove it"),
+        ("initFrom", spec.adapter.init_from, "name the model to begin with in spec.model.uri"),
+    ):
+        if value is not None:
+            yield Problem(f"adapter.{field} speaks of an adapter, and with `Full` there is none", FIELD, fix)
+
+
+def check_whole(spec: RunSpec) -> None:
+    """Raises UnsupportedError (78) with the first of them."""
+    for problem in whole_problems(spec):
+        raise UnsupportedError(problem.message, where=problem.where, fix=problem.fix)
+
+
+def check_adapted(spec: RunSpec) -> None:
+    """Raises UnsupportedError (78) where a run's adapters are asked for, and it trains the model itself."""
+    if spec.adapter.type == "Full":
+        raise UnsupportedError(
+            "a run that trains the whole of a model has no adapters: what it ends with is a model",
+            where=FIELD,
+            fix="name that model, <run folder>/models/policy-v…: `orbit serve --model`, or `spec.model.uri` of a "
+            "manifest with an adapter",
+        )

@@ -1,0 +1,193 @@
+"""A model whose own weights train: fp32 masters of all of them, and the BF16 rounding that passes multiply by.
+
+    master     fp32, what the optimizer changes
+    applied    the master rounded to BF16, in the dtype that passes compute in: what a checkpoint of it would hold
+    gradient   fp32, of the applied weights, passed straight through the rounding
+
+Bytes of a parameter on a GPU: 2 applied, 4 master, 8 of AdamW's moments, 4 gradient; on the CPU 4 applied.
+
+Belongs here: loading such a model, its masters, the names of its tensors in files. Does not belong here: optimisers,
+writing files (`training.whole_trainer`), models with a frozen base (`load`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from orbit_runtime.adapters.config import AdapterConfig
+from orbit_runtime.adapters.inject import Injected
+from orbit_runtime.adapters.layer import Selection
+from orbit_runtime.adapters.masters import Masters
+from orbit_runtime.adapters.report import InjectReport, ReportRow
+from orbit_runtime.errors import ManifestError, ModelError, UnsupportedError
+from orbit_runtime.model_info.quantization import parse_quantization
+from orbit_runtime.policy.attention import Kernel
+from orbit_runtime.policy.families import find_family
+from orbit_runtime.policy.load import build_structure, read_config
+from orbit_runtime.policy.model import Policy
+from orbit_runtime.policy.reader import CheckpointReader
+
+CONFIG = AdapterConfig("Full", ())
+FIELD = "spec.adapter.type"
+
+
+class WholeMasters:
+    """The masters of every weight. What `adapters.masters.Masters` is to an adapter."""
+
+    config = CONFIG
+
+    def __init__(self, applied: Mapping[str, nn.Parameter]) -> None:
+        """Args: applied: by name in the checkpoint's files, with the values that training begins with."""
+        self.applied = dict(sorted(applied.items()))
+        self.parameters = {name: nn.Parameter(weight.detach().float().clone()) for name, weight in self.applied.items()}
+        for name, weight in self.applied.items():
+            weight.requires_grad_(True)
+            weight.register_post_accumulate_grad_hook(partial(_hand_over, self.parameters[name]))
+
+    def series_error(self) -> float:
+        return 0.0
+
+    def after_update(self) -> None:
+        """From now on passes multiply by the masters as they are, rounded."""
+        with torch.no_grad():
+            for name, weight in self.applied.items():
+                weight.copy_(self.parameters[name].bfloat16())
+
+    def published(self) -> dict[str, Tensor]:
+        """The masters, under their names in files; they are rounded when they are written."""
+        return {name: master.detach() for name, master in self.parameters.items()}
+
+
+def _hand_over(master: nn.Parameter, applied: Tensor) -> None:
+    """Of a pass: gradients of several are added in fp32, whatever passes compute in."""
+    assert applied.grad is not None
+    gradient, applied.grad = applied.grad.float(), None
+    if master.grad is None:
+        master.grad = gradient
+    else:
+        master.grad += gradient
+
+
+def load_whole(
+    folder: Path,
+    *,
+    precision: str = "Auto",
+    device: torch.device | str = "cpu",
+    compute_dtype: torch.dtype = torch.float32,
+    kernel: Kernel = "SDPA",
+    announce: Callable[[InjectReport], None] | None = None,
+) -> Policy:
+    """Loads a model, every weight of which trains.
+
+    Args: as of `load.load_policy`.
+
+    Raises:
+        ModelError: something is missing, broken, or unknown in the folder.
+        ManifestError: `precision` differs from the checkpoint's.
+        UnsupportedError: its weights are packed, or experts, or the architecture does what Orbit does not.
+    """
+    device = torch.device(device)
+    raw = read_config(folder)
+    family = find_family(raw.get("model_type"))
+    reader = CheckpointReader(folder, device)
+    quant = parse_quantization(raw, where=str(folder / "config.json"), tensors=reader.headers())
+    if quant.name != "BF16":
+        raise UnsupportedError(
+            f"the checkpoint is {quant.name}: packed weights are frozen, and no optimizer moves them",
+            where=FIELD,
+            fix="name a BF16 checkpoint in spec.model, or train an adapter (adapter.type: LoRA)",
+        )
+    if precision not in ("Auto", "BF16"):
+        raise ManifestError(
+            f"the manifest says {precision}, the checkpoint is BF16", where="spec.model.precision", fix="write BF16"
+        )
+    if family.experts is not None or family.special_linears or not family.packs:
+        raise UnsupportedError(
+            f"this version trains the whole of dense models only, not of {raw.get('model_type')}",
+            where=FIELD,
+            fix="train an adapter (adapter.type: LoRA)",
+        )
+    model = build_structure(folder, raw, family)
+    applied = _fill(model, reader, compute_dtype)
+    reader.check_all_used()
+    model.eval()
+    model.to(device)
+    masters = WholeMasters(applied)
+    report = _report(masters)
+    if announce is not None:
+        announce(report)
+    head: nn.Module = model.get_output_embeddings()
+    nothing = Injected(CONFIG, report, Selection(compute_dtype), {}, Masters(CONFIG, {}, {}, {}))
+    return Policy(
+        model,
+        nothing,
+        device,
+        compute_dtype,
+        int(head.out_features),
+        quant.name,
+        kernel,
+        whole=masters,  # type: ignore[arg-type]
+    )
+
+
+def _fill(model: nn.Module, reader: CheckpointReader, compute_dtype: torch.dtype) -> dict[str, nn.Parameter]:
+    """Gives every module its weights; a head that is tied to the embedding is the embedding's weight."""
+    embedding: nn.Module = model.get_input_embeddings()  # type: ignore[operator]
+    head: nn.Module = model.get_output_embeddings()  # type: ignore[operator]
+    is_tied = bool(getattr(model.config, "tie_word_embeddings", False))
+    applied: dict[str, nn.Parameter] = {}
+    for owner, child, name, empty in list(_weights(model)):
+        if is_tied and owner is head and child == "weight":
+            continue
+        value = reader.read(name)
+        if value.shape != empty.shape or not value.is_floating_point():
+            raise ModelError(
+                f"{name} is {value.dtype} {list(value.shape)}, config.json says {list(empty.shape)}",
+                where=str(reader.folder),
+                fix="config.json and the weights are of two models: copy or download the model again",
+            )
+        applied[name] = nn.Parameter(value.bfloat16().to(compute_dtype))
+        owner.register_parameter(child, applied[name])
+    if is_tied:
+        _tie(embedding, head, reader)
+    return applied
+
+
+def _weights(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, Tensor]]:
+    for prefix, module in model.named_modules():
+        for child, empty in module.named_parameters(recurse=False):
+            yield module, child, f"{prefix}.{child}".removeprefix("."), empty
+
+
+def _tie(embedding: nn.Module, head: nn.Module, reader: CheckpointReader) -> None:
+    """Raises ModelError where the checkpoint holds another head beside the tied one."""
+    if reader.has("lm_head.weight") and not torch.equal(
+        reader.read("lm_head.weight").to(embedding.weight), embedding.weight
+    ):  # type: ignore[arg-type]
+        raise ModelError(
+            "config.json ties the output layer to the embedding, and the checkpoint holds another one",
+            where=str(reader.folder),
+            fix="write tie_word_embeddings: false in config.json",
+        )
+    head.register_parameter("weight", embedding.weight)  # type: ignore[arg-type]
+
+
+def _report(masters: WholeMasters) -> InjectReport:
+    """By the last name of what holds the weight."""
+    by_name: dict[str, list[Tensor]] = {}
+    for name, master in masters.parameters.items():
+        by_name.setdefault(name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2], []).append(master)
+    rows = []
+    for target, held in by_name.items():
+        shapes: dict[Any, int] = {}
+        for each in held:
+            shape = tuple(each.shape) if each.dim() == 2 else (int(each.shape[0]), 1)
+            shapes[shape] = shapes.get(shape, 0) + 1
+        rows.append(ReportRow(target, len(held), tuple(sorted(shapes.items())), sum(each.numel() for each in held)))
+    return InjectReport(tuple(rows), sum(row.parameters for row in rows))
