@@ -73,12 +73,31 @@ def read_samples(source: Ranged, key: str, *, most_bytes: int | None = None) -> 
     for line in read_lines(source, key):
         read += len(line)
         try:
-            sample = build_sample(orjson.loads(line))
+            sample = build_sample(orjson.loads(_without_columns(line)))
         except (ValueError, KeyError, TypeError, AttributeError, IndexError):
             continue
         yield sample, read
         if most_bytes is not None and read >= most_bytes:
             return
+
+
+def _without_columns(line: bytes) -> bytes:
+    """A record whose numbers of each token are left out, before they become objects; of the mask their sum stays.
+
+    Within a JSON string a quote has a backslash, so that no text is taken for a column.
+    """
+    for name in _COLUMNS:
+        start = line.find(name)
+        if start >= 0:
+            start += len(name)
+            end = line.index(b"]", start)
+            kept = str(line.count(b"1", start, end)).encode() if name == _MASK else b""
+            line = line[:start] + kept + line[end:]
+    return line
+
+
+_MASK = b'"loss_mask_T":['
+_COLUMNS = (b'"token_ids_T":[', _MASK, b'"logprobs_T":[', b'"versions_T":[')
 
 
 def read_lines(source: Ranged, key: str) -> Iterator[bytes]:

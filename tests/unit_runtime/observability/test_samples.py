@@ -72,6 +72,17 @@ def test_a_file_is_read_in_pieces_and_a_record_without_its_columns(tmp_path: Pat
     assert peak < 10 * READ_BYTES
 
 
+def test_columns_of_tokens_are_passed_over_and_a_text_that_looks_like_one_is_not(tmp_path: Path) -> None:
+    """As a run writes its records: without a space."""
+    said = '"token_ids_T":[1,2] \\"loss_mask_T":[9]'
+    more = record("p/1", said=said, token_ids_T=[11, 12, 13], logprobs_T=[-1.5, -0.1, 0.0], versions_T=[-1, 1, 1])
+    path = tmp_path / "rollouts/step-000001.jsonl.zst"
+    path.parent.mkdir()
+    path.write_bytes(zstandard.compress(json.dumps(more, separators=(",", ":")).encode()))
+    ((sample, _),) = read_samples(store_of(tmp_path), "rollouts/step-000001.jsonl.zst")
+    assert (sample.completion, sample.tokens) == (said, 2)
+
+
 def test_a_broken_file_ends_early_and_a_missing_one_is_empty(tmp_path: Path) -> None:
     file = write(tmp_path, "rollouts/step-000001.jsonl.zst", [record(f"p/{n}", said=str(n) * 999) for n in range(900)])
     path = tmp_path / file.key
