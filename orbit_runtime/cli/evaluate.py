@@ -42,6 +42,8 @@ class Models:
     base_url: str | None = None
     api_key_env: str | None = None
     model: str | None = None
+    against: str | None = None
+    """Which of them, or of those that the folder has, the others are compared with; None: the first."""
 
 
 def run_eval(target: str, models: Models, *, out: str | None, overrides: Sequence[str], as_json: bool) -> int:
@@ -60,7 +62,7 @@ def run_eval(target: str, models: Models, *, out: str | None, overrides: Sequenc
 
         check_can_train()
     from orbit_runtime.evaluation.evaluate import ask_all
-    from orbit_runtime.evaluation.journal import Journal, keep_asked
+    from orbit_runtime.evaluation.journal import Journal, keep_asked, read_asked
     from orbit_runtime.evaluation.tasks import asked_of, open_task, task_specs
     from orbit_runtime.spec import MachineFacts, resolve
     from orbit_runtime.storage import claim_execution, open_store
@@ -77,6 +79,9 @@ def run_eval(target: str, models: Models, *, out: str | None, overrides: Sequenc
             _api_subjects(models, tasks, run) if models.base_url else _local_subjects(models, run, tasks, weights)
         )
         store = open_store(uri)
+        _check_against(
+            models.against, {*(read_asked(store) or {"subjects": ()})["subjects"], *(each.name for each in subjects)}
+        )
         execution = claim_execution(store, run_name=f"{run.name}-eval")
         closing.callback(lambda: execution.release(ended))
         execution.start_heartbeat()
@@ -88,7 +93,7 @@ def run_eval(target: str, models: Models, *, out: str | None, overrides: Sequenc
         with Journal(store, execution) as journal, _bar() as show:
             ask_all(subjects, tasks, journal, concurrency=evaluation.concurrency, show=show)
             journal.gather()
-        summary = _finish(journal, run, uri)
+        summary = _finish(journal, run, uri, models.against)
         ended = "done"
     if as_json:
         print_json({"uri": store.uri, **summary.to_json()})
@@ -122,6 +127,13 @@ def _check_models(models: Models) -> None:
             f"{models.base_url!r} is no address", where="--base-url", fix="write e.g. http://127.0.0.1:8000/v1"
         )
     _steps(models.steps)
+
+
+def _check_against(name: str | None, known: set[str]) -> None:
+    if name is not None and name not in known:
+        raise UsageError(
+            f"no model {name!r} is measured here", where="--against", fix=f"there are: {', '.join(sorted(known))}"
+        )
 
 
 def _is_address(text: str) -> bool:
@@ -202,14 +214,14 @@ def _local_subjects(models: Models, run: OrbitRun, tasks: Sequence[EvalTask], we
     return open_models(run, tasks, kept, base=base, note=lambda _: None)
 
 
-def _finish(journal: Journal, run: OrbitRun, uri: str) -> Summary:
+def _finish(journal: Journal, run: OrbitRun, uri: str, against: str | None) -> Summary:
     from orbit_runtime.evaluation.page import render_evaluation
     from orbit_runtime.evaluation.summary import Prices, build_summary
     from orbit_runtime.storage import open_store
 
     evaluation = run.spec.evaluation
     prices = Prices(evaluation.prompt_price, evaluation.completion_price)
-    summary = build_summary(journal.samples, pass_at=evaluation.pass_at, prices=prices)
+    summary = build_summary(journal.samples, pass_at=evaluation.pass_at, prices=prices, against=against)
     store = open_store(uri)
     store.put("summary.json", json.dumps(summary.to_json(), indent=1).encode())
     store.put("report.html", render_evaluation(f"Evaluation of {run.name}", summary, journal.samples).encode())
@@ -217,7 +229,7 @@ def _finish(journal: Journal, run: OrbitRun, uri: str) -> Summary:
 
 
 def print_summary(summary: Summary) -> None:
-    """Scores, then each model against the first."""
+    """Scores, then each model against one."""
     console = _console()
     table = Table(box=None, pad_edge=False)
     ks = sorted({k for score in summary.scores for k in score.passes})

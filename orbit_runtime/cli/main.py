@@ -325,13 +325,16 @@ def evaluate(
     ] = None,
     model: Annotated[str | None, typer.Option(metavar="NAME", help="The API's model.")] = None,
     api_key_env: Annotated[str | None, typer.Option(metavar="VAR", help="Variable that holds the API's key.")] = None,
+    against: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The model that others are compared with. [the first]")
+    ] = None,
     overrides: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure models on prompts. The base, a run's checkpoints, or an API; goes on where it was interrupted."""
     from orbit_runtime.cli.evaluate import Models, run_eval
 
-    models = Models(weights_dir, steps, not no_eval_base, adapter, base_url, api_key_env, model)
+    models = Models(weights_dir, steps, not no_eval_base, adapter, base_url, api_key_env, model, against)
     raise typer.Exit(run_eval(target, models, out=out, overrides=overrides or [], as_json=as_json))
 
 

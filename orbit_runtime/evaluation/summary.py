@@ -101,7 +101,7 @@ class Summary:
     scores: tuple[Score, ...]
     """By environment, then by model in their order."""
     comparisons: tuple[Comparison, ...]
-    """Each model with the first one."""
+    """Each model with the first one, or with the one that was named."""
     pairs: tuple[Comparison, ...]
     """Any other two, the earlier one first; of the newest `MAX_PAIRED` where there are more models."""
     pass_at: float
@@ -121,8 +121,14 @@ class Summary:
         }
 
 
-def build_summary(samples: Sequence[EvalSample], *, pass_at: float = 1.0, prices: Prices | None = None) -> Summary:
-    """Args: pass_at: reward from which on a sample passes."""
+def build_summary(
+    samples: Sequence[EvalSample], *, pass_at: float = 1.0, prices: Prices | None = None, against: str | None = None
+) -> Summary:
+    """
+    Args:
+        pass_at: reward from which on a sample passes.
+        against: the model that others are compared with; None, and where an environment lacks it, the first.
+    """
     subjects = sorted({sample.subject for sample in samples}, key=subject_order)
     environments = sorted({sample.environment for sample in samples})
     scores: list[Score] = []
@@ -139,8 +145,10 @@ def build_summary(samples: Sequence[EvalSample], *, pass_at: float = 1.0, prices
             if any((each.subject, each.environment) == (subject, environment) for each in samples)
         ]
         scores += of_environment
-        comparisons += [_compare(of_environment[0], each) for each in of_environment[1:]]
-        pairs += [_compare(*pair) for pair in combinations(of_environment[1:][-MAX_PAIRED:], 2)]
+        one = next((each for each in of_environment if each.subject == against), of_environment[0])
+        others = [each for each in of_environment if each is not one]
+        comparisons += [_compare(one, each) for each in others]
+        pairs += [_compare(*pair) for pair in combinations(others[-MAX_PAIRED:], 2)]
     return Summary(tuple(scores), tuple(comparisons), tuple(pairs), pass_at)
 
 

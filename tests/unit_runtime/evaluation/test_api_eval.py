@@ -88,6 +88,25 @@ def test_other_settings_in_the_same_folder_are_refused_by_name(
         assert "quickstart.sampling.temperature: 1.0 then, 0.0 now" in capsys.readouterr().out
 
 
+def test_any_model_may_be_the_one_that_others_are_compared_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with ChatApi(adds) as api:
+        for name in ("first", "second", "third"):
+            assert evaluate(api, tmp_path, "--model", name) == 0
+        capsys.readouterr()
+        before = len(api.asked)
+        assert evaluate(api, tmp_path, "--model", "third", "--against", "second") == 0
+        told = scores(capsys)
+        assert [(each["first"], each["second"]) for each in told["comparisons"]] == [
+            ("second", "first"), ("second", "third")
+        ]  # fmt: skip
+        assert [(each["first"], each["second"]) for each in told["pairs"]] == [("first", "third")]
+        assert evaluate(api, tmp_path, "--model", "third", "--against", "step-9") == 64
+        assert "there are: first, second, third" in capsys.readouterr().out
+        assert len(api.asked) == before
+
+
 def test_another_version_of_the_environment_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     manifest = (ROOT / "examples/quickstart.yaml").read_text()
     (tmp_path / "run.yaml").write_text(manifest.replace("type: ExactMatch", "entrypoint: my_score:score"))
