@@ -1,19 +1,20 @@
-"""Prompts in a reproducible order, with a cursor that a checkpoint keeps.
+"""The prompts of a run: rows of several sources under one numbering, and what is checked of them before it starts.
 
-Belongs here: concatenating sources, `limit`, `epochs`, shuffling, resuming. Does not belong here: file formats
-(`rows`).
+Belongs here: concatenating sources, `limit`, holding out, columns, lengths. Does not belong here: file formats
+(`rows`), drawing (`stream`).
 """
 
 from __future__ import annotations
 
 import hashlib
 from array import array
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, overload
 
+from orbit_runtime.data.order import shuffled
 from orbit_runtime.data.rows import Opened, PromptSource, open_rows
 from orbit_runtime.data.scan import listed
 from orbit_runtime.data.stores import OFFSETS
@@ -24,8 +25,6 @@ from orbit_runtime.types import Prompt
 ALL_ENCODED = 32_768
 """Prompts whose tokens are all counted before a run starts, some seconds of it."""
 ENCODED_AT_ONCE = 1024
-SORTED_PROMPTS = 1 << 20
-"""Of more the order is computed a place at a time: sorting would take gigabytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +71,17 @@ class PromptRows(Sequence[Prompt]):
     def select(self, indexes: Iterable[int]) -> PromptRows:
         """Those of these numbers, in this order."""
         return PromptRows(self.sources, array(OFFSETS, (self.chosen[index] for index in indexes)))
+
+    def spans(self) -> list[range]:
+        """Of each source, which of these are its: they stand in the order of their sources."""
+        ends = [bisect_left(self.chosen, end) for end in self._ends]
+        return [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+
+    def number_of(self, prompt_id: str) -> int:
+        """Of a prompt among all rows, `limit` and what is held out aside."""
+        name, _, number = prompt_id.rpartition("/")
+        source = next(place for place, each in enumerate(self.sources) if each.name == name)
+        return (self._ends[source - 1] if source else 0) + int(number)
 
     def find(self, index: int) -> tuple[int, int]:
         """Number of the source, and of the row in it."""
@@ -228,118 +238,6 @@ def check_lengths(
         where="spec.data.prompts",
         fix="shorten or drop them, raise spec.model.maxSequenceLength, or lower spec.rollout.sampling.maxNewTokens",
     )
-
-
-class PromptStream:
-    """Draws prompts epoch after epoch. The order is a function of (seed, epoch); the cursor is two integers.
-
-    `epochs=None` never ends. Otherwise `take` returns fewer than asked at the end, and then nothing: the caller stops.
-    """
-
-    def __init__(self, table: PromptTable, *, seed: int, shuffle: bool = True, epochs: int | None = None) -> None:
-        self._table = table
-        self._seed = seed
-        self._shuffle = shuffle
-        self._epochs = epochs
-        self._epoch = 0
-        self._position = 0
-        self._order = self._build_order()
-
-    def take(self, n: int) -> list[Prompt]:
-        """The next n prompts. One draw may cross an epoch's end, so a prompt can appear twice with different visits."""
-        taken: list[Prompt] = []
-        while len(taken) < n and not self.is_exhausted:
-            chunk = self._order[self._position : self._position + n - len(taken)]
-            taken += [self._visit(index) for index in chunk]
-            self._position += len(chunk)
-            if self._position == len(self._order):
-                self._epoch, self._position = self._epoch + 1, 0
-                self._order = self._build_order()
-        return taken
-
-    @property
-    def is_exhausted(self) -> bool:
-        return self._epochs is not None and self._epoch >= self._epochs
-
-    def state(self) -> dict[str, Any]:
-        """The cursor, as JSON."""
-        return {"epoch": self._epoch, "position": self._position, "digest": self._table.digest}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Continues after the prompts that were taken when `state` was saved.
-
-        Raises:
-            DataError: the prompts are not those of the saved cursor.
-        """
-        if state["digest"] != self._table.digest:
-            raise DataError(
-                f"the prompts changed since the checkpoint: {state['digest']} then, {self._table.digest} now",
-                where="spec.data.prompts",
-                fix="restore the files, or start a new run",
-            )
-        self._epoch, self._position = int(state["epoch"]), int(state["position"])
-        self._order = self._build_order()
-
-    def _visit(self, index: int) -> Prompt:
-        prompt = self._table.prompts_P[index]
-        return Prompt(prompt.prompt_id, self._epoch, prompt.messages, prompt.fields)
-
-    def _build_order(self) -> Sequence[int]:
-        count = len(self._table.prompts_P)
-        if self.is_exhausted or not self._shuffle:
-            return range(count)
-        return shuffled(count, stream_key(self._seed, "shuffle", self._epoch))
-
-
-def shuffled(count: int, key: int) -> Sequence[int]:
-    """A permutation of `range(count)` that depends on (count, key) only: indexes sorted by their keyed hash, or of more
-    than `SORTED_PROMPTS` a permutation whose places are computed as they are read."""
-    if count > SORTED_PROMPTS:
-        return Permutation(count, key)
-    key_bytes = key.to_bytes(8, "little")
-
-    def rank(index: int) -> bytes:
-        return hashlib.blake2b(index.to_bytes(8, "little"), key=key_bytes, digest_size=8).digest()
-
-    return sorted(range(count), key=rank)
-
-
-class Permutation(Sequence[int]):
-    """A pseudorandom permutation of `range(count)` in no memory.
-
-    A Feistel network of four rounds over twice half the bits (Luby and Rackoff, 1988), walked on until it lands within
-    the range (Black and Rogaway, Ciphers with Arbitrary Finite Domains, 2002): fewer than four rounds of it on average.
-    """
-
-    def __init__(self, count: int, key: int, chosen: range | None = None) -> None:
-        self._count, self._key = count, key
-        self._half = max(1, ((count - 1).bit_length() + 1) // 2)
-        self._chosen = range(count) if chosen is None else chosen
-
-    def __len__(self) -> int:
-        return len(self._chosen)
-
-    @overload
-    def __getitem__(self, index: int) -> int: ...
-    @overload
-    def __getitem__(self, index: slice) -> Permutation: ...
-    def __getitem__(self, index: int | slice) -> int | Permutation:
-        if isinstance(index, slice):
-            return Permutation(self._count, self._key, self._chosen[index])
-        place = self._chosen[index]
-        while (place := self._turned(place)) >= self._count:
-            pass
-        return place
-
-    def _turned(self, value: int) -> int:
-        mask = (1 << self._half) - 1
-        left, right = value >> self._half, value & mask
-        for turn in range(4):
-            mixed = hashlib.blake2b(
-                right.to_bytes(8, "little"), key=self._key.to_bytes(8, "little"), salt=bytes([turn]), digest_size=8
-            )
-            left, right = right, left ^ (int.from_bytes(mixed.digest(), "little") & mask)
-        return left << self._half | right
 
 
 def _build_prompt(prompt_id: str, row: Mapping[str, Any], prompt_field: str) -> Prompt:

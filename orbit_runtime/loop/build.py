@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING
 
 from orbit_runtime.algorithms.table import Algorithm
 from orbit_runtime.checkpoints.adapter_folder import AdapterFolder
-from orbit_runtime.data.prompts import PromptStream, PromptTable, check_fields, check_lengths, load_prompts
+from orbit_runtime.data.pass_rates import Bounds, PassRates
+from orbit_runtime.data.prompts import PromptTable, check_fields, check_lengths, load_prompts
 from orbit_runtime.data.rows import PromptSource
+from orbit_runtime.data.stream import PromptStream
 from orbit_runtime.environments.asked import environment_target, fields_read, process_limits
 from orbit_runtime.environments.build import build_environment, build_scorer
 from orbit_runtime.environments.episodes import Environment
@@ -215,7 +217,7 @@ def build_parts(
         max_unproven=spec.parity.max_unproven,
     )
     environment = build_environment(run.name, spec, tokenizer, scorer, pool, sampling_of(spec))
-    stream = PromptStream(table, seed=spec.data.seed, shuffle=spec.data.shuffle, epochs=spec.data.epochs)
+    stream = build_stream(table, spec)
     return Parts(
         run=run,
         resolved=resolved,
@@ -246,6 +248,22 @@ def prompt_sources(spec: RunSpec, names: Names, inputs: Inputs) -> list[PromptSo
         PromptSource(each.uri, each.format, each.prompt_field, name, inputs.prompts(index))
         for index, (each, name) in enumerate(zip(spec.data.prompts, names.prompts, strict=True))
     ]
+
+
+def build_stream(table: PromptTable, spec: RunSpec) -> PromptStream:
+    """As `data` says how prompts are drawn."""
+    data, weights = spec.data, [each.weight for each in spec.data.prompts]
+    asked = data.difficulty if spec.algorithm.type != "SFT" else None
+    return PromptStream(
+        table,
+        seed=data.seed,
+        shuffle=data.shuffle,
+        epochs=data.epochs,
+        weights=[weight or 1.0 for weight in weights] if any(weights) else None,
+        rates=None if asked is None else PassRates(
+            Bounds(asked.low, asked.high, asked.pass_at, asked.revisit_epochs), delay=spec.rollout.max_staleness
+        ),
+    )  # fmt: skip
 
 
 def amount(folder: Path) -> str:

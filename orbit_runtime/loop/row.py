@@ -9,19 +9,21 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from orbit_runtime.data.stream import PromptStream
 from orbit_runtime.errors import GateError
 from orbit_runtime.loop.collect import Collected
 from orbit_runtime.loop.resample import count_groups
 from orbit_runtime.loop.staleness import Staleness
 from orbit_runtime.loop.state import RunState
-from orbit_runtime.observability.metrics import FIELDS, MetricsRow, build_row, part_field
+from orbit_runtime.observability.metrics import FIELDS, MetricsRow, build_row, part_field, source_field
 from orbit_runtime.parity.statistics import ParityLimits
-from orbit_runtime.types import Rollout, UpdateResult
+from orbit_runtime.types import Group, Rollout, UpdateResult
 
 
 def step_row(
     state: RunState,
     collected: Collected,
+    prompts: PromptStream,
     result: UpdateResult,
     staleness: Staleness,
     *,
@@ -70,8 +72,32 @@ def step_row(
         seconds_train=seconds_train,
         seconds_publish=seconds_publish,
         seconds_total=seconds_total,
+        **pass_rates(prompts),
         **reward_parts(rollouts),
+        **by_source(prompts, collected.groups_P),
     )
+
+
+def pass_rates(prompts: PromptStream) -> dict[str, float]:
+    """Of runs that keep them."""
+    if prompts.rates is None:
+        return {}
+    tried, too_hard, too_easy = prompts.rates.counts()
+    return {"prompts_tried": tried, "prompts_too_hard": too_hard, "prompts_too_easy": too_easy}
+
+
+def by_source(prompts: PromptStream, groups_P: Sequence[Group]) -> dict[str, float | None]:
+    """Field → each source's mean reward, groups and epochs in the step, where sources have weights."""
+    found: dict[str, float | None] = {}
+    for name, epochs in prompts.epochs.items():
+        own_P = [group for group in groups_P if group.prompt.prompt_id.rpartition("/")[0] == name]
+        rewards = [each.reward for group in own_P for each in group.rollouts_G]
+        found |= {
+            source_field(name, "reward"): _mean(reward for reward in rewards if reward is not None),
+            source_field(name, "groups"): len(own_P),
+            source_field(name, "epochs"): epochs,
+        }
+    return found
 
 
 def _mean(numbers: Iterable[float]) -> float | None:

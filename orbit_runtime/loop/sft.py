@@ -25,7 +25,7 @@ from orbit_runtime.data.demonstrations import (
     encode_demonstrations,
     read_demonstrations,
 )
-from orbit_runtime.data.prompts import PromptStream, hold_out, load_prompts
+from orbit_runtime.data.prompts import hold_out, load_prompts
 from orbit_runtime.data.samples import build_demonstration_samples, with_column
 from orbit_runtime.errors import OrbitError, StoppedOnRequest
 from orbit_runtime.loop.build import (
@@ -33,6 +33,7 @@ from orbit_runtime.loop.build import (
     RunParts,
     amount,
     build_canary,
+    build_stream,
     first_sequences,
     prompt_sources,
 )
@@ -143,7 +144,7 @@ def build_sft(
         store=store,
         execution=execution,
         keeper=keeper,
-        prompts=PromptStream(trained, seed=spec.data.seed, shuffle=spec.data.shuffle, epochs=spec.data.epochs),
+        prompts=build_stream(trained, spec),
         side=side,
         algorithm=algorithm,
         names=names,

@@ -45,9 +45,9 @@ def run_steps(parts: Parts, state: RunState, stop: StopFlag) -> str:
             collector.pause()
             kept = collector.keep()
     if state.step > first:
-        _keep_newest(parts, state, cursors[state.step], kept)
+        _keep_newest(parts, state, parts.prompts.with_rates(cursors[state.step]), kept)
     elif kept and state.step:
-        parts.checkpoints.restate(state, cursors[state.step], kept)
+        parts.checkpoints.restate(state, parts.prompts.with_rates(cursors[state.step]), kept)
     return ended
 
 
@@ -68,12 +68,14 @@ def _run(
             started = time.monotonic()
             _begin_steps(parts, state, collector, cursors)
             if step not in cursors:
+                if parts.prompts.passed_over:
+                    parts.show.note("no prompt is left whose pass rate lies within spec.data.difficulty")
                 return _end(parts, state, stop, collector, "exhausted")
             parts.show.stage("collect", step)
             collected = collect_informative(
                 _take(parts, collector, step, stop),
                 partial(_take_more, parts, collector, step, stop),
-                parts.prompts.take,
+                partial(parts.prompts.take, step=step),
                 max_rounds=rounds,
             )
             if rounds:
@@ -108,9 +110,11 @@ def _run(
 
             keep_started = time.monotonic()
             state.step = step
+            parts.prompts.record(step, groups)
             row = step_row(
                 state,
                 collected,
+                parts.prompts,
                 result,
                 staleness,
                 seconds_train=settling_started - training_started,
@@ -128,7 +132,7 @@ def _run(
             )
             cursors.pop(step - 1)
             if step % checkpoint.every_steps == 0 and step < training.steps:
-                parts.checkpoints.begin(state, cursors[step], collector.keep())
+                parts.checkpoints.begin(state, parts.prompts.with_rates(cursors[step]), collector.keep())
             state.row = with_checkpoint(row, time.monotonic() - keep_started)
             if step < training.steps:
                 parts.show.step(state.row, state)
@@ -161,7 +165,7 @@ def _begin_steps(parts: Parts, state: RunState, collector: Collector, cursors: d
     training = parts.spec.training
     last = min(training.steps, state.step + 1 + parts.spec.rollout.max_staleness)
     for step in range(max(cursors) + 1, last + 1):
-        prompts_P = parts.prompts.take(training.prompts_per_step)
+        prompts_P = parts.prompts.take(training.prompts_per_step, step=step)
         if not prompts_P:
             break
         cursors[step] = parts.prompts.state()

@@ -131,6 +131,12 @@ METRICS: tuple[Metric, ...] = (
            "orbit_run_rollouts_waiting", display="d"),
     Metric("rollouts_unfinished", "samples", "Samples of later steps that were still being played then.",
            "orbit_run_rollouts_unfinished", display="d"),
+    Metric("prompts_tried", "prompts", "With data.difficulty: prompts whose pass rate is known.",
+           "orbit_run_pass_rates", label=("prompts", "tried"), display="d"),
+    Metric("prompts_too_hard", "prompts", "Of these, those below data.difficulty.low.",
+           "orbit_run_pass_rates", label=("prompts", "too hard"), display="d"),
+    Metric("prompts_too_easy", "prompts", "Those above data.difficulty.high.",
+           "orbit_run_pass_rates", label=("prompts", "too easy"), display="d"),
     _stage("collect", "Waiting for the step's completions; with maxStaleness most of it happens beside other stages."),
     _stage("score", "Rewards that sampling did not hide."),
     _stage("train", "Forward, backward and optimizer."),
@@ -188,8 +194,24 @@ def evaluation_field(environment: str, statistic: str) -> str:
     return f"eval_{environment}_{statistic}"
 
 
+SOURCE = Metric(
+    "source_<name>_<statistic>",
+    "",
+    "With weights: of each of `data.prompts`, by the first part of its prompts' ids, the mean `reward` of the step, "
+    "its `groups`, and how many `epochs` it has been gone through.",
+    "orbit_run_source",
+)
+"""A family of fields, one for each source and statistic; their series has both for labels."""
+_SOURCE_FIELD = re.compile(r"source_(.+)_(reward|groups|epochs)")
+
+
+def source_field(source: str, statistic: str) -> str:
+    """Example: `source_field("gsm8k", "reward") == "source_gsm8k_reward"`"""
+    return f"source_{source}_{statistic}"
+
+
 def _is_family(name: str) -> bool:
-    return bool(_PART_FIELD.fullmatch(name) or _EVALUATION_FIELD.fullmatch(name))
+    return any(each.fullmatch(name) for each in (_PART_FIELD, _EVALUATION_FIELD, _SOURCE_FIELD))
 
 
 class MetricsRow(Mapping[str, Value]):
@@ -224,6 +246,11 @@ class MetricsRow(Mapping[str, Value]):
     def reward_parts(self) -> dict[str, float | None]:
         """Reward → its mean in this step; empty where the manifest has one reward only."""
         return {part[1]: self.number(name) for name in self if (part := _PART_FIELD.fullmatch(name))}
+
+    @property
+    def sources(self) -> dict[tuple[str, str], float | None]:
+        """Source and statistic → the number; empty without weights."""
+        return {(found[1], found[2]): self.number(name) for name in self if (found := _SOURCE_FIELD.fullmatch(name))}
 
     @property
     def evaluation(self) -> dict[tuple[str, str], float | None]:
@@ -309,6 +336,8 @@ class RunMetrics:
         self._parts = self._gauge(REWARD_PART.prometheus, REWARD_PART.help, "reward")
         assert EVALUATION.prometheus is not None
         self._evaluation = self._gauge(EVALUATION.prometheus, EVALUATION.help, "environment", "statistic")
+        assert SOURCE.prometheus is not None
+        self._sources = self._gauge(SOURCE.prometheus, SOURCE.help, "source", "statistic")
         self._target = self._gauge("orbit_run_step_target", "Steps that the manifest asks for.")
         self._progress = self._gauge("orbit_run_last_progress_timestamp_seconds", "When the run last made progress.")
 
@@ -345,6 +374,9 @@ class RunMetrics:
         for reward, mean in row.reward_parts.items():
             if mean is not None:
                 self._parts.labels(**self._labels, reward=reward).set(mean)
+        for (source, statistic), value in row.sources.items():
+            if value is not None:
+                self._sources.labels(**self._labels, source=source, statistic=statistic).set(value)
         self.observe_evaluation(row)
 
     def observe_evaluation(self, row: MetricsRow) -> None:
@@ -375,6 +407,7 @@ class RunMetrics:
 _SHARED_HELP = {
     "orbit_run_groups": "Groups of the step: all, those with equal rewards, those of which no rollout trains.",
     "orbit_run_reward_outcomes": "Samples by how their reward ended.",
+    "orbit_run_pass_rates": "Prompts whose pass rate is known: all, those too hard, those too easy.",
     "orbit_run_parity": "Train-vs-rollout |log-prob difference| of the last step, and its limit.",
     "orbit_run_stage_seconds": "Seconds of each stage of the last step.",
 }

@@ -46,6 +46,10 @@ class Prompts(Block):
     tools_field: Annotated[str | None, LATER_IDENTITY, Field(min_length=1, max_length=128, examples=["tools"])] = None
     """Of `algorithm.type: SFT`: column with the JSON schemas of the functions that the conversation may call."""
 
+    weight: Annotated[float | None, LATER_IDENTITY, Field(gt=0, le=1_000_000, examples=[3])] = None
+    """Share of the prompts that are drawn from this source, against the others' weights; beside one that has one, a
+    source without counts 1. Each goes through epochs of its own. Unset everywhere, all are drawn as one."""
+
     def contradictions(self) -> Iterator[Contradiction]:
         yield from check_scheme("uri", self.uri, PROMPT_SCHEMES)
 
@@ -72,6 +76,19 @@ class Validation(Block):
     """The run ends after so many measurements in a row that were no better than the best; unset, it does not."""
 
 
+class Difficulty(Block):
+    """Which prompts are worth sampling, by how often the policy solves them."""
+
+    low: Annotated[float, LATER_IDENTITY, Field(ge=0, le=0.5)] = 0.05
+    """Prompts whose running pass rate is lower are passed over."""
+    high: Annotated[float, LATER_IDENTITY, Field(ge=0.5, le=1)] = 0.95
+    """So are those whose rate is higher."""
+    pass_at: Annotated[float, LATER_IDENTITY, Field(ge=-1_000_000, le=1_000_000)] = 1.0
+    """Reward from which on a rollout passed. The newest visit of a prompt counts as much as all before it."""
+    revisit_epochs: Annotated[int | None, LATER_IDENTITY, Field(ge=1, le=1_000_000)] = None
+    """A prompt that was passed over is sampled once more after so many epochs; unset, never."""
+
+
 class Data(Block):
     """The prompts and their order. Every other column of a row goes to the rewards."""
 
@@ -86,10 +103,13 @@ class Data(Block):
     validation: Validation | None = None
     """Of `algorithm.type: SFT`: what is held out. Then an adapter is written when it is the best so far, else with each
     checkpoint. Unset, nothing is."""
+    difficulty: Difficulty | None = None
+    """Of runs with rewards: prompts that the policy always or never solves are passed over. Unset, none is."""
     limit: Annotated[int | None, IDENTITY, Field(ge=1, le=2**53)] = None
     """Use only so many prompts, the first ones; unset, all."""
     epochs: Annotated[int | None, IDENTITY, Field(ge=1, le=1_000_000)] = None
-    """Stop when every prompt was used so often; unset, as often as the steps need."""
+    """Stop when every prompt was used so often; unset, as often as the steps need. With weights a source that was used
+    so often is drawn from no more."""
     seed: Annotated[int, IDENTITY, Field(ge=0, le=2**53)] = 0
     """Seed of the run: of the order of prompts, of sampling and of the adapter's first values."""
     shuffle: Annotated[bool, IDENTITY] = True

@@ -98,6 +98,7 @@ GOOD_BLOCKS: dict[str, tuple[str, ...]] = {
         "{prompts: [{uri: 'süß/数据.jsonl', promptField: 'вопрос'}], limit: }",
         "{prompts: [{uri: a, completionField: answer, toolsField: tools}], validation: {patience: 3}}",
         "{prompts: [{uri: a}], chat: {answers: Last}, validation: {}}",
+        "{prompts: [{uri: a, weight: 3}, {uri: b}], difficulty: {low: 0.1, revisitEpochs: 2}}",
     ),
     "environment": (
         "{rewards: [{name: a, type: Math}, {name: b, entrypoint: m:f, weight: -0.5}]}",
@@ -227,6 +228,7 @@ BAD_BLOCKS: dict[str, tuple[tuple[str, str], ...]] = {
         ("{prompts: [{uri: a}, {uri: b, weight: 1}]}", "prompts[1].weight"),
         ("{prompts: [{uri: a}, {uri: 'http://example.com/x'}]}", "prompts[1].uri"),
         ("{prompts: [{uri: a}], validation: {share: 1}}", "validation.share"),
+        ("{prompts: [{uri: a}], difficulty: {low: 0.6}}", "difficulty.low"),
         ("{prompts: [{uri: a}], shuffle: 'true'}", "shuffle"), ("{prompts: [{uri: a}], shuffle: 1}", "shuffle"),
         ("{prompts: [{uri: a, rows: [" + "x" * 990_000 + "]}]}", "prompts[0].rows"),
     ),

@@ -40,6 +40,8 @@ WITHOUT_DATA = {
     "Orbit: one run: Bound of OFT's series": "the quickstart trains LoRA",
     "Orbit: one run: Parts of the reward": "the quickstart has one reward",
     "Orbit: one run: Evaluation of held-out prompts": "the quickstart evaluates nothing",
+    "Orbit: one run: Sources of prompts": "the quickstart's source has no weight",
+    "Orbit: one run: Difficulty of prompts": "the quickstart passes over no prompt",
     "Orbit: one run: Critic": "the quickstart has no critic",
     "Orbit: one run: Held-out demonstrations": "the quickstart learns from rewards",
     "Orbit: one run: Teacher": "the quickstart has no teacher",

@@ -41,6 +41,40 @@ def test_a_run_reads_the_folder_that_datasets_saved(tmp_path: Path, monkeypatch:
     assert first.prompt_id.startswith("sums/")
 
 
+def test_a_mixture_that_passes_over_prompts_goes_on_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_files(GUIDE, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path("save.py")
+    whole = YAML(typ="safe").load((ROOT / "examples/quickstart.yaml").read_text())
+    whole["spec"] |= YAML(typ="safe").load((tmp_path / "mixed.yaml").read_text())
+    whole["spec"]["rollout"] = {"maxStaleness": 1, "sampling": {"maxNewTokens": 4}}
+    whole["spec"]["algorithm"] = {"type": "GRPO", "groupSize": 4}
+    # Few prompts, so that they come again: two rows of the first source, and the folder's first thirteen.
+    Path("few.jsonl").write_text("".join(f'{{"question": "{n}+{n}=", "answer": "{2 * n}"}}\n' for n in (11, 12)))
+    whole["spec"]["data"]["prompts"][0] = {"uri": "few.jsonl", "promptField": "question", "weight": 3}
+    whole["spec"]["data"]["limit"] = 15
+    whole["spec"]["training"] = {"promptsPerStep": 4, "learningRate": 2e-3, "schedule": {"type": "Constant"}}
+    Path("run.yaml").write_text(json.dumps(whole))
+    run_in_process("orbit run run.yaml --out whole --set training.steps=6", tmp_path)
+    for steps in (3, 6):
+        run_in_process(f"orbit run run.yaml --out parts --set training.steps={steps}", tmp_path)
+    rows = {
+        name: [json.loads(line) for line in Path(name, "metrics.jsonl").read_text().splitlines()]
+        for name in ("whole", "parts")
+    }
+    for one, other in zip(rows["whole"], rows["parts"], strict=True):
+        assert {k: v for k, v in one.items() if k in SAME} == {k: v for k, v in other.items() if k in SAME}
+    last = rows["whole"][-1]
+    assert last["source_few_groups"] + last["source_sums_groups"] == last["groups"] == 4
+    assert last["source_few_epochs"] + last["source_sums_epochs"] > 1
+    assert last["prompts_tried"] <= 15
+    assert last["prompts_too_hard"] + last["prompts_too_easy"] > 0
+
+
+SAME = ("step", "adapter_digest", "reward_mean", "prompts_tried", "prompts_too_hard", "prompts_too_easy",
+        "source_few_reward", "source_sums_reward", "source_few_epochs", "source_sums_epochs")  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, dict[str, str]]]:
     """A folder in which the guide's files were prepared, from a hub that holds made-up ones of their names."""

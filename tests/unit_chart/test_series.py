@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from orbit_operator.metrics import RUN_SERIES, Metrics, build_text
-from orbit_runtime.observability.metrics import EVALUATION, METRICS, REWARD_PART, RunMetrics, build_row
+from orbit_runtime.observability.metrics import EVALUATION, METRICS, REWARD_PART, SOURCE, RunMetrics, build_row
 
 CHART = Path(__file__).parents[2] / "charts/orbit/files"
 FILES = [CHART / "alerts.yaml", *sorted((CHART / "dashboards").glob("*.json"))]
@@ -33,7 +33,7 @@ def exported() -> dict[str, set[str]]:
     """Series → its labels, as a run and an operator really print them."""
     run = RunMetrics(run="r", namespace="n", attempt=1)
     values = {metric.name: "x" if metric.display == "s" else 1 for metric in METRICS}
-    run.observe(build_row(**values, reward_part_correct_mean=1, eval_sums_mean=1))
+    run.observe(build_row(**values, reward_part_correct_mean=1, eval_sums_mean=1, source_sums_reward=1))
     run.set_target(1)
     run.set_progress(1.0)
     operator = Metrics()
@@ -81,5 +81,5 @@ def test_every_series_of_a_run_that_the_operator_exports_is_shown_or_alerts() ->
 def test_numbers_of_a_step_are_on_a_dashboard() -> None:
     used = {name.removesuffix("_total") for file in FILES for name, _ in asked(queries(file))}
     assert {
-        metric.prometheus for metric in (*METRICS, REWARD_PART, EVALUATION) if metric.prometheus is not None
+        metric.prometheus for metric in (*METRICS, REWARD_PART, EVALUATION, SOURCE) if metric.prometheus is not None
     } - used == set()

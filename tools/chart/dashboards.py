@@ -147,6 +147,18 @@ RUN = Dashboard(
                 "line",
                 {"{{environment}}, {{statistic}}": 'orbit_run_evaluation{@, statistic=~"mean|low|high|pass"}'},
             ),
+            Panel(
+                "Sources of prompts",
+                "line",
+                {"{{source}}, {{statistic}}": 'orbit_run_source{@, statistic=~"reward|epochs"}'},
+                text="With weights in data.prompts.",
+            ),
+            Panel(
+                "Difficulty of prompts",
+                "line",
+                {"{{prompts}}": "orbit_run_pass_rates{@}"},
+                text="With data.difficulty: prompts whose pass rate is known, and those that are passed over.",
+            ),
             Panel("KL from the base", "line", {"kl": "orbit_run_kl{@}"}, text="nats"),
             Panel("Loss", "line", {"loss": "orbit_run_loss{@}"}),
             Panel("Entropy", "line", {"entropy": "orbit_run_entropy{@}"}),

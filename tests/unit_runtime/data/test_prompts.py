@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from orbit_runtime.data.prompts import PromptStream, check_lengths, load_prompts
+from orbit_runtime.data.prompts import check_lengths, load_prompts
 from orbit_runtime.data.rows import PromptSource
+from orbit_runtime.data.stream import PromptStream
 from orbit_runtime.errors import DataError
 
 

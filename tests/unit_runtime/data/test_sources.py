@@ -20,18 +20,17 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from orbit_runtime.data.order import Permutation, shuffled
 from orbit_runtime.data.prompts import (
     ALL_ENCODED,
-    Permutation,
-    PromptStream,
     check_fields,
     check_lengths,
     load_prompts,
-    shuffled,
 )
 from orbit_runtime.data.readers import IN_MEMORY
 from orbit_runtime.data.rows import PromptSource
 from orbit_runtime.data.scan import MAX_ROW
+from orbit_runtime.data.stream import PromptStream
 from orbit_runtime.errors import DataError
 
 ROWS: list[dict[str, Any]] = [

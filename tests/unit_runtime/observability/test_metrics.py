@@ -29,7 +29,8 @@ explained_variance validation_loss learning_rate
 oft_series_error response_tokens_mean truncated_fraction turns_mean tool_calls tool_errors tokens
 tokens_per_second parity_mean parity_p99 parity_max parity_k3 parity_outside parity_top1 parity_tokens
 parity_limit parity_mean_replayed parity_mean_unreplayed router_agreement staleness_mean staleness_max
-rollouts_waiting rollouts_unfinished seconds_collect seconds_score seconds_train
+rollouts_waiting rollouts_unfinished prompts_tried prompts_too_hard prompts_too_easy
+seconds_collect seconds_score seconds_train
 seconds_publish seconds_checkpoint seconds_evaluate seconds_total""",
 )
 

@@ -163,7 +163,7 @@ FIELDS = [
         "      - uri: prompts.jsonl",
         "      - prompts.jsonl",
         'run.yaml:14: spec.data.prompts[0]: `"prompts.jsonl"` is text\n'
-        "  fix: write its fields below it: uri, format, promptField, completionField, toolsField",
+        "  fix: write its fields below it: uri, format, promptField, completionField, toolsField, weight",
     ),
     (
         "    uri: builtin://tiny-adder",
