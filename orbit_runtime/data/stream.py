@@ -99,10 +99,10 @@ class PromptStream:
     def is_exhausted(self) -> bool:
         return not self._live()
 
-    @property
-    def epochs(self) -> dict[str, float]:
-        """Source → how often it has been gone through; empty without weights."""
-        return {each.name: each.epoch + each.position / len(each.span) for each in self._parts if each.name}
+    def epochs(self, cursor: Mapping[str, Any]) -> dict[str, float]:
+        """Source → how often it had been gone through at a `state()`; empty without weights."""
+        spans = {each.name: len(each.span) for each in self._parts}
+        return {name: epoch + at / spans[name] for name, (epoch, at) in cursor.get("sources", {}).items()}
 
     @property
     def passed_over(self) -> bool:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from orbit_runtime.data.stream import PromptStream
 from orbit_runtime.errors import GateError
@@ -23,7 +24,7 @@ from orbit_runtime.types import Group, Rollout, UpdateResult
 def step_row(
     state: RunState,
     collected: Collected,
-    prompts: PromptStream,
+    about_prompts: Mapping[str, float | None],
     result: UpdateResult,
     staleness: Staleness,
     *,
@@ -72,10 +73,16 @@ def step_row(
         seconds_train=seconds_train,
         seconds_publish=seconds_publish,
         seconds_total=seconds_total,
-        **pass_rates(prompts),
+        **about_prompts,
         **reward_parts(rollouts),
-        **by_source(prompts, collected.groups_P),
     )
+
+
+def prompt_numbers(
+    prompts: PromptStream, cursor: Mapping[str, Any], groups_P: Sequence[Group]
+) -> dict[str, float | None]:
+    """Pass rates and sources. `cursor`: behind the prompts of the step."""
+    return {**pass_rates(prompts), **by_source(prompts.epochs(cursor), groups_P)}
 
 
 def pass_rates(prompts: PromptStream) -> dict[str, float]:
@@ -86,10 +93,10 @@ def pass_rates(prompts: PromptStream) -> dict[str, float]:
     return {"prompts_tried": tried, "prompts_too_hard": too_hard, "prompts_too_easy": too_easy}
 
 
-def by_source(prompts: PromptStream, groups_P: Sequence[Group]) -> dict[str, float | None]:
+def by_source(epochs_of: Mapping[str, float], groups_P: Sequence[Group]) -> dict[str, float | None]:
     """Field → each source's mean reward, groups and epochs in the step, where sources have weights."""
     found: dict[str, float | None] = {}
-    for name, epochs in prompts.epochs.items():
+    for name, epochs in epochs_of.items():
         own_P = [group for group in groups_P if group.prompt.prompt_id.rpartition("/")[0] == name]
         rewards = [each.reward for group in own_P for each in group.rollouts_G]
         found |= {

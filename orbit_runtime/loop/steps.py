@@ -20,7 +20,7 @@ from orbit_runtime.loop.keep import keep_failure, keep_rows, keep_step
 from orbit_runtime.loop.measure import measure
 from orbit_runtime.loop.parity import check_again, step_limits
 from orbit_runtime.loop.resample import collect_informative, what_is_missing
-from orbit_runtime.loop.row import check_parity, step_row, with_checkpoint
+from orbit_runtime.loop.row import check_parity, prompt_numbers, step_row, with_checkpoint
 from orbit_runtime.loop.signals import StopFlag
 from orbit_runtime.loop.sleep import check_first_wake, engine_asleep
 from orbit_runtime.loop.staleness import check_staleness, measure_staleness, with_stale
@@ -114,7 +114,7 @@ def _run(
             row = step_row(
                 state,
                 collected,
-                parts.prompts,
+                prompt_numbers(parts.prompts, cursors[step], groups),
                 result,
                 staleness,
                 seconds_train=settling_started - training_started,

@@ -47,7 +47,7 @@ def test_a_mixture_that_passes_over_prompts_goes_on_exactly(tmp_path: Path, monk
     runpy.run_path("save.py")
     whole = YAML(typ="safe").load((ROOT / "examples/quickstart.yaml").read_text())
     whole["spec"] |= YAML(typ="safe").load((tmp_path / "mixed.yaml").read_text())
-    whole["spec"]["rollout"] = {"maxStaleness": 1, "sampling": {"maxNewTokens": 4}}
+    whole["spec"]["rollout"] = {"sampling": {"maxNewTokens": 4}}
     whole["spec"]["algorithm"] = {"type": "GRPO", "groupSize": 4}
     # Few prompts, so that they come again: two rows of the first source, and the folder's first thirteen.
     Path("few.jsonl").write_text("".join(f'{{"question": "{n}+{n}=", "answer": "{2 * n}"}}\n' for n in (11, 12)))

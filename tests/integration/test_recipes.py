@@ -32,6 +32,8 @@ TINY = {
     "qwen3-30b-a3b-nvfp4": "tiny-qwen3-moe",
     "qwen3-4b": "tiny-qwen3",
     "qwen3-4b-bf16": "tiny-qwen3",
+    "qwen3-4b-code": "tiny-qwen3",
+    "qwen3-4b-dapo": "tiny-qwen3",
 }
 
 

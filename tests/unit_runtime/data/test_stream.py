@@ -63,7 +63,7 @@ def test_sources_are_drawn_by_their_weights_each_in_epochs_of_its_own(table: Pro
         visits = Counter(prompt.visit for prompt in own)
         assert set(list(visits.values())[:-1]) == {rows}
         assert len({(prompt.prompt_id, prompt.visit) for prompt in own}) == len(own)
-        assert stream.epochs[name] == pytest.approx(len(own) / rows)
+        assert stream.epochs(stream.state())[name] == pytest.approx(len(own) / rows)
 
 
 def test_a_source_s_order_does_not_depend_on_the_others(tmp_path: Path, table: PromptTable) -> None:

@@ -47,6 +47,8 @@ WANTED = {
     "glm-4-5": NEEDS_NODE,
     "llama-3-1-8b": (SMALL, SMALL, YES, YES, YES, YES),
     "qwen3-4b-bf16": (SMALL, SMALL, YES, YES, YES, YES),
+    "qwen3-4b-dapo": (SMALL, SMALL, YES, YES, YES, YES),
+    "qwen3-4b-code": (SMALL, SMALL, YES, YES, YES, YES),
     "qwen3-30b-a3b-nvfp4": (SMALL, SMALL, YES, YES, YES, YES),
     # SGLang computes its attention on GPUs only; base and backward pass need more than an H100 has.
     "gpt-oss-120b": ("Unsupported", SMALL, SMALL, YES, SMALL, YES),
