@@ -18,6 +18,7 @@ import secrets
 import tempfile
 import weakref
 from collections.abc import Buffer, Iterable
+from typing import Protocol, runtime_checkable
 
 from orbit_runtime.digests import PieceHasher, Pieces, cut
 from orbit_runtime.errors import OutOfMemoryError
@@ -94,8 +95,23 @@ def read_place(descriptor: int, start: int, size: int) -> Buffer:
     return memoryview(mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY, offset=start))
 
 
-def publishable(trainer: Trainer, version: int) -> AdapterFiles:
-    """The trainer's adapter as it is now, in memory that its processes and servers of this machine can share."""
+@runtime_checkable
+class Publishing(Protocol):
+    """A trainer of another process, which may write its adapter to the run's store itself."""
+
+    def published(self, version: int, *, is_kept: bool) -> AdapterFiles | None:
+        """None: it sees no store, and `publish` hands over the bytes."""
+        ...
+
+
+def publishable(trainer: Trainer, version: int, *, is_kept: bool = True) -> AdapterFiles:
+    """The trainer's adapter as it is now, in memory that its processes and servers of this machine can share.
+
+    Args: is_kept: it is to be an adapter of the run, and not only to be looked at.
+    """
+    stored = trainer.published(version, is_kept=is_kept) if isinstance(trainer, Publishing) else None
+    if stored is not None:
+        return stored
     buffer = AdapterBuffer()
     manifest = trainer.publish(buffer)
     return AdapterFiles(version, buffer.files(), manifest.digest, manifest.files, buffer)

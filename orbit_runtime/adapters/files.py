@@ -12,9 +12,10 @@ from collections.abc import Buffer, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain, islice
 
-from orbit_runtime.digests import PIECE_BYTES, Piece, Pieces, cut, hash_pieces, tree_digest
+from orbit_runtime.digests import PIECE_BYTES, Pieces, cut, hash_pieces, tree_digest
 from orbit_runtime.errors import ModelError
 from orbit_runtime.model_info.headers import parse_header
+from orbit_runtime.storage import Stored
 
 MODEL_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
@@ -56,19 +57,20 @@ def expected_applied_digest(files: Mapping[str, Buffer], pieces: Mapping[str, Pi
     fields = json.loads(bytes(files[CONFIG_FILE]))
     is_oft = fields["peft_type"] == "OFT"
     name = ROTATIONS_FILE if is_oft else MODEL_FILE
-    shapes, by_tensor = _by_tensor(name, files[name], (pieces or pieces_of({name: files[name]}))[name])
+    known = pieces[name] if pieces else pieces_of({name: files[name]})[name]
+    # Of what lies in a store the header is enough.
+    head = files.first_piece(name) if isinstance(files, Stored) else files[name]
+    shapes, by_tensor = _by_tensor(name, head, known)
     if is_oft:
         return digest_applied(shapes, by_tensor, {None})
     divisor = math.sqrt(fields["r"]) if fields["use_rslora"] else fields["r"]
     return digest_applied(shapes, by_tensor, {float(fields["lora_alpha"]) / divisor})
 
 
-def _by_tensor(
-    name: str, data: Buffer, pieces: Iterable[Piece]
-) -> tuple[dict[str, tuple[int, ...]], dict[str, Pieces]]:
-    """Shapes and pieces of a file's tensors, as layers name them."""
+def _by_tensor(name: str, data: Buffer, pieces: Pieces) -> tuple[dict[str, tuple[int, ...]], dict[str, Pieces]]:
+    """Shapes and pieces of a file's tensors, as layers name them. Args: data: the file, or its first piece."""
     view = memoryview(data).cast("B")
-    header = parse_header(view, size=view.nbytes, where=name)
+    header = parse_header(view, size=sum(piece.bytes for piece in pieces), where=name)
     left = iter(pieces)
     assert next(left).bytes == header.data_start
     shapes, found = {}, {}

@@ -181,7 +181,7 @@ def build_parts(
         encode = partial(tokenizer.encode_many, tools=pool.tools if pool else ())
         check_lengths(table, encode, max_prompt_tokens=spec.model.max_sequence_length - new_tokens)
         if given.sides is not None:
-            opened = Opened(names.model, store.uri, execution.number, teacher_digest(teacher).get(TEACHER))
+            opened = Opened(names.model, store, execution, teacher_digest(teacher).get(TEACHER))
             side = given.sides.open(resolved, opened, closing)
         else:
             assert division is not None

@@ -19,7 +19,17 @@ from orbit_runtime.loop.keeper import Keeper
 from orbit_runtime.loop.publish import ADAPTERS, MODELS, adapter_name
 from orbit_runtime.loop.state import RunState
 from orbit_runtime.observability.metrics import MetricsRow
-from orbit_runtime.storage import Bundle, Content, Execution, Store, prune_bundles, restate_bundle, write_bundle
+from orbit_runtime.storage import (
+    Bundle,
+    Content,
+    Execution,
+    Part,
+    Store,
+    prune_bundles,
+    restate_bundle,
+    standing_content,
+    write_bundle,
+)
 from orbit_runtime.types import Group, Trainer
 
 ROLLOUTS, ROLLOUTS_AT_END = "rollouts.jsonl.zst", "rollouts-at-end.jsonl.zst"
@@ -108,7 +118,7 @@ class Checkpoints:
         """
         prefix, name = checkpoint_prefix(state.step), adapter_name(state.version)
         facts = _facts(state, cursor, self.identity)
-        parts = CheckpointParts()
+        parts = CheckpointParts(prefix)
         self.trainer.save_state(parts)
 
         def write() -> None:
@@ -149,12 +159,18 @@ def load_rollouts(bundle: Bundle) -> tuple[Kept, ...]:
 class CheckpointParts:
     """A `StateWriter`: what a checkpoint is to hold, until it was read."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: str) -> None:
+        """Args: folder: the checkpoint's."""
+        self.folder = folder
         self.contents: dict[str, Content] = {}
         self.is_read = threading.Event()
 
     def write(self, name: str, size: int, pieces: Callable[[], Iterable[Buffer]]) -> None:
         self.contents[name] = Content(size, pieces)
+
+    def stand(self, parts: Mapping[str, Part]) -> None:
+        """Another process wrote them to the folder."""
+        self.contents |= {name: standing_content(part) for name, part in parts.items()}
 
     def wait(self) -> None:
         self.is_read.wait()

@@ -22,7 +22,7 @@ from orbit_runtime.errors import GateError, OrbitError
 from orbit_runtime.loop.keeper import Keeper
 from orbit_runtime.model_info.content import FILES
 from orbit_runtime.parity.liveness import Limits, Proof, Reading, check_proofs, check_unproven, prove
-from orbit_runtime.storage import Content, Execution, Store, write_bundle
+from orbit_runtime.storage import Content, Execution, Store, Stored, standing_content, write_bundle
 from orbit_runtime.types import AdapterFiles, Copy, Engine, Scored, Trainer
 
 ADAPTERS, MODELS = "adapters/", "models/"
@@ -151,7 +151,10 @@ def adapter_facts(
 def write_adapter_bundle(store: Store, execution: Execution, adapter: AdapterFiles, facts: Mapping[str, Any]) -> None:
     """`adapters/policy-v…/`, under PEFT's names."""
     assert adapter.pieces is not None
-    parts = {name: _content(data, adapter.pieces[name]) for name, data in adapter.files.items()}
+    if isinstance(adapter.files, Stored):
+        parts = {name: standing_content(part) for name, part in adapter.files.parts.items()}
+    else:
+        parts = {name: _content(data, adapter.pieces[name]) for name, data in adapter.files.items()}
     write_bundle(store, execution, f"{ADAPTERS}{adapter_name(adapter.version)}", parts, facts, plain_names=True)
 
 

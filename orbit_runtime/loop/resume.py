@@ -62,9 +62,9 @@ def check_same_run(store: Store, before: Mapping[str, Any], resolved: Resolved) 
     ]
 
 
-def find_checkpoint(store: Store) -> tuple[Bundle | None, tuple[str, ...]]:
-    """The newest checkpoint that verifies, and why newer ones do not."""
-    return newest_readable(store, "checkpoints/")
+def find_checkpoint(store: Store, *, in_place: bool = False) -> tuple[Bundle | None, tuple[str, ...]]:
+    """The newest checkpoint that verifies, and why newer ones do not. Args: in_place: another process reads it."""
+    return newest_readable(store, "checkpoints/", in_place=in_place)
 
 
 def restored_wrongly(found: str, state: RunState) -> GateError:

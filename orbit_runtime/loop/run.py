@@ -156,7 +156,7 @@ def _run(
         resolved = keep_decisions(resolved, before["resolved"])
     changes = check_same_run(store, before, resolved) if before else []
     check_whole(resolved.run.spec)
-    bundle, skipped = find_checkpoint(store)
+    bundle, skipped = find_checkpoint(store, in_place=given.sides is not None)
     origin = find_origin(resolved.run, before) if bundle is None else None
     initial = open_initial(resolved.run.spec, before) if bundle is None else None
     names = resolve_names(resolved, before)

@@ -129,7 +129,7 @@ def build_sft(
     closing.callback(unfreeze_objects)
     with gc_paused():
         if sides is not None:
-            side = sides.open(resolved, Opened(names.model, store.uri, execution.number), closing)
+            side = sides.open(resolved, Opened(names.model, store, execution), closing)
         else:
             assert division is not None
             assert loss is not None
@@ -296,7 +296,7 @@ def check_restored(parts: SftParts, state: RunState) -> None:
     expected, version = state.expected_digest, state.policy_version
     if expected is None:
         return
-    if version == state.step and (found := publishable(parts.trainer, version).digest) != expected:
+    if version == state.step and (found := publishable(parts.trainer, version, is_kept=False).digest) != expected:
         raise restored_wrongly(found, state)
     state.publication = Publication(AdapterFiles(version, {}, expected), (), ())
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from orbit_runtime.loop.signals import StopFlag
 from orbit_runtime.spec import MachineFacts, Resolved
+from orbit_runtime.storage import Execution, Store
 from orbit_runtime.types import Engine
 
 if TYPE_CHECKING:
@@ -25,9 +26,9 @@ class Opened:
 
     model: str
     """Named in published files."""
-    run: str
-    """Where the run folder is."""
-    execution: int
+    store: Store
+    """The run folder."""
+    execution: Execution
     teacher: str | None = None
     """Digest of the adapter that teaches."""
 

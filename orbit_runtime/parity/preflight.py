@@ -201,7 +201,7 @@ def _probe(
     name = f"{when}-{probe}"
     with probing(probe):
         on, off = _trainer_readings(trainer, sequences)
-        engine.load_adapter(name, publishable(trainer, version=-1))
+        engine.load_adapter(name, publishable(trainer, version=-1, is_kept=False))
         try:
             measured = [[copy.score(tokens, [name])[0] for tokens in sequences] for copy in engine.copies()]
         finally:

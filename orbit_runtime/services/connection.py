@@ -31,8 +31,9 @@ from orbit_runtime.errors import (
     UnsupportedError,
     UsageError,
 )
-from orbit_runtime.services.frames import pack, unpack
-from orbit_runtime.services.host import BOOT, CALL, SESSION, WAIT_SECONDS
+from orbit_runtime.services.depot import spooled
+from orbit_runtime.services.frames import CHUNK_BYTES, Frame, chunks, frame, num_bytes, unpack
+from orbit_runtime.services.host import BOOT, CALL, GOES, SESSION, WAIT_SECONDS
 
 CONNECT_SECONDS, NAP_SECONDS, NOTE_SECONDS = 5.0, 0.2, 10.0
 SHOWN = 300
@@ -108,9 +109,9 @@ class Connection:
 
     def call(self, name: str, *arguments: Any) -> Any:
         """What the side answers. Raises what it raised."""
-        return self.call_packed(name, pack(list(arguments)))
+        return self.call_framed(name, frame(list(arguments)))
 
-    def call_packed(self, name: str, body: bytes) -> Any:
+    def call_framed(self, name: str, body: Frame) -> Any:
         with self.turn:
             self._number += 1
             while True:
@@ -121,9 +122,9 @@ class Connection:
 
     def tell(self, name: str, *arguments: Any) -> Any:
         """Of `on_restart`: a call that is not asked again by itself."""
-        return self.tell_packed(name, pack(list(arguments)))
+        return self.tell_framed(name, frame(list(arguments)))
 
-    def tell_packed(self, name: str, body: bytes) -> Any:
+    def tell_framed(self, name: str, body: Frame) -> Any:
         self._number += 1
         return self._exchange(f"/call/{name}", body)
 
@@ -167,7 +168,7 @@ class Connection:
         assert self._run is not None
         run, execution = self._run
         self._session, self._number = f"{execution}-{uuid.uuid4().hex}", 0
-        self._exchange("/open", pack({"session": self._session, "run": run, "execution": execution}))
+        self._exchange("/open", frame({"session": self._session, "run": run, "execution": execution}))
 
     def _reach(self, since: float | None = None, why: str = "") -> tuple[dict[str, Any], str]:
         started = since or time.monotonic()
@@ -224,23 +225,30 @@ class Connection:
 
     # --- one exchange ---
 
-    def _exchange(self, path: str, body: bytes) -> Any:
-        headers = {SESSION: self._session, CALL: str(self._number)}
+    def _exchange(self, path: str, body: Frame) -> Any:
+        size = num_bytes(body)
+        headers = {SESSION: self._session, CALL: str(self._number), "Content-Length": str(size)}
         while True:
+            content = b"".join(body) if size <= CHUNK_BYTES else chunks(body)
             try:
-                answer = self._client.post(f"{self.url}{path}", content=body, headers=headers)
-            except httpx.RequestError as error:
+                with self._client.stream("POST", f"{self.url}{path}", content=content, headers=headers) as answer:
+                    length = int(answer.headers.get("content-length", 0))
+                    # What is large is not held: it lies on this machine's disk.
+                    data = spooled(answer.iter_raw(CHUNK_BYTES), length) if answer.status_code == 200 else answer.read()
+            except (httpx.RequestError, httpx.StreamError) as error:
                 raise _LostError(f"{error or type(error).__name__}") from None
             if answer.headers.get(BOOT) not in (None, self._boot):
                 raise _LostError("it was restarted")
             if answer.status_code == 202:
                 continue
             self._check_status(answer)
-            return unpack(answer.content)
+            return unpack(data)
 
     def _check_status(self, answer: httpx.Response) -> None:
         if answer.status_code == 200:
             return
+        if answer.status_code == GOES:
+            raise _LostError(f"it ends: {_message_of(answer)}")
         if answer.status_code in (401, 403):
             raise CredentialsError(
                 f"the {self.kind} at {self.url} refuses the token",
@@ -261,3 +269,10 @@ class Connection:
             raise error
         error.about = {**error.about, "process": self.kind}
         raise error
+
+
+def _message_of(answer: httpx.Response) -> str:
+    try:
+        return str(json.loads(answer.content)["message"])
+    except (ValueError, KeyError, TypeError):
+        return answer.text[:SHOWN]

@@ -19,7 +19,9 @@ from orbit_runtime.loop.machine import rounding_facts
 from orbit_runtime.loop.trainers import build_policy
 from orbit_runtime.rollout.torch_engine import TorchEngine
 from orbit_runtime.services.building import Asked, common_facts, kinds_of
+from orbit_runtime.services.depot import Depot
 from orbit_runtime.services.host import Host
+from orbit_runtime.storage import Part
 from orbit_runtime.types import AdapterFiles, Completion, Scored
 
 Operation = tuple[str, Sequence[Any]]
@@ -36,6 +38,7 @@ class EngineCalls:
         self._layers = layers
         self._teacher = teacher
         self._engine = build()
+        self._depot = Depot()
 
     def reset(self) -> None:
         self._engine.abort()
@@ -54,8 +57,11 @@ class EngineCalls:
                 self._engine.abort(list(given))
         return [completion for _ in range(steps) for completion in self._engine.advance()]
 
-    def load_adapter(self, name: str, version: int, digest: str, files: Mapping[str, Buffer]) -> None:
-        self._engine.load_adapter(name, AdapterFiles(version, files, digest))
+    def share(self, uri: str, key: str, word: str) -> bool:
+        return self._depot.share(uri, key, word)
+
+    def load_adapter(self, name: str, version: int, digest: str, files: Mapping[str, Part | Buffer]) -> None:
+        self._engine.load_adapter(name, AdapterFiles(version, self._depot.read(files), digest))
 
     def unload_adapter(self, name: str) -> None:
         self._engine.unload_adapter(name)
@@ -76,13 +82,13 @@ class EngineCalls:
     def adapter_digest(self, name: str) -> str:
         return self._engine.adapter_digest(name)
 
-    def explain_slot(self, name: str, version: int, digest: str, files: Mapping[str, Buffer]) -> str:
-        return self._engine.explain_slot(name, AdapterFiles(version, files, digest))
+    def explain_slot(self, name: str, version: int, digest: str, files: Mapping[str, Part | Buffer]) -> str:
+        return self._engine.explain_slot(name, AdapterFiles(version, self._depot.read(files), digest))
 
     def calls(self) -> dict[str, Callable[..., Any]]:
         """By name."""
         named = (
-            self.advance, self.load_adapter, self.unload_adapter, self.adopt, self.release, self.score,
+            self.share, self.advance, self.load_adapter, self.unload_adapter, self.adopt, self.release, self.score,
             self.adapter_digest, self.explain_slot,
         )  # fmt: skip
         return {each.__name__: each for each in named}

@@ -13,12 +13,13 @@ from __future__ import annotations
 import json
 import struct
 from array import array
-from collections.abc import Buffer, Iterator, Mapping
+from collections.abc import Buffer, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 from orbit_runtime.digests import Piece
 from orbit_runtime.errors import DataError
+from orbit_runtime.storage import Part
 from orbit_runtime.types import (
     Cached,
     Completion,
@@ -30,6 +31,9 @@ from orbit_runtime.types import (
     UpdateResult,
 )
 
+Frame = Sequence[Buffer]
+"""What travels, in pieces that follow each other: large arrays are not copied for it."""
+
 MAGIC = b"ORB1"
 _HEAD = struct.Struct("<4sI")
 _ALIGNED = 8
@@ -37,12 +41,18 @@ _LONG = 16
 """Tuples of numbers that are no shorter travel as arrays."""
 RECORDS: Mapping[str, type] = {
     kind.__name__: kind
-    for kind in (Cached, Completion, Piece, Request, RoutedExperts, Sample, Sampling, Scored, UpdateResult)
+    for kind in (Cached, Completion, Part, Piece, Request, RoutedExperts, Sample, Sampling, Scored, UpdateResult)
 }
 CODES = "bBhHiIqQfd"
+CHUNK_BYTES = 1 << 20
 
 
 def pack(value: Any) -> bytes:
+    """`frame` in one piece."""
+    return b"".join(frame(value))
+
+
+def frame(value: Any) -> Frame:
     """Of None, numbers, text, lists, tuples, dictionaries with text for keys, arrays, bytes and `RECORDS`."""
     blocks: list[memoryview] = []
     tree = _encode(value, blocks)
@@ -50,7 +60,25 @@ def pack(value: Any) -> bytes:
     parts: list[Buffer] = [_HEAD.pack(MAGIC, len(head)), head, _gap(_HEAD.size + len(head))]
     for block in blocks:
         parts += [block, _gap(block.nbytes)]
-    return b"".join(parts)
+    return parts
+
+
+def num_bytes(parts: Frame) -> int:
+    return sum(memoryview(each).nbytes for each in parts)
+
+
+def chunks(parts: Frame) -> Iterator[bytes]:
+    """For a socket: small parts together, large ones a piece at a time."""
+    waiting = bytearray()
+    for part in parts:
+        view = memoryview(part).cast("B")
+        for start in range(0, view.nbytes, CHUNK_BYTES):
+            waiting += view[start : start + CHUNK_BYTES]
+            if len(waiting) >= CHUNK_BYTES:
+                yield bytes(waiting)
+                waiting.clear()
+    if waiting:
+        yield bytes(waiting)
 
 
 def unpack(data: Buffer) -> Any:

@@ -25,19 +25,33 @@ from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
-from orbit_runtime.errors import InternalError, OrbitError, OutOfMemoryError, OutputError, is_out_of_memory
+from orbit_runtime.errors import (
+    CollectiveError,
+    EngineDiedError,
+    GPUFaultError,
+    InternalError,
+    OrbitError,
+    OutOfMemoryError,
+    OutputError,
+    StalledError,
+    is_out_of_memory,
+)
 from orbit_runtime.observability.server import HTTPServer, listen, serve_app
 from orbit_runtime.serve.guard import Guard
 from orbit_runtime.serve.metrics import ServeMetrics
-from orbit_runtime.services.frames import pack, unpack
+from orbit_runtime.services.frames import Frame, chunks, frame, num_bytes, unpack
 
 WAIT_SECONDS = 20.0
 """Longest that an answer is waited for before it is asked for again."""
 READ_SECONDS = 600.0
 """Longest that a body may take."""
-BODY_BYTES = 1 << 34
-"""Of an adapter, a checkpoint or a step's samples: larger than any that fits a machine's memory twice."""
+BODY_BYTES = 1 << 38
+"""Of a step's samples, or an adapter or state where no store is shared: larger than any."""
 NAP_SECONDS = 0.2
+LOST = (CollectiveError, EngineDiedError, GPUFaultError, StalledError)
+"""What a side does not go on after: a device or a process of its own is gone. Its successor is told again."""
+GOES = 503
+"""The status of every answer of a side that ends."""
 BOOT, SESSION, CALL = "x-orbit-boot", "x-orbit-session", "x-orbit-call"
 _log = logging.getLogger("orbit.services")
 
@@ -48,10 +62,10 @@ class _Session:
     run: str
     """Where its run folder is."""
     execution: int
-    opened: Future[bytes]
+    opened: Future[Frame]
     number: int = 0
     """Of the newest call."""
-    answer: Future[bytes] = field(default_factory=Future)
+    answer: Future[Frame] = field(default_factory=Future)
 
 
 @dataclass(frozen=True)
@@ -76,21 +90,29 @@ class Host:
         self._calls = calls
         self._reset = reset
         self._session: _Session | None = None
-        self._tasks: queue.SimpleQueue[tuple[Future[bytes], Callable[[], Any]]] = queue.SimpleQueue()
+        self._lost: OrbitError | None = None
+        self._tasks: queue.SimpleQueue[tuple[Future[Frame], Callable[[], Any]]] = queue.SimpleQueue()
 
     # --- the thread that computes ---
 
     def work(self, stopped: Callable[[], bool]) -> None:
-        """Carries out calls until it is stopped."""
+        """Carries out calls until it is stopped.
+
+        Raises:
+            OrbitError: (80 to 83) one of `LOST`; whoever asked is told to wait for the next process.
+        """
         while not stopped():
             try:
                 future, task = self._tasks.get(timeout=NAP_SECONDS)
             except queue.Empty:
                 continue
             try:
-                future.set_result(pack(task()))
+                future.set_result(frame(task()))
             except OrbitError as error:
+                self._lost = error if isinstance(error, LOST) else None
                 future.set_exception(error)
+                if self._lost is not None:
+                    raise
             except Exception as error:
                 _log.exception("a call failed")
                 told = f"{type(error).__name__}: {error}"
@@ -100,20 +122,28 @@ class Host:
     # --- the thread of HTTP ---
 
     async def __call__(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
+        answer: bytes | Frame
         try:
             status, answer = await self._answer(scope, body)
         except _Refused as refused:
             status, answer = refused.status, json.dumps(refused.error.to_json()).encode()
+        except LOST as error:
+            status, answer = GOES, json.dumps(error.to_json()).encode()
         except OrbitError as error:
             status, answer = 422, json.dumps(error.to_json()).encode()
-        headers = [(BOOT.encode(), self.boot.encode()), (b"content-length", str(len(answer)).encode())]
+        parts: Frame = [answer] if isinstance(answer, bytes) else answer
+        headers = [(BOOT.encode(), self.boot.encode()), (b"content-length", str(num_bytes(parts)).encode())]
         await send({"type": "http.response.start", "status": status, "headers": headers})
-        await send({"type": "http.response.body", "body": answer})
+        for chunk in chunks(parts):
+            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
 
-    async def _answer(self, scope: Scope, body: bytes) -> tuple[int, bytes]:
+    async def _answer(self, scope: Scope, body: bytes) -> tuple[int, bytes | Frame]:
         method, path = scope["method"], str(scope["path"])
         if (method, path) == ("GET", "/health"):
             return 200, b'{"ok":true}'
+        if self._lost is not None:
+            raise self._lost
         if (method, path) == ("GET", "/facts"):
             return 200, json.dumps(self._facts).encode()
         if method == "POST":
@@ -128,7 +158,7 @@ class Host:
                 return await _waited(self._call(path.removeprefix("/call/"), headers, body))
         raise _Refused(404, InternalError(f"there is no {method} {path}"))
 
-    def _open(self, asked: Any) -> Future[bytes]:
+    def _open(self, asked: Any) -> Future[Frame]:
         try:
             name, run, execution = str(asked["session"]), str(asked["run"]), int(asked["execution"])
         except (KeyError, TypeError, ValueError):
@@ -150,7 +180,7 @@ class Host:
         self._session = _Session(name, run, execution, self._submit(self._reset))
         return self._session.opened
 
-    def _call(self, name: str, headers: Mapping[str, str], body: bytes) -> Future[bytes]:
+    def _call(self, name: str, headers: Mapping[str, str], body: bytes) -> Future[Frame]:
         held, number = self._session, headers.get(CALL, "")
         if held is None or headers.get(SESSION) != held.name:
             raise _Refused(
@@ -171,8 +201,8 @@ class Host:
         held.number, held.answer = int(number), self._submit(lambda: self._calls[name](*arguments))
         return held.answer
 
-    def _submit(self, task: Callable[[], Any]) -> Future[bytes]:
-        future: Future[bytes] = Future()
+    def _submit(self, task: Callable[[], Any]) -> Future[Frame]:
+        future: Future[Frame] = Future()
         self._tasks.put((future, task))
         return future
 
@@ -185,7 +215,7 @@ def _taken_over(by: _Session) -> OutputError:
     )
 
 
-async def _waited(future: Future[bytes]) -> tuple[int, bytes]:
+async def _waited(future: Future[Frame]) -> tuple[int, bytes | Frame]:
     try:
         return 200, await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(future)), WAIT_SECONDS)
     except TimeoutError:

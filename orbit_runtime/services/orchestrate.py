@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -20,6 +21,7 @@ from orbit_runtime.loop.trainers import TrainerSide
 from orbit_runtime.policy.facts import PolicyFacts
 from orbit_runtime.services.building import check_apart, check_torch_engine
 from orbit_runtime.services.connection import Connection
+from orbit_runtime.services.depot import sweep, try_to_share
 from orbit_runtime.services.remote_engine import RemoteEngine
 from orbit_runtime.services.remote_trainer import RemoteTrainer
 from orbit_runtime.spec import MachineFacts, Resolved, identity_fields
@@ -57,11 +59,15 @@ class RemoteSides:
             check_manifest(line.facts(), identity_fields(resolved.run), opened)
         for line in self._lines:
             closing.callback(line.close)
-            line.open(opened.run, opened.execution)
+            line.open(opened.store.uri, opened.execution.number)
         scratch = Path(closing.enter_context(TemporaryDirectory(prefix="orbit-orchestrator-")))
-        trainer, remote = self._trainer.facts(), RemoteTrainer(self._trainer, scratch)
+        store, execution = opened.store, opened.execution
+        sweep(store)
+        share = partial(try_to_share, store=store, execution=execution.number)
+        trainer, remote = self._trainer.facts(), RemoteTrainer(self._trainer, store, execution, share, scratch)
+        closing.callback(remote.tidy)
         if self._inference is not None:
-            self._engine = RemoteEngine(self._inference)
+            self._engine = RemoteEngine(self._inference, share)
         return TrainerSide(
             remote,
             TypeAdapter(PolicyFacts).validate_python(trainer["policy"]),

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Collection, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from orbit_runtime.rollout.requests import check_held_slot, check_new_slot, check_request
 from orbit_runtime.services.connection import Connection
+from orbit_runtime.services.depot import travelling
 from orbit_runtime.types import AdapterFiles, Completion, Request, Scored, ServerReading
 
 
@@ -29,8 +30,11 @@ class _Told:
 class RemoteEngine:
     """An `Engine`, and its only copy."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, share: Callable[[Callable[..., Any]], bool]) -> None:
+        """Args: share: tries whether its process sees the run's store; see `depot`."""
         self._connection = connection
+        self._share = share
+        self._is_shared = share(connection.call)
         self._turn = connection.turn
         self._adapters: dict[str, AdapterFiles] = {}
         self._adopted: dict[str, int] = {}
@@ -49,7 +53,7 @@ class RemoteEngine:
     def load_adapter(self, name: str, adapter: AdapterFiles) -> None:
         check_new_slot(name, self._adapters, self._retired)
         with self._turn:
-            self._connection.call("load_adapter", *_named(name, adapter))
+            self._connection.call("load_adapter", *self._named(name, adapter))
             self._adapters[name] = adapter
 
     def unload_adapter(self, name: str) -> None:
@@ -83,7 +87,7 @@ class RemoteEngine:
 
     def explain_slot(self, name: str, published: AdapterFiles) -> str:
         check_held_slot(name, self._adapters)
-        return str(self._connection.call("explain_slot", *_named(name, published)))
+        return str(self._connection.call("explain_slot", *self._named(name, published)))
 
     @property
     def name(self) -> str:
@@ -175,12 +179,16 @@ class RemoteEngine:
                 told.append(_Told(operations, each.steps))
         self._told = told
 
+    def _named(self, name: str, adapter: AdapterFiles) -> tuple[Any, ...]:
+        return name, adapter.version, adapter.digest, travelling(adapter.files, self._is_shared)
+
     def _tell_again(self) -> None:
         tell = self._connection.tell
+        self._is_shared = self._share(tell)
         for name, version in self._adopted.items():
             tell("adopt", name, version)
         for name, adapter in self._adapters.items():
-            tell("load_adapter", *_named(name, adapter))
+            tell("load_adapter", *self._named(name, adapter))
         again: set[int] = set()
         for each in self._told:
             again |= {request.request_id for kind, given in each.operations if kind == "submit" for request in given}
@@ -204,7 +212,3 @@ class RemoteEngine:
 
     def close(self) -> None:
         """The process stays, for the next orchestrator; its session ends with the connection."""
-
-
-def _named(name: str, adapter: AdapterFiles) -> tuple[Any, ...]:
-    return name, adapter.version, adapter.digest, dict(adapter.files)

@@ -1,8 +1,9 @@
 """The trainer of another process, as a `Trainer` of the loop; no torch.
 
-Its state is a function of what it was told: the state that was last saved or loaded, and the updates since. Both are
-kept on this machine's disk, so that a trainer that is restarted is told them again and stands, bit for bit, where the
-lost one stood. Belongs here: that. Does not belong here: the line (`connection`), the other end (`trainer_host`).
+Its state is a function of what it was told: the state that was last saved or loaded, and the updates since. The state
+lies in the run's store, the updates on this machine's disk, so that a trainer that is restarted is told them again and
+stands, bit for bit, where the lost one stood. Belongs here: that. Does not belong here: the line (`connection`), the
+other end (`trainer_host`).
 """
 
 from __future__ import annotations
@@ -16,11 +17,16 @@ from pathlib import Path
 from typing import Any
 
 from orbit_runtime.checkpoints.adapter_folder import AdapterFolder
-from orbit_runtime.digests import Piece, cut
+from orbit_runtime.digests import Piece, cut, tree_digest
 from orbit_runtime.errors import GateError
+from orbit_runtime.loop.keep import CheckpointParts
+from orbit_runtime.loop.publish import adapter_name
 from orbit_runtime.services.connection import Connection
-from orbit_runtime.services.frames import pack
+from orbit_runtime.services.depot import PASSING, travelling
+from orbit_runtime.services.frames import frame
+from orbit_runtime.storage import Execution, Part, Store, Stored, standing_parts, withdraw_bundle
 from orbit_runtime.types import (
+    AdapterFiles,
     AdapterManifest,
     AdapterSink,
     Probe,
@@ -34,11 +40,27 @@ from orbit_runtime.types import (
 class RemoteTrainer:
     """A `Trainer`, for the loop's thread."""
 
-    def __init__(self, connection: Connection, scratch: Path) -> None:
-        """Args: scratch: an empty folder for what it would be told again."""
+    def __init__(
+        self,
+        connection: Connection,
+        store: Store,
+        execution: Execution,
+        share: Callable[[Callable[..., Any]], bool],
+        scratch: Path,
+    ) -> None:
+        """
+        Args:
+            store: the run's.
+            share: tries whether its process sees that store; see `depot`.
+            scratch: an empty folder for the updates that it would be told again.
+        """
         self._connection = connection
+        self._store = store
+        self._execution = execution
+        self._share = share
+        self._is_shared = share(connection.call)
         self._scratch = scratch
-        self._base: dict[str, Path] = {}
+        self._base: Mapping[str, Buffer] = {}
         """Parts of the state that was last saved or loaded; none: the trainer as a first step finds it."""
         self._begun: tuple[AdapterFolder, str] | None = None
         """The adapter that it began with; none: one that changes nothing, or a state."""
@@ -46,12 +68,14 @@ class RemoteTrainer:
         """The samples since, in order."""
         self._probe: Probe | None = None
         self._named = 0
+        self._passing: list[str] = []
+        """What it wrote to the store only to be looked at."""
         connection.on_restart = self._tell_again
 
     def update(self, samples_D: Sequence[Sample]) -> UpdateResult:
-        body = pack([list(samples_D)])
-        result: UpdateResult = self._connection.call_packed("update", body)
-        self._updates.append(self._spool([body]))
+        body = frame([list(samples_D)])
+        result: UpdateResult = self._connection.call_framed("update", body)
+        self._updates.append(self._spool(body))
         return result
 
     def begin(self, adapter: AdapterFolder, digest: str) -> None:
@@ -70,6 +94,32 @@ class RemoteTrainer:
 
     def teacher_logprobs(self, samples_D: Sequence[Sample]) -> list[array[float]]:
         return list(self._connection.call("teacher_logprobs", list(samples_D)))
+
+    def published(self, version: int, *, is_kept: bool) -> AdapterFiles | None:
+        """Written by its process to where the adapter stays, or to where it is looked at; None: it sees no store."""
+        if not self._is_shared:
+            return None
+        standing: Mapping[str, Part] = {}
+        if is_kept:
+            folder = f"adapters/{adapter_name(version)}/"
+            standing = standing_parts(self._store, folder, self._execution)
+        else:
+            self.tidy()
+            self._named += 1
+            folder = f"{PASSING}/e{self._execution.number:06d}/{self._named}/"
+        parts = self._connection.call("publish_to", folder, dict(standing))
+        if parts is None:
+            withdraw_bundle(self._store, self._execution, folder)
+            parts = self._connection.call("publish_to", folder, {})
+        if not is_kept:
+            self._passing = [part.key for part in parts.values()]
+        pieces = {name: part.pieces for name, part in parts.items()}
+        return AdapterFiles(version, Stored(self._store, parts), tree_digest(pieces), pieces)
+
+    def tidy(self) -> None:
+        """Removes what was only to be looked at. Safe to call twice."""
+        keys, self._passing = self._passing, []
+        self._store.delete(keys)
 
     def publish(self, sink: AdapterSink) -> AdapterManifest:
         """Raises GateError where other bytes arrive than the trainer hashed."""
@@ -103,23 +153,24 @@ class RemoteTrainer:
     # --- state ---
 
     def save_state(self, writer: StateWriter) -> None:
-        parts: Mapping[str, Buffer] = self._connection.call("save")
-        self._hold(parts)
-        for name, path in self._base.items():
-            data = _mapped(path)
+        if self._is_shared and isinstance(writer, CheckpointParts):
+            parts: Mapping[str, Part] = self._connection.call("save_to", writer.folder, self._execution.number)
+            writer.stand(parts)
+            self._hold(Stored(self._store, parts))
+            return
+        held: Mapping[str, Buffer] = self._connection.call("save")
+        self._hold(held)
+        for name, data in held.items():
             writer.write(name, memoryview(data).nbytes, partial(cut, data))
 
     def load_state(self, parts: Mapping[str, Buffer]) -> None:
-        self._connection.call("load", dict(parts))
+        self._connection.call("load", travelling(parts, self._is_shared))
         self._hold(parts)
 
     def _hold(self, parts: Mapping[str, Buffer]) -> None:
         """From now on a restarted trainer begins from here."""
-        before = [*self._base.values(), *self._updates]
-        self._base = {name: self._spool([data]) for name, data in parts.items()}
-        self._updates, self._begun = [], None
+        before, self._updates, self._begun, self._base = self._updates, [], None, parts
         for path in before:
-            # Who still reads it has it mapped.
             path.unlink()
 
     def _spool(self, blocks: Iterable[Buffer]) -> Path:
@@ -137,19 +188,18 @@ class RemoteTrainer:
 
     def _tell_again(self) -> None:
         tell = self._connection.tell
+        self._is_shared = self._share(tell)
         if self._base:
-            tell("load", {name: _mapped(path) for name, path in self._base.items()})
+            tell("load", travelling(self._base, self._is_shared))
         elif self._begun is not None:
             self._begin(tell, *self._begun)
         for path in self._updates:
-            self._connection.tell_packed("update", path.read_bytes())
+            self._connection.tell_framed("update", [_mapped(path)])
         if self._probe is not None:
             tell("probe", self._probe)
 
 
 def _mapped(path: Path) -> Buffer:
-    if not path.stat().st_size:
-        return b""
     with path.open("rb") as file:
         return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
 

@@ -6,33 +6,23 @@ Belongs here: building it from the manifest, and its calls. Does not belong here
 
 from __future__ import annotations
 
-from collections.abc import Buffer, Callable, Iterable, Mapping, Sequence
+from collections.abc import Buffer, Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 from orbit_runtime.adapters.buffer import AdapterBuffer
 from orbit_runtime.adapters.files import files_digest
 from orbit_runtime.checkpoints.adapter_folder import AdapterFolder, build_adapter, open_adapter
+from orbit_runtime.digests import split
 from orbit_runtime.errors import OrbitError
 from orbit_runtime.loop.trainers import TrainerSide, build_side, decide_division, load_loss
 from orbit_runtime.policy.facts import PolicyFacts
 from orbit_runtime.services.building import Asked, common_facts
+from orbit_runtime.services.depot import Depot, DepotWriter, HeldWriter
 from orbit_runtime.services.host import Host
+from orbit_runtime.storage import Content, Part, write_parts
 from orbit_runtime.types import Probe, Sample, Scored, UpdateResult
-
-
-class _Kept:
-    """A `StateWriter` that holds the parts."""
-
-    def __init__(self) -> None:
-        self.parts: dict[str, bytes] = {}
-
-    def write(self, name: str, size: int, pieces: Callable[[], Iterable[Buffer]]) -> None:
-        self.parts[name] = b"".join(pieces())
-        assert len(self.parts[name]) == size
-
-    def wait(self) -> None:
-        """Nothing is read later."""
 
 
 class TrainerCalls:
@@ -40,6 +30,7 @@ class TrainerCalls:
 
     def __init__(self, side: TrainerSide) -> None:
         self._side = side
+        self._depot = Depot()
         self._trainer = side.trainer
         self._probing = ExitStack()
         self._initial = self.save()
@@ -57,6 +48,26 @@ class TrainerCalls:
 
     def update(self, samples_D: Sequence[Sample]) -> UpdateResult:
         return self._trainer.update(samples_D)
+
+    def share(self, uri: str, key: str, word: str) -> bool:
+        return self._depot.share(uri, key, word)
+
+    def publish_to(self, folder: str, standing: Mapping[str, Part]) -> dict[str, Part] | None:
+        """The adapter's files in a folder of the store. None: others are `standing` there, and nothing was written."""
+        buffer = AdapterBuffer()
+        manifest = self._trainer.publish(buffer)
+        parts = {name: Part(f"{folder}{name}", pieces) for name, pieces in manifest.files.items()}
+        if standing and parts != standing:
+            return None
+        files = buffer.files()
+        write_parts(
+            self._depot.store,
+            {
+                part.key: Content(part.bytes, partial(split, files[name], part.pieces), part.pieces)
+                for name, part in parts.items()
+            },
+        )
+        return parts
 
     def publish(self) -> dict[str, Any]:
         buffer = AdapterBuffer()
@@ -78,13 +89,19 @@ class TrainerCalls:
     def values(self, samples_D: Sequence[Sample]) -> list[Any]:
         return list(self._trainer.values(samples_D))
 
-    def save(self) -> dict[str, bytes]:
-        kept = _Kept()
-        self._trainer.save_state(kept)
-        return kept.parts
+    def save(self) -> dict[str, Buffer]:
+        held = HeldWriter()
+        self._trainer.save_state(held)
+        return held.parts
 
-    def load(self, parts: Mapping[str, Buffer]) -> None:
-        self._trainer.load_state(parts)
+    def save_to(self, folder: str, execution: int) -> dict[str, Part]:
+        """The same in a folder of the store."""
+        writer = DepotWriter(self._depot.store, folder, execution)
+        self._trainer.save_state(writer)
+        return writer.parts
+
+    def load(self, parts: Mapping[str, Part | Buffer]) -> None:
+        self._trainer.load_state(self._depot.read(parts))
 
     def probe(self, kind: Probe | None) -> None:
         self._probing.close()
@@ -97,8 +114,9 @@ class TrainerCalls:
     def calls(self) -> dict[str, Callable[..., Any]]:
         """By name."""
         named = (
-            self.begin, self.update, self.publish, self.score, self.logprobs, self.reference_logprobs,
-            self.teacher_logprobs, self.values, self.save, self.load, self.probe, self.base_digest,
+            self.share, self.begin, self.update, self.score, self.logprobs, self.reference_logprobs,
+            self.teacher_logprobs, self.values, self.publish, self.publish_to, self.save, self.save_to, self.load,
+            self.probe, self.base_digest,
         )  # fmt: skip
         return {each.__name__: each for each in named}
 

@@ -42,6 +42,33 @@ class Content:
     """May be called more than once, and must give the same: a try that failed is begun anew."""
     known: Pieces | None = None
     """Their digests, where somebody hashed them already; they are not hashed again."""
+    is_there: bool = False
+    """Another process wrote it to its place: it is listed, and not written."""
+
+
+class Stored(Mapping[str, Buffer]):
+    """Files that lie in a store, each read when it is looked at; who shares the store is told where they are."""
+
+    def __init__(self, store: Store, parts: Mapping[str, Part]) -> None:
+        self.store = store
+        self.parts = parts
+
+    def __getitem__(self, name: str) -> Buffer:
+        return self.store.view(self.parts[name].key)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.parts
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.parts)
+
+    def __len__(self) -> int:
+        return len(self.parts)
+
+    def first_piece(self, name: str) -> Buffer:
+        """Of a safetensors file: its header."""
+        part = self.parts[name]
+        return self.store.get_range(part.key, 0, part.pieces[0].bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,18 +124,16 @@ def write_bundle(
         OutputError: another execution took over.
     """
     folder = _folder(prefix)
-    keys = {name: f"{folder}{name if plain_names else _numbered(name, execution.number)}" for name in parts}
+    keys = {name: f"{folder}{name}" if plain_names else part_key(folder, name, execution.number) for name in parts}
     contents = {keys[name]: _content(part) for name, part in parts.items()}
     kind = kind or folder.split("/")[0].removesuffix("s")
     standing = _standing(store, folder)
     if standing is not None:
         _refuse_higher(store, standing, execution)
         if _overwrites(standing, contents):
-            # A kill among the parts must not leave the old manifest above new parts.
-            execution.check()
-            store.delete([folder + MANIFEST])
+            withdraw_bundle(store, execution, folder)
             standing = None
-    written = _write_parts(store, contents)
+    written = write_parts(store, contents)
     listed = {name: written[key] for name, key in keys.items()}
     manifest = Manifest(kind, execution.number, listed, dict(facts), store.clock())
     execution.check()
@@ -132,12 +157,17 @@ def restate_bundle(
     standing = read_manifest(store, folder)
     _refuse_higher(store, standing, execution)
     execution.check()
-    keys = {name: f"{folder}{_numbered(name, execution.number)}" for name in parts or {}}
+    keys = {name: part_key(folder, name, execution.number) for name in parts or {}}
     assert not {part.key for part in standing.parts.values()} & {*keys.values()}, "a part that stands is not replaced"
-    written = _write_parts(store, {keys[name]: _content(part) for name, part in (parts or {}).items()})
+    written = write_parts(store, {keys[name]: _content(part) for name, part in (parts or {}).items()})
     listed = {**standing.parts, **{name: written[key] for name, key in keys.items()}}
     manifest = replace(standing, execution=execution.number, parts=listed, facts=dict(facts), written=store.clock())
     _put_manifest(store, folder, manifest, execution, replace=True)
+
+
+def standing_content(part: Part) -> Content:
+    """Of a part that another process wrote."""
+    return Content(part.bytes, tuple, part.pieces, is_there=True)
 
 
 def _content(part: Buffer | Content) -> Content:
@@ -152,11 +182,33 @@ def _overwrites(standing: Manifest, contents: Mapping[str, Content]) -> bool:
     return any(part.key in contents and contents[part.key].known != part.pieces for part in standing.parts.values())
 
 
-def _write_parts(store: Store, contents: Mapping[str, Content]) -> dict[str, Part]:
+def standing_parts(store: Store, prefix: str, execution: Execution) -> Mapping[str, Part]:
+    """Of the bundle that stands there, for whoever is to write it again; none: there is none that reads.
+
+    Raises:
+        OutputError: a higher execution wrote it.
+    """
+    standing = _standing(store, _folder(prefix))
+    if standing is None:
+        return {}
+    _refuse_higher(store, standing, execution)
+    return standing.parts
+
+
+def withdraw_bundle(store: Store, execution: Execution, prefix: str) -> None:
+    """Before its parts are written anew: a kill among them must not leave the old manifest above new parts."""
+    execution.check()
+    store.delete([_folder(prefix) + MANIFEST])
+
+
+def write_parts(store: Store, contents: Mapping[str, Content]) -> dict[str, Part]:
     """By key: what was written. Small ones go together, large ones one after the other."""
     written, small = {}, []
     for key, content in contents.items():
-        if content.bytes < STREAM_BYTES:
+        if content.is_there:
+            assert content.known is not None
+            written[key] = Part(key, content.known)
+        elif content.bytes < STREAM_BYTES:
             pieces = [*content.pieces()]
             small.append((key, b"".join(pieces)))
             written[key] = Part(key, content.known or hash_pieces(pieces))
@@ -207,8 +259,11 @@ def read_pieces(part: Mapping[str, Any]) -> Pieces:
     return tuple(Piece(int(size), str(sha256)) for size, sha256 in part["pieces"])
 
 
-def read_bundle(store: Store, prefix: str) -> Bundle:
+def read_bundle(store: Store, prefix: str, *, in_place: bool = False) -> Bundle:
     """Read a bundle and verify every part.
+
+    Args:
+        in_place: parts are `Stored`: verified a few pieces at a time, and held by nobody here.
 
     Raises:
         NotFound: there is no complete bundle here.
@@ -220,6 +275,10 @@ def read_bundle(store: Store, prefix: str) -> Bundle:
     foreign = [part.key for part in manifest.parts.values() if not _is_key_in(part.key, folder)]
     if foreign:
         raise CorruptBundle(f"{folder}{MANIFEST} names {foreign[0]!r}, outside of its folder", where=store.uri)
+    if in_place:
+        for part in manifest.parts.values():
+            _verify_in_place(store, part)
+        return Bundle(folder, manifest, Stored(store, manifest.parts))
     found = store.view_many([part.key for part in manifest.parts.values()])
     for (name, part), data in zip(manifest.parts.items(), found, strict=True):
         if isinstance(data, NotFound):
@@ -227,16 +286,40 @@ def read_bundle(store: Store, prefix: str) -> Bundle:
         size = memoryview(data).nbytes
         if size != part.bytes:
             raise CorruptBundle(f"{part.key} has {size} bytes instead of {part.bytes}", where=store.uri)
-        wrong = first_difference(data, part.pieces)
-        if wrong is not None:
-            start = sum(piece.bytes for piece in part.pieces[:wrong])
-            end = start + part.pieces[wrong].bytes
-            raise CorruptBundle(
-                f"{part.key} was changed: the SHA-256 of its bytes {start} to {end} is not the manifest's",
-                where=store.uri,
-            )
+        _check_pieces(store, part, data, part.pieces, 0)
         contents[name] = data
     return Bundle(folder, manifest, contents)
+
+
+def _verify_in_place(store: Store, part: Part) -> None:
+    position, waiting = 0, list[Piece]()
+    for index, piece in enumerate(part.pieces):
+        waiting.append(piece)
+        size = sum(each.bytes for each in waiting)
+        if size >= STREAM_BYTES or index == len(part.pieces) - 1:
+            try:
+                data = store.get_range(part.key, position, position + size) if size else b""
+            except NotFound:
+                raise CorruptBundle(f"{part.key} is missing", where=store.uri) from None
+            if len(data) != size:
+                raise CorruptBundle(
+                    f"{part.key} has {position + len(data)} bytes instead of {part.bytes}", where=store.uri
+                )
+            _check_pieces(store, part, data, tuple(waiting), position)
+            position, waiting = position + size, []
+    if store.size(part.key) != part.bytes:
+        raise CorruptBundle(f"{part.key} has {store.size(part.key)} bytes instead of {part.bytes}", where=store.uri)
+
+
+def _check_pieces(store: Store, part: Part, data: Buffer, pieces: Pieces, position: int) -> None:
+    wrong = first_difference(data, pieces)
+    if wrong is not None:
+        start = position + sum(piece.bytes for piece in pieces[:wrong])
+        end = start + pieces[wrong].bytes
+        raise CorruptBundle(
+            f"{part.key} was changed: the SHA-256 of its bytes {start} to {end} is not the manifest's",
+            where=store.uri,
+        )
 
 
 def list_bundles(store: Store, prefix: str) -> list[str]:
@@ -247,12 +330,12 @@ def list_bundles(store: Store, prefix: str) -> list[str]:
     return sorted((folder for folder in folders if folder.count("/") == depth), key=bundle_order, reverse=True)
 
 
-def newest_readable(store: Store, prefix: str) -> tuple[Bundle | None, tuple[str, ...]]:
+def newest_readable(store: Store, prefix: str, *, in_place: bool = False) -> tuple[Bundle | None, tuple[str, ...]]:
     """The newest bundle that verifies, and why each newer one does not. `None` when there is none at all."""
     skipped: list[str] = []
     for folder in list_bundles(store, prefix):
         try:
-            return read_bundle(store, folder), tuple(skipped)
+            return read_bundle(store, folder, in_place=in_place), tuple(skipped)
         except (CorruptBundle, NotFound) as error:
             skipped.append(error.message)
     return None, tuple(skipped)
@@ -306,9 +389,10 @@ def _refuse_higher(store: Store, standing: Manifest, execution: Execution) -> No
         )
 
 
-def _numbered(name: str, execution: int) -> str:
+def part_key(prefix: str, name: str, execution: int) -> str:
+    """Where an execution's part of a bundle lies."""
     stem, dot, ending = name.partition(".")
-    return f"{stem}-e{execution:06d}{dot}{ending}"
+    return f"{_folder(prefix)}{stem}-e{execution:06d}{dot}{ending}"
 
 
 def _is_key_in(key: str, folder: str) -> bool:

@@ -79,7 +79,7 @@ def load():
     assert slot_digest(injected.layers, "policy-v1", bytes(files["adapter_config.json"])) == manifest.digest
 
 def checkpoint():
-    parts = CheckpointParts()
+    parts = CheckpointParts("checkpoints/step-000001")
     file = build_state(masters, optimizer, {"updates": 0, "steps": 0})
     parts.write(PART, file.size, file.pieces)
     write_bundle(store, execution, "checkpoints/step-000001", parts.contents, {})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from orbit_runtime.errors import (
     DataError,
     EngineDiedError,
     GateError,
+    GPUFaultError,
     ModelError,
     OrbitError,
     OutputError,
@@ -117,20 +119,30 @@ def test_two_bases_threads_or_torches_are_refused() -> None:
 
 # --- one host ---
 
+LOST_AT: set[int] = set()
+"""Ports whose side has lost its device."""
+
 
 class Counter:
     """A side whose calls are counted."""
 
-    def __init__(self) -> None:
+    def __init__(self, port: int = 0) -> None:
         self.calls = 0
+        self.ended: OrbitError | None = None
         self.host = Host(
             {"kind": "trainer", "version": orbit_runtime.__version__, "identity": {}},
-            {"add": self.add, "fail": self.fail, "crash": self.crash},
+            {"add": self.add, "fail": self.fail, "crash": self.crash, "lose": self.lose},
             self.reset,
         )
         self.stopped = threading.Event()
-        self.server = start_host(self.host, "127.0.0.1", 0, TOKEN, body_bytes=1000)
-        threading.Thread(target=self.host.work, args=(self.stopped.is_set,), daemon=True).start()
+        self.server = start_host(self.host, "127.0.0.1", port, TOKEN, body_bytes=1000)
+        threading.Thread(target=self.work, daemon=True).start()
+
+    def work(self) -> None:
+        try:
+            self.host.work(self.stopped.is_set)
+        except OrbitError as error:
+            self.ended = error
 
     def add(self, number: int) -> int:
         self.calls += number
@@ -138,6 +150,13 @@ class Counter:
 
     def fail(self) -> None:
         raise GateError("it fails", where="there", fix="mend it")
+
+    def lose(self) -> str:
+        """Its device, the first time."""
+        if self.server.port not in LOST_AT:
+            LOST_AT.add(self.server.port)
+            raise GPUFaultError("the device has fallen off the bus")
+        return "there"
 
     def crash(self) -> None:
         raise ZeroDivisionError("a mistake of ours")
@@ -181,6 +200,38 @@ def test_what_a_side_raises_is_raised_here_with_its_words_and_code(counter: Coun
     assert connection.call("add", 1) == 1
 
 
+def test_a_side_that_lost_its_device_ends_with_its_code_and_its_successor_is_told_again() -> None:
+    first = Counter()
+    connection, told = line("trainer", first.server.url, patience=60.0), list[int]()
+    connection.on_restart = lambda: told.append(connection.tell("add", 7))
+    connection.open("a folder", 1)
+    connection.call("add", 2)
+    successors: list[Counter] = []
+
+    def restart() -> None:
+        while first.ended is None:
+            time.sleep(0.01)
+        # As long as it is there, nobody gets anything else from it.
+        for path in ("facts", "call/add"):
+            answer = httpx.request(
+                "GET" if path == "facts" else "POST", f"{first.server.url}/{path}",
+                headers={"Authorization": f"Bearer {TOKEN}"},
+            )  # fmt: skip
+            assert (answer.status_code, answer.json()["error"]) == (503, "GPUFaultError")
+        first.server.close()
+        successors.append(Counter(first.server.port))
+
+    thread = threading.Thread(target=restart)
+    thread.start()
+    assert connection.call("lose") == "there"
+    thread.join()
+    assert first.ended is not None
+    assert first.ended.exit_code == 80
+    assert (told, connection.restarts) == ([7], 1)
+    successors[0].stopped.set()
+    successors[0].server.close()
+
+
 def test_a_newer_execution_takes_over_and_another_run_does_not(counter: Counter) -> None:
     older, newer, other = (line("trainer", counter.server.url) for _ in range(3))
     older.open("a folder", 1)
@@ -210,7 +261,7 @@ def test_garbage_is_refused_and_the_side_goes_on(counter: Counter) -> None:
     connection = line("trainer", url)
     connection.open("a folder", 1)
     with pytest.raises(DataError):
-        connection.call_packed("add", b"no frame")
+        connection.call_framed("add", [b"no frame"])
 
 
 def test_another_version_is_refused(counter: Counter) -> None:

@@ -40,7 +40,7 @@ def test_after_a_failure_nothing_more_is_written_and_it_is_raised_once() -> None
 
 
 def test_a_trainer_is_not_kept_waiting_by_a_checkpoint_that_is_never_begun() -> None:
-    keeper, parts, go = Keeper(), CheckpointParts(), threading.Event()
+    keeper, parts, go = Keeper(), CheckpointParts("checkpoints/step-000001"), threading.Event()
 
     def full() -> None:
         go.wait()

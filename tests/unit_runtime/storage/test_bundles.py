@@ -12,8 +12,9 @@ from fakes.faulty_store import FakeClock, FaultyBackend, faulty_store
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orbit_runtime.errors import StorageError
+from orbit_runtime.errors import OutputError, StorageError
 from orbit_runtime.storage import (
+    Content,
     CorruptBundle,
     Execution,
     NotFound,
@@ -23,11 +24,17 @@ from orbit_runtime.storage import (
     list_bundles,
     newest_readable,
     open_store,
+    part_key,
     prune_bundles,
     read_bundle,
+    standing_content,
+    standing_parts,
+    withdraw_bundle,
     write_bundle,
+    write_parts,
 )
 from orbit_runtime.storage.retention import Pruning, choose_pruning
+from orbit_runtime.storage.store import STREAM_BYTES
 
 PREFIX = "checkpoints/step-000002"
 
@@ -98,19 +105,62 @@ def test_damage_is_named_and_the_bundle_before_is_used(damage: Callable[[Store],
     write_bundle(store, execution, "checkpoints/step-000001", {"a.bin": b"0"}, {"step": 1})
     write_bundle(store, execution, PREFIX, {"a.bin": b"1234"}, {"step": 2})
     damage(store)
-    with pytest.raises(CorruptBundle, match=words):
-        read_bundle(store, PREFIX)
-    bundle, skipped = newest_readable(store, "checkpoints/")
-    assert bundle is not None
-    assert bundle.facts == {"step": 1}
-    assert len(skipped) == 1
-    assert words in skipped[0]
+    for in_place in (False, True):
+        with pytest.raises(CorruptBundle, match=words):
+            read_bundle(store, PREFIX, in_place=in_place)
+        bundle, skipped = newest_readable(store, "checkpoints/", in_place=in_place)
+        assert bundle is not None
+        assert bundle.facts == {"step": 1}
+        assert len(skipped) == 1
+        assert words in skipped[0]
     # The step is done again over the damaged one, by the same execution and by a later one.
     write_bundle(store, execution, PREFIX, {"a.bin": b"again"}, {"step": 2})
     assert read_bundle(store, PREFIX).parts == {"a.bin": b"again"}
     damage(store)
     write_bundle(store, next_execution(store), PREFIX, {"a.bin": b"again"}, {"step": 2})
     assert read_bundle(store, PREFIX).parts == {"a.bin": b"again"}
+
+
+def test_parts_that_are_read_in_place_are_verified_in_windows_and_held_by_nobody() -> None:
+    store, backend, execution = a_store()
+    # Of four pieces: more than two windows.
+    large = bytes(range(256)) * ((3 * STREAM_BYTES + 512) // 256)
+    parts = {"a.bin": large, "b.bin": b"", "c.bin": b"c"}
+    write_bundle(store, execution, PREFIX, parts, {})
+    backend.calls.clear()
+    bundle = read_bundle(store, PREFIX, in_place=True)
+    assert ("get", f"{PREFIX}/a-e000001.bin") not in backend.calls
+    assert {name: bytes(bundle.parts[name]) for name in bundle.parts} == parts
+    for place in (0, STREAM_BYTES, len(large) - 1):
+        damaged = bytearray(large)
+        damaged[place] ^= 1
+        store.put(f"{PREFIX}/a-e000001.bin", bytes(damaged))
+        start = place // STREAM_BYTES * STREAM_BYTES
+        with pytest.raises(CorruptBundle, match=f"its bytes {start} to"):
+            read_bundle(store, PREFIX, in_place=True)
+    store.put(f"{PREFIX}/a-e000001.bin", large + b"more")
+    with pytest.raises(CorruptBundle, match=f"instead of {len(large)}"):
+        read_bundle(store, PREFIX, in_place=True)
+
+
+def test_parts_that_another_process_wrote_are_listed_and_not_written() -> None:
+    store, backend, execution = a_store()
+    key = part_key(PREFIX, "a.bin", execution.number)
+    part = write_parts(store, {key: Content(4, lambda: [b"1234"])})[key]
+    backend.calls.clear()
+    write_bundle(store, execution, PREFIX, {"a.bin": standing_content(part)}, {})
+    assert ("put", key) not in backend.calls
+    assert read_bundle(store, PREFIX).parts == {"a.bin": b"1234"}
+    assert standing_parts(store, PREFIX, execution) == {"a.bin": part}
+    later = next_execution(store)
+    assert standing_parts(store, PREFIX, later) == {"a.bin": part}
+    with pytest.raises(OutputError):
+        withdraw_bundle(store, execution, PREFIX)
+    withdraw_bundle(store, later, PREFIX)
+    assert standing_parts(store, PREFIX, later) == {}
+    write_bundle(store, later, PREFIX, {"a.bin": b"1"}, {})
+    with pytest.raises(OutputError):
+        standing_parts(store, PREFIX, execution)
 
 
 def test_a_manifest_that_points_outside_its_folder_is_not_followed() -> None:

@@ -1,0 +1,145 @@
+"""The store that a run's processes share: what is large lies there, and its address and digests go over HTTP.
+
+Whether they share it is tried, not asked: the orchestrator writes a word where only this store has it, the side reads
+it and answers beside it. Where a side does not see the store, bytes go to it over HTTP, through the orchestrator.
+
+Belongs here: that trial, both ends of an address. Does not belong here: what is written (`trainer_host`), where an
+adapter or a state has its place (`remote_trainer`).
+"""
+
+from __future__ import annotations
+
+import mmap
+import tempfile
+import uuid
+from collections.abc import Buffer, Callable, Iterable, Mapping
+from typing import Any
+
+from orbit_runtime.digests import first_difference
+from orbit_runtime.errors import OrbitError, StorageError
+from orbit_runtime.storage import Content, Part, Store, Stored, open_store, part_key, write_parts
+
+PASSING = "handover"
+"""Folder of what is nobody's after the orchestrator that wrote it."""
+MAPPED_BYTES = 1 << 20
+
+# --- the orchestrator's end ---
+
+
+def try_to_share(tell: Callable[..., Any], store: Store, execution: int) -> bool:
+    """Whether a side reads and writes the run's store."""
+    key, word = f"{PASSING}/e{execution:06d}/{uuid.uuid4().hex}", uuid.uuid4().hex
+    store.put(key, word.encode())
+    try:
+        return bool(tell("share", store.uri, key, word)) and store.get(_answer(key)).decode() == word[::-1]
+    except StorageError:
+        # It wrote to another store of the same name.
+        return False
+    finally:
+        store.delete([key, _answer(key)])
+
+
+def travelling(files: Mapping[str, Buffer], is_shared: bool) -> dict[str, Part | Buffer]:
+    """What a side is told of them: addresses, where the files lie in the store that it shares."""
+    return {**files.parts} if is_shared and isinstance(files, Stored) else dict(files)
+
+
+def sweep(store: Store) -> None:
+    """What orchestrators left that were killed. For the only writer, at its start."""
+    store.delete(store.list(f"{PASSING}/"))
+
+
+# --- a side's end ---
+
+
+class Depot:
+    """The store as a side sees it, once it was shared."""
+
+    def __init__(self) -> None:
+        self._store: Store | None = None
+
+    def share(self, uri: str, key: str, word: str) -> bool:
+        """Whether the store at that address is the orchestrator's, and can be written."""
+        self._store = None
+        try:
+            store = open_store(uri)
+            if store.get(key).decode(errors="replace") != word:
+                return False
+            store.put(_answer(key), word[::-1].encode())
+        except OrbitError:
+            return False
+        self._store = store
+        return True
+
+    @property
+    def store(self) -> Store:
+        if self._store is None:
+            raise StorageError(
+                "this process does not see the run's store, as the one before it did",
+                fix="start it where it does; the same command continues the run",
+            )
+        return self._store
+
+    def read(self, files: Mapping[str, Part | Buffer]) -> dict[str, Buffer]:
+        """Those that are told by address are read, each piece by its digest.
+
+        Raises:
+            StorageError: (74) one is gone, or is not what was written.
+        """
+        return {name: self._read(each) if isinstance(each, Part) else each for name, each in files.items()}
+
+    def _read(self, part: Part) -> Buffer:
+        data = self.store.view(part.key)
+        if memoryview(data).nbytes != part.bytes or first_difference(data, part.pieces) is not None:
+            raise StorageError(
+                f"{part.key} is not what was written there: its bytes have another digest",
+                where=self.store.uri,
+                fix="look for what else writes to the store; the same command continues the run",
+            )
+        return data
+
+
+class DepotWriter:
+    """A `StateWriter` that is through when it returns."""
+
+    def __init__(self, store: Store, folder: str, execution: int) -> None:
+        self.parts: dict[str, Part] = {}
+        self._store, self._folder, self._execution = store, folder, execution
+
+    def write(self, name: str, size: int, pieces: Callable[[], Iterable[Buffer]]) -> None:
+        key = part_key(self._folder, name, self._execution)
+        self.parts |= {name: write_parts(self._store, {key: Content(size, pieces)})[key]}
+
+    def wait(self) -> None:
+        """Nothing is read later."""
+
+
+class HeldWriter:
+    """A `StateWriter` that holds the parts, large ones on this machine's disk."""
+
+    def __init__(self) -> None:
+        self.parts: dict[str, Buffer] = {}
+
+    def write(self, name: str, size: int, pieces: Callable[[], Iterable[Buffer]]) -> None:
+        self.parts[name] = spooled(pieces(), size)
+
+    def wait(self) -> None:
+        """Nothing is read later."""
+
+
+def spooled(pieces: Iterable[Buffer], size: int) -> Buffer:
+    """So many bytes; where they are many, in a file without a name that goes with them."""
+    if size < MAPPED_BYTES:
+        data = b"".join(pieces)
+        assert len(data) == size, f"{len(data)} bytes, not {size}"
+        return data
+    with tempfile.TemporaryFile() as file:
+        for piece in pieces:
+            file.write(piece)
+        file.flush()
+        assert file.tell() == size, f"{file.tell()} bytes, not {size}"
+        return memoryview(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY))
+
+
+def _answer(key: str) -> str:
+    return f"{key}-answer"
