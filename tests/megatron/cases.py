@@ -5,17 +5,20 @@ Belongs here: the arithmetic that both sides do. Does not belong here: which cas
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from orbit_runtime.adapters.layer import TRAINER_SLOT
 from orbit_runtime.adapters.masters import Place
 from orbit_runtime.policy import Policy, load_policy
-from orbit_runtime.policy.packed import Branch
+from orbit_runtime.policy.packed import Branch, PackedBatch, lay_out_experts
 from orbit_runtime.training.megatron.gradients import RankGradients
 from orbit_runtime.training.megatron.groups import Groups
 from orbit_runtime.training.megatron.model import RankPolicy, load_rank_policy
@@ -58,30 +61,70 @@ def branches() -> list[Branch]:
     ]  # fmt: skip
 
 
-def compute(policy: Policy, numbers: range) -> torch.Tensor:
-    """Log-probs of these of the branches. Gradients are left in the masters; the adapter is a random one, so that none
-    of them is 0."""
+@dataclass(frozen=True, eq=False)
+class Experts:
+    """Where one process sends tokens in fp32. In BF16 a router that rounds otherwise sends a token elsewhere, and what
+    follows differs by far more than rounding."""
+
+    layers: tuple[int, ...]
+    routed: tuple[np.ndarray, ...]
+    """Of each branch int16 `[inputs, L, C]`."""
+
+    def lay_out(self, policy: Policy, numbers: Sequence[int], batch: PackedBatch) -> torch.Tensor | None:
+        if policy.routing is None:
+            return None
+        own = [self.layers.index(layer) for layer in policy.routing.layers]
+        given = [branches()[number] for number in numbers]
+        return lay_out_experts(given, [self.routed[number][:, own] for number in numbers], batch)
+
+
+def experts_of(policy: Policy) -> Experts | None:
+    if policy.routing is None:
+        return None
+    routed = []
+    with probed(policy), torch.no_grad():
+        for branch in branches():
+            with policy.routing.noted() as noted:
+                policy.logprobs(policy.pack([branch]))
+            routed.append(noted().numpy())
+    return Experts(policy.routing.layers, tuple(routed))
+
+
+@contextmanager
+def probed(policy: Policy) -> Iterator[None]:
+    """Under a random adapter, so that no gradient is 0."""
+    with policy.injected.masters.probing("random", seed=7), policy.injected.selection.use(TRAINER_SLOT):
+        yield
+
+
+def compute(policy: Policy, numbers: range, experts: Experts | None = None) -> torch.Tensor:
+    """Log-probs of these of the branches. Gradients are left in the masters.
+
+    Args:
+        experts: None: where the routers choose.
+    """
     given = [branches()[number] for number in numbers]
-    masters = policy.injected.masters
-    with masters.probing("random", seed=7), policy.injected.selection.use(TRAINER_SLOT):
-        logprobs, _ = policy.logprobs(policy.pack(given))
+    with probed(policy):
+        batch = policy.pack(given)
+        logprobs, _ = policy.logprobs(batch, routed_TLC=experts.lay_out(policy, numbers, batch) if experts else None)
         weights = torch.cat([torch.linspace(0.5, 1.5, len(each.continuation_T)) for each in given])
         (logprobs * weights).sum().backward()
     return logprobs.detach()
 
 
-def compute_in_stages(held: RankPolicy, numbers: range) -> torch.Tensor:
+def compute_in_stages(held: RankPolicy, numbers: range, experts: Experts | None) -> torch.Tensor:
     """The same of a stage, a pass for each branch, so that several are under way. Only the last one has log-probs."""
     policy, pipeline = held.policy, held.pipeline
     assert pipeline is not None
-    masters, found = policy.injected.masters, []
+    found = []
 
     def begin(number: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         given = branches()[number]
         batch = policy.pack([given])
+        routed_TLC = experts.lay_out(policy, [number], batch) if experts else None
         if not pipeline.is_last:
-            return policy.through(batch), pipeline.take_entered()
-        logprobs, _ = policy.logprobs(batch)
+            return policy.through(batch, routed_TLC), pipeline.take_entered()
+        logprobs, _ = policy.logprobs(batch, routed_TLC=routed_TLC)
         found.append(logprobs.detach())
         return (logprobs * torch.linspace(0.5, 1.5, len(given.continuation_T))).sum(), pipeline.take_entered()
 
@@ -91,26 +134,32 @@ def compute_in_stages(held: RankPolicy, numbers: range) -> torch.Tensor:
         if entered is not None:
             pipeline.send_gradient(entered.grad)
 
-    with masters.probing("random", seed=7), policy.injected.selection.use(TRAINER_SLOT):
+    with probed(policy):
         pipeline.run(numbers, begin, finish)
     return torch.cat(found) if found else torch.empty(0)
 
 
-def in_one_process(folder: Path, case: Case, dtype: torch.dtype = torch.float32) -> Found:
+@cache
+def in_one_process(
+    folder: Path, case: Case, dtype: torch.dtype = torch.float32, experts: Experts | None = None
+) -> Found:
     policy = load_policy(folder, adapter_of(case), compute_dtype=dtype)
-    logprobs = compute(policy, range(4))
+    logprobs = compute(policy, range(4), experts)
     masters = policy.injected.masters
     gradients = {name: master.grad for name, master in masters.parameters.items() if master.grad is not None}
     norm = float(torch.stack([each.square().sum() for each in gradients.values()]).sum().sqrt())
     return Found(logprobs, range(4), gradients, dict(masters.places), norm)
 
 
-def on_a_rank(groups: Groups, folder: Path, case: Case, dtype: torch.dtype = torch.float32) -> Found:
+def on_a_rank(
+    groups: Groups, folder: Path, case: Case, dtype: torch.dtype = torch.float32, experts: Experts | None = None
+) -> Found:
     """Every replica computes every other branch; sums are over all of them."""
     held = load_rank_policy(folder, adapter_of(case), groups, compute_dtype=dtype)
     policy = held.policy
     numbers = range(groups.data.rank(), 4, groups.data.size())
-    logprobs = compute(policy, numbers) if held.pipeline is None else compute_in_stages(held, numbers)
+    staged = held.pipeline is not None
+    logprobs = compute_in_stages(held, numbers, experts) if staged else compute(policy, numbers, experts)
     masters = policy.injected.masters
     sums = RankGradients(groups, masters.places)
     sums.finish(masters.parameters)

@@ -2,6 +2,7 @@
 
     .venv/bin/python -m tests.megatron.matrix                        everything, an hour on two cores
     .venv/bin/python -m tests.megatron.matrix TP2 qwen3_moe INT4     what has all of these words
+    .venv/bin/python -m tests.megatron.matrix --bf16                 computed in BF16
 
 `test_divided.py` runs a selection in which every pair of two choices occurs.
 
@@ -20,11 +21,11 @@ from pathlib import Path
 
 import torch
 
+from orbit_runtime.policy import load_policy
 from orbit_runtime.training.megatron.groups import Sizes
-from tests.integration.tiny_families import make_family
-from tests.megatron.cases import differences, in_one_process, on_a_rank, sizes_of
+from tests.megatron.cases import differences, experts_of, folder_of, in_one_process, on_a_rank
 from tests.megatron.ranks import World, world
-from tests.models.family_matrix import DENSE, EXPERT_LAYOUTS, Case, cover_pairs
+from tests.models.family_matrix import DENSE, EXPERT_LAYOUTS, Case, adapter_of, cover_pairs
 
 DIVISIONS = {
     "1": Sizes(),
@@ -75,29 +76,39 @@ def pairwise() -> list[Divided]:
     return cover_pairs(all_cases())
 
 
-def check(ranks: World, case: Case, folder: Path) -> tuple[float, float]:
-    """What differs by most; AssertionError where it is more than rounding."""
-    packed, _ = make_family(folder, case.family, case.layout, sizes=sizes_of(case))
-    apart, relative = differences(in_one_process(packed, case), ranks.call(on_a_rank, packed, case), case)
-    assert apart <= LOGPROBS, f"log-probs differ by {apart}"
-    assert relative <= GRADIENTS, f"gradients differ by {relative}"
+def check(ranks: World, case: Case, root: Path, dtype: torch.dtype = torch.float32) -> tuple[float, float]:
+    """What differs by most; AssertionError where it is more than rounding.
+
+    In BF16 each side is as far from the exact result as rounding takes it, so that they may be twice as far apart as
+    one process is from itself in fp32. All go to the same experts.
+    """
+    packed = folder_of(root, case)
+    if dtype is torch.float32:
+        apart, relative = differences(in_one_process(packed, case), ranks.call(on_a_rank, packed, case), case)
+        logprobs, gradients = LOGPROBS, GRADIENTS
+    else:
+        experts = experts_of(load_policy(packed, adapter_of(case)))
+        exact, one = in_one_process(packed, case), in_one_process(packed, case, dtype, experts)
+        apart, relative = differences(one, ranks.call(on_a_rank, packed, case, dtype, experts), case)
+        logprobs, gradients = (2 * rounding for rounding in differences(exact, [one], case))
+    assert apart <= logprobs, f"log-probs differ by {apart}, and {logprobs} is rounding"
+    assert relative <= gradients, f"gradients differ by {relative}, and {gradients} is rounding"
     return apart, relative
 
 
-def run(chosen: Iterable[Divided]) -> int:
+def run(chosen: Iterable[Divided], root: Path, dtype: torch.dtype) -> int:
     """Prints a line per case; returns how many failed."""
     failed, worst, count = 0, (0.0, 0.0), 0
     for division, group in itertools.groupby(sorted(chosen), key=lambda each: each.division):
         with world(DIVISIONS[division]) as ranks:
             for each in group:
                 started, count = time.monotonic(), count + 1
-                with tempfile.TemporaryDirectory() as folder:
-                    try:
-                        found = check(ranks, each.case, Path(folder))
-                    except Exception as error:
-                        failed += 1
-                        print(f"{each}: FAILED {str(error)[-2000:]}", flush=True)
-                        continue
+                try:
+                    found = check(ranks, each.case, root, dtype)
+                except Exception as error:
+                    failed += 1
+                    print(f"{each}: FAILED {str(error)[-2000:]}", flush=True)
+                    continue
                 worst = (max(worst[0], found[0]), max(worst[1], found[1]))
                 seconds = time.monotonic() - started
                 print(f"{each}: log-probs {found[0]:.1e}, gradients {found[1]:.1e}, {seconds:.1f} s", flush=True)
@@ -109,8 +120,12 @@ def run(chosen: Iterable[Divided]) -> int:
 
 def main() -> int:
     words = set(sys.argv[1:])
+    dtype = torch.bfloat16 if "--bf16" in words else torch.float32
+    words.discard("--bf16")
     torch.set_num_threads(1)
-    return 1 if run(each for each in all_cases() if words <= set(str(each).split("-"))) else 0
+    chosen = [each for each in all_cases() if words <= set(str(each).split("-"))]
+    with tempfile.TemporaryDirectory() as root:
+        return 1 if run(chosen, Path(root), dtype) else 0
 
 
 if __name__ == "__main__":

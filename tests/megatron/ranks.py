@@ -23,42 +23,67 @@ class Failed(Exception):
     """A rank raised; its traceback is the message."""
 
 
+class _Rank:
+    """A process that is a rank of one world after the other: most of a rank's start is importing torch."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.connection, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        self._process.start()
+
+    def ask(self, question: Any) -> None:
+        self.connection.send(question)
+
+    def answer(self, seconds: float = 300) -> Any:
+        assert self.connection.poll(seconds), "a rank does not answer"
+        return self.connection.recv()
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join(20)
+
+
+_SPARE: list[_Rank] = []
+"""Of worlds that were closed."""
+
+
 class World:
     """Ranks that wait for work."""
 
     def __init__(self, sizes: Sizes) -> None:
         self.sizes = sizes
-        context = multiprocessing.get_context("spawn")
+        self._ranks = [_SPARE.pop() if _SPARE else _Rank() for _ in range(sizes.world)]
         address = f"127.0.0.1:{_free_port()}"
-        pipes = [context.Pipe() for _ in range(sizes.world)]
-        self._connections = [ours for ours, _ in pipes]
-        self._processes = [
-            context.Process(target=_serve, args=(theirs, sizes, rank, address), daemon=True)
-            for rank, (_, theirs) in enumerate(pipes)
-        ]
-        for process in self._processes:
-            process.start()
+        for number, rank in enumerate(self._ranks):
+            rank.ask(("join", (sizes, number, address)))
+        self._answers()
 
     def call(self, work: Work, *arguments: Any) -> list[Any]:
         """Results in the order of ranks."""
-        for connection in self._connections:
-            connection.send((work, arguments))
-        results = [self._receive(connection) for connection in self._connections]
+        for rank in self._ranks:
+            rank.ask(("work", (work, arguments)))
+        return self._answers()
+
+    def _answers(self) -> list[Any]:
+        results = [rank.answer() for rank in self._ranks]
         for found in results:
             if isinstance(found, Failed):
                 raise found
         return results
 
-    def _receive(self, connection: Connection) -> Any:
-        assert connection.poll(300), "a rank does not answer"
-        return connection.recv()
-
     def close(self) -> None:
-        for connection in self._connections:
-            connection.send(None)
-        for process in self._processes:
-            process.join(20)
-            process.kill()
+        """Ranks that leave are those of the next world; one that does not answer takes the others with it."""
+        try:
+            for rank in self._ranks:
+                rank.ask(("leave", ()))
+            for rank in self._ranks:
+                rank.answer(20)
+        except (AssertionError, OSError, EOFError):
+            for rank in self._ranks:
+                rank.kill()
+        else:
+            _SPARE.extend(self._ranks)
 
 
 @contextmanager
@@ -76,15 +101,27 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _serve(connection: Connection, sizes: Sizes, rank: int, address: str) -> None:
+def _serve(connection: Connection) -> None:
     import torch
 
     torch.set_num_threads(1)
-    groups: Groups = join(sizes, rank, address, seconds=120)
-    while (asked := connection.recv()) is not None:
-        work, arguments = asked
+    groups: Groups | None = None
+    rank = -1
+    while True:
         try:
-            connection.send(work(groups, *arguments))
+            kind, given = connection.recv()
+        except EOFError:
+            return
+        try:
+            if kind == "join":
+                sizes, rank, address = given
+                groups = join(sizes, rank, address, seconds=120)
+                connection.send(None)
+            elif kind == "leave":
+                leave()
+                connection.send(None)
+            else:
+                work, arguments = given
+                connection.send(work(groups, *arguments))
         except Exception:
             connection.send(Failed(f"rank {rank}: {traceback.format_exc()}"))
-    leave()

@@ -7,6 +7,7 @@ from itertools import groupby
 from pathlib import Path
 
 import pytest
+import torch
 
 from orbit_runtime.errors import UnsupportedError
 from orbit_runtime.model_info.stages import stage_layers
@@ -25,11 +26,16 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[tuple[str, World]]:
 
 
 @pytest.mark.timeout(600)
-def test_ranks_have_the_log_probs_and_gradients_of_one_process(ranks: tuple[str, World], tmp_path: Path) -> None:
+def test_ranks_have_the_log_probs_and_gradients_of_one_process(ranks: tuple[str, World], root: Path) -> None:
     division, made = ranks
-    for number, case in enumerate(CHOSEN[division]):
-        (tmp_path / str(number)).mkdir()
-        check(made, case, tmp_path / str(number))
+    for case in CHOSEN[division]:
+        check(made, case, root)
+
+
+@pytest.mark.timeout(600)
+def test_in_bf16_ranks_are_no_further_from_one_process_than_rounding_is(ranks: tuple[str, World], root: Path) -> None:
+    division, made = ranks
+    check(made, CHOSEN[division][0], root, torch.bfloat16)
 
 
 def test_more_stages_than_layers_are_refused_by_their_field() -> None:
