@@ -81,15 +81,15 @@ def test_before_a_run_trainer_and_engine_of_a_split_pod_are_judged_apart(
 
 
 @pytest.mark.usefixtures("four_gpus")
-def test_what_no_trainer_of_this_version_can_run_does_not_start(
+def test_what_no_trainer_can_run_does_not_start(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(cli_plan, "find_facts", lambda *_: card_facts("Qwen/Qwen3-30B-A3B-FP8"))
-    overrides = ["spec.training.trainer=Megatron", "spec.training.parallel={pipeline: 2}"]
+    overrides = ["spec.training.trainer=Megatron", "spec.training.parallel={pipeline: 64}"]
     run = load_manifest(ROOT / "examples/qwen3-30b-a3b.yaml", overrides)
-    with pytest.raises(UnsupportedError, match="does not divide a model by pipeline") as caught:
+    with pytest.raises(UnsupportedError, match="48 layers cannot be dealt out to 64 stages") as caught:
         check_before_run(run, tmp_path)
-    assert (caught.value.exit_code, caught.value.where) == (78, "spec.training.parallel.pipeline")
+    assert (caught.value.exit_code, caught.value.where) == (78, "spec.training.parallel")
 
 
 @pytest.mark.usefixtures("four_gpus")
