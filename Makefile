@@ -17,7 +17,7 @@ SGLANG_SAMPLE := tests/engines/test_contract.py tests/engines/test_plain_sglang.
 	tests/engines/test_sglang_faults.py::test_a_server_killed_in_mid_generation_loses_and_doubles_nothing \
 	tests/engines/test_ranks_run.py::test_a_rank_that_is_killed_is_named_nothing_stays_and_the_run_goes_on_in_other_divisions
 
-PURE := agents errors types seeds spec storage workers model_info planner algorithms data environments observability
+PURE := agents api errors types seeds spec storage workers model_info planner algorithms data environments observability
 PURE_PATHS = $(wildcard $(PURE:%=orbit_runtime/%.py) $(PURE:%=orbit_runtime/%))
 
 .PHONY: help install dev quickstart test test-models test-megatron test-store test-ray test-bridges test-sglang test-engines test-bisect test-proofs test-cluster test-cluster-flagship cluster-programs check-chart images images-push check crds docs vendor-table constraints same-bits gpu-wheels gpu-proof bench release-check clean

@@ -18,6 +18,7 @@ from orbit_runtime.agents.checks import check_count, check_items, check_number, 
 from orbit_runtime.agents.items import PAIRS, get, seen_key
 from orbit_runtime.agents.trainer import TrainMetrics
 from orbit_runtime.errors import DataError, UsageError
+from orbit_runtime.workers.entrypoints import FROM_PYTHON
 
 if TYPE_CHECKING:
     from orbit_runtime.spec import OrbitRun
@@ -157,9 +158,7 @@ def build_spec(config: VeRLConfig, rewards: Sequence[RewardSpec], prompts: str, 
         },
         "data": {"prompts": [{"uri": prompts}], "epochs": config.epochs, "seed": config.seed},
         "environment": {
-            "rewards": [
-                {"name": each.name, "entrypoint": "given:from_python", "weight": each.weight} for each in rewards
-            ]
+            "rewards": [{"name": each.name, "entrypoint": FROM_PYTHON, "weight": each.weight} for each in rewards]
         },
         "rollout": {"sampling": {"maxNewTokens": config.max_new_tokens}},
         "training": {

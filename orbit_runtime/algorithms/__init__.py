@@ -5,3 +5,24 @@ models, optimisers, recording of metrics, which parts make up a named algorithm 
 has the functions of the user's that stand in their place. `advantages`, `shaping`, `kl_reward`, `reduction` and `own`
 are stdlib only; the others import torch.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from orbit_runtime.lazy import lazily
+
+if TYPE_CHECKING:
+    from orbit_runtime.algorithms.advantages import ScoredGroup
+    from orbit_runtime.algorithms.losses import LossInputs, TokenLosses
+
+__all__ = ["LossInputs", "ScoredGroup", "TokenLosses"]
+
+__getattr__ = lazily(
+    __name__,
+    {
+        "LossInputs": "orbit_runtime.algorithms.losses",
+        "ScoredGroup": "orbit_runtime.algorithms.advantages",
+        "TokenLosses": "orbit_runtime.algorithms.losses",
+    },
+)

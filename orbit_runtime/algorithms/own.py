@@ -20,6 +20,7 @@ from orbit_runtime.workers.entrypoints import (
     TargetError,
     check_elsewhere,
     describe,
+    hold_function,
     load_function,
 )
 
@@ -53,6 +54,20 @@ def load_own(settings: Algorithm, field: str, search_path: Sequence[str]) -> Cal
     except TargetError as error:
         raise ManifestError(str(error), where=field) from error
     return partial(hold_loss if field == LOSS else hold_advantages, function, target)
+
+
+def hold_given(function: Any, field: str) -> Callable[..., Any]:
+    """A function that was given from Python, as `load_own` gives one.
+
+    Raises:
+        ManifestError: it cannot be called so.
+    """
+    name = getattr(function, "__qualname__", type(function).__name__)
+    try:
+        held = hold_function(function, name, ARGUMENTS[field])
+    except TargetError as error:
+        raise ManifestError(str(error), where=field) from error
+    return partial(hold_loss if field == LOSS else hold_advantages, held, name)
 
 
 def check_own(settings: Algorithm, search_path: Sequence[str]) -> list[str]:

@@ -17,8 +17,8 @@ from typing import Any
 import httpx
 from rich.console import Console
 
+from orbit_runtime.api.before import check_can_train
 from orbit_runtime.cli.beside import INTERRUPTED, Answer, Pieces, is_wide, printable, show_beside
-from orbit_runtime.cli.run import check_can_train
 from orbit_runtime.errors import EXIT_DONE, CredentialsError, EngineDiedError, UsageError
 
 HELP = "/reset forgets the conversation, /quit ends, Ctrl-C ends an answer"

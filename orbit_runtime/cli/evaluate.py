@@ -58,7 +58,7 @@ def run_eval(target: str, models: Models, *, out: str | None, overrides: Sequenc
         raise UsageError("of which run?", where="--steps", fix="add --weights-dir, or name a run's folder")
     uri = out or f"{weights or run.spec.storage.uri.rstrip('/') + '/' + run.name}-eval"
     if models.base_url is None:
-        from orbit_runtime.cli.run import check_can_train
+        from orbit_runtime.api.before import check_can_train
 
         check_can_train()
     from orbit_runtime.evaluation.evaluate import ask_all

@@ -32,8 +32,7 @@ def run_parity(file: Path, overrides: Sequence[str], *, layers: bool, as_json: b
     Raises:
         OrbitError: what `orbit run` would stop with before its first step.
     """
-    from orbit_runtime.cli.plan import check_before_run
-    from orbit_runtime.cli.run import check_can_train
+    from orbit_runtime.api.before import check_before_run, check_can_train
     from orbit_runtime.spec import load_manifest
 
     manifest = load_manifest(file, overrides)

@@ -1,27 +1,21 @@
-"""`orbit plan`: what a run takes on a machine and whether it fits; the same question before `orbit run` trains.
+"""`orbit plan`: what a run takes on a machine and whether it fits.
 
-Belongs here: finding the facts of model and machine, and printing. Does not belong here: the arithmetic (`planner`).
+Belongs here: printing. Does not belong here: the arithmetic (`planner`), finding the facts (`api.before`).
 """
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from orbit_runtime.cli.machine import this_machine
+from orbit_runtime.api.before import find_facts
+from orbit_runtime.api.machine import this_machine
 from orbit_runtime.cli.output import print_json
-from orbit_runtime.errors import EXIT_DONE, ModelError, OrbitError, StorageError, UnsupportedError
+from orbit_runtime.errors import EXIT_DONE, UnsupportedError
 
 if TYPE_CHECKING:
-    from orbit_runtime.model_info.weights import ModelFacts
     from orbit_runtime.planner import Machine
-    from orbit_runtime.planner.layout import Layout
     from orbit_runtime.spec import OrbitRun
-
-_STORES = ("s3", "gs", "az")
 
 
 def run_plan(file: Path, overrides: list[str], *, gpu: str | None, as_json: bool) -> int:
@@ -46,141 +40,6 @@ def run_plan(file: Path, overrides: list[str], *, gpu: str | None, as_json: bool
         print(describe_algorithm(run.spec.algorithm))
     check_verdict(verdict)
     return EXIT_DONE
-
-
-def check_before_run(run: OrbitRun, folder: Path, notice: Callable[[str], None] | None = None) -> list[str]:
-    """Whether this run may start on this machine, before anything heavy is loaded: the verdict of `orbit plan`.
-
-    Returns what a person should know who lets it start all the same: GPUs that nothing uses.
-
-    A model whose facts cannot be found is left to the loaders: they say what is wrong with it, and with more words.
-
-    Args:
-        notice: told of requests that are tried again; None prints them.
-
-    Raises:
-        UnsupportedError: (78) it does not fit, or nothing in this version can run it.
-        ManifestError: (64) the precision is not the checkpoint's, or an adapter suits no layer.
-        StorageError: (74) the hub or store cannot be asked; the loaders would wait for it once more.
-    """
-    from orbit_runtime.planner import check_verdict, judge
-
-    try:
-        model = find_facts(run, folder, notice or _print_notice)
-    except StorageError:
-        raise
-    except OrbitError:
-        return []
-    verdict = judge(run, model, this_machine(run.spec.placement))
-    check_verdict(verdict)
-    return [note for note in verdict.plan.notes if "stand idle" in note] if verdict.plan else []
-
-
-def find_server_gpus(run: OrbitRun, model: ModelFacts | None) -> int | None:
-    """GPUs of each of the run's SGLang servers on this machine, on a CPU processes; None where it is not known.
-
-    Args:
-        model: None: nobody knows it yet.
-
-    Raises:
-        UnsupportedError: (78) the model cannot be cut so, or there are too few GPUs.
-    """
-    from orbit_runtime.planner.job import build_job
-    from orbit_runtime.planner.serving import check_servers
-
-    machine = this_machine(run.spec.placement)
-    job = build_job(run, machine)
-    if job.engine != "SGLang":
-        return None
-    if model is None:
-        return run.spec.rollout.tensor_parallel
-    return check_servers(model, job, len(job.devices.engine))
-
-
-def find_ranks(run: OrbitRun, model: ModelFacts | None) -> Layout | None:
-    """How a trainer in several processes would divide the model on this machine; None where one process trains.
-
-    Args:
-        model: None: nobody knows it yet.
-
-    Raises:
-        UnsupportedError: (78) the sizes do not divide the model, or this version does not.
-    """
-    from orbit_runtime.planner.job import build_job
-    from orbit_runtime.planner.layout import asked_layout
-    from orbit_runtime.planner.verdict import plan_as_run
-
-    machine = this_machine(run.spec.placement)
-    if model is None:
-        return asked_layout(build_job(run, machine).asked) if run.spec.training.trainer == "Megatron" else None
-    made = plan_as_run(run, model, machine)
-    for problem in made.problems:
-        if problem.where.startswith("spec.training.parallel"):
-            raise UnsupportedError(problem.message, where=problem.where, fix=problem.fix)
-    return made.layout if made.trainer == "Megatron" else None
-
-
-def _print_notice(message: str) -> None:
-    print(message, file=sys.stderr)
-
-
-def find_facts(run: OrbitRun, folder: Path, notice: Callable[[str], None] = _print_notice) -> ModelFacts:
-    """Facts of the manifest's model: its own headers, local, in a store or on a hub, or a shipped card.
-
-    Args:
-        folder: the manifest's; a relative path of the model starts there.
-
-    Raises:
-        ModelError: there are no facts here, or the files are broken.
-    """
-    uri = run.spec.model.uri
-    scheme, separator, rest = uri.partition("://")
-    if scheme == "builtin" and separator:
-        from orbit_runtime.model_info.builtin_models import builtin_folder
-        from orbit_runtime.model_info.checkpoint import folder_facts
-
-        return folder_facts(builtin_folder(rest, run.spec.model.precision))
-    if not separator or scheme == "file":
-        from orbit_runtime.model_info.checkpoint import folder_facts
-        from orbit_runtime.spec.resolve import absolute_uri
-
-        return folder_facts(Path(rest if separator else absolute_uri(uri, folder)))
-    if scheme in _STORES:
-        from orbit_runtime.model_info.remote_checkpoint import store_facts
-        from orbit_runtime.storage import open_store
-
-        return store_facts(open_store(uri, writable=False))
-    from orbit_runtime.model_info.cards import find_card_facts, repositories
-
-    facts = find_card_facts(uri)
-    if facts is not None:
-        return facts
-    if scheme == "hf":
-        return _hub_facts(uri, notice)
-    raise ModelError(
-        f"nothing is known here about {uri}",
-        where="spec.model.uri",
-        fix="plan where the files are, with their path, an s3:// or an hf:// address; shipped cards: "
-        + ", ".join(sorted(repositories())),
-    )
-
-
-def _hub_facts(uri: str, notice: Callable[[str], None]) -> ModelFacts:
-    """By range reads of the headers: nothing is downloaded."""
-    from orbit_runtime.model_info.remote_checkpoint import store_facts
-    from orbit_runtime.storage.download import Patience
-    from orbit_runtime.storage.hub import Hub, parse_address, read_access
-    from orbit_runtime.storage.opening import START_DEADLINE_SECONDS, read_deadline
-
-    def missing(message: str, *, fix: str | None = None) -> OrbitError:
-        return ModelError(f"{uri}: {message}", where="spec.model.uri", fix=fix or "correct spec.model.uri")
-
-    address = parse_address(uri)
-    if address is None or address.kind != "models" or address.path is not None:
-        raise missing("this is not a model's address on the hub", fix="write hf://org/name@revision")
-    deadline = min(START_DEADLINE_SECONDS, read_deadline(os.environ))
-    with Hub(uri, read_access(os.environ), Patience(deadline, notice=notice), missing) as hub:
-        return store_facts(hub)
 
 
 def find_machine(run: OrbitRun, gpu: str | None) -> Machine:

@@ -26,8 +26,8 @@ def run_replay(uri: str, *, steps: int | None, as_json: bool) -> int:
     Raises:
         OrbitError: the folder, its rollouts or the base cannot be used.
     """
+    from orbit_runtime.api.before import check_can_train
     from orbit_runtime.cli.bars import steps_bar
-    from orbit_runtime.cli.run import check_can_train
 
     store = open_store(uri, writable=False)
     check_can_train()

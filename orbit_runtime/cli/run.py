@@ -5,29 +5,21 @@ Belongs here: the order of those, and their words. Does not belong here: trainin
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import os
 import shlex
-import signal
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from orbit_runtime.api.running import start_run
 from orbit_runtime.cli.output import before_and_after, print_json
-from orbit_runtime.errors import EXIT_DONE, EXIT_STOPPED, OrbitError, UnsupportedError
-from orbit_runtime.workers.garbage_collection import gc_paused
-from orbit_runtime.workers.waiting import wait_asleep
+from orbit_runtime.errors import EXIT_DONE, EXIT_STOPPED, OrbitError
 
 if TYPE_CHECKING:
     from orbit_runtime.loop.run import RunResult
     from orbit_runtime.observability.progress import Progress
     from orbit_runtime.spec import OrbitRun
-
-NEEDED_TO_TRAIN = ("torch", "transformers", "safetensors", "tokenizers", "numpy")
 
 
 def run_manifest(file: Path, *, out: str | None, overrides: Sequence[str], dry_run: bool, as_json: bool) -> int:
@@ -38,8 +30,7 @@ def run_manifest(file: Path, *, out: str | None, overrides: Sequence[str], dry_r
     if dry_run:
         _print_processes(manifest, file.resolve().parent, as_json)
         return EXIT_DONE
-    check_can_train()
-    return run_with(manifest, partial(_train, manifest, file.resolve().parent, out), as_json=as_json)
+    return run_with(manifest, partial(start_run, manifest, file.resolve().parent, out), as_json=as_json)
 
 
 def run_with(manifest: OrbitRun, train: Callable[[Progress], RunResult], *, as_json: bool) -> int:
@@ -60,57 +51,6 @@ def run_with(manifest: OrbitRun, train: Callable[[Progress], RunResult], *, as_j
     else:
         print(format_result(result.ended, result.uri, result.report))
     return EXIT_STOPPED if result.ended == "stopped" else EXIT_DONE
-
-
-def _train(manifest: OrbitRun, folder: Path, out: str | None, progress: Progress) -> RunResult:
-    """Says what it does from its first moment on: importing torch alone takes seconds."""
-    from orbit_runtime.cli.plan import check_before_run
-
-    progress.stage("checking the plan")
-    idle = check_before_run(manifest, folder, progress.note)
-    if manifest.spec.rollout.engine == "SGLang":
-        wait_asleep(os.environ)
-    progress.stage("importing torch")
-    with interrupt_kept(), gc_paused():
-        from orbit_runtime.loop.run import run
-        from orbit_runtime.policy import load  # noqa: F401
-    for each in idle:
-        progress.note(each)
-    return run(manifest, out=out, progress=progress, manifest_folder=folder)
-
-
-@contextmanager
-def interrupt_kept() -> Iterator[None]:
-    """Raises KeyboardInterrupt at its end where one was raised inside and lost: what imports a library in C may clear
-    any error, and the run would train on although Ctrl-C was pressed."""
-    before = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or before is not signal.default_int_handler:
-        yield
-        return
-    pressed = False
-
-    def handle(number: int, frame: object) -> None:
-        nonlocal pressed
-        pressed = True
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGINT, handle)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-    if pressed:
-        raise KeyboardInterrupt
-
-
-def check_can_train() -> None:
-    """Raises UnsupportedError (78) where the packages that train are not installed."""
-    missing = [name for name in NEEDED_TO_TRAIN if importlib.util.find_spec(name) is None]
-    if missing:
-        raise UnsupportedError(
-            f"training needs packages that are not installed here: {', '.join(missing)}",
-            fix="pip install 'orbit-rl[train]'",
-        )
 
 
 def summary_of(report: Mapping[str, Any]) -> dict[str, Any]:
@@ -155,7 +95,7 @@ def _published(uri: str, report: Mapping[str, Any]) -> str:
 
 
 def _print_processes(manifest: OrbitRun, folder: Path, as_json: bool) -> None:
-    from orbit_runtime.cli.plan import find_facts, find_ranks, find_server_gpus
+    from orbit_runtime.api.before import find_facts, find_ranks, find_server_gpus
     from orbit_runtime.cli.processes import describe
 
     try:

@@ -14,8 +14,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from orbit_runtime.api.before import check_can_train
 from orbit_runtime.cli.output import print_json
-from orbit_runtime.cli.run import check_can_train
 from orbit_runtime.errors import EXIT_DONE, UsageError
 
 if TYPE_CHECKING:

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from orbit_runtime.api.before import check_can_train
 from orbit_runtime.cli.output import print_json
-from orbit_runtime.cli.run import check_can_train, run_with
+from orbit_runtime.cli.run import run_with
 from orbit_runtime.cli.serve import read_door, read_token
 from orbit_runtime.errors import EXIT_DONE, EXIT_STOPPED, StoppedOnRequest, UsageError
 
@@ -144,7 +145,7 @@ def run_together(file: Path, *, out: str | None, overrides: Sequence[str], as_js
     check_can_train()
 
     def train(progress: Progress) -> RunResult:
-        from orbit_runtime.cli.plan import check_before_run
+        from orbit_runtime.api.before import check_before_run
         from orbit_runtime.services.building import check_apart, kinds_of
         from orbit_runtime.services.children import Children
         from orbit_runtime.services.connection import Connection

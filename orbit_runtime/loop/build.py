@@ -143,7 +143,7 @@ def build_parts(
     """Fetches and reads prompts, rewards and model, and wires them. What must be closed is pushed on `closing`.
 
     Args:
-        given: its rewards, functions given from Python by reward name, replace the manifest's of that name.
+        given: its functions stand in the place of those that the manifest names.
         names: what the first start called model and prompts.
     """
     run, rewards = resolved.run, given.rewards
@@ -160,8 +160,8 @@ def build_parts(
     check_fields(table, read)
     scorer = closing.enter_context(build_scorer(spec, rewards or {}, inputs.search_path()))
     pool = _build_pool(spec, inputs.search_path(), closing)
-    algorithm = load_algorithm(resolved, inputs.search_path)
-    loss = load_loss(resolved, inputs.search_path) if given.sides is None else None
+    algorithm = load_algorithm(resolved, inputs.search_path, given.advantages)
+    loss = load_loss(resolved, inputs.search_path, given.loss) if given.sides is None else None
     teacher = open_teacher(spec)
     show.stage("fetching the model")
     folder = inputs.model()

@@ -9,7 +9,7 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,7 +27,7 @@ from orbit_runtime.errors import (
     UsageError,
 )
 from orbit_runtime.loop.build import Parts, RunParts, build_parts
-from orbit_runtime.loop.content import check_content, resolve_names
+from orbit_runtime.loop.content import check_content, given_digests, resolve_names
 from orbit_runtime.loop.initial import Initial, begin_with, initial_digest, open_initial
 from orbit_runtime.loop.inputs import Inputs, build_patience
 from orbit_runtime.loop.machine import add_rounding_facts, explain_rounding, machine_facts
@@ -87,6 +87,8 @@ def run(
     *,
     out: str | None = None,
     rewards: Mapping[str, Callable[..., Any]] | None = None,
+    loss: Callable[..., Any] | None = None,
+    advantages: Callable[..., Any] | None = None,
     progress: Progress | None = None,
     manifest_folder: Path | None = None,
     sides: Sides | None = None,
@@ -97,6 +99,7 @@ def run(
         out: the run folder itself; else `<storage.uri>/<name>`.
         rewards: functions by reward name, used instead of the manifest's. Such a run can resume only with the same
             functions, which the report says.
+        loss, advantages: likewise, in the place of `algorithm.entrypoint` and `algorithm.advantage.entrypoint`.
         manifest_folder: what relative paths and entry points of the manifest refer to; the working folder unless given.
         sides: trainer and engine in other processes; None: in this one, or started by it.
 
@@ -122,7 +125,7 @@ def run(
             stop.on_request = show.stopping
             if sides is not None:
                 sides.watch(stop, show.note)
-            given = Given(rewards, search_path, sides)
+            given = Given(rewards, loss, advantages, search_path, sides)
             with told_where_memory_ran_out(show):
                 ended, report = _run(resolved, store, execution, show, stop, given, closing)
         except StoppedOnRequest as request:
@@ -169,7 +172,7 @@ def _run(
         )
     else:
         parts = build_parts(resolved, store, execution, show, given=given, inputs=inputs, names=names, closing=closing)
-    parts = replace(parts, content={**parts.content, **initial_digest(initial, before)})
+    parts = replace(parts, content={**parts.content, **initial_digest(initial, before), **given_digests(given)})
     if before:
         check_content(store.uri, before, parts.content)
         changes += explain_rounding(before["rounding"][-1:], parts.side.rounding) if "rounding" in before else []
@@ -185,8 +188,8 @@ def _run(
         state.warn(f"a damaged checkpoint was passed over: {reason}")
     for change in changes:
         show.note(f"changed since the last start: {change}")
-    _warn(parts, state, given.rewards)
-    _write_run_file(parts, state, before, given.rewards, origin, initial, started)
+    _warn(parts, state, given.functions)
+    _write_run_file(parts, state, before, given.functions, origin, initial, started)
     start_trackers(trackers, store, show, state.step, closing)
     total = parts.spec.training.steps
     if state.step >= total:
@@ -268,7 +271,7 @@ SMALLEST_USUAL_RATE = 5e-6
 """Rates below are those of training all weights, about a tenth of an adapter's (LoRA Without Regret, 2025)."""
 
 
-def _warn(parts: Parts | SftParts, state: RunState, rewards: Mapping[str, Callable[..., Any]] | None) -> None:
+def _warn(parts: Parts | SftParts, state: RunState, functions: Sequence[str]) -> None:
     rate = parts.spec.training.learning_rate
     if rate < SMALLEST_USUAL_RATE and parts.spec.adapter.type != "Full":
         state.warn(
@@ -276,12 +279,17 @@ def _warn(parts: Parts | SftParts, state: RunState, rewards: Mapping[str, Callab
             "about ten times as much or more"
         )
     if isinstance(parts, Parts):
-        _warn_of_rollouts(parts, state, rewards)
+        _warn_of_rollouts(parts, state)
+    if functions:
+        state.warn(
+            f"given from Python: {', '.join(functions)}. The run goes on with the same functions only; they are "
+            "compared by their own source, not by what they call"
+        )
     for warning in state.warnings:
         parts.show.note(f"warning: {warning}")
 
 
-def _warn_of_rollouts(parts: Parts, state: RunState, rewards: Mapping[str, Callable[..., Any]] | None) -> None:
+def _warn_of_rollouts(parts: Parts, state: RunState) -> None:
     algorithm, objective = parts.spec.algorithm, parts.spec.algorithm.objective
     if algorithm.group_size == 1 and objective.baseline not in ("Critic", "None", None):
         state.warn("a group of one has no gradient: set algorithm.groupSize to 2 or more to learn")
@@ -304,15 +312,13 @@ def _warn_of_rollouts(parts: Parts, state: RunState, rewards: Mapping[str, Calla
                 f"{copy.name} cannot tell what stands in its slots (Orbit's plug-in does not run in it): a publish is "
                 "proven there by the canary's log-probs alone"
             )
-    if rewards:
-        state.warn("rewards were given from Python: this run can resume only with the same functions")
 
 
 def _write_run_file(
     parts: RunParts,
     state: RunState,
     before: Mapping[str, Any] | None,
-    rewards: Mapping[str, Any] | None,
+    functions: Sequence[str],
     origin: Origin | None,
     initial: Initial | None,
     started: float,
@@ -329,7 +335,7 @@ def _write_run_file(
         "initial": initial.to_json() if initial else (before or {}).get("initial"),
         "base_digest": state.base_digest,
         "seed": parts.spec.data.seed,
-        "rewards_from_python": sorted(rewards or {}),
+        "given_from_python": list(functions),
         "versions": {
             "orbit-rl": orbit_runtime.__version__,
             "python": platform.python_version(),

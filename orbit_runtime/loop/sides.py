@@ -65,7 +65,17 @@ class Given:
 
     rewards: Mapping[str, Callable[..., Any]] | None = None
     """Functions by reward name."""
+    loss: Callable[..., Any] | None = None
+    """Instead of the one that `spec.algorithm.entrypoint` names."""
+    advantages: Callable[..., Any] | None = None
+    """Instead of those that `spec.algorithm.advantage.entrypoint` names."""
     search_path: Sequence[str] = field(default=())
     """Folders of entry points, after `environment.code`."""
     sides: Sides | None = None
     """None: both are in this process, or are started by it."""
+
+    @property
+    def functions(self) -> list[str]:
+        """What was given from Python, in words."""
+        found = [f"reward {name}" for name in sorted(self.rewards or {})]
+        return [*found, *(name for name in ("loss", "advantages") if getattr(self, name) is not None)]

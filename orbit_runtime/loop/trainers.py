@@ -16,7 +16,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from orbit_runtime.algorithms.own import ADVANTAGES, LOSS, load_own, own_targets
+from orbit_runtime.algorithms.own import ADVANTAGES, LOSS, hold_given, load_own, own_targets
 from orbit_runtime.algorithms.table import Algorithm, build_algorithm, correction_of, loss_settings
 from orbit_runtime.errors import InternalError, OrbitError, UnsupportedError
 from orbit_runtime.loop.machine import rounding_facts
@@ -394,23 +394,29 @@ def build_trainer(
     return TorchTrainer(policy, _trainer_settings(resolved, base_model), loss)
 
 
-def load_algorithm(resolved: Resolved, search_path: Callable[[], Sequence[str]]) -> Algorithm:
+def load_algorithm(
+    resolved: Resolved, search_path: Callable[[], Sequence[str]], given: Callable[..., Any] | None = None
+) -> Algorithm:
     """What a step computes before it trains; no torch.
 
     Args:
         search_path: asked only where functions of the user's are imported, into this process.
+        given: a function from Python instead of one that the manifest names.
     """
     settings = resolved.run.spec.algorithm
-    return build_algorithm(settings, own_advantages=_own(settings, ADVANTAGES, search_path))
+    own = hold_given(given, ADVANTAGES) if given else _own(settings, ADVANTAGES, search_path)
+    return build_algorithm(settings, own_advantages=own)
 
 
-def load_loss(resolved: Resolved, search_path: Callable[[], Sequence[str]]) -> Callable[..., Any]:
+def load_loss(
+    resolved: Resolved, search_path: Callable[[], Sequence[str]], given: Callable[..., Any] | None = None
+) -> Callable[..., Any]:
     """What the trainer's side computes. Args: as of `load_algorithm`."""
     _check_torch()
     from orbit_runtime.algorithms.objective import build_loss
 
     settings = resolved.run.spec.algorithm
-    return build_loss(settings, own_loss=_own(settings, LOSS, search_path))
+    return build_loss(settings, own_loss=hold_given(given, LOSS) if given else _own(settings, LOSS, search_path))
 
 
 def _own(settings: AlgorithmSpec, field: str, search_path: Callable[[], Sequence[str]]) -> Callable[..., Any] | None:

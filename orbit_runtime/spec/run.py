@@ -7,9 +7,10 @@ Does not belong here: a block's own fields, or reading a file (`load`).
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, ValidationInfo, model_validator
+from pydantic import Field, PrivateAttr, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
 
 from orbit_runtime.spec.adapter import Adapter
@@ -179,9 +180,22 @@ class OrbitRun(Block):
     spec: RunSpec
     """Everything the run is."""
 
+    _folder: Path | None = PrivateAttr(None)
+
     @property
     def name(self) -> str:
         return self.metadata.name
+
+    @property
+    def folder(self) -> Path | None:
+        """Where relative paths start; None: nobody said, which is the working folder."""
+        return self._folder
+
+    def beside(self, folder: Path | None) -> Self:
+        """The same manifest, its relative paths starting there."""
+        copy = self.model_copy()
+        copy._folder = folder
+        return copy
 
     def to_manifest(self) -> dict[str, Any]:
         """The manifest as plain values, camelCase, defaults written out; `OrbitRun.model_validate` reads it back."""

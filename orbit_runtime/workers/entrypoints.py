@@ -19,6 +19,8 @@ from typing import Any
 
 PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 CHECK_SECONDS = 120.0
+FROM_PYTHON = "given:from_python"
+"""Stands in a manifest for a function that the program which started the run had given."""
 
 
 class TargetError(Exception):
@@ -39,6 +41,8 @@ def load_object(target: str) -> Any:
     Raises:
         TargetError: it names the module or attribute that is missing, and the folders that were searched.
     """
+    if target == FROM_PYTHON:
+        raise TargetError("this function was given from Python: only the program that gave it can go on with the run")
     module_name, separator, attribute = target.partition(":")
     if not separator or not module_name or not attribute:
         raise TargetError(f"{target!r} is not of the form 'module:function'")
@@ -65,7 +69,11 @@ def load_function(target: str, names: Sequence[str]) -> Callable[..., Any]:
     Raises:
         TargetError: as `load_object`; or it cannot be called so.
     """
-    function = load_object(target)
+    return hold_function(load_object(target), target, names)
+
+
+def hold_function(function: Any, target: str, names: Sequence[str]) -> Callable[..., Any]:
+    """A function as `load_function` gives it. Args: target: what it is called in messages."""
     if not callable(function):
         raise TargetError(f"{target!r} is not a function but {type(function).__name__}")
     if inspect.iscoroutinefunction(function):

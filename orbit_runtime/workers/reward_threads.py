@@ -1,4 +1,4 @@
-"""Rewards that are callables of this process, given from Python: `loop.run(spec, rewards=...)`.
+"""Rewards that are callables of this process, given from Python: `run(…, rewards=…)`.
 
 Belongs here: running them off the loop's thread and noticing the ones that overstay.
 Does not belong here: rewards by dotted path, which get processes of their own (`reward_pool`).

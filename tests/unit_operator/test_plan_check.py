@@ -15,7 +15,8 @@ from unit_operator.cluster_model import build_cluster
 from orbit_operator.observe import judge_manifest
 from orbit_operator.plan import plan
 from orbit_operator.plan_check import check_plan
-from orbit_runtime.cli.plan import check_before_run, find_facts, find_machine
+from orbit_runtime.api.before import check_before_run, find_facts
+from orbit_runtime.cli.plan import find_machine
 from orbit_runtime.errors import UnsupportedError
 from orbit_runtime.planner import judge
 from orbit_runtime.spec import OrbitRun, load_manifest
@@ -59,7 +60,7 @@ def test_plan_run_and_operator_give_one_verdict_on_one_machine(
     played.write_text("#!/bin/sh\n" + f"echo '{driver}'\n" * gpus)
     played.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr("orbit_runtime.cli.machine.usable_memory", lambda: 2 * 2**40)
+    monkeypatch.setattr("orbit_runtime.api.machine.usable_memory", lambda: 2 * 2**40)
     seen = set()
     for path in sorted(EXAMPLES.glob("*.yaml")):
         run = with_machine(load_manifest(path), product, gpus, "2Ti")

@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 from fakes.run_folder import SyntheticRun, write_run_folder
 
+from orbit_runtime.api.running import interrupt_kept
 from orbit_runtime.cli import doctor
 from orbit_runtime.cli.environment import VARIABLES
 from orbit_runtime.cli.generate import EXIT_CODES, build_pages
 from orbit_runtime.cli.main import run_command
-from orbit_runtime.cli.run import format_result, interrupt_kept
+from orbit_runtime.cli.run import format_result
 from orbit_runtime.errors import OrbitError
 
 ROOT = Path(__file__).parents[3]

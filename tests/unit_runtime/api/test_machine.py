@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from orbit_runtime.api.before import check_before_run, find_server_gpus
+from orbit_runtime.api.machine import this_machine, usable_memory
 from orbit_runtime.cli import plan as cli_plan
-from orbit_runtime.cli.machine import this_machine, usable_memory
-from orbit_runtime.cli.plan import check_before_run, find_server_gpus
 from orbit_runtime.errors import ManifestError, UnsupportedError
 from orbit_runtime.model_info.cards import card_facts
 from orbit_runtime.spec import OrbitRun, load_manifest

@@ -1,0 +1,94 @@
+"""What Python gives a run in place of what its manifest would name: functions, and rows of prompts.
+
+Belongs here: the manifest that says so. Does not belong here: calling the functions (`workers`, `algorithms`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from orbit_runtime.api.manifest import load_manifest
+from orbit_runtime.errors import DataError, OutputError, UsageError
+from orbit_runtime.spec import OrbitRun
+from orbit_runtime.storage.cache import default_cache
+from orbit_runtime.workers.entrypoints import FROM_PYTHON
+
+Functions = Mapping[str, Callable[..., Any]]
+
+
+def with_given(
+    manifest: OrbitRun,
+    *,
+    rewards: Functions | None,
+    loss: Callable[..., Any] | None,
+    advantages: Callable[..., Any] | None,
+    prompts: Iterable[Mapping[str, Any]] | None,
+) -> OrbitRun:
+    """The manifest with `FROM_PYTHON` wherever a function was given, and with the rows' file."""
+    changes: dict[str, Any] = {}
+    if rewards is not None:
+        changes["spec.environment.rewards"] = _rewards(manifest, rewards)
+    if loss is not None:
+        if manifest.spec.algorithm.type == "SFT":
+            message = "the loss of demonstrations is theirs: there are no advantages to compute another from"
+            raise UsageError(message, where="loss", fix="leave it out, or choose another algorithm.type")
+        changes |= {"spec.algorithm.type": "Custom", "spec.algorithm.entrypoint": FROM_PYTHON}
+    if advantages is not None:
+        changes["spec.algorithm.advantage"] = {"entrypoint": FROM_PYTHON}
+    if prompts is not None:
+        columns = manifest.to_manifest()["spec"]["data"]["prompts"][0]
+        changes["spec.data.prompts"] = [{**columns, "uri": str(write_rows(prompts)), "format": "JSONL"}]
+    return load_manifest(manifest, changes)
+
+
+def _rewards(manifest: OrbitRun, functions: Functions) -> list[dict[str, Any]]:
+    """One for each function; of the manifest's reward of that name it has weight, arguments and limit of time."""
+    if not isinstance(functions, Mapping) or not functions:
+        raise UsageError("no reward is given", where="rewards", fix='give functions by name: {"close": close_number}')
+    known = {each["name"]: each for each in manifest.to_manifest()["spec"]["environment"].get("rewards", ())}
+    found = []
+    for name in functions:
+        kept = {key: value for key, value in known.get(name, {"name": name}).items() if key != "type"}
+        # A shipped reward's arguments are not another function's.
+        if "type" in known.get(name, {}):
+            kept.pop("arguments", None)
+        found.append({**kept, "entrypoint": FROM_PYTHON})
+    return found
+
+
+def write_rows(rows: Iterable[Mapping[str, Any]]) -> Path:
+    """A file of the download cache, named by what is in it: equal rows are the same prompts, today and on resume.
+
+    Raises:
+        DataError: a row is no mapping of plain values.
+        OutputError: the cache cannot be written.
+    """
+    lines = []
+    for index, row in enumerate(rows):
+        where = f"prompts[{index}]"
+        if not isinstance(row, Mapping):
+            raise DataError(f"{type(row).__name__} is no row", where=where, fix='give a mapping: {"prompt": "12+34="}')
+        try:
+            lines.append(json.dumps(dict(row), ensure_ascii=False, allow_nan=False) + "\n")
+        except (TypeError, ValueError) as error:
+            raise DataError(f"not plain values: {error}", where=where, fix="give text, numbers, lists") from None
+    if not lines:
+        raise DataError("there are no prompts", where="prompts", fix="give at least one row")
+    data = "".join(lines).encode("utf-8", errors="surrogatepass")
+    path = default_cache(os.environ) / "rows" / hashlib.sha256(data).hexdigest() / "prompts.jsonl"
+    if not path.exists():
+        part = path.with_name(f"{os.getpid()}.part")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            part.write_bytes(data)
+            part.replace(path)
+        except OSError as error:
+            raise OutputError(
+                f"the rows cannot be kept: {error.strerror}", where=str(path), fix="set ORBIT_CACHE"
+            ) from error
+    return path

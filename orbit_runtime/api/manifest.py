@@ -1,0 +1,55 @@
+"""A manifest from a file, from a mapping, or from another manifest, each with what Python sets in it.
+
+Belongs here: that, and remembering whose folder its relative paths start in. Does not belong here: reading and checking
+(`spec`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from orbit_runtime.errors import UsageError
+from orbit_runtime.spec import OrbitRun, parse_manifest
+from orbit_runtime.spec import load_manifest as load_file
+
+
+def load_manifest(
+    source: str | Path | Mapping[str, Any] | OrbitRun, overrides: Mapping[str, Any] | None = None
+) -> OrbitRun:
+    """A manifest, checked whole; nothing it names is opened.
+
+    Args:
+        source: a YAML or JSON file, the same as a mapping, or a manifest that is to be changed. Relative paths in a
+            file start in its folder, others in the working folder.
+        overrides: field path → value, as `--set` takes them: `{"spec.training.steps": 8}`.
+
+    Raises:
+        ManifestError: with every finding, not only the first, in `problems`.
+    """
+    given = [f"{path}={_as_json(value, path)}" for path, value in (overrides or {}).items()]
+    if isinstance(source, OrbitRun):
+        if not given:
+            return source
+        changed = parse_manifest(
+            _as_json(source.model_dump(mode="json", by_alias=True, exclude_unset=True), source.name),
+            name=source.name,
+            overrides=given,
+        )
+        return changed.beside(source.folder)
+    if isinstance(source, Mapping):
+        return parse_manifest(_as_json(source, "manifest"), name="manifest", overrides=given)
+    if isinstance(source, str | Path):
+        return load_file(source, given).beside(Path(source).resolve().parent)
+    raise UsageError(
+        f"{type(source).__name__} is no manifest", where="manifest", fix="give a file, a mapping or an OrbitRun"
+    )
+
+
+def _as_json(value: Any, where: str) -> str:
+    try:
+        return json.dumps(value)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"this cannot be part of a manifest: {error}", where=where, fix="give plain values") from None

@@ -1,0 +1,121 @@
+"""`run`: trains from Python as `orbit run` does, with functions of this process where they are given.
+
+Belongs here: what happens between a manifest and the loop's first line, for every caller. Does not belong here: the
+loop, what is shown (`observability.progress`).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from orbit_runtime.api.before import check_before_run, check_can_train
+from orbit_runtime.api.given import with_given
+from orbit_runtime.api.manifest import load_manifest
+from orbit_runtime.api.report import Report
+from orbit_runtime.observability.progress import Progress, SilentProgress, build_progress
+from orbit_runtime.spec import OrbitRun
+from orbit_runtime.workers.garbage_collection import gc_paused
+from orbit_runtime.workers.waiting import wait_asleep
+
+if TYPE_CHECKING:
+    from orbit_runtime.loop.run import RunResult
+
+
+def run(
+    manifest: str | Path | Mapping[str, Any] | OrbitRun,
+    *,
+    out: str | Path | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    rewards: Mapping[str, Callable[..., Any]] | None = None,
+    loss: Callable[..., Any] | None = None,
+    advantages: Callable[..., Any] | None = None,
+    prompts: Iterable[Mapping[str, Any]] | None = None,
+    progress: bool = True,
+) -> Report:
+    """Trains until the last step or a request to stop, and continues what already stands in the run folder.
+
+    Ctrl-C, or a notebook's *interrupt*, ends it after the step: the report's status is then `stopped`, and the same
+    call goes on from there. A second one raises KeyboardInterrupt at once.
+
+    Args:
+        manifest: as `load_manifest` takes it.
+        out: the run folder or its address; else `<storage.uri>/<name>` of the manifest.
+        overrides: as `load_manifest` takes them.
+        rewards: functions `(completion, prompt, fields, **arguments) -> float` by name, instead of the manifest's
+            list. One with the name of a reward in it keeps that one's weight and limit of time.
+        loss: a function `(inputs, settings) -> tensor`, as of `type: Custom`.
+        advantages: a function `(groups) -> list of lists`, instead of baseline and normalisation.
+        prompts: rows, instead of the manifest's files; of these the first one's column names hold.
+        progress: whether steps are told while it runs.
+
+    Raises:
+        OrbitError: of the kind that says who must act; the folder then holds the last durable step.
+    """
+    spec = with_given(
+        load_manifest(manifest, overrides), rewards=rewards, loss=loss, advantages=advantages, prompts=prompts
+    )
+    shown = _build_progress(spec) if progress else SilentProgress()
+    functions = {"rewards": rewards, "loss": loss, "advantages": advantages}
+    try:
+        result = start_run(spec, spec.folder or Path.cwd(), None if out is None else str(out), shown, **functions)
+    finally:
+        shown.close()
+    return Report(result.uri)
+
+
+def start_run(manifest: OrbitRun, folder: Path, out: str | None, progress: Progress, **functions: Any) -> RunResult:
+    """What every start of a run does. It says what it does from its first moment on: importing torch takes seconds.
+
+    Args:
+        folder: the manifest's.
+        functions: `rewards`, `loss` and `advantages` of `loop.run`.
+    """
+    check_can_train()
+    progress.stage("checking the plan")
+    idle = check_before_run(manifest, folder, progress.note)
+    if manifest.spec.rollout.engine == "SGLang":
+        wait_asleep(os.environ)
+    progress.stage("importing torch")
+    with interrupt_kept(), gc_paused():
+        from orbit_runtime.loop.run import run as run_loop
+        from orbit_runtime.policy import load  # noqa: F401
+    for each in idle:
+        progress.note(each)
+    return run_loop(manifest, out=out, progress=progress, manifest_folder=folder, **functions)
+
+
+def _build_progress(manifest: OrbitRun) -> Progress:
+    # What a notebook writes to standard error looks like a failure.
+    stream = sys.stdout if "ipykernel" in sys.modules else None
+    return build_progress(manifest.name, log_format=manifest.spec.observability.log_format, stream=stream)
+
+
+@contextmanager
+def interrupt_kept() -> Iterator[None]:
+    """Raises KeyboardInterrupt at its end where one was raised inside and lost: what imports a library in C may clear
+    any error, and the run would train on although Ctrl-C was pressed."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or before is not signal.default_int_handler:
+        yield
+        return
+    pressed = False
+
+    def handle(number: int, frame: object) -> None:
+        nonlocal pressed
+        pressed = True
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if pressed:
+        raise KeyboardInterrupt
