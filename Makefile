@@ -20,7 +20,7 @@ SGLANG_SAMPLE := tests/engines/test_contract.py tests/engines/test_plain_sglang.
 PURE := agents api errors types seeds spec storage workers model_info planner algorithms data environments observability
 PURE_PATHS = $(wildcard $(PURE:%=orbit_runtime/%.py) $(PURE:%=orbit_runtime/%))
 
-.PHONY: help install dev quickstart test test-models test-megatron test-store test-ray test-bridges test-sglang test-engines test-bisect test-proofs test-cluster test-cluster-flagship cluster-programs check-chart images images-push check crds docs vendor-table constraints same-bits gpu-wheels gpu-proof bench release-check clean
+.PHONY: help install dev quickstart test test-models test-megatron test-store test-ray test-bridges test-sglang test-engines test-bisect test-proofs test-cluster test-cluster-flagship cluster-programs check-chart images images-push check crds docs site vendor-table constraints same-bits gpu-wheels gpu-proof bench release-check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z -]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -105,6 +105,10 @@ generate = @set -e; for module in $(GENERATORS); do echo "python -m $$module $(1
 
 crds docs: dev ## regenerate crds/, docs/reference/ and the generated files of charts/ from the code
 	$(call generate,)
+
+site: ## build the documentation site into build/website/site, links and anchors checked; it works from a file, without a network
+	@tools/install.sh train,docs "$(PYTHON)"
+	$(BIN)/python -m tools.website
 
 vendor-table: dev ## other libraries on our formats' bytes: measures them (in .venv-vendors) and writes docs/reference/formats.md
 	tools/vendor_table.sh

@@ -13,7 +13,7 @@ compile() {
 }
 
 # A laptop, a CI machine, a cluster's operator: any system and any supported Python.
-compile laptop.txt --universal --extra train --extra dev --extra operator "$@"
+compile laptop.txt --universal --extra train --extra dev --extra operator --extra docs "$@"
 # Environments of other packages: verifiers pins older versions of what the others have newer.
 compile bridges.txt --universal --extra train --extra gym --extra verifiers "$@"
 # Transformer Engine's metadata are computed by its build script, which otherwise looks for a CUDA compiler.

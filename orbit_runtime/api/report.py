@@ -69,7 +69,7 @@ class Report:
 
     def __init__(self, uri: str | Path) -> None:
         self._store = open_store(str(uri), writable=False)
-        self._found = build_report(self._store, samples=0)
+        self._found = build_report(self._store, samples=False)
         if self._found.status == "empty" and not self._found.folder.run:
             raise UsageError(
                 "there is no run here", where=self._store.uri, fix="name a run folder; `orbit ls URI` lists them"

@@ -6,6 +6,7 @@ loop, what is shown (`observability.progress`).
 
 from __future__ import annotations
 
+import asyncio.events
 import os
 import signal
 import sys
@@ -88,7 +89,19 @@ def start_run(manifest: OrbitRun, folder: Path, out: str | None, progress: Progr
         from orbit_runtime.policy import load  # noqa: F401
     for each in idle:
         progress.note(each)
-    return run_loop(manifest, out=out, progress=progress, manifest_folder=folder, **functions)
+    with no_running_loop():
+        return run_loop(manifest, out=out, progress=progress, manifest_folder=folder, **functions)
+
+
+@contextmanager
+def no_running_loop() -> Iterator[None]:
+    """A notebook's cell runs inside an event loop, which waits until the cell ends: a run may have loops of its own."""
+    outer = asyncio.events._get_running_loop()
+    asyncio.events._set_running_loop(None)
+    try:
+        yield
+    finally:
+        asyncio.events._set_running_loop(outer)
 
 
 def _build_progress(manifest: OrbitRun) -> Progress:

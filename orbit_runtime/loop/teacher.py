@@ -10,7 +10,6 @@ import asyncio
 import json
 import math
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -119,7 +118,7 @@ def check_teacher(parts: Parts) -> list[str]:
     # One answer to each: the prompts differ more than two answers to one of them.
     episodes = [each for each in parts.environment.build_episodes(asked, 0) if each.sample_index == 0]
     policy = parts.versions.active
-    played = _play_all(parts, episodes, policy.name, policy.version)
+    played = asyncio.run(_play(parts, episodes, policy.name, policy.version))
     groups = build_groups(asked, [each.rollout for each in played])
     _check_finite(parts.trainer, build_samples(groups), groups)
     slot = _enter(parts, adapter)
@@ -129,7 +128,7 @@ def check_teacher(parts: Parts) -> list[str]:
             "were not compared with the policy's"
         ]
     try:
-        taught = _play_all(parts, episodes, slot, TEACHER_VERSION)
+        taught = asyncio.run(_play(parts, episodes, slot, TEACHER_VERSION))
     finally:
         _leave(parts, slot)
     measured = _compare(played, taught)
@@ -187,12 +186,6 @@ class Adopting(Protocol):
         ...
 
     def release(self, name: str) -> None: ...
-
-
-def _play_all(parts: Parts, episodes: Sequence[Episode], slot: str | None, version: int) -> list[Played]:
-    """In a thread of its own: this one may be a notebook's, which has an event loop."""
-    with ThreadPoolExecutor(1, "orbit-teacher") as thread:
-        return thread.submit(lambda: asyncio.run(_play(parts, episodes, slot, version))).result()
 
 
 async def _play(parts: Parts, episodes: Sequence[Episode], slot: str | None, version: int) -> list[Played]:

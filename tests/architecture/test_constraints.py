@@ -13,7 +13,7 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 SETS = {
-    "laptop": ("", "data", "train", "dev", "operator", "trackers"),
+    "laptop": ("", "data", "train", "dev", "operator", "trackers", "docs"),
     "bridges": ("", "train", "gym", "verifiers"),
     "node": ("", "train", "sglang", "megatron", "ray", "te", "operator"),
 }

@@ -18,7 +18,7 @@ from orbit_runtime.cli.main import run_command
 
 PAGES = sorted((Path(__file__).resolve().parents[2] / "docs/python").glob("*.md"))
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(autouse=True)
