@@ -42,13 +42,15 @@ def texts(notebook: nbformat.NotebookNode) -> str:
 @pytest.mark.parametrize("executed", ["own_reward.ipynb"], indirect=True)
 def test_the_notebook_of_an_own_reward_learns(executed: nbformat.NotebookNode, tmp_path: Path) -> None:
     said = texts(executed)
-    assert "step 12/12" in said, "progress is standard output: a notebook shows standard error as a failure"
+    assert "step 8/8" in said, "progress is standard output: a notebook shows standard error as a failure"
     assert "█" in said
-    report = Report(tmp_path / "runs/digits")
+    report = Report(tmp_path / "runs/even")
     assert report.status == "done"
-    assert sum(report.curves["reward_mean"][-3:]) > sum(report.curves["reward_mean"][:3])  # type: ignore[arg-type]
+    rewards = report.curves["reward_mean"]
+    # 0.56 and 0.95 are measured; a window of 192 answers has a standard error of 0.04.
+    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.2  # type: ignore[arg-type]
     (shown,) = [output for cell in executed.cells for output in cell.get("outputs", ()) if "data" in output]
-    assert "notebook: done after 12 steps" in shown["data"]["text/html"]
+    assert "notebook: done after 8 steps" in shown["data"]["text/html"]
 
 
 @pytest.mark.parametrize("executed", ["agents.ipynb"], indirect=True)
