@@ -154,6 +154,8 @@ class SGLangApi:
         async with aclosing(self._wire.stream("/generate", body)) as events:
             async for event in events:
                 meta, index = _meta(event), int(event.get("index", 0))
+                # One that nobody asked for is passed on as it is: whoever asked refuses it.
+                ask = asks[index] if 0 <= index < len(asks) else None
                 entries = meta.get("output_token_logprobs") or []
                 top = meta.get("output_top_logprobs") or []
                 if not self._incremental:
@@ -167,8 +169,8 @@ class SGLangApi:
                     reason,
                     total=meta.get("completion_tokens"),
                     adapter=(meta.get(APPLIED) or [None])[-1],
-                    alternatives=_read_alternatives(top, len(entries), asks[index].request.alternatives),
-                    routed_experts=self._experts(meta, asks[index], had[index]) if self._routed and reason else None,
+                    alternatives=_read_alternatives(top, len(entries), ask.request.alternatives if ask else 0),
+                    routed_experts=self._experts(meta, ask, had[index]) if self._routed and reason and ask else None,
                 )
 
     def _experts(self, meta: Mapping[str, Any], ask: Ask, sampled: int) -> RoutedExperts | None:

@@ -225,7 +225,7 @@ BAD_BLOCKS: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "data": (
         ("{prompts: []}", "prompts"), ("{prompts: uri}", "prompts"), ("{prompts: [null]}", "prompts[0]"),
-        ("{prompts: [{uri: a}, {uri: b, weight: 1}]}", "prompts[1].weight"),
+        ("{prompts: [{uri: a}, {uri: b, heft: 1}]}", "prompts[1].heft"),
         ("{prompts: [{uri: a}, {uri: 'http://example.com/x'}]}", "prompts[1].uri"),
         ("{prompts: [{uri: a}], validation: {share: 1}}", "validation.share"),
         ("{prompts: [{uri: a}], difficulty: {low: 0.6}}", "difficulty.low"),
