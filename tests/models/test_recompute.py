@@ -148,5 +148,5 @@ def test_a_product_that_was_overwritten_or_never_kept_is_not_taken() -> None:
 
 def test_a_model_without_layers_to_compute_again_is_refused() -> None:
     with pytest.raises(UnsupportedError) as refused:
-        recompute_layers(torch.nn.Linear(2, 2), "PerLayer", None, None)  # type: ignore[arg-type]
+        recompute_layers(torch.nn.Linear(2, 2), "PerLayer", [])
     assert refused.value.where == "spec.training.recompute"
