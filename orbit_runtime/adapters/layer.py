@@ -46,7 +46,8 @@ class Applied:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Dropout:
-    """What a training pass leaves out: the same of each token, whichever process computes it."""
+    """What a training pass leaves out. Of what dense layers read it is the same, whichever process has the token;
+    routed experts draw for the tokens that their process sends them."""
 
     key: int
     places_T: Tensor | None = None

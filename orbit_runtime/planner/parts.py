@@ -214,9 +214,11 @@ def _is_in(stored: StoredWeight, setting: Setting, stage: tuple[int, int] | None
         return True
     if weight.layer is not None:
         return weight.layer in stage_layers(setting.model.architecture.num_layers, *stage)
-    is_tied_head = weight.role == "embedding" and not any(w.role == "head" for w in setting.model.architecture.weights)
-    ends = {"embedding": stage[0] == 0}.get(weight.role, stage[0] == stage[1] - 1)
-    return ends or (is_tied_head and stage[0] == stage[1] - 1)
+    is_first, is_last = stage[0] == 0, stage[0] == stage[1] - 1
+    if weight.role != "embedding":
+        return is_last
+    is_tied = not any(other.role == "head" for other in setting.model.architecture.weights)
+    return is_first or (is_last and is_tied)
 
 
 def _base_of(setting: Setting, side: Literal["trainer", "engine"], stage: tuple[int, int] | None) -> Parts:

@@ -211,15 +211,14 @@ def _copies_problem(job: Job) -> list[Problem]:
 def _division_problems(model: ModelFacts, job: Job, layout: Layout, machine: Machine) -> list[Problem]:
     if job.trainer == "Torch":
         return []
-    field, gpus = "spec.training.parallel", len(job.devices.trainer)
-    found = []
+    gpus = len(job.devices.trainer)
     why = objection(model, job, layout)
     if why is None and machine.gpu is not None and layout.num_gpus != gpus:
         why = f"the sizes are for {layout.num_gpus} ranks, and the trainer has {gpus} GPUs"
-    if why is not None:
-        message = f"{model.name} cannot be divided like this: {why}"
-        found.append(Problem(message, field, "leave the block out, and the planner chooses"))
-    return found
+    if why is None:
+        return []
+    message = f"{model.name} cannot be divided like this: {why}"
+    return [Problem(message, "spec.training.parallel", "leave the block out, and the planner chooses")]
 
 
 def _idle(model: ModelFacts, job: Job, size: int, gpus: int) -> list[str]:

@@ -30,12 +30,11 @@ class Division(Protocol):
         ...
 
     def own_targets(self, batch: PackedBatch) -> tuple[Tensor, Tensor] | None:
-        """Of the batch's targets those whose log-prob is computed here, in order, and where the hidden state of each
-        stands among this process's; None: every process computes all."""
+        """See `PackedBatch`."""
         ...
 
-    def join_targets(self, own_R: Tensor, index_R: Tensor, count: int) -> Tensor:
-        """`[count]` from what each process found of its own targets. Backward gives each its own."""
+    def join_targets(self, own_XR: Tensor, index_R: Tensor, count: int) -> Tensor:
+        """`[X, count]` from what each process found of its own targets. Backward gives each its own."""
         ...
 
     def remembered(self) -> Callable[[], AbstractContextManager[None]]:

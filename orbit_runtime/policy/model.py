@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 import torch
@@ -92,7 +92,10 @@ class Policy:
         return self.model.get_output_embeddings()(hidden_RN)
 
     def pack(self, branches: Sequence[Branch]) -> PackedBatch:
-        return build_packed(branches, self.device, self.division.context if self.division else (0, 1))
+        if self.division is None:
+            return build_packed(branches, self.device)
+        batch = build_packed(branches, self.device, self.division.context)
+        return replace(batch, own_targets=self.division.own_targets(batch))
 
     def plan(self, batch: PackedBatch) -> PackedPlan:
         divided = self.division is not None and self.division.context[1] > 1
@@ -119,41 +122,46 @@ class Policy:
         self, hidden_RN: torch.Tensor, batch: PackedBatch, *, sampling: Sampling = UNSHAPED, seen: Seen | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`logprobs` from `target_hidden` of the same batch."""
-        own = self._own_targets(batch)
-        targets_R = batch.target_ids_R if own is None else batch.target_ids_R[own[0]]
-        logprobs_R, entropy_R = token_logprobs(
+        targets_R = batch.target_ids_R
+        if batch.own_targets is not None:
+            index_R, _ = batch.own_targets
+            targets_R, seen = targets_R[index_R], None if seen is None else seen.of_targets(index_R)
+        found = token_logprobs(
             hidden_RN,
             targets_R,
             self.head,
             vocabulary=self.vocabulary,
             sampling=sampling,
-            seen=seen if seen is None or own is None else seen.of_targets(own[0]),
+            seen=seen,
             weights=[] if self.whole is None else [*self.model.get_output_embeddings().parameters()],
         )
-        return self._joined(batch, own, logprobs_R), self._joined(batch, own, entropy_R)
+        return self._joined(batch, found)
 
     def scores(self, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """`(logprobs [R] fp32, most probable tokens [R] int64)` in the places of the batch's targets; no gradients."""
-        own = self._own_targets(batch)
+        own = batch.own_targets
         targets_R = batch.target_ids_R if own is None else batch.target_ids_R[own[0]]
-        found = token_scores(self.target_hidden(batch), targets_R, self.head, vocabulary=self.vocabulary)
-        return self._joined(batch, own, found[0]), self._joined(batch, own, found[1])
+        logprobs_R, top_R = token_scores(self.target_hidden(batch), targets_R, self.head, vocabulary=self.vocabulary)
+        # Whole numbers up to 2^24 are themselves in fp32.
+        logprobs_R, number_R = self._joined(batch, (logprobs_R, top_R.float()))
+        return logprobs_R, number_R.long()
 
     def target_hidden(self, batch: PackedBatch, routed_TLC: torch.Tensor | None = None) -> torch.Tensor:
         """Last hidden states `[R, N]` in the places that predict the batch's targets, with gradient to the adapter; of
         a divided pass those of this process's targets."""
-        own = self._own_targets(batch)
-        return gather_rows(self.through(batch, routed_TLC), batch.target_source_R if own is None else own[1])
-
-    def _own_targets(self, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor] | None:
-        return None if self.division is None else self.division.own_targets(batch)
+        source_R = batch.target_source_R if batch.own_targets is None else batch.own_targets[1]
+        return gather_rows(self.through(batch, routed_TLC), source_R)
 
     def _joined(
-        self, batch: PackedBatch, own: tuple[torch.Tensor, torch.Tensor] | None, values_R: torch.Tensor
-    ) -> torch.Tensor:
-        if own is None or self.division is None:
-            return values_R
-        return self.division.join_targets(values_R, own[0], len(batch.target_ids_R))
+        self, batch: PackedBatch, found: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of all targets, from what this process found of its own."""
+        if batch.own_targets is None or self.division is None:
+            return found
+        first_R, second_R = self.division.join_targets(
+            torch.stack(found), batch.own_targets[0], len(batch.target_ids_R)
+        )
+        return first_R, second_R
 
     def through(self, batch: PackedBatch, routed_TLC: torch.Tensor | None = None) -> torch.Tensor:
         """What the batch's tokens are behind the last layer of this process: `[T, N]`, its own tokens of a divided

@@ -97,6 +97,9 @@ class PackedBatch:
     """Of this process's tokens among all, padding included; None: it has all."""
     num_tokens: int = 0
     """All processes' together, padding included."""
+    own_targets: tuple[torch.Tensor, torch.Tensor] | None = None
+    """Those whose log-prob this process computes, in order, and where the hidden state of each stands among its own;
+    None: it computes all."""
 
 
 @dataclass(frozen=True)
@@ -108,9 +111,9 @@ class Row:
     length: int
     prefix_first: int
     prefix_length: int
-    before: int = 0
+    before: int
     """Its tokens before the first query, which are another process's."""
-    own_first: int = -1
+    own_first: int
     """Where it begins among all tokens."""
 
 

@@ -25,6 +25,7 @@ from orbit_runtime.adapters.tensorfile import tensor_digest
 from orbit_runtime.policy.attention import Look
 from orbit_runtime.policy.model import Policy
 from orbit_runtime.policy.packed import Branch, PackedPlan, lay_out_experts
+from orbit_runtime.policy.shares import BEFORE_LAYERS, Elsewhere
 from orbit_runtime.quant.expert_linear import FrozenExpertLinear
 from orbit_runtime.quant.formats import FORMATS
 from orbit_runtime.quant.linear import FrozenLinear
@@ -239,7 +240,9 @@ def base_tensors(model: nn.Module) -> Iterator[tuple[str, Callable[[], Tensor]]]
             continue
         if tied and plain == "lm_head":
             # One matrix under two names; the other side may know it under the first alone.
-            continue
+            if not isinstance(model.get_input_embeddings(), Elsewhere):
+                continue
+            plain = f"{model.base_model_prefix}.{BEFORE_LAYERS}"
         if isinstance(module, FrozenLinear):
             yield f"{plain}.weight", partial(_dense, module)
             if module.bias is not None:

@@ -84,8 +84,8 @@ class Passes(Protocol):
         ...
 
     def logprobs(self, micro: MicroBatch, sampling: Sampling, *, adapter: bool, routed_TLC: Tensor | None) -> Tensor:
-        """fp32 `[R]` without gradient; with `adapter` off, the reference policy's. Where no process of the replica
-        leads that has the same layers, they are not known here, and 0."""
+        """fp32 `[R]` without gradient; with `adapter` off, the reference policy's. A process without the output layer
+        knows none: 0."""
         ...
 
     def forward_backward(

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from orbit_runtime.adapters.buffer import publishable
+from orbit_runtime.adapters.config import AdapterConfig
 from orbit_runtime.adapters.layer import TRAINER_SLOT
+from orbit_runtime.model_info.builtin_models import builtin_folder
 from orbit_runtime.parity.locate import Location, locate
 from orbit_runtime.policy import Policy, load_policy
 from orbit_runtime.policy.snapshot import Snapshot, take_snapshot
@@ -81,6 +83,13 @@ def spoil_base(groups: Groups, rank: int, name: str) -> None:
             weight[0, 0] += 1.0
 
 
+def spoil_head(groups: Groups) -> None:
+    """In the last stage's memory, of a model whose output layer is its embedding."""
+    if groups.is_last_stage:
+        with torch.no_grad():
+            rank_here().policy.model.lm_head.packed.qdata[3, 5] += 1.0
+
+
 def turn_experts(groups: Groups, rank: int) -> None:
     """One rank believes that its first expert is another one: a wrong offset."""
     if torch.distributed.get_rank() == rank:
@@ -112,3 +121,17 @@ def test_a_wrong_offset_of_one_ranks_experts_is_found_in_that_layer(ranks: World
     assert location.point.startswith("model.layers.1.mlp"), location.sentence()
     named = {cause.name for cause in location.causes}
     assert any(name.startswith("model.layers.1.mlp.experts.") for name in named), named
+
+
+@pytest.mark.timeout(900)
+def test_two_stages_that_hold_one_matrix_for_two_uses_are_held_against_each_other(ranks: World) -> None:
+    if ranks.sizes.pipeline == 1:
+        pytest.skip("one stage holds embedding and output layer")
+    folder, adapter = builtin_folder("tiny-adder", "BF16"), AdapterConfig("LoRA", (), rank=4, alpha=8.0)
+    trainer = MegatronTrainer(WorldRanks(ranks, RankSettings(folder, adapter, ranks.sizes, SETTINGS)), "base")
+    policy = load_policy(folder, adapter)
+    assert compared(trainer, policy)[2].is_clear
+    ranks.call(spoil_head)
+    _, _, location = compared(trainer, policy)
+    details = [cause.detail for cause in location.causes if cause.name == "model.embed_tokens.weight"]
+    assert any("ranks 0 and 1 of the trainer hold different values" in each for each in details), location.causes

@@ -80,17 +80,20 @@ class Pipeline:
 
     def settle(self) -> None:
         """Until everything that was sent has been received."""
-        while self._sent:
-            self._sent.popleft()[0].wait()
+        self._wait(0)
 
     def _send(self, tensor: Tensor, group: distributed.ProcessGroup, step: int) -> None:
         # A stage that is far ahead waits for its neighbour, so that what is under way stays bounded.
-        while len(self._sent) > self.stages:
-            self._sent.popleft()[0].wait()
+        self._wait(self.stages)
         tensor = tensor.contiguous()
         work = distributed.isend(tensor, group=group, group_dst=self.stage + step)
         assert work is not None
         self._sent.append((work, tensor))
+
+    def _wait(self, left: int) -> None:
+        with in_collective("pipeline"):
+            while len(self._sent) > left:
+                self._sent.popleft()[0].wait()
 
     def _receive(self, into: Tensor, group: distributed.ProcessGroup, step: int) -> Tensor:
         with in_collective("pipeline"):

@@ -137,11 +137,11 @@ class Regions:
         index_R = is_own_R.nonzero()[:, 0]
         return index_R, place_R[index_R]
 
-    def join_targets(self, own_R: Tensor, index_R: Tensor, count: int) -> Tensor:
+    def join_targets(self, own_XR: Tensor, index_R: Tensor, count: int) -> Tensor:
         groups = [self.groups.tensor] if self.groups.sizes.sequence_parallel else []
         if self.context[1] > 1:
             groups.append(self.groups.context)
-        return _JoinTargets.apply(own_R, index_R, count, groups)  # type: ignore[no-any-return]
+        return _JoinTargets.apply(own_XR, index_R, count, groups)  # type: ignore[no-any-return]
 
     # --- matrices ---
 
@@ -268,18 +268,18 @@ class _JoinTargets(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, own_R: Tensor, index_R: Tensor, count: int, groups: Sequence[distributed.ProcessGroup]
+        ctx: Any, own_XR: Tensor, index_R: Tensor, count: int, groups: Sequence[distributed.ProcessGroup]
     ) -> Tensor:
         ctx.save_for_backward(index_R)
-        joined = own_R.new_zeros(count).index_copy_(0, index_R, own_R)
+        joined = own_XR.new_zeros(len(own_XR), count).index_copy_(1, index_R, own_XR)
         for group in groups:
             distributed.all_reduce(joined, group=group)
         return joined
 
     @staticmethod
-    def backward(ctx: Any, grad_R: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad_XR: Tensor) -> tuple[Tensor, None, None, None]:
         (index_R,) = ctx.saved_tensors
-        return grad_R[index_R], None, None, None
+        return grad_XR[:, index_R], None, None, None
 
 
 class _Exchange(torch.autograd.Function):
