@@ -1,11 +1,13 @@
 #!/bin/sh
 # Builds the programs of the cluster tests with Go, each version once, and prints a folder with a link to each of them.
-# usage: tools/cluster_programs.sh [kubernetes|helm|helm3|kubeconform|coredns|versitygw|kwok|kueue]...   (none: all but the last two)
+# usage: tools/cluster_programs.sh [kubernetes|helm|helm3|kubeconform|coredns|versitygw|kuberay-crds|kwok|kueue|kuberay]...
+# Without any, all but the last three.
 #
 # The folder, for ORBIT_TEST_PROGRAMS: ${XDG_CACHE_HOME:-~/.cache}/orbit-rl/cluster-bin/{kube-apiserver,...,helm3,helm4,kwok,...}.
 # What the links lead to, beside it, a folder per module and version:
 #   kubernetes-v1.34.1/{kube-apiserver,kube-controller-manager,kube-scheduler,kube-proxy,kubelet,kubectl,etcd}
 #   cluster-tools-SUM/{helm4,helm3,kubeconform,coredns,kwok}   versitygw-v1.8.0/versitygw   kueue-v0.14.5/kueue
+#   kuberay-v1.5.0/{kuberay-crds/*.yaml,kuberay}
 set -eu
 
 KUBERNETES=1.34.1
@@ -28,6 +30,8 @@ import (
 func main() { etcdmain.Main(os.Args) }
 '
 KUEUE=v0.14.5
+KUBERAY=v1.5.0
+KUBERAY_MODULE=github.com/ray-project/kuberay/ray-operator
 # In one module, so that what they share, most of it Kubernetes' client, is compiled once.
 TOOLS_MODULE="module orbit.local/cluster-tools
 
@@ -143,6 +147,31 @@ kueue() {
     build_module "$cache/kueue-$KUEUE" "$module" "" kueue=sigs.k8s.io/kueue/cmd/kueue
 }
 
+kuberay() {
+    module=$(printf 'module orbit.local/kuberay\n\ngo 1.24.0\n\ntool %s\n\nrequire %s %s\n' "$KUBERAY_MODULE" "$KUBERAY_MODULE" "$KUBERAY")
+    build_module "$cache/kuberay-$KUBERAY" "$module" "" "kuberay=$KUBERAY_MODULE"
+}
+
+# Of the module's own files: what the API server must know to take a RayCluster.
+kuberay_crds() {
+    folder=$cache/kuberay-$KUBERAY
+    if [ ! -d "$folder/kuberay-crds" ]; then
+        need_go
+        mkdir -p "$folder"
+        staging=$(mktemp -d "$folder/build.XXXXXX")
+        printf 'module orbit.local/kuberay\n\ngo 1.24.0\n' >"$staging/go.mod"
+        (cd "$staging" && go mod download -json "$KUBERAY_MODULE@$KUBERAY" >module.json)
+        found=$(sed -n 's/^[[:space:]]*"Dir": "\(.*\)",*$/\1/p' "$staging/module.json")
+        mkdir "$staging/crds"
+        cp "$found"/config/crd/bases/*.yaml "$staging/crds/"
+        chmod -R u+w "$staging/crds"
+        mv "$staging/crds" "$folder/kuberay-crds"
+        rm -rf "$staging"
+        staging=
+    fi
+    link kuberay-crds "$folder/kuberay-crds"
+}
+
 # build_tools NAME=PACKAGE...: of TOOLS_MODULE.
 tools_folder=$cache/cluster-tools-$(printf '%s%s' "$TOOLS_MODULE" "$COREDNS_MAIN" | cksum | cut -d' ' -f1)
 build_tools() {
@@ -161,9 +190,9 @@ fetch_ahead() {
     fetching="$fetching $!"
 }
 
-# kwok is for benchmarks/operator_scale.py alone.
+# kwok is for benchmarks/operator_scale.py alone, kuberay for tests/cluster/test_several_nodes.py where it was built.
 if [ $# -eq 0 ]; then
-    set -- kubernetes helm helm3 kubeconform coredns versitygw
+    set -- kubernetes helm helm3 kubeconform coredns versitygw kuberay-crds
     fetch_ahead
 fi
 tools_wanted=
@@ -176,8 +205,10 @@ for group in "$@"; do
     coredns) tools_wanted="$tools_wanted coredns=./coredns" ;;
     kwok) tools_wanted="$tools_wanted kwok=sigs.k8s.io/kwok/cmd/kwok" ;;
     versitygw) link versitygw "$("$here/versitygw.sh")" ;;
+    kuberay-crds) kuberay_crds ;;
     kueue) kueue ;;
-    *) echo "error: $0: '$group' is none of: kubernetes helm helm3 kubeconform coredns versitygw kwok kueue." >&2 && exit 64 ;;
+    kuberay) kuberay ;;
+    *) echo "error: $0: '$group' is none of: kubernetes helm helm3 kubeconform coredns versitygw kuberay-crds kwok kueue kuberay." >&2 && exit 64 ;;
     esac
 done
 # shellcheck disable=SC2086

@@ -26,6 +26,21 @@ class ApplySupport:
 
 
 @dataclass(frozen=True, slots=True)
+class CreateRanks:
+    """Make the RayCluster of an attempt whose Job is there."""
+
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeleteRanks:
+    """Delete a RayCluster and its pods: nobody uses their GPUs any more."""
+
+    name: str
+    uid: str
+
+
+@dataclass(frozen=True, slots=True)
 class DeletePod:
     """End a pod: SIGTERM, its grace period, and its Job ends with it."""
 
@@ -58,7 +73,17 @@ class DeleteRun:
     """Its time to live is over."""
 
 
-Action = CreateAttempt | ApplySupport | DeletePod | DeleteJob | SetFinalizer | StartCleanup | DeleteRun
+Action = (
+    CreateAttempt
+    | ApplySupport
+    | CreateRanks
+    | DeleteRanks
+    | DeletePod
+    | DeleteJob
+    | SetFinalizer
+    | StartCleanup
+    | DeleteRun
+)
 
 
 @dataclass(frozen=True, slots=True)

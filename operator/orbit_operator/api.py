@@ -52,6 +52,7 @@ NODES = Kind("/api/v1", "nodes")
 EVENTS = Kind("/api/v1", "events")
 CONFIG_MAPS = Kind("/api/v1", "configmaps")
 NETWORK_POLICIES = Kind("/apis/networking.k8s.io/v1", "networkpolicies")
+RAY_CLUSTERS = Kind("/apis/ray.io/v1", "rayclusters")
 LEASES = Kind("/apis/coordination.k8s.io/v1", "leases")
 
 

@@ -12,14 +12,16 @@ from orbit_operator.actions import (
     Action,
     ApplySupport,
     CreateAttempt,
+    CreateRanks,
     DeleteJob,
     DeletePod,
+    DeleteRanks,
     DeleteRun,
     SetFinalizer,
     StartCleanup,
     State,
 )
-from orbit_operator.api import CONFIG_MAPS, JOBS, NETWORK_POLICIES, PODS, RUNS, Api, ApiError, Body
+from orbit_operator.api import CONFIG_MAPS, JOBS, NETWORK_POLICIES, PODS, RAY_CLUSTERS, RUNS, Api, ApiError, Body
 from orbit_operator.attempts import add_created
 from orbit_operator.cache import Cache, Child, read_version
 from orbit_operator.ending import FINALIZER
@@ -28,6 +30,7 @@ from orbit_operator.manifests.cleanup import build_cleanup_job
 from orbit_operator.manifests.config_map import build_config_map
 from orbit_operator.manifests.job import build_job
 from orbit_operator.manifests.network_policy import build_network_policy
+from orbit_operator.manifests.ray_cluster import build_ray_cluster
 from orbit_operator.manifests.source import RUN_UID, RunSource
 from orbit_operator.observe import build_source
 from orbit_operator.read import pack_run, read_job
@@ -57,6 +60,10 @@ class Writer:
                 await self._apply_support(source)
                 job = await self._create(run, build_job(source, number, avoid_nodes, self._settings))
                 return None if state is None else add_created(state, job)
+            case CreateRanks(attempt):
+                await self._create_ranks(build_ray_cluster(build_source(body), attempt, self._settings))
+            case DeleteRanks(name, uid):
+                await self._api.delete(RAY_CLUSTERS, run.namespace, name, uid)
             case ApplySupport():
                 await self._apply_support(build_source(body))
             case StartCleanup():
@@ -101,6 +108,14 @@ class Writer:
         version = read_version(made["metadata"].get("resourceVersion"))
         self._cache.put_job(run.key, Child(run.uid, facts), version)
         return facts
+
+    async def _create_ranks(self, cluster: Body) -> None:
+        """Create-only; one that is there already stays as KubeRay has it."""
+        try:
+            await self._api.create(RAY_CLUSTERS, cluster["metadata"]["namespace"], cluster)
+        except ApiError as error:
+            if error.status != 409 or error.reason != "AlreadyExists":
+                raise
 
     async def _set_finalizer(self, run: RunFacts, body: Body, present: bool) -> Body:
         """Only ours: others' are left as they are."""

@@ -230,6 +230,16 @@ class Lifecycle:
 
 
 @dataclass(frozen=True, slots=True)
+class RanksFacts:
+    """One RayCluster of a run over several nodes."""
+
+    name: str
+    uid: str
+    attempt: int
+    is_deleting: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class RunFacts:
     """One OrbitRun."""
 
@@ -243,6 +253,8 @@ class RunFacts:
     annotations: Mapping[str, str] = field(default_factory=dict)
     lifecycle: Lifecycle = field(default_factory=Lifecycle)
     gpus: int = 8
+    """Of all its nodes."""
+    nodes: int = 1
     total_steps: int | None = None
     checkpoint_every: int = 1
     deletes_artifacts: bool = False
@@ -274,6 +286,10 @@ class Observed:
     """No Job and no pod of this run was ever seen by this process, whose first lists were complete."""
     former_pods: int = 0
     """Live pods of an earlier run of the same name, which is being deleted."""
+    ranks: tuple[RanksFacts, ...] = ()
+    """RayClusters, looked for where the run has several nodes."""
+    ranks_problem: str = ""
+    """Why there cannot be any; empty where there can."""
     cleanup: Literal["", "Running", "Complete", "Failed"] = ""
     """State of the Job that deletes the artifacts."""
     cleanup_failure: str = ""

@@ -14,18 +14,18 @@ from dataclasses import dataclass, replace
 import orjson
 from pydantic import ValidationError
 
-from orbit_operator.api import EVENTS, JOBS, NODES, PODS, RUNS, Api, ApiError, Body, Kind
+from orbit_operator.api import EVENTS, JOBS, NODES, PODS, RAY_CLUSTERS, RUNS, Api, ApiError, Body, Kind
 from orbit_operator.attempts import newest_pod
 from orbit_operator.cache import Cache, Child, Key
 from orbit_operator.facts import JobFacts, NodeFacts, Observed, PodFacts, Progress, RunFacts, Stored
 from orbit_operator.kueue import Kueue
 from orbit_operator.manifests.config_map import LARGEST_MANIFEST, MANIFEST_FILE, build_config_map
-from orbit_operator.manifests.source import RUN_NAME, RunSource, cleanup_name, run_folder
+from orbit_operator.manifests.source import RUN_NAME, RUN_UID, RunSource, cleanup_name, run_folder
 from orbit_operator.plan_check import UNREAD, check_plan
 from orbit_operator.policies.failure import read_termination
 from orbit_operator.policies.patience import PATIENCE_SECONDS
 from orbit_operator.poll import read_progress
-from orbit_operator.read import lifecycle_of, pack_run, read_job, read_node, read_pod, run_uid_of
+from orbit_operator.read import lifecycle_of, pack_run, read_job, read_node, read_pod, read_ranks, run_uid_of
 from orbit_operator.stored import read_stored
 from orbit_operator.timestamps import read_time
 from orbit_runtime.spec import OrbitRun
@@ -34,6 +34,7 @@ from orbit_runtime.spec.run import API_VERSION
 
 NODE_SECONDS = 5.0
 """A node is not asked for more often than this."""
+KUBERAY_MISSING = "the cluster has no RayCluster (ray.io/v1), which placement.nodes needs: install KubeRay's operator"
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,10 +108,23 @@ class Observer:
             cleanup="" if cleanup is None else cleanup.finished or "Running",
             cleanup_failure="" if cleanup is None else why_failed(cleanup, (each.facts for each in pods)),
         )
+        if run.nodes > 1:
+            observed = await self._with_ranks(run, observed)
         live = [job for job in attempts if job.finished is None]
         if live and live[-1].is_suspended and run.lifecycle.queue_name:
             observed = replace(observed, queue=await self._kueue.ask(run.namespace, live[-1].uid))
         return replace(observed, warning=await self._warning(run.namespace, live, own_pods, now))
+
+    async def _with_ranks(self, run: RunFacts, observed: Observed) -> Observed:
+        """Asked for and not watched: such runs are few, and most clusters have no such kind."""
+        selector = {"labelSelector": f"{RUN_UID}={run.uid}"}
+        try:
+            found = [read_ranks(item) async for item in self._api.list(RAY_CLUSTERS, run.namespace, selector)]
+        except ApiError as error:
+            if error.status not in (403, 404):
+                raise
+            return replace(observed, ranks_problem=KUBERAY_MISSING if error.status == 404 else error.message)
+        return replace(observed, ranks=tuple(found))
 
     def _newest_word(self, run: RunFacts, pods: Sequence[PodFacts], stored: Stored) -> Progress | None:
         """Remembered: what was heard of a pod before must not take the place of its last words once it is deleted."""
@@ -180,7 +194,8 @@ class Observer:
             finalizers=tuple(metadata.get("finalizers") or ()),
             annotations=metadata.get("annotations") or {},
             lifecycle=lifecycle_of(spec),
-            gpus=int(placement.get("gpus", Placement().gpus)),
+            gpus=int(placement.get("gpus", Placement().gpus)) * int(placement.get("nodes") or 1),
+            nodes=int(placement.get("nodes") or 1),
             total_steps=(spec.get("training") or {}).get("steps"),
             checkpoint_every=int((spec.get("checkpoint") or {}).get("everySteps") or 1),
             deletes_artifacts=storage.get("deletionPolicy") == "Delete",
@@ -237,7 +252,19 @@ def judge_manifest(body: Body) -> Judgement:
             f"the manifest takes {size} bytes, and the ConfigMap that carries it to the pod holds {LARGEST_MANIFEST}; "
             "put prompts and other data into files and name their URI (hf://, s3://, pvc://)"
         )
+    if not _sees_model(source.manifest):
+        return Judgement(
+            "spec.placement.modelCache.claimName: with several nodes each reads the model's files; name a claim that "
+            "all of them can mount (ReadWriteMany), or a model on one (spec.model.uri: pvc://CLAIM/PATH)"
+        )
     return Judgement(plan=check_plan(source.manifest))
+
+
+def _sees_model(manifest: OrbitRun) -> bool:
+    """Whether every node of the run finds the model's files in the same place."""
+    spec = manifest.spec
+    shared = spec.placement.model_cache.claim_name is not None or spec.model.uri.startswith("pvc://")
+    return spec.placement.nodes == 1 or shared
 
 
 def build_source(body: Body) -> RunSource:

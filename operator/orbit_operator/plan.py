@@ -17,6 +17,7 @@ from orbit_operator.facts import Observed, PodFacts, RunFacts
 from orbit_operator.policies.accounting import account_all
 from orbit_operator.policies.deadlines import active_deadline, startup_deadline
 from orbit_operator.policies.failure import STARTUP_DEADLINE
+from orbit_operator.policies.nodes import missing_ranks, unused_ranks
 from orbit_operator.policies.patience import PATIENCE_SECONDS, look_again
 from orbit_operator.policies.restart import decide_restart, num_spent
 from orbit_operator.policies.suspend import is_stranded, live_pods, node_wake
@@ -43,7 +44,8 @@ def plan(run: RunFacts, observed: Observed, now: float, limits: Limits, verdict:
     if not is_ours(run):
         return Plan()
     if run.deleting_since is not None:
-        return plan_deletion(run, observed, now, limits.node_lost_seconds)
+        chosen = plan_deletion(run, observed, now, limits.node_lost_seconds)
+        return replace(chosen, actions=(*chosen.actions, *unused_ranks(observed, ())))
     attempts = fold_attempts(observed, now, limits.node_lost_seconds, run.lifecycle)
     listed, retired = retire(attempts, dict(observed.stored.retired), run.gpus, now)
     spent = num_spent(listed, retired)
@@ -55,7 +57,8 @@ def plan(run: RunFacts, observed: Observed, now: float, limits: Limits, verdict:
     surplus = [DeleteJob(job.name, job.uid) for job in observed.jobs
                if job.attempt <= retired.get("through", 0) and not job.is_deleting]  # fmt: skip
     keep = () if observed.stored.finished_at is not None else keep_finalizer(run)
-    actions = (*keep, *chosen.actions, *surplus)
+    ranks = (*unused_ranks(observed, listed), *missing_ranks(run, observed, listed))
+    actions = (*keep, *chosen.actions, *surplus, *ranks)
     return replace(chosen, actions=actions, events=(*events_since(observed, listed), *chosen.events))
 
 
@@ -156,6 +159,9 @@ def _start(run: RunFacts, observed: Observed, now: float, base: State) -> Plan:
     if observed.former_pods:
         message = f"{observed.former_pods} pod(s) of a deleted run of the same name still end"
         return Plan((), replace(base, reason="FormerRunEnding", message=message), wake_at=now + FORMER_RUN_SECONDS)
+    if run.nodes > 1 and observed.ranks_problem:
+        state = replace(base, reason="RanksUnavailable", message=observed.ranks_problem, owner="cluster")
+        return Plan((), state, wake_at=now + PATIENCE_SECONDS)
     following = decide_restart(base.attempts, base.spent, run.lifecycle, run.uid)
     if now < following.not_before:
         last = base.attempts[-1].verdict

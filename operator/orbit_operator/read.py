@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 
 from orbit_operator.cache import RawRun
-from orbit_operator.facts import ContainerEnd, JobFacts, Lifecycle, NodeFacts, PodFacts
+from orbit_operator.facts import ContainerEnd, JobFacts, Lifecycle, NodeFacts, PodFacts, RanksFacts
 from orbit_operator.manifests.cleanup import COMPONENT as CLEANUP
 from orbit_operator.manifests.pod import ENGINE_CONTAINER, RUN_CONTAINER
 from orbit_operator.manifests.source import ATTEMPT, RUN_NAME, RUN_UID
@@ -85,6 +85,11 @@ def read_job(body: Object) -> JobFacts:
         is_deleting="deletionTimestamp" in metadata,
         had_pod=any(status.get(name) for name in ("active", "terminating", "failed", "succeeded")),
     )
+
+
+def read_ranks(body: Object) -> RanksFacts:
+    metadata = body["metadata"]
+    return RanksFacts(metadata["name"], metadata["uid"], _attempt(body), "deletionTimestamp" in metadata)
 
 
 def read_pod(body: Object) -> PodFacts:

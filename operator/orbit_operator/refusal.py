@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from orbit_operator.actions import Action, CreateAttempt, State
+from orbit_operator.actions import Action, CreateAttempt, CreateRanks, State
 from orbit_operator.api import ApiError
 from orbit_operator.apply import NameTakenError
 
@@ -17,12 +17,17 @@ LASTING = (400, 403, 413, 422)
 
 def tell_refusal(action: Action, error: ApiError | NameTakenError, state: State) -> State | None:
     """The state of a run whose attempt cannot be made; `None` where the refusal is none of the run's business."""
-    if not isinstance(action, CreateAttempt):
-        return None
+    match action:
+        case CreateAttempt(number):
+            what = f"attempt {number}"
+        case CreateRanks(number):
+            what = f"the RayCluster of attempt {number}"
+        case _:
+            return None
     if isinstance(error, NameTakenError):
         return replace(state, phase="Pending", reason="NameTaken", message=f"{error}; delete it", owner="user")
     if error.status not in LASTING:
         return None
     reason = "QuotaExceeded" if "exceeded quota" in error.message else "AttemptRefused"
-    message = f"attempt {action.number} cannot be made: {error.message}"[:1024]
+    message = f"{what} cannot be made: {error.message}"[:1024]
     return replace(state, phase="Pending", reason=reason, message=message, owner="cluster")

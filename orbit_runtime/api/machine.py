@@ -11,6 +11,7 @@ from orbit_runtime.model_info.gpus import GPUCard, find_gpu
 from orbit_runtime.planner import Machine
 from orbit_runtime.spec.placement import Placement
 from orbit_runtime.workers.host_memory import usable_memory
+from orbit_runtime.workers.joined_nodes import joined_nodes
 from orbit_runtime.workers.nvidia_smi import ask_driver
 from orbit_runtime.workers.sglang_launch import AGENT_VARIABLE
 
@@ -25,7 +26,8 @@ def this_machine(placement: Placement) -> Machine:
     """
     gpus, memory = _gpus(), usable_memory()
     if not os.environ.get(AGENT_VARIABLE):
-        return Machine(gpus[0], len(gpus), memory) if gpus else Machine(None, 0, memory)
+        nodes = joined_nodes(placement)
+        return Machine(gpus[0], len(gpus) * nodes, memory, nodes=nodes) if gpus else Machine(None, 0, memory)
     both = None if memory is None else 2 * memory
     return Machine(gpus[0], placement.gpus, both) if gpus else Machine(None, 0, both)
 

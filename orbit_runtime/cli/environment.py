@@ -38,6 +38,8 @@ VARIABLES: tuple[Variable, ...] = (
              "makes a token of its own and writes it nowhere.", "orbit run, orbit agent"),
     Variable("ORBIT_SGLANG_TOKEN_FD", "", "Set by Orbit for the SGLang servers it starts: where they read their "
              "token.", "the SGLang launcher"),
+    Variable("RAY_ADDRESS", "", "HOST:PORT of the head of a Ray cluster, where `placement.nodes` is more than one: the "
+             "trainer's ranks are there. The operator sets it. Unset, this machine is taken as it is.", "orbit run"),
     Variable("RANK", "", "Set by Orbit for the trainer's ranks: the number of this one.",
              "the Megatron trainer's ranks"),
     Variable("MASTER_ADDR", "", "Set by Orbit for the trainer's ranks: where they meet.",

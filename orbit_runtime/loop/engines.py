@@ -210,7 +210,7 @@ def _plan_serving(resolved: Resolved, folder: Path) -> Serving:
         job = build_job(resolved.run, Machine(None))
         return Serving(0, check_servers(folder_facts(folder), job, 0), None)
     facts, machine = folder_facts(folder), gpu_machine(placement)
-    devices = split_devices(placement, machine.num_gpus)
+    devices = split_devices(placement, machine.num_gpus, machine.nodes)
     size = check_servers(facts, build_job(resolved.run, machine), len(devices.engine))
     # An agent's container has the engine's GPUs alone.
     first = 0 if os.environ.get(AGENT_VARIABLE) else devices.engine.start

@@ -17,6 +17,7 @@ from orbit_runtime.planner import Machine
 from orbit_runtime.spec import MachineFacts
 from orbit_runtime.spec.placement import Placement
 from orbit_runtime.workers.host_memory import usable_memory
+from orbit_runtime.workers.joined_nodes import joined_nodes
 from orbit_runtime.workers.sglang_launch import AGENT_VARIABLE
 
 
@@ -31,7 +32,8 @@ def machine_facts() -> MachineFacts:
 
 
 def gpu_machine(placement: Placement) -> Machine:
-    """The GPUs that the run has, as torch counts them; in a `Split` pod those of both containers. Not run on hardware.
+    """The GPUs that the run has, as torch counts them; in a `Split` pod those of both containers, and as many on each
+    of several nodes. Not run on hardware.
 
     Only where there are GPUs.
     """
@@ -41,7 +43,10 @@ def gpu_machine(placement: Placement) -> Machine:
     card = find_gpu(name)
     if card is None:
         card = GPUCard(name, int(torch.cuda.get_device_properties(0).total_memory), 0.0, (), "torch")
-    return Machine(card, placement.gpus if os.environ.get(AGENT_VARIABLE) else machine_facts().num_gpus)
+    if os.environ.get(AGENT_VARIABLE):
+        return Machine(card, placement.gpus)
+    nodes = joined_nodes(placement)
+    return Machine(card, machine_facts().num_gpus * nodes, nodes=nodes)
 
 
 def planned_machine(placement: Placement, device: str) -> Machine:

@@ -6,7 +6,6 @@ Belongs here: what a manifest asks of a trainer, and what each kind is made of. 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
@@ -20,12 +19,14 @@ from orbit_runtime.algorithms.own import ADVANTAGES, LOSS, hold_given, load_own,
 from orbit_runtime.algorithms.table import Algorithm, build_algorithm, correction_of, loss_settings
 from orbit_runtime.errors import InternalError, OrbitError, UnsupportedError
 from orbit_runtime.loop.machine import rounding_facts
+from orbit_runtime.loop.rank_places import THREAD_VARIABLES, rank_devices, threads_of_a_rank
 from orbit_runtime.planner.sampling import sampling_of
 from orbit_runtime.planner.whole import check_adapted
 from orbit_runtime.spec import Resolved
 from orbit_runtime.spec.algorithm import Algorithm as AlgorithmSpec
 from orbit_runtime.spec.run import RunSpec
 from orbit_runtime.types import TEACHER_SLOT, Probe, Sampling, Trainer
+from orbit_runtime.workers.joined_nodes import joined_nodes, ray_address
 
 if TYPE_CHECKING:
     from orbit_runtime.adapters.config import AdapterConfig
@@ -71,6 +72,8 @@ class Division:
     recompute: Recompute
     gpus: tuple[int, ...] | None
     """Of each rank; None: on the CPU."""
+    nodes: int = 1
+    """With more than one, ranks are on others than this one, in the Ray cluster that `RAY_ADDRESS` names."""
 
 
 def decide_division(resolved: Resolved, folder: Path) -> Division:
@@ -115,7 +118,8 @@ def decide_division(resolved: Resolved, folder: Path) -> Division:
         )
     check_rank_packages()
     gpus = tuple(made.devices.trainer) if resolved.device == "cuda" else None
-    return Division("Megatron", made.layout, made.micro_batch_tokens, made.recompute, gpus)
+    nodes = joined_nodes(resolved.run.spec.placement)
+    return Division("Megatron", made.layout, made.micro_batch_tokens, made.recompute, gpus, nodes)
 
 
 def build_side(
@@ -184,8 +188,12 @@ def _build_ranks(
         recompute=division.recompute,
         loss=loss,
     )
-    threads = _threads_of_a_rank(sizes.world, resolved.device)
+    threads = threads_of_a_rank(-(-sizes.world // max(1, division.nodes - 1)), resolved.device)
     where = "on the CPU" if division.gpus is None else f"on GPUs {division.gpus[0]} to {division.gpus[-1]}"
+    if division.nodes > 1:
+        where = f"on {division.nodes - 1} nodes of the Ray cluster at {ray_address()}"
+    elif spec.placement.nodes > 1:
+        note(f"placement.nodes is {spec.placement.nodes}, and RAY_ADDRESS names no Ray cluster: this machine alone")
     note(f"{sizes.world} ranks {where}: {layout.text()}, {threads} threads each")
     logs = Path(closing.enter_context(TemporaryDirectory(prefix="orbit-ranks-")))
     ranks = start_ranks(
@@ -193,8 +201,10 @@ def _build_ranks(
             target="orbit_runtime.training.megatron.rank:MegatronRank",
             arguments={"settings": settings},
             count=sizes.world,
-            devices=None if division.gpus is None else visible_gpus(division.gpus, os.environ),
+            devices=rank_devices(division.gpus, division.nodes),
             environment={name: str(threads) for name in THREAD_VARIABLES},
+            address=ray_address() if division.nodes > 1 else None,
+            nodes=max(1, division.nodes - 1),
         ),
         logs,
     )
@@ -211,23 +221,6 @@ def _build_ranks(
         policy=None,
         rounding={**rounding_facts(), "ranks": f"{layout.text()}, {threads} threads each"},
     )
-
-
-def visible_gpus(gpus: Sequence[int], environment: Mapping[str, str]) -> tuple[str, ...]:
-    """What `CUDA_VISIBLE_DEVICES` is to be for each of these, which are counted among those that this process sees."""
-    shown = environment.get("CUDA_VISIBLE_DEVICES")
-    names = shown.split(",") if shown else [str(gpu) for gpu in range(max(gpus) + 1)]
-    return tuple(names[gpu].strip() for gpu in gpus)
-
-
-THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-
-
-def _threads_of_a_rank(world: int, device: str) -> int:
-    """Ranks on one CPU share its cores; beside a GPU a rank needs few."""
-    import torch
-
-    return max(1, torch.get_num_threads() // (world if device == "cpu" else 1))
 
 
 def _build_alone(

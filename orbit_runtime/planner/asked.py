@@ -13,7 +13,8 @@ from orbit_runtime.spec.quantities import read_quantity
 
 
 def asked_machine(run: OrbitRun, gpu: str | None = None) -> Machine | None:
-    """`placement.gpus` of the GPU that `gpu` or `placement.gpuProduct` names; the CPU where it asks for no GPU.
+    """`placement.gpus` on each node, of the GPU that `gpu` or `placement.gpuProduct` names; the CPU where none is asked
+    for.
 
     None: it asks for GPUs without saying which.
 
@@ -35,4 +36,5 @@ def asked_machine(run: OrbitRun, gpu: str | None = None) -> Machine | None:
             where="--gpu" if gpu else "spec.placement.gpuProduct",
             fix=f"name one of {', '.join(each.name for each in CARDS)}",
         )
-    return Machine(card, max(1, placement.gpus), host, read_quantity(disk) if disk else None)
+    gpus, nodes = max(1, placement.gpus), placement.nodes
+    return Machine(card, gpus * nodes, host, read_quantity(disk) if disk else None, nodes)

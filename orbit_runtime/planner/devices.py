@@ -14,7 +14,7 @@ from orbit_runtime.spec.placement import Placement
 class Devices:
     """Example: a trainer on GPU 0 and engines on the other seven: `Devices(range(1), range(1, 8))`.
 
-    Numbered over the whole machine; in a `Split` pod each container numbers its own from 0.
+    Numbered over the whole machine, or over all nodes; in a `Split` pod each container numbers its own from 0.
     """
 
     trainer: range
@@ -31,12 +31,16 @@ class Devices:
         return tuple(range(first + index * size, first + (index + 1) * size) for index in range(count))
 
 
-def split_devices(placement: Placement, num_gpus: int) -> Devices:
+def split_devices(placement: Placement, num_gpus: int, nodes: int = 1) -> Devices:
     """`Colocated`, both have all; `Split`, the trainer has the first `trainerGpus` or half, and the engine the rest.
+
+    Over several nodes, `num_gpus` in all, the engine has the first, where the run is, and the trainer the others.
 
     A machine of one GPU, or none, is not split. The engine keeps one GPU: whether the machine has as many as
     `trainerGpus` needs, `device_problem` says.
     """
+    if nodes > 1:
+        return Devices(range(num_gpus // nodes, num_gpus), range(num_gpus // nodes))
     if placement.layout != "Split" or num_gpus < 2:
         return Devices(range(num_gpus), range(num_gpus))
     first = min(placement.trainer_gpus or num_gpus // 2, num_gpus - 1)

@@ -20,17 +20,29 @@ ExpertLayout = Literal["SharedOuter", "Shared", "PerExpert", "None"]
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Example: eight B200 with 2 TiB of main memory: `Machine(card, 8, 2 * 2**40)`."""
+    """Example: eight B200 with 2 TiB of main memory: `Machine(card, 8, 2 * 2**40)`; two such: `Machine(card, 16, 2 *
+    2**40, nodes=2)`."""
 
     gpu: GPUCard | None
     """None: everything runs on the CPU, in main memory."""
     num_gpus: int = 0
+    """Of all nodes."""
     host_bytes: int | None = None
+    """Of each node, and so the disk."""
     disk_bytes: int | None = None
+    nodes: int = 1
+    """All alike. With more than one, the first is the engine's."""
 
     @property
     def name(self) -> str:
-        return f"{self.num_gpus} x {self.gpu.name}" if self.gpu else "the CPU"
+        if self.gpu is None:
+            return "the CPU"
+        each = f"{self.node_gpus} x {self.gpu.name}"
+        return f"{self.nodes} nodes of {each}" if self.nodes > 1 else each
+
+    @property
+    def node_gpus(self) -> int:
+        return self.num_gpus // self.nodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +139,7 @@ def build_job(run: OrbitRun, machine: Machine, *, may_choose: bool = True, devic
     spec = run.spec
     training, adapter, placement, teacher = spec.training, spec.adapter, spec.placement, spec.algorithm.teacher
     several = machine.num_gpus > 1
-    devices = devices or split_devices(placement, machine.num_gpus)
+    devices = devices or split_devices(placement, machine.num_gpus, machine.nodes)
     parallel = training.parallel
     samples = training.prompts_per_step * spec.algorithm.group_size
     may_divide = len(devices.trainer) > 1 and adapter.type != "Full"

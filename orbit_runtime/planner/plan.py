@@ -215,6 +215,8 @@ def _division_problems(model: ModelFacts, job: Job, layout: Layout, machine: Mac
     why = objection(model, job, layout)
     if why is None and machine.gpu is not None and layout.num_gpus != gpus:
         why = f"the sizes are for {layout.num_gpus} ranks, and the trainer has {gpus} GPUs"
+    if why is None and machine.nodes > 1 and machine.node_gpus % layout.tensor:
+        why = f"the parts of a matrix, {layout.tensor}, must stay on one node, which has {machine.node_gpus} GPUs"
     if why is None:
         return []
     message = f"{model.name} cannot be divided like this: {why}"
@@ -278,7 +280,7 @@ def _notes(choice: Choice, model: ModelFacts, job: Job, machine: Machine, suppor
 
 
 def _host_bytes(choice: Choice, machine: Machine) -> int:
-    """Main memory beside GPUs; on the CPU it is the device itself."""
+    """Main memory beside GPUs, on the node that needs most; on the CPU it is the device itself."""
     setting = choice.setting
     if machine.gpu is None:
         return max(choice.sizes.total(phase) for phase in PHASES)
@@ -287,6 +289,9 @@ def _host_bytes(choice: Choice, machine: Machine) -> int:
     gathered = setting.adapter.total * (known.CHECKPOINT_BYTES + 2)
     # A server that gives its weights back keeps a copy of them in main memory.
     backup = served * base_bytes(setting, "engine") if job.sleep == "All" else 0
+    if machine.nodes > 1:
+        # The run and the servers on the first; rank 0 gathers on another.
+        return max(served, machine.node_gpus) * known.HOST_RANK_BYTES + gathered + backup
     return (max(1, setting.layout.num_gpus) + served) * known.HOST_RANK_BYTES + gathered + backup
 
 

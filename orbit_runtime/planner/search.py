@@ -94,6 +94,8 @@ def _layouts(model: ModelFacts, job: Job, machine: Machine) -> list[Layout]:
     if job.trainer == "Torch":
         return [Layout()]
     found = [] if machine.gpu is None else list(possible_layouts(model, len(job.devices.trainer), job))
+    # What every layer exchanges stays on a node.
+    found = [layout for layout in found if machine.nodes == 1 or machine.node_gpus % layout.tensor == 0]
     # On a CPU as many ranks as the sizes need. Where nothing is possible, the plan says why of what was asked.
     return found or [asked_layout(job.asked)]
 

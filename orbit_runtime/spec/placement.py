@@ -28,6 +28,7 @@ from orbit_runtime.spec.block import (
 )
 
 MAX_GPUS = 16
+MAX_NODES = 64
 CIDR_PATTERN = r"^[0-9A-Fa-f.:]+/(0|[1-9][0-9]{0,2})$"
 
 
@@ -140,7 +141,11 @@ class Placement(Block):
     """Trainer and engine take turns on all GPUs in one container, or each has GPUs of its own: on a cluster in a
     container of its own, with half of the pod's memory and cores; on one machine side by side."""
     gpus: Annotated[int, LAYOUT, Field(ge=0, le=MAX_GPUS)] = 8
-    """GPUs of the pod, all on one node. 0 runs on the CPU."""
+    """GPUs of each node: of the pod, which is on one node. 0 runs on the CPU."""
+    nodes: Annotated[int, LAYOUT, Field(ge=1, le=MAX_NODES, examples=[2])] = 1
+    """With more than one, the run and its engine have the first and the trainer's ranks the others, which Ray joins: on
+    a cluster a RayCluster of KubeRay, elsewhere the Ray that `RAY_ADDRESS` names. Without one, a machine is taken as
+    it is."""
     trainer_gpus: Annotated[int | None, LAYOUT, Field(ge=1, le=MAX_GPUS - 1, examples=[1])] = None
     """With `layout: Split`: the trainer has the first so many GPUs, the engine's servers the others (`replicas`,
     `tensorParallel`). Unset, half."""
@@ -177,7 +182,14 @@ class Placement(Block):
         yield from check_label_keys("nodeSelector", self.node_selector)
 
     def _check_halves(self) -> Iterator[Contradiction]:
-        if self.trainer_gpus is not None and self.layout != "Split":
+        if self.nodes > 1:
+            if self.layout == "Split":
+                message = "with several `nodes` trainer and engine have nodes of their own, so this field does nothing"
+                yield Contradiction(("layout",), (("nodes",),), message, "remove `layout`, or write `nodes: 1`")
+            elif self.trainer_gpus is not None:
+                message = "with several `nodes` the trainer has whole nodes, so this field does nothing"
+                yield Contradiction(("trainerGpus",), (("nodes",),), message, "remove `trainerGpus`")
+        elif self.trainer_gpus is not None and self.layout != "Split":
             message = "with `layout: Colocated` trainer and engine share all GPUs, so this field does nothing"
             yield Contradiction(
                 ("trainerGpus",), (("layout",),), message, "remove `trainerGpus`, or write `layout: Split`"

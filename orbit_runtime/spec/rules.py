@@ -242,6 +242,17 @@ CHECKS: dict[str, tuple[Rule, ...]] = {
             "write File or Broadcast, or leave it out",
             ".rollout.adapterTransport",
         ),
+        Rule(
+            "self.placement.nodes == 1 || self.training.trainer != 'Torch' && self.adapter.type != 'Full' && "
+            "self.algorithm.type != 'SFT'",
+            "write nodes: 1; several are for ranks of a trainer, and a first one for the engine",
+            ".placement.nodes",
+        ),
+        Rule(
+            "self.placement.nodes == 1 || !has(self.lifecycle.queueName)",
+            "remove queueName, or write placement.nodes: 1",
+            ".lifecycle.queueName",
+        ),
     ),
     "spec.model": (_uri_rule(MODEL_SCHEMES),),
     "spec.adapter": (
@@ -403,15 +414,18 @@ CHECKS: dict[str, tuple[Rule, ...]] = {
     ),
     "spec.placement": (
         Rule(
-            "self.layout != 'Split' || (self.gpus >= 2 && (has(self.trainerGpus) || self.gpus % 2 == 0))",
+            "self.nodes > 1 || self.layout != 'Split' || "
+            "(self.gpus >= 2 && (has(self.trainerGpus) || self.gpus % 2 == 0))",
             "write an even number of at least 2, or add trainerGpus: 1, or write layout: Colocated",
             ".gpus",
         ),
         Rule(
-            "!has(self.trainerGpus) || (self.layout == 'Split' && (self.gpus < 2 || self.trainerGpus < self.gpus))",
+            "!has(self.trainerGpus) || self.nodes > 1 && self.layout == 'Split' || "
+            "(self.nodes == 1 && self.layout == 'Split' && (self.gpus < 2 || self.trainerGpus < self.gpus))",
             "write layout: Split, and fewer than gpus; or remove it",
             ".trainerGpus",
         ),
+        Rule("self.nodes == 1 || self.layout != 'Split'", "remove layout, or write nodes: 1", ".layout"),
         Rule("!has(self.nodeSelector) || " + _keys_rule("nodeSelector").cel, *_keys_rule("nodeSelector")[1:]),
     ),
     "spec.placement.modelCache": (

@@ -166,6 +166,25 @@ class RunSpec(Block):
                 "with `spec.placement.layout: Split` the engine's container does not see the trainer's memory",
                 "write `File` or `Broadcast`, or leave it out",
             )
+        if self.placement.nodes > 1:
+            yield from self._check_nodes()
+
+    def _check_nodes(self) -> Iterator[Contradiction]:
+        """Several nodes are for ranks, which a queue does not know of."""
+        if self.training.trainer == "Torch":
+            message = "`spec.training.trainer: Torch` is one process, and the other nodes would stand idle"
+            fix = "write `trainer: Megatron` or `Auto`, or `nodes: 1`"
+            yield Contradiction(("placement", "nodes"), (("training", "trainer"),), message, fix)
+        if self.adapter.type == "Full":
+            message = "a model that is trained whole (`spec.adapter.type: Full`) is not divided among ranks"
+            yield Contradiction(("placement", "nodes"), (("adapter", "type"),), message, "write `nodes: 1`")
+        if self.algorithm.type == "SFT":
+            message = "with `spec.algorithm.type: SFT` no engine runs, so that the first node would stand idle"
+            yield Contradiction(("placement", "nodes"), (("algorithm", "type"),), message, "write `nodes: 1`")
+        if self.lifecycle.queue_name is not None:
+            message = "the queue would admit the run's pod and the ranks' nodes apart from each other"
+            fix = "remove `queueName`, or write `nodes: 1` in `spec.placement`"
+            yield Contradiction(("lifecycle", "queueName"), (("placement", "nodes"),), message, fix)
 
 
 class OrbitRun(Block):

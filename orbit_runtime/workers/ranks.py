@@ -57,7 +57,7 @@ class Group:
     address: str | None = None
     """Of an existing Ray cluster; None: a private one on this machine."""
     nodes: int = 1
-    """Over how many nodes the ranks may be spread; more than one needs `address`."""
+    """Over how many nodes the ranks are spread; more than one needs `address`."""
     ports: tuple[int, int] | None = None
     """First and last of those that a private Ray may use; None: a free range is chosen."""
     stopped_seconds: float = STOPPED_SECONDS
@@ -228,7 +228,7 @@ def start_ranks(group: Group, logs: Path) -> RankGroup:
         )
     if group.nodes > 1 and group.address is None:
         raise UnsupportedError(
-            f"{group.nodes} nodes need a Ray cluster", where="spec.placement.rayAddress", fix="name its address"
+            f"{group.nodes} nodes need a Ray cluster", where="spec.placement.nodes", fix="name its head in RAY_ADDRESS"
         )
     return RankGroup(group, logs)
 

@@ -28,9 +28,11 @@ from orbit_runtime.errors import CollectiveError, OrbitError, UnsupportedError
 from orbit_runtime.workers.rank_evidence import Ending, Evidence, RankEnd
 from orbit_runtime.workers.rank_guard import end_all
 from orbit_runtime.workers.rank_process import Order, RankFacts, RankFailure
-from orbit_runtime.workers.ray_node import HOST, RESOURCE, PrivateRay, port_block, set_environment
+from orbit_runtime.workers.ray_node import HOST, RESOURCE, JoinedRay, PrivateRay, port_block, set_environment
 
 TICK = 0.25
+ROOM_SECONDS, NODES_SECONDS = 60.0, 900.0
+"""How long a placement group is waited for: where all nodes are there; where some are still to be started."""
 SETTLE_SECONDS = 3.0
 """After the first failure: others are on their way, and one of them may be the cause."""
 ASK_SECONDS = 10.0
@@ -46,6 +48,7 @@ class Start:
     scratch: str
     address: str | None
     nodes: int
+    """That ranks are on, this one not counted where there is an `address`."""
     ports: tuple[int, int] | None
     stopped_seconds: float
 
@@ -57,6 +60,7 @@ class Driver:
         self._start = start
         self._order = start.order
         self._private: PrivateRay | None = None
+        self._joined: JoinedRay | None = None
         self._facts: dict[int, RankFacts] = {}
         self._actors: list[Any] = []
         self._watches: dict[str, Any] = {}
@@ -70,12 +74,15 @@ class Driver:
         order = self._order
         if self._start.address is None:
             self._private = self._start_private()
-        address = self._private.address if self._private else self._start.address
+        else:
+            self._joined = JoinedRay(self._start.address, Path(self._start.scratch), NODES_SECONDS)
         ray.init(
-            address=address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False,
+            address=self._private.address if self._private else self._start.address,
+            log_to_driver=False, logging_level=logging.ERROR, configure_logging=False,
             _node_ip_address=HOST if self._private else None,
         )  # fmt: skip
         group = self._place()
+        bundles = self._by_node(group)
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         from orbit_runtime.workers.ray_actors import RankActor
@@ -84,10 +91,10 @@ class Driver:
             ray.remote(RankActor).options(
                 max_restarts=0,
                 runtime_env=None if self._private else {"env_vars": {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}},
-                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank),
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle),
                 **self._share(),
             ).remote(rank, self._start.logs)
-            for rank in range(order.count)
+            for rank, bundle in enumerate(bundles)
         ]  # fmt: skip
         introduced = self._collect("start", [each.introduce.remote() for each in self._actors], None)
         if isinstance(introduced, Evidence):
@@ -129,14 +136,35 @@ class Driver:
         bundle = share.get("resources") or {names[key]: value for key, value in share.items() if value}
         strategy = "STRICT_PACK" if self._start.nodes == 1 else "PACK"
         group = ray.util.placement_group([dict(bundle) for _ in range(self._order.count)], strategy=strategy)
-        if not group.wait(60):
-            raise UnsupportedError(
-                f"the Ray cluster has no room for {self._order.count} ranks with {bundle} each"
-                + (" on one node" if strategy == "STRICT_PACK" else ""),
-                where="spec.placement",
-                fix="free some of it, or ask for fewer ranks (spec.training.parallel)",
-            )
+        began = complete = time.monotonic()
+        while not group.wait(5):
+            now = time.monotonic()
+            found = [each for each in ray.nodes() if each["Alive"] and bundle.keys() <= each["Resources"].keys()]
+            if len(found) < self._start.nodes:
+                complete = now
+            if now > began + NODES_SECONDS and complete == now:
+                raise CollectiveError(
+                    f"{len(found)} of {self._start.nodes} nodes for ranks joined the Ray cluster within "
+                    f"{NODES_SECONDS:.0f} s",
+                    where="spec.placement.nodes",
+                    fix="see why the others do not start, or write fewer",
+                )
+            if now > complete + ROOM_SECONDS:
+                raise UnsupportedError(
+                    f"the Ray cluster has no room for {self._order.count} ranks with {bundle} each"
+                    + (" on one node" if strategy == "STRICT_PACK" else f" on {len(found)} nodes"),
+                    where="spec.placement",
+                    fix="free some of it, or ask for fewer ranks (spec.training.parallel)",
+                )
         return group
+
+    def _by_node(self, group: Any) -> list[int]:
+        """The bundle of each rank: neighbours, which exchange most, are on one node."""
+        import ray
+
+        node_of = ray.util.placement_group_table(group)["bundles_to_node_id"]
+        nodes = list(dict.fromkeys(node_of[index] for index in sorted(node_of)))
+        return sorted(node_of, key=lambda index: (nodes.index(node_of[index]), index))
 
     def _watch_nodes(self) -> None:
         import ray

@@ -1,6 +1,7 @@
-"""The private Ray of one run: a head with one node, on the loopback device, with ports and a folder of its own.
+"""The Ray of one run: a private one, a head with one node on the loopback device, with ports and a folder of its own;
+or a node without resources of an existing cluster, which is how a program speaks to one.
 
-Belongs here: its settings, its start, and whether its daemons live. Does not belong here: what runs in it
+Belongs here: their settings, their start, and whether the daemons live. Does not belong here: what runs in it
 (`ray_driver`), or its end by force (`rank_guard`). Imported by the driver only, whose children the daemons are.
 
 Ray's public `ray.init` cannot be told which ports its workers use, so the node is made as `ray.cluster_utils` does.
@@ -12,11 +13,12 @@ import os
 import secrets
 import signal
 import socket
+import time
 from collections.abc import MutableMapping
 from pathlib import Path
 from typing import Any
 
-from orbit_runtime.errors import OutOfMemoryError, OutputError, StorageError
+from orbit_runtime.errors import CollectiveError, OutOfMemoryError, OutputError, StorageError, UnsupportedError
 
 HOST = "127.0.0.1"
 FIXED_PORTS = 7
@@ -99,6 +101,60 @@ class PrivateRay:
                     how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with {status}"
                     return f"{known} {how}"
         return None
+
+
+class JoinedRay:
+    """This machine as a node of a cluster, for as long as the driver lives. No rank is placed on it.
+
+    Ray's drivers speak to a node agent of their own machine. Where one runs here, this is a second one.
+    """
+
+    def __init__(self, address: str, folder: Path, patience: float) -> None:
+        """Joins it.
+
+        Args:
+            address: HOST:PORT of its head.
+            folder: for what the node agent writes, where the cluster's own folder does not say otherwise.
+            patience: seconds for which the head is asked: on a cluster its pod may start after this one.
+
+        Raises:
+            CollectiveError: (81) there is no head, or it is of another version of Ray or Python.
+            OutOfMemoryError: (79) /dev/shm has no room for the object store.
+            StorageError: (74) the disk is full.
+        """
+        from ray._private.node import Node
+        from ray._private.parameter import RayParams
+
+        check_shared_memory()
+        check_disk(folder)
+        _await_head(address, patience)
+        params = RayParams(
+            gcs_address=address, num_cpus=0, num_gpus=0, object_store_memory=STORE_BYTES, include_log_monitor=False,
+            include_dashboard=False, no_monitor=True,
+        )  # fmt: skip
+        self._node = Node(params, head=False, shutdown_at_exit=False, spawn_reaper=True)
+
+
+def _await_head(address: str, patience: float) -> None:
+    """Until it takes connections. A name may be unknown until its pod is there."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise UnsupportedError(
+            f"`{address}` is not HOST:PORT", where="RAY_ADDRESS", fix="name a Ray head, as HOST:6379"
+        )
+    until = time.monotonic() + patience
+    while True:
+        try:
+            with socket.create_connection((host.strip("[]"), int(port)), timeout=5):
+                return
+        except OSError as error:
+            if time.monotonic() > until:
+                raise CollectiveError(
+                    f"no head of a Ray cluster answers at {address} for {patience:.0f} s: {error}",
+                    where="RAY_ADDRESS",
+                    fix="start one (ray start --head), or unset it",
+                ) from None
+        time.sleep(1)
 
 
 def port_block(ranks: int) -> tuple[tuple[int, int], int]:

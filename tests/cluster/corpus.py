@@ -434,6 +434,20 @@ OTHERS = (
             ("Split, gpus: 1, trainerGpus: 1", ("spec.placement.gpus",)),
         )
     ),
+    *(
+        Case(f"two nodes, {name}", manifest(**{"placement": "{nodes: 2}", **blocks}), refused)
+        for name, blocks, refused in (
+            ("alone", {}, ()),
+            ("on the CPU", {"placement": "{nodes: 2, gpus: 0}"}, ()),
+            ("Split", {"placement": "{nodes: 2, layout: Split}", "rollout": "{engine: SGLang}"},
+             ("spec.placement.layout",)),
+            ("trainerGpus", {"placement": "{nodes: 2, trainerGpus: 1}"}, ("spec.placement.trainerGpus",)),
+            ("Torch", {"training": "{steps: 1, trainer: Torch}"}, ("spec.placement.nodes",)),
+            ("Megatron", {"training": "{steps: 1, trainer: Megatron}", "rollout": "{engine: SGLang}"}, ()),
+            ("whole", {"adapter": "{type: Full}"}, ("spec.placement.nodes",)),
+            ("a queue", {"lifecycle": "{queueName: team}"}, ("spec.lifecycle.queueName",)),
+        )
+    ),
     Case(
         "a generated name",
         manifest(metadata="{generateName: corpus-}"),

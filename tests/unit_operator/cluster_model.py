@@ -14,8 +14,10 @@ from orbit_operator.actions import (
     Action,
     ApplySupport,
     CreateAttempt,
+    CreateRanks,
     DeleteJob,
     DeletePod,
+    DeleteRanks,
     DeleteRun,
     Plan,
     SetFinalizer,
@@ -29,6 +31,7 @@ from orbit_operator.facts import (
     Observed,
     PodFacts,
     Progress,
+    RanksFacts,
     RunFacts,
 )
 from orbit_operator.plan import Limits, plan
@@ -59,6 +62,8 @@ class Cluster:
     """Steps that each pod has trained and checkpointed."""
     fenced: set[str] = field(default_factory=set)
     """Pods that stood on a node nobody could reach when the next attempt was made."""
+    ranks: dict[str, RanksFacts] = field(default_factory=dict)
+    """RayClusters by uid."""
     is_gone: bool = False
     cleanup: str = ""
     serial: int = 0
@@ -72,6 +77,7 @@ class Cluster:
             pods=tuple(self.pods.values()),
             nodes=dict(self.nodes),
             progress=progress,
+            ranks=tuple(self.ranks.values()),
             cleanup=self.cleanup,  # type: ignore[arg-type]
         )
 
@@ -96,7 +102,17 @@ class Cluster:
                 uid = self._uid("job")
                 self.jobs[name] = JobFacts(name, uid, action.number, created=self.now, is_suspended=held)
             return self.jobs[name]
-        if isinstance(action, DeletePod):
+        if isinstance(action, CreateRanks):
+            assert self.run.nodes > 1
+            if all(each.attempt != action.attempt for each in self.ranks.values()):
+                uid = self._uid("ranks")
+                self.ranks[uid] = RanksFacts(uid, uid, action.attempt)
+        elif isinstance(action, DeleteRanks):
+            gone = self.ranks.pop(action.uid, None)
+            alive = [pod.uid for pod in self.pods.values() if gone and pod.attempt == gone.attempt]
+            alive = [uid for uid in alive if not self.pods[uid].is_terminal and uid not in self.fenced]
+            assert not alive, f"the ranks of {alive} are taken away"
+        elif isinstance(action, DeletePod):
             self.delete_pod(action.uid)
         elif isinstance(action, DeleteJob):
             self.delete_job(action.uid)
@@ -244,6 +260,6 @@ class Cluster:
         return f"{kind}-{self.serial}"
 
 
-def build_cluster(**lifecycle: Any) -> Cluster:
+def build_cluster(nodes: int = 1, **lifecycle: Any) -> Cluster:
     """A cluster of three nodes with one new run."""
-    return Cluster(RunFacts("team", "adder", "run-1", created=1000.0, lifecycle=Lifecycle(**lifecycle)))
+    return Cluster(RunFacts("team", "adder", "run-1", created=1000.0, lifecycle=Lifecycle(**lifecycle), nodes=nodes))

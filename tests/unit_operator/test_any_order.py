@@ -42,9 +42,13 @@ class AnyOrder(RuleBasedStateMachine):
         queue=st.sampled_from([None, None, "team-queue"]),
         startup=st.sampled_from([None, 40]),
         active=st.sampled_from([None, 300]),
+        nodes=st.sampled_from([1, 1, 3]),
     )
-    def begin(self, user: int, infra: int, queue: str | None, startup: int | None, active: int | None) -> None:
+    def begin(
+        self, user: int, infra: int, queue: str | None, startup: int | None, active: int | None, nodes: int
+    ) -> None:
         self.cluster = build_cluster(
+            nodes=nodes,
             max_user_retries=user,
             max_infra_restarts=infra,
             queue_name=queue,
@@ -82,6 +86,7 @@ class AnyOrder(RuleBasedStateMachine):
             tuple(self.seen_pods.values()),
             observed.nodes,
             self.progress,
+            ranks=observed.ranks,
         )
         chosen = cluster.think(lagging)
         return (cluster.think(observed), observed) if needs_fresh_look(chosen, lagging) else (chosen, lagging)

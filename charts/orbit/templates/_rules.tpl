@@ -29,6 +29,10 @@
 - apiGroups: [""]
   resources: [events]
   verbs: [get, list, create, patch]
+# Runs over several nodes; where KubeRay is not installed nobody has such objects.
+- apiGroups: [ray.io]
+  resources: [rayclusters]
+  verbs: [list, create, delete]
 - apiGroups: [kueue.x-k8s.io]
   resources: [workloads]
   verbs: [list]

@@ -1,4 +1,5 @@
-"""The NetworkPolicy of a run: only questions about its state come in; only names, HTTPS and what is declared go out."""
+"""The NetworkPolicy of a run: only questions about its state come in; only names, HTTPS and what is declared go out.
+Over several nodes its pods speak among themselves as well."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ DNS_PORTS = ({"protocol": "UDP", "port": 53}, {"protocol": "TCP", "port": 53})
 
 def build_network_policy(source: RunSource, settings: Settings) -> Object:
     """Selects the pods of this run alone."""
-    ingress = []
+    ingress: list[Object] = []
     if source.metrics_port is not None:
         callers = sorted({settings.namespace, *settings.scrape_namespaces})
         ingress = [
@@ -21,9 +22,15 @@ def build_network_policy(source: RunSource, settings: Settings) -> Object:
                 "ports": [{"protocol": "TCP", "port": source.metrics_port}],
             }
         ]
+    among: list[Object] = []
+    if source.manifest.spec.placement.nodes > 1:
+        # Ranks, their head and the run: Ray and the collectives choose ports as they go.
+        among = [{"podSelector": {"matchLabels": {RUN_UID: source.uid}}}]
+        ingress.append({"from": among})
     egress: list[Object] = [{"ports": list(DNS_PORTS)}, {"ports": [{"protocol": "TCP", "port": 443}]}]
     named = dict.fromkeys((*source.manifest.spec.placement.egress, *settings.run_egress))
     egress += [_egress(each) for each in named]
+    egress += [{"to": among}] if among else []
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from orbit_operator.manifests.config_map import MANIFEST_FILE
 from orbit_operator.manifests.mounts import build_mounts
-from orbit_operator.manifests.source import Object, RunSource, config_map_name, job_name, labels
+from orbit_operator.manifests.source import Object, RunSource, config_map_name, job_name, labels, ray_address
 from orbit_operator.settings import Settings
 from orbit_runtime.planner.devices import split_devices
 from orbit_runtime.spec.placement import Placement, Toleration
@@ -42,7 +42,7 @@ def build_pod_template(source: RunSource, attempt: int, avoid_nodes: Sequence[st
         "enableServiceLinks": False,
         "securityContext": pod_security(),
         "containers": [run],
-        "volumes": [*_volumes(source), *extra_volumes],
+        "volumes": [*build_volumes(source), *extra_volumes],
         "tolerations": build_tolerations(placement, settings),
     }
     if placement.layout == "Split":
@@ -55,7 +55,7 @@ def build_pod_template(source: RunSource, attempt: int, avoid_nodes: Sequence[st
         pod["nodeSelector"] = selector
     if settings.run_priority_class:
         pod["priorityClassName"] = settings.run_priority_class
-    affinity = _affinity(placement, avoid_nodes)
+    affinity = node_affinity(placement, avoid_nodes)
     if affinity:
         pod["affinity"] = {"nodeAffinity": affinity}
     return {"metadata": build_pod_metadata(labels(source, attempt), settings), "spec": pod}
@@ -80,6 +80,7 @@ def build_container(source: RunSource, attempt: int, extra_mounts: list[Object],
             {"name": "ORBIT_TERMINATION_FILE", "value": TERMINATION_FILE},
             {"name": "HOME", "value": "/tmp"},
             *(_engine_variables() if split else []),
+            *_ray_variables(source, attempt),
         ],
         "envFrom": [{"secretRef": {"name": name}} for name in dict.fromkeys(filter(None, secrets))],
         "resources": _resources(placement, settings, len(devices.trainer), halved=split),
@@ -141,6 +142,16 @@ def _engine_variables() -> list[Object]:
     ]
 
 
+def _ray_variables(source: RunSource, attempt: int) -> list[Object]:
+    """Over several nodes: where the ranks are."""
+    if source.manifest.spec.placement.nodes == 1:
+        return []
+    return [
+        {"name": "RAY_ADDRESS", "value": ray_address(source.name, attempt)},
+        {"name": "RAY_USAGE_STATS_ENABLED", "value": "0"},
+    ]
+
+
 def _engine(run: Object, placement: Placement, settings: Settings) -> Object:
     """The engine as a native sidecar: it starts before the run's container and ends after it.
 
@@ -184,7 +195,8 @@ def _resources(placement: Placement, settings: Settings, gpus: int, *, halved: b
     return {name: each for name, each in (("requests", requests), ("limits", amounts)) if each}
 
 
-def _volumes(source: RunSource) -> list[Object]:
+def build_volumes(source: RunSource) -> list[Object]:
+    """What every pod of a run mounts, besides what its manifest names."""
     placement = source.manifest.spec.placement
     cache, split = placement.model_cache, placement.layout == "Split"
     if cache.claim_name is not None:
@@ -221,7 +233,8 @@ def _toleration(each: Toleration) -> Object:
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def _affinity(placement: Placement, avoid_nodes: Sequence[str]) -> Object:
+def node_affinity(placement: Placement, avoid_nodes: Sequence[str]) -> Object:
+    """Only nodes with the GPU that was named, and rather none of those that failed."""
     affinity: Object = {}
     if placement.gpu_product is not None:
         product = {"key": "nvidia.com/gpu.product", "operator": "In", "values": [placement.gpu_product]}

@@ -5,6 +5,7 @@ Belongs here: names, labels, the owner. Does not belong here: any one kind of ob
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,11 @@ GROUP = "orbitrl.dev"
 RUN_NAME, RUN_UID, ATTEMPT = f"{GROUP}/run-name", f"{GROUP}/run-uid", f"{GROUP}/attempt"
 METRICS_PORT = 9400
 """Port of a run's pod where the manifest leaves it open."""
+
+RAY_PORT = 6379
+"""Of the head of an attempt's RayCluster."""
+LONGEST_NAME = 40
+"""KubeRay cuts names of pods from the front where they are longer than 50 with what it adds."""
 
 Object = dict[str, Any]
 
@@ -39,6 +45,20 @@ class RunSource:
 
 def job_name(run: str, attempt: int) -> str:
     return f"{run}-a{attempt}"
+
+
+def ranks_name(run: str, attempt: int) -> str:
+    """Begins with a letter, as KubeRay wants; a long name keeps its end apart by a digest."""
+    name = f"ranks-{run}-a{attempt}"
+    if len(name) <= LONGEST_NAME:
+        return name
+    digest, end = hashlib.sha256(run.encode()).hexdigest()[:8], f"-a{attempt}"
+    return f"ranks-{run}"[: LONGEST_NAME - len(digest) - len(end) - 1].rstrip("-.") + f"-{digest}{end}"
+
+
+def ray_address(run: str, attempt: int) -> str:
+    """Of the service that KubeRay makes for the head."""
+    return f"{ranks_name(run, attempt)}-head-svc:{RAY_PORT}"
 
 
 def config_map_name(run: str) -> str:

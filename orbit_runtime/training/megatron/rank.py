@@ -7,6 +7,7 @@ putting parts together (`outline`, `trainer`), starting processes (`workers`).
 from __future__ import annotations
 
 import os
+import socket
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -26,7 +27,7 @@ from orbit_runtime.adapters.layer import TRAINER_SLOT, Applied
 from orbit_runtime.adapters.masters import Place
 from orbit_runtime.adapters.names import join_tensors
 from orbit_runtime.algorithms.losses import policy_loss
-from orbit_runtime.errors import InternalError
+from orbit_runtime.errors import InternalError, ModelError
 from orbit_runtime.policy.facts import PolicyFacts, describe
 from orbit_runtime.policy.packed import Branch, PackedBatch
 from orbit_runtime.policy.recompute import Recompute
@@ -105,7 +106,14 @@ class MegatronRank:
 
         Raises:
             UnsupportedError: this model cannot be divided so.
+            ModelError: its files are not on this node.
         """
+        if not settings.folder.is_dir():
+            raise ModelError(
+                f"node {socket.gethostname()} has no {settings.folder}: every rank reads its part of the model's files",
+                where="spec.placement.modelCache.claimName",
+                fix="name a claim that every node mounts; without a cluster set ORBIT_CACHE to a folder that all see",
+            )
         self._settings = settings
         self._groups = groups if groups is not None else join_by_environment(settings)
         held = load_rank_policy(settings.folder, settings.adapter, self._groups, **settings.policy)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from orbit_runtime.errors import UnsupportedError
-from orbit_runtime.loop.trainers import check_rank_packages, visible_gpus
+from orbit_runtime.loop.rank_places import visible_gpus
+from orbit_runtime.loop.trainers import check_rank_packages
 
 
 @pytest.mark.parametrize(

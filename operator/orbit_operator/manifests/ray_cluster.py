@@ -1,0 +1,95 @@
+"""The RayCluster of an attempt over several nodes: where the trainer's ranks are. KubeRay makes its pods.
+
+Belongs here: its head, which holds no rank, and one group of nodes for the ranks. Does not belong here: the run's own
+pod (`pod`), which joins them and starts the ranks; its exit code stays the attempt's.
+"""
+
+from __future__ import annotations
+
+from orbit_operator.manifests.mounts import build_mounts
+from orbit_operator.manifests.pod import (
+    build_container,
+    build_node_selector,
+    build_pod_metadata,
+    build_tolerations,
+    build_volumes,
+    node_affinity,
+    pod_security,
+)
+from orbit_operator.manifests.source import RAY_PORT, Object, RunSource, labels, metadata, ranks_name
+from orbit_operator.settings import Settings
+
+API_VERSION = "ray.io/v1"
+COMPONENT = "ranks"
+AGENT_PORT = 9500
+HEAD_RESOURCES = {name: {"cpu": "1", "memory": "4Gi"} for name in ("requests", "limits")}
+"""Ray's own daemons and an object store of 30 % of the memory."""
+
+
+def build_ray_cluster(source: RunSource, attempt: int, settings: Settings) -> Object:
+    """As many nodes for ranks as `placement.nodes` leaves; the first is the run's own."""
+    placement = source.manifest.spec.placement
+    ranks = placement.nodes - 1
+    return {
+        "apiVersion": API_VERSION,
+        "kind": "RayCluster",
+        "metadata": metadata(source, ranks_name(source.name, attempt), attempt, COMPONENT),
+        "spec": {
+            "enableInTreeAutoscaling": False,
+            "headGroupSpec": {
+                "rayStartParams": {"num-cpus": "0", "num-gpus": "0", "include-dashboard": "false"},
+                "template": _template(source, settings, RAY_PORT, head=True),
+            },
+            "workerGroupSpecs": [
+                {
+                    "groupName": COMPONENT,
+                    "replicas": ranks,
+                    "minReplicas": ranks,
+                    "maxReplicas": ranks,
+                    "rayStartParams": {"num-gpus": str(placement.gpus), "node-manager-port": str(AGENT_PORT)},
+                    "template": _template(source, settings, AGENT_PORT, head=False),
+                }
+            ],
+        },
+    }
+
+
+def _template(source: RunSource, settings: Settings, port: int, *, head: bool) -> Object:
+    """A pod without the run's credentials for its store: ranks read the model and write nothing."""
+    spec, placement = source.manifest.spec, source.manifest.spec.placement
+    extra_volumes, extra_mounts = build_mounts(source.spec)
+    run = build_container(source, 0, extra_mounts, settings)
+    probe = {"tcpSocket": {"port": port}, "periodSeconds": 10, "failureThreshold": 6}
+    container: Object = {
+        # The command is KubeRay's: `ray start` with the parameters of the group.
+        **{name: run[name] for name in ("image", "imagePullPolicy", "workingDir", "securityContext")},
+        "name": COMPONENT,
+        "env": [
+            {"name": "RAY_USAGE_STATS_ENABLED", "value": "0"},
+            *(each for each in run["env"] if each["name"] in ("ORBIT_CACHE", "HOME")),
+        ],
+        "envFrom": [{"secretRef": {"name": name}} for name in placement.env_from_secrets],
+        "resources": HEAD_RESOURCES if head else run["resources"],
+        "volumeMounts": [each for each in run["volumeMounts"] if each["name"] != "manifest"],
+        "livenessProbe": probe,
+        "readinessProbe": probe,
+    }
+    pod: Object = {
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "securityContext": pod_security(),
+        "containers": [container],
+        "volumes": [*(each for each in build_volumes(source) if each["name"] != "manifest"), *extra_volumes],
+        "tolerations": build_tolerations(placement, settings),
+        "terminationGracePeriodSeconds": min(30, spec.lifecycle.termination_grace_period_seconds),
+    }
+    if settings.image_pull_secrets:
+        pod["imagePullSecrets"] = [{"name": name} for name in settings.image_pull_secrets]
+    if settings.run_priority_class:
+        pod["priorityClassName"] = settings.run_priority_class
+    if not head:
+        if selector := build_node_selector(placement, settings):
+            pod["nodeSelector"] = selector
+        if affinity := node_affinity(placement, ()):
+            pod["affinity"] = {"nodeAffinity": affinity}
+    return {"metadata": build_pod_metadata(labels(source, component=COMPONENT), settings), "spec": pod}

@@ -1,0 +1,143 @@
+"""A run over several nodes: what KubeRay's own CRD takes of its RayCluster, on a real API server.
+
+Where KubeRay's operator was built (`tools/cluster_programs.sh kuberay`, some minutes) it runs too, and makes the pods.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from cluster.bed.control_plane import ControlPlane
+from cluster.bed.programs import FOLDERS
+from cluster.by_hand import Server, Team, connect, open_team, wait_for
+from cluster.operator_process import run_operator
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+
+CRDS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
+PLACEMENT = {"gpus": 0, "nodes": 3, "modelCache": {"claimName": "models"}}
+
+
+@pytest.fixture
+def server(control_plane: ControlPlane) -> Server:
+    return connect(control_plane.kubeconfig)
+
+
+@pytest.fixture
+def kuberay_crd(server: Server) -> Iterator[None]:
+    """KubeRay's, of its module's own file, until the end of the test."""
+    (folder,) = [Path(each) for each in os.environ[FOLDERS].split(os.pathsep) if (Path(each) / "kuberay-crds").is_dir()]
+    crd = yaml.safe_load((folder / "kuberay-crds" / "ray.io_rayclusters.yaml").read_text(encoding="utf-8"))
+    place = f"{CRDS}/rayclusters.ray.io"
+    server.create(CRDS, crd)
+    wait_for(lambda: server.get("/apis/ray.io/v1/rayclusters"), "the API server knows RayClusters")
+    yield
+    server.delete(place)
+    wait_for(lambda: server.get(place) is None, "they are gone")
+
+
+def clusters(server: Server, team: Team) -> list[dict[str, Any]]:
+    found = server.items(f"/apis/ray.io/v1/namespaces/{team.namespace}/rayclusters")
+    return [each for each in found if "deletionTimestamp" not in each["metadata"]]
+
+
+def test_without_kuberay_the_run_waits_and_says_for_what_and_with_it_goes_on(
+    server: Server, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    with open_team(server, "nodes") as team, run_operator(team, tmp_path / "operator.log"):
+        team.start_run("waits", placement=PLACEMENT)
+        said = wait_for(
+            lambda: (found := team.status("waits")).get("reason") == "RanksUnavailable" and found, "it says so"
+        )
+        assert (said["phase"], said["whoActs"]) == ("Pending", "Cluster")
+        assert "install KubeRay" in said["message"]
+        assert team.jobs() == []
+        request.getfixturevalue("kuberay_crd")
+        team.wait_phase("waits", "Starting", "Running", seconds=120)
+        wait_for(lambda: clusters(server, team), "its ranks have a RayCluster")
+
+
+@pytest.mark.usefixtures("kuberay_crd")
+def test_each_attempt_has_a_ray_cluster_and_a_finished_one_none(server: Server, tmp_path: Path) -> None:
+    with open_team(server, "nodes") as team, run_operator(team, tmp_path / "operator.log"):
+        team.start_run("large", placement=PLACEMENT)
+        team.wait_phase("large", "Running")
+        (first,) = wait_for(lambda: clusters(server, team), "a RayCluster")
+        assert first["metadata"]["name"] == "ranks-large-a1"
+        (group,) = first["spec"]["workerGroupSpecs"]
+        assert group["replicas"] == 2
+        (pod,) = team.pods()
+        (run,) = pod["spec"]["containers"]
+        assert {"name": "RAY_ADDRESS", "value": "ranks-large-a1-head-svc:6379"} in run["env"]
+        policy = server.get(f"/apis/networking.k8s.io/v1/namespaces/{team.namespace}/networkpolicies/large")
+        assert policy is not None
+        assert any("podSelector" in str(each) for each in policy["spec"]["ingress"])
+
+        team.exits = {1: 81}  # Its ranks were lost.
+        (second,) = wait_for(
+            lambda: [each for each in clusters(server, team) if each["metadata"]["name"] == "ranks-large-a2"],
+            "the next attempt's RayCluster", 120,
+        )  # fmt: skip
+        assert [each["metadata"]["name"] for each in clusters(server, team)] == ["ranks-large-a2"]
+        team.exits = {1: 81, 2: 0}
+        team.wait_phase("large", "Succeeded")
+        wait_for(lambda: not clusters(server, team), "nobody uses its nodes any more")
+        assert second["metadata"]["ownerReferences"][0]["kind"] == "OrbitRun"
+
+
+@pytest.fixture
+def kuberay(kuberay_crd: None, control_plane: ControlPlane, tmp_path: Path) -> Iterator[Path]:
+    """KubeRay's operator; its log."""
+    program = shutil.which("kuberay", path=os.environ[FOLDERS])
+    if program is None:
+        pytest.skip("KubeRay's operator was not built: tools/cluster_programs.sh kuberay")
+    log = tmp_path / "kuberay.log"
+    command = [
+        program,
+        "--metrics-addr=127.0.0.1:0",
+        "--health-probe-bind-address=127.0.0.1:0",
+        "--enable-leader-election=false",
+    ]
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            command, stdout=out, stderr=out, env={**os.environ, "KUBECONFIG": str(control_plane.kubeconfig)}
+        )
+    yield log
+    process.send_signal(signal.SIGTERM)
+    process.wait(30)
+
+
+def test_kuberays_operator_makes_the_pods_that_were_asked_for(server: Server, kuberay: Path, tmp_path: Path) -> None:
+    with open_team(server, "nodes") as team, run_operator(team, tmp_path / "operator.log"):
+        team.start_run("real", placement=PLACEMENT)
+        team.wait_phase("real", "Starting", "Running")
+
+        def ranks() -> list[dict[str, Any]]:
+            return [each for each in team.pods() if each["metadata"]["labels"].get("ray.io/cluster") == "ranks-real-a1"]
+
+        try:
+            wait_for(lambda: len(ranks()) == 3, "a head and two nodes", 120)
+        except AssertionError as error:
+            raise AssertionError(f"{error}: {kuberay.read_text()[-3000:]}") from None
+        kinds = sorted(each["metadata"]["labels"]["ray.io/node-type"] for each in ranks())
+        assert kinds == ["head", "worker", "worker"]
+        for each in ranks():
+            (container,) = each["spec"]["containers"]
+            assert "ray start" in " ".join(container.get("args") or container["command"])
+            assert container["securityContext"]["readOnlyRootFilesystem"] is True
+            assert container["livenessProbe"]["tcpSocket"]["port"] in (6379, 9500), "KubeRay's own needs wget"
+            assert each["metadata"]["labels"]["orbitrl.dev/run-name"] == "real"
+        service = server.get(team.path("services", "ranks-real-a1-head-svc"))
+        assert service is not None, "where RAY_ADDRESS leads"
+        assert 6379 in [port["port"] for port in service["spec"]["ports"]]
+        team.exits = {1: 0}
+        team.wait_phase("real", "Succeeded")
+        wait_for(lambda: not ranks(), "its pods are gone", 120)

@@ -1,0 +1,158 @@
+"""A run over several nodes: its RayCluster, when it is made and when it goes, and who may speak to whom."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("kopf", reason="the operator's packages are not installed (extra `operator`)")
+
+from unit_operator.cluster_model import Cluster, build_cluster
+from unit_operator.test_manifests import LARGE, SETTINGS, SMALL, source
+
+from orbit_operator.actions import CreateAttempt, CreateRanks, DeleteRanks, Plan, State
+from orbit_operator.api import ApiError
+from orbit_operator.attempts import add_created
+from orbit_operator.manifests.job import build_job
+from orbit_operator.manifests.network_policy import build_network_policy
+from orbit_operator.manifests.ray_cluster import build_ray_cluster
+from orbit_operator.manifests.source import ranks_name, ray_address
+from orbit_operator.observe import judge_manifest
+from orbit_operator.refusal import tell_refusal
+
+FLAGSHIP: dict[str, Any] = {
+    **LARGE,
+    "placement": {**LARGE["placement"], "layout": "Colocated", "gpus": 8, "nodes": 3},
+    "lifecycle": {},
+}
+
+
+def step(cluster: Cluster) -> Plan:
+    """One whole pass of an operator that sees everything."""
+    observed = cluster.observe()
+    chosen = cluster.think(observed)
+    for action in chosen.actions:
+        job = cluster.carry_out(action)
+        if job is not None and chosen.state is not None:
+            chosen = replace(chosen, state=add_created(chosen.state, job))
+    cluster.write_status(observed, chosen)
+    return chosen
+
+
+def test_nodes_are_taken_with_the_attempt_and_given_back_when_its_pod_has_ended() -> None:
+    cluster = build_cluster(nodes=3, max_infra_restarts=3)
+    assert [type(each) for each in step(cluster).actions] == [CreateAttempt]
+    assert step(cluster).actions == (CreateRanks(1),)
+    assert step(cluster).actions == (), "once"
+    cluster.make_pod()
+    cluster.schedule("n0")
+    cluster.start()
+    assert step(cluster).actions == ()
+    cluster.exit(81)
+    cluster.conclude_jobs()
+    given_back = step(cluster)
+    assert [each for each in given_back.actions if isinstance(each, DeleteRanks)] != []
+    assert not cluster.ranks
+    cluster.wait(3600)
+    step(cluster)
+    step(cluster)
+    assert [each.attempt for each in cluster.ranks.values()] == [2], "the next attempt has nodes of its own"
+
+
+def test_somebody_deletes_the_ray_cluster_of_a_run_that_lives() -> None:
+    cluster = build_cluster(nodes=2)
+    step(cluster)
+    step(cluster)
+    cluster.ranks.clear()
+    assert step(cluster).actions == (CreateRanks(1),)
+
+
+def test_without_kuberay_no_attempt_is_made() -> None:
+    cluster = build_cluster(nodes=2)
+    chosen = cluster.think(replace(cluster.observe(), ranks_problem="install KubeRay"))
+    assert chosen.actions == ()
+    assert chosen.state is not None
+    said = (chosen.state.phase, chosen.state.reason, chosen.state.message, chosen.state.owner)
+    assert said == ("Pending", "RanksUnavailable", "install KubeRay", "cluster")
+    assert chosen.wake_at is not None, "it is looked for again"
+
+
+def test_a_ray_cluster_that_is_refused_is_told() -> None:
+    told = tell_refusal(CreateRanks(2), ApiError(422, "Invalid", "spec.headGroupSpec"), State("Pending", "PodPending"))
+    assert told is not None
+    assert (told.reason, told.message) == (
+        "AttemptRefused", "the RayCluster of attempt 2 cannot be made: spec.headGroupSpec",
+    )  # fmt: skip
+
+
+def test_the_ray_cluster_has_whole_nodes_for_ranks_and_none_of_the_stores_keys() -> None:
+    run = source({**FLAGSHIP, "storage": {"uri": "s3://runs/team", "credentialsSecretName": "store"}})
+    made = build_ray_cluster(run, 4, SETTINGS)
+    (workers,) = made["spec"]["workerGroupSpecs"]
+    assert (workers["replicas"], workers["minReplicas"], workers["maxReplicas"]) == (2, 2, 2)
+    pod = workers["template"]["spec"]
+    (ranks,) = pod["containers"]
+    assert ranks["resources"]["limits"]["nvidia.com/gpu"] == "8"
+    assert workers["rayStartParams"]["num-gpus"] == "8"
+    assert ranks["envFrom"] == [{"secretRef": {"name": "hub-token"}}], "not the store's"
+    assert pod["automountServiceAccountToken"] is False
+    assert ranks["securityContext"]["readOnlyRootFilesystem"] is True
+    assert {"name": "cache", "persistentVolumeClaim": {"claimName": "model-cache"}} in pod["volumes"]
+    mounted = {each["mountPath"] for each in ranks["volumeMounts"]}
+    job = build_job(run, 4, (), SETTINGS)["spec"]["template"]["spec"]
+    (own,) = job["containers"]
+    assert mounted == {each["mountPath"] for each in own["volumeMounts"]} - {"/etc/orbit"}, (
+        "the model, where the run has it"
+    )
+    assert ranks["image"] == own["image"], "one version of Ray and of Python"
+    assert own["resources"]["limits"]["nvidia.com/gpu"] == "8", "the engine's"
+    assert {"name": "RAY_ADDRESS", "value": "ranks-adder-a4-head-svc:6379"} in own["env"]
+    head = made["spec"]["headGroupSpec"]
+    assert head["rayStartParams"] == {"num-cpus": "0", "num-gpus": "0", "include-dashboard": "false"}
+    (daemons,) = head["template"]["spec"]["containers"]
+    assert "nvidia.com/gpu" not in daemons["resources"]["limits"]
+    assert made["metadata"]["ownerReferences"] == build_job(run, 4, (), SETTINGS)["metadata"]["ownerReferences"]
+
+
+def test_pods_of_several_nodes_speak_among_themselves_and_those_of_one_do_not() -> None:
+    policy = build_network_policy(source(FLAGSHIP), SETTINGS)["spec"]
+    among = [{"podSelector": policy["podSelector"]}]
+    assert {"from": among} in policy["ingress"]
+    assert {"to": among} in policy["egress"]
+    labels = build_ray_cluster(source(FLAGSHIP), 1, SETTINGS)["spec"]["workerGroupSpecs"][0]["template"]["metadata"][
+        "labels"
+    ]
+    assert policy["podSelector"]["matchLabels"].items() <= labels.items()
+    assert "orbitrl.dev/attempt" not in labels, "else a rank's pod would be taken for the run's"
+    assert "podSelector" not in str(build_network_policy(source(SMALL), SETTINGS)["spec"]["ingress"])
+
+
+@pytest.mark.parametrize("attempt", [1, 12, 123])
+@pytest.mark.parametrize(
+    "run", ["a", "0-adder", "x" * 52, "a-very-long-name-of-a-run-that-is-the-first", "y" * 21 + ".z"]
+)
+def test_names_are_what_kuberay_leaves_as_they_are(run: str, attempt: int) -> None:
+    name = ranks_name(run, attempt)
+    assert name[0].isalpha()
+    assert len(f"{name}-head-svc") <= 50
+    assert name != ranks_name(f"{run}b", attempt)
+    assert name != ranks_name(run, attempt + 1)
+    assert ray_address(run, attempt) == f"{name}-head-svc:6379"
+
+
+@pytest.mark.parametrize(
+    ("model", "cache", "is_good"),
+    [
+        ("hf://Qwen/Qwen3-0.6B", {}, False),
+        ("hf://Qwen/Qwen3-0.6B", {"claimName": "models"}, True),
+        ("pvc://models/qwen", {}, True),
+        ("builtin://tiny-adder", {}, False),
+    ],
+)
+def test_every_node_must_find_the_model(model: str, cache: dict[str, str], is_good: bool) -> None:
+    placement = {"gpus": 0, "nodes": 2, "modelCache": cache}
+    spec = {**SMALL, "model": {"uri": model}, "placement": placement}
+    body = {"metadata": {"name": "adder", "namespace": "team", "uid": "u"}, "spec": spec}
+    assert ("modelCache.claimName" in judge_manifest(body).invalid) is not is_good
