@@ -18,7 +18,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -75,7 +75,7 @@ class Driver:
         if self._start.address is None:
             self._private = self._start_private()
         else:
-            self._joined = JoinedRay(self._start.address, Path(self._start.scratch), NODES_SECONDS)
+            self._joined = self._join(self._start.address)
         ray.init(
             address=self._private.address if self._private else self._start.address,
             log_to_driver=False, logging_level=logging.ERROR, configure_logging=False,
@@ -107,19 +107,16 @@ class Driver:
         return self._collect("start", [each.build.remote(packed, master) for each in self._actors], None)
 
     def _start_private(self) -> PrivateRay:
-        """On a machine that is too busy for Ray's own patience of 30 s, a second time."""
-        count = self._order.count
-        for turn in range(STARTS):
+        count, scratch = self._order.count, Path(self._start.scratch)
+
+        def start() -> PrivateRay:
             ports, self._lock = (self._start.ports, -1) if self._start.ports else port_block(count)
-            try:
-                return PrivateRay(Path(self._start.scratch), count, ports)
-            except OrbitError:
-                raise
-            except Exception:
-                end_all(os.getpid())
-                if turn == STARTS - 1:
-                    raise
-        raise AssertionError
+            return PrivateRay(scratch, count, ports)
+
+        return _patiently(start)
+
+    def _join(self, address: str) -> JoinedRay:
+        return _patiently(lambda: JoinedRay(address, Path(self._start.scratch), NODES_SECONDS))
 
     def _share(self) -> dict[str, Any]:
         """Of a node, for one rank."""
@@ -283,6 +280,20 @@ class Driver:
             except RayError:
                 continue
         ray.shutdown()
+
+
+def _patiently[R](start: Callable[[], R]) -> R:
+    """On a machine that is too busy for Ray's own patience of 30 s, a second time and a third."""
+    for turn in range(STARTS):
+        try:
+            return start()
+        except OrbitError:
+            raise
+        except Exception:
+            end_all(os.getpid())
+            if turn == STARTS - 1:
+                raise
+    raise AssertionError
 
 
 class _Patience:

@@ -69,7 +69,7 @@ def test_without_kuberay_the_run_waits_and_says_for_what_and_with_it_goes_on(
 def test_each_attempt_has_a_ray_cluster_and_a_finished_one_none(server: Server, tmp_path: Path) -> None:
     with open_team(server, "nodes") as team, run_operator(team, tmp_path / "operator.log"):
         team.start_run("large", placement=PLACEMENT)
-        team.wait_phase("large", "Running")
+        team.wait_phase("large", "Starting", "Running")
         (first,) = wait_for(lambda: clusters(server, team), "a RayCluster")
         assert first["metadata"]["name"] == "ranks-large-a1"
         (group,) = first["spec"]["workerGroupSpecs"]

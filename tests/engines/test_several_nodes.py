@@ -16,7 +16,9 @@ def test_a_run_over_two_nodes_loses_one_and_goes_on_when_it_is_back(
 ) -> None:
     from ray.cluster_utils import Cluster
 
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": 1 << 27})
+    cluster = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": 1 << 27, "include_dashboard": False}
+    )
     monkeypatch.setenv("RAY_ADDRESS", cluster.address)
     out = tmp_path / "run"
     settings = ("spec.placement={nodes: 3, gpus: 0}", "spec.training.steps=4")

@@ -24,7 +24,9 @@ def test_a_group_works_over_two_nodes_loses_one_and_starts_again_on_the_other(tm
     def group(count: int) -> Group:
         return Group("ranks.targets:Meeting", {}, count, address=cluster.address, nodes=count)
 
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": 1 << 27})
+    cluster = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": 1 << 27, "include_dashboard": False}
+    )
     try:
         second = cluster.add_node(num_cpus=1, object_store_memory=1 << 27)
         ranks = start_ranks(group(2), tmp_path / "two")
