@@ -7,7 +7,7 @@ digests do (`state`).
 from __future__ import annotations
 
 import json
-from collections.abc import Buffer, Mapping
+from collections.abc import Buffer, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -41,7 +41,12 @@ def explain_difference(published: Mapping[str, Buffer], found: Mapping[str, Buff
                 differences.append(f"{name}: {error.message}")
                 continue
             total += len(before)
-            differences += _explain_tensors(before, now)
+            differences += explain_tensors(before, now)
+    return told_of(differences, total)
+
+
+def told_of(differences: Sequence[str], total: int) -> str:
+    """The first of them, and how many of how many tensors they are; empty where there is none."""
     if not differences:
         return ""
     told = "; ".join(differences[:NAMED])
@@ -66,7 +71,8 @@ def _explain_settings(before: bytes, now: bytes) -> list[str]:
     ]
 
 
-def _explain_tensors(before: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> list[str]:
+def explain_tensors(before: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> list[str]:
+    """A sentence for each tensor that is not as it was published."""
     told = [f"{key} is missing" for key in sorted(before.keys() - now.keys())]
     told += [f"{key} is there and was not published" for key in sorted(now.keys() - before.keys())]
     for key in sorted(before.keys() & now.keys()):

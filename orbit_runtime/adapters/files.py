@@ -54,17 +54,22 @@ def expected_applied_digest(files: Mapping[str, Buffer], pieces: Mapping[str, Pi
     Args:
         pieces: of these files, as they were hashed when they were published; None: they are hashed here.
     """
-    fields = json.loads(bytes(files[CONFIG_FILE]))
-    is_oft = fields["peft_type"] == "OFT"
-    name = ROTATIONS_FILE if is_oft else MODEL_FILE
+    scaling = published_scaling(files)
+    name = ROTATIONS_FILE if scaling is None else MODEL_FILE
     known = pieces[name] if pieces else pieces_of({name: files[name]})[name]
     # Of what lies in a store the header is enough.
     head = files.first_piece(name) if isinstance(files, Stored) else files[name]
     shapes, by_tensor = _by_tensor(name, head, known)
-    if is_oft:
-        return digest_applied(shapes, by_tensor, {None})
+    return digest_applied(shapes, by_tensor, {scaling})
+
+
+def published_scaling(files: Mapping[str, Buffer]) -> float | None:
+    """What layers multiply LoRA's part by under this adapter; None: it is OFT, and they do not."""
+    fields = json.loads(bytes(files[CONFIG_FILE]))
+    if fields["peft_type"] == "OFT":
+        return None
     divisor = math.sqrt(fields["r"]) if fields["use_rslora"] else fields["r"]
-    return digest_applied(shapes, by_tensor, {float(fields["lora_alpha"]) / divisor})
+    return float(fields["lora_alpha"]) / divisor
 
 
 def _by_tensor(name: str, data: Buffer, pieces: Pieces) -> tuple[dict[str, tuple[int, ...]], dict[str, Pieces]]:

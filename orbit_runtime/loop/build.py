@@ -34,6 +34,7 @@ from orbit_runtime.loop.engines import (
 from orbit_runtime.loop.inputs import Inputs
 from orbit_runtime.loop.keep import Checkpoints
 from orbit_runtime.loop.keeper import Keeper
+from orbit_runtime.loop.looking import Bisect
 from orbit_runtime.loop.measure import HeldOut, open_held_out
 from orbit_runtime.loop.publish import Publisher
 from orbit_runtime.loop.show import Show
@@ -210,7 +211,8 @@ def build_parts(
             else min(LONG_CANARY, spec.model.max_sequence_length),
         ),
         change_limit(side.facts),
-        base_weights=weights,
+        weights,
+        Bisect(engine, sequences[0], resolved.compute_dtype, side.snapshot, side.explain, side.facts.group_size),
         base_limit=base_limit(side.facts.precision, spec.parity.mean_limit)
         if spec.parity.preflight == "Enforce"
         else math.inf,

@@ -36,12 +36,10 @@ from orbit_runtime.storage import claim_execution, open_store
 from orbit_runtime.types import Request
 
 if TYPE_CHECKING:
-    from orbit_runtime.parity.locate import Location, Tapped
+    from orbit_runtime.parity.locate import Location
 
 COMPLETIONS, COMPLETION_TOKENS = 4, 256
 """Prompts that the engine answers before both sides are measured, and the longest answer."""
-COPIES = 3
-"""Rows of the trainer's second snapshot: another batch shape, for its floor."""
 
 
 @dataclass(frozen=True)
@@ -147,51 +145,12 @@ def check_sides(parts: Parts, state: RunState, when: str) -> None:
     if not measured[index].failures:
         return
     parts.show.stage("looking for the layer")
-    location = find_difference(parts, state.publication)
+    location = parts.publisher.bisect.find(state.publication.name, state.publication.adapter)
     if location:
         keep_location(parts, location)
         parts.show.note(f"trainer and engine: {location.verdict()}")
     if parts.spec.parity.preflight == "Enforce":
         check_preflight(measured[index], location, copies[index].name if len(copies) > 1 else "")
-
-
-def find_difference(parts: Parts, publication: Publication) -> Location | None:
-    """The first layer in which the two sides part: with the bare base, and where that agrees, with the policy.
-
-    None where no copy's layers can be looked at, as where the engine computes with the trainer's own.
-    """
-    if parts.side.snapshot is None:
-        return None
-    from orbit_runtime.parity.locate import Tapped
-
-    found = None
-    for copy in parts.engine.copies():
-        if isinstance(copy, Tapped) and copy.is_tapped:
-            found = _find_in(parts, copy, publication)
-            if not found.is_clear:
-                break
-    return found
-
-
-def _find_in(parts: Parts, copy: Tapped, publication: Publication) -> Location:
-    import torch
-
-    from orbit_runtime.adapters.layer import TRAINER_SLOT
-    from orbit_runtime.parity.locate import locate
-
-    tokens, files = parts.sequences[0], publication.adapter.files
-    for adapter, slot in ((None, None), (publication.name, TRAINER_SLOT)):
-        theirs = copy.snapshot(tokens, adapter)
-        # Where the engine tells them: a token that goes to other experts by a hair's breadth is no layer's fault.
-        routed = theirs.routed_TLC
-        assert parts.side.snapshot is not None
-        ours = parts.side.snapshot(tokens, slot, files, routed_TLC=routed)
-        again = parts.side.snapshot(tokens, slot, files, copies=COPIES, routed_TLC=routed)
-        dtype = getattr(torch, parts.resolved.compute_dtype)
-        found = locate(ours, again, theirs, dtype=dtype, group=parts.facts.group_size)
-        if not found.is_clear:
-            break
-    return found
 
 
 def compare_sides(
@@ -222,7 +181,8 @@ def compare_sides(
         measured = measure_parity(parts, publication)
         preflight = measured[worst(measured)]
         seconds = time.monotonic() - started
-        location = find_difference(parts, publication) if layers or preflight.failures else None
+        look = layers or bool(preflight.failures)
+        location = parts.publisher.bisect.find(publication.name, publication.adapter) if look else None
         return Comparison(resolved.engine, parts.facts.precision, preflight, location, seconds)
 
 

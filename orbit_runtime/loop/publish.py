@@ -20,6 +20,7 @@ from orbit_runtime.adapters.files import expected_applied_digest
 from orbit_runtime.digests import Pieces, split
 from orbit_runtime.errors import GateError, OrbitError
 from orbit_runtime.loop.keeper import Keeper
+from orbit_runtime.loop.looking import Bisect
 from orbit_runtime.model_info.content import FILES
 from orbit_runtime.parity.liveness import Limits, Proof, Reading, check_proofs, check_unproven, prove
 from orbit_runtime.storage import Content, Execution, Store, Stored, standing_content, write_bundle
@@ -76,6 +77,8 @@ class Publisher:
     change_limit: float
     base_weights: str
     """Digest of the base's files; it travels with the adapter, which is good for no other base."""
+    bisect: Bisect
+    """What looks for rank, layer and tensor where a proof failed."""
     base_limit: float = math.inf
     """Of the mean |d| on the canary with no adapter."""
     max_unproven: int = 0
@@ -97,13 +100,14 @@ class Publisher:
         assert adapter.pieces is not None
         # The same for every copy, and nothing that a server should wait for.
         expected = expected_applied_digest(adapter.files, adapter.pieces)
+        told = self.bisect.explain_trainer(adapter) if adapted.applied_digest != expected else []
         try:
             self.engine.load_adapter(adapter_name(version), adapter)
         except OrbitError as error:
-            self._keep_evidence(version, {"version": version, "proven": False, "failures": [str(error)]})
+            failures = [f"the engine did not load it: {error}", *told]
+            self._keep_evidence(version, {"version": version, "proven": False, "failures": failures})
             raise GateError(
-                f"policy version {version} could not be proven live: the engine did not load it: {error}",
-                where="publish",
+                f"policy version {version} could not be proven live: {'; '.join(failures)}", where="publish"
             ) from error
         copies = self.engine.copies()
         pairs = [*zip(copies, previous.readings if previous else (None,) * len(copies), strict=True)]
@@ -118,9 +122,11 @@ class Publisher:
         proofs, readings = [proof for proof, _ in found], [reading for _, reading in found]
         not_proven = [(proof, reading) for proof, reading in found if not proof.may_run]
         unproven = (previous.unproven if previous else 0) + 1 if not_proven else 0
-        if any(proof.failures for proof in proofs) or unproven > self.max_unproven:
-            self._keep_evidence(version, _evidence(not_proven))
-        check_proofs(proofs)
+        failed = any(proof.failures for proof in proofs)
+        told += self.bisect.explain_layers(adapter_name(version), adapter) if failed else []
+        if failed or unproven > self.max_unproven:
+            self._keep_evidence(version, {**_evidence(not_proven), "explained": told})
+        check_proofs(proofs, told)
         if unproven > self.max_unproven:
             check_unproven(proofs, unproven)
         return Publication(adapter, tuple(proofs), tuple(readings), unproven)

@@ -6,7 +6,7 @@ Belongs here: what a manifest asks of a trainer, and what each kind is made of. 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Buffer, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from orbit_runtime.policy.snapshot import Snapshot
     from orbit_runtime.training.megatron.outline import Outline
     from orbit_runtime.training.settings import CriticSettings, TeacherSettings, TrainerSettings
+    from orbit_runtime.training.torch_trainer import TorchTrainer
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,8 @@ class TrainerSide:
     """In this process: what the torch engine samples with."""
     rounding: Mapping[str, str]
     """What decides the order of its sums, hence a run's last bits."""
+    explain: Callable[[Mapping[str, Buffer]], str] | None = None
+    """How what the newest `score` applied differs from these published files, in words; None: it cannot tell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +223,7 @@ def _build_ranks(
         snapshot=trainer.snapshot,
         policy=None,
         rounding={**rounding_facts(), "ranks": f"{layout.text()}, {threads} threads each"},
+        explain=trainer.explain,
     )
 
 
@@ -247,6 +251,7 @@ def _build_alone(
         snapshot=partial(take_snapshot, policy),
         policy=policy,
         rounding=rounding_facts(),
+        explain=trainer.explain,
     )
 
 
@@ -373,7 +378,7 @@ def _policy_settings(resolved: Resolved) -> dict[str, Any]:
 
 def build_trainer(
     resolved: Resolved, policy: Policy, loss: Callable[..., Any], teacher: AdapterFolder | None, *, base_model: str
-) -> Trainer:
+) -> TorchTrainer:
     """As the first step finds it, in this process.
 
     Raises:

@@ -226,14 +226,18 @@ def prove(
     return proof, reading
 
 
-def check_proofs(proofs: Sequence[Proof]) -> None:
-    """Raises GateError (84) listing every check that failed, and on which copy where there are several."""
+def check_proofs(proofs: Sequence[Proof], told: Sequence[str] = ()) -> None:
+    """Raises GateError (84) listing every check that failed, and on which copy where there are several.
+
+    Args:
+        told: what was found when the two sides were looked into.
+    """
     failures = [
         f"{proof.engine}: {failure}" if len(proofs) > 1 else failure for proof in proofs for failure in proof.failures
     ]
     if failures:
         raise GateError(
-            f"policy version {proofs[0].version} could not be proven live: " + "; ".join(failures),
+            f"policy version {proofs[0].version} could not be proven live: " + "; ".join([*failures, *told]),
             where="publish",
             fix="the run stopped before a token was sampled from it; the evidence is in parity/ of the run folder",
         )

@@ -266,27 +266,34 @@ def _tensor_causes(
         detail = "another digest"
         if name in ours:
             part = engine.tensors[name][differing[name]]
-            detail = _values_detail(ours[name][0], theirs[name][differing[name]], part, group)
+            found = theirs[name][differing[name]]
+            detail = _values_detail(ours[name][0], found, part, group)
             detail += f", on rank {part.rank}" if len(engine.tensors[name]) > 1 else ""
-            detail += _holders(name, part, trainer)
+            detail += _holders(name, part, trainer, _range(ours[name][0], part), found)
         causes.append(Cause(_kind(name), name, detail))
     return causes
 
 
-def _holders(name: str, part: Part, trainer: Snapshot) -> str:
-    """Which ranks of a divided trainer hold what is compared with the engine's part."""
+def _holders(name: str, part: Part, trainer: Snapshot, ours: Tensor | None, theirs: Tensor) -> str:
+    """Which ranks of a divided trainer hold the values that differ from the engine's part."""
     if not _is_divided(trainer) or _kind(name) == "adapter tensor":
         return ""
-    first, last = part.start, part.start + part.shape[part.axis]
-    ranks = [
-        each.rank
-        for each in trainer.tensors[name]
-        if each.axis != part.axis or (each.start < last and each.start + each.shape[each.axis] > first)
-    ]
+    unequal = None if ours is None else ours != theirs
+    ranks = [each.rank for each in trainer.tensors[name] if unequal is None or _holds_some(each, part, unequal)]
     holders = ", ".join(map(str, ranks))
     return (
         f"; ranks {holders} of the trainer hold it" if len(ranks) > 1 else f"; rank {holders} of the trainer holds it"
     )
+
+
+def _holds_some(each: Part, part: Part, unequal: Tensor) -> bool:
+    """Args: unequal: over the values of `part`."""
+    if not each.shape:
+        return True
+    offset = part.start if each.axis == part.axis else 0
+    first, last = max(each.start - offset, 0), each.start - offset + each.shape[each.axis]
+    at = torch.arange(unequal.shape[each.axis])
+    return bool(unequal.index_select(each.axis, at[(at >= first) & (at < last)]).any())
 
 
 def _is_divided(trainer: Snapshot) -> bool:

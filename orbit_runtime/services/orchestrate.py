@@ -77,6 +77,7 @@ class RemoteSides:
             snapshot=None,
             policy=None,
             rounding=dict(trainer["rounding"]),
+            explain=remote.explain,
         )
 
     @property

@@ -136,6 +136,10 @@ class RemoteTrainer:
         adapted, base = self._connection.call("score", tuple(token_ids_T))
         return adapted, base
 
+    def explain(self, files: Mapping[str, Buffer]) -> str:
+        """As `TrainerSide.explain`."""
+        return str(self._connection.call("explain", travelling(files, self._is_shared)))
+
     @contextmanager
     def probing(self, kind: Probe) -> Iterator[None]:
         """Within it the trainer holds an adapter that nobody trained."""

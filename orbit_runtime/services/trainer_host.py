@@ -77,6 +77,9 @@ class TrainerCalls:
     def score(self, token_ids_T: Sequence[int]) -> tuple[Scored, Scored]:
         return self._trainer.score(token_ids_T)
 
+    def explain(self, files: Mapping[str, Part | Buffer]) -> str:
+        return "" if self._side.explain is None else self._side.explain(self._depot.read(files))
+
     def logprobs(self, samples_D: Sequence[Sample]) -> list[Any]:
         return list(self._trainer.logprobs(samples_D))
 
@@ -114,7 +117,7 @@ class TrainerCalls:
     def calls(self) -> dict[str, Callable[..., Any]]:
         """By name."""
         named = (
-            self.share, self.begin, self.update, self.score, self.logprobs, self.reference_logprobs,
+            self.share, self.begin, self.update, self.score, self.explain, self.logprobs, self.reference_logprobs,
             self.teacher_logprobs, self.values, self.publish, self.publish_to, self.save, self.save_to, self.load,
             self.probe, self.base_digest,
         )  # fmt: skip

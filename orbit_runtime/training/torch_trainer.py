@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 
+from orbit_runtime.adapters.difference import explain_tensors, told_of
+from orbit_runtime.adapters.files import published_scaling
 from orbit_runtime.adapters.layer import TRAINER_SLOT
-from orbit_runtime.adapters.state import applied_digest, write_adapter
+from orbit_runtime.adapters.state import applied_digest, published_tensors, write_adapter
 from orbit_runtime.algorithms.losses import policy_loss
 from orbit_runtime.policy.model import Policy
 from orbit_runtime.policy.packed import Branch
@@ -80,6 +82,20 @@ class TorchTrainer:
             Scored((0.0, *adapted), applied_digest(trace), top_T=(-1, *adapted_top)),
             Scored((0.0, *base), None, top_T=(-1, *base_top)),
         )
+
+    def explain(self, files: Mapping[str, Buffer]) -> str:
+        """How what a pass applies differs from what was published, in words; empty where it does not."""
+        batch = self._policy.pack([Branch(0, (0,), (0,))])
+        with torch.no_grad(), self._policy.injected.selection.use(TRAINER_SLOT), self._policy.traced() as trace:
+            self._policy.scores(batch)
+        applied = {name: tensor for entry in trace for name, tensor in entry.tensors.items()}
+        published, scaling = published_tensors(files), published_scaling(files)
+        told = [
+            f"{entry.module} was scaled by {entry.scaling}, published was {scaling}"
+            for entry in trace
+            if entry.scaling != scaling
+        ]
+        return told_of(told + explain_tensors(published, applied), len(published))
 
     # --- checkpoint ---
 

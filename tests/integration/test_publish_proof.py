@@ -14,10 +14,13 @@ import torch
 from fakes.faulty_engine import FaultyEngine, drop_one, swap_two, wrong_prefix, zero_one
 
 from orbit_runtime.adapters.config import AdapterConfig
+from orbit_runtime.adapters.layer import TRAINER_SLOT, Slot
+from orbit_runtime.adapters.lora import LoRASlot
 from orbit_runtime.algorithms.constants import PolicyLossSettings
 from orbit_runtime.data.chat import ChatTokenizer
 from orbit_runtime.errors import GateError
 from orbit_runtime.loop.keeper import Keeper
+from orbit_runtime.loop.looking import Bisect
 from orbit_runtime.loop.publish import Publication, Publisher
 from orbit_runtime.loop.versions import PolicyVersions
 from orbit_runtime.model_info.builtin_models import builtin_folder
@@ -75,6 +78,7 @@ class Rig:
             canary,
             CHANGE_LIMITS["float32"],
             "tree:0",
+            Bisect(self.engine, canary, "float32", explain=self.trainer.explain),
         )
         self.versions = PolicyVersions(self.engine)
         self.publication: Publication | None = None
@@ -171,6 +175,22 @@ def test_a_planted_fault_stops_the_run_at_the_next_publish(rig: Rig, fault: str,
     evidence = [key for key in rig.store.list("parity/") if "publish-v2" in key]
     assert evidence, "the evidence of the failed publish is stored"
     assert json.loads(rig.store.get(evidence[0]))["proven"] is False
+
+
+def test_what_the_trainer_itself_applied_otherwise_is_named(rig: Rig) -> None:
+    layer = "model.layers.1.mlp.down_proj"
+    built = rig.trainer._policy.injected.selection.applied_masters
+    honest = built[TRAINER_SLOT]
+
+    def zeroed() -> dict[str, Slot]:
+        slots = honest()
+        field = "lora_B" if isinstance(slots[layer], LoRASlot) else "rotation"
+        return slots | {layer: replace(slots[layer], **{field: torch.zeros_like(getattr(slots[layer], field))})}
+
+    rig.train(2, 0.02)
+    built[TRAINER_SLOT] = zeroed
+    with pytest.raises(GateError, match=rf"did not apply what was published: {layer}\.(lora_B|oft_R) is zero"):
+        rig.publish()
 
 
 def test_the_small_fault_is_smaller_than_the_gate_on_effects(tmp_path: Path) -> None:

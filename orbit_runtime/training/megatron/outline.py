@@ -56,6 +56,18 @@ def whole_shape(what: What, held: Held, config: AdapterConfig) -> tuple[int, ...
     return (*shape[:-1], config.block_size, config.block_size) if turned else shape
 
 
+def cut_published(place: Place, whole: Tensor, config: AdapterConfig) -> Tensor:
+    """What a rank must apply of a parameter as it was published.
+
+    Args:
+        whole: LoRA's factor, or rotations `[…, K / b, b, b]`.
+    """
+    if place.kind != "oft_R":
+        return place.cut(whole, config)
+    # A block of a rotation is a row, as a block's parameters are.
+    return place.cut(whole.flatten(-2), config).unflatten(-1, whole.shape[-2:])
+
+
 def assemble(
     what: What,
     keys: Sequence[str],

@@ -22,6 +22,7 @@ from torch import Tensor, distributed
 
 from orbit_runtime.adapters import tensorfile
 from orbit_runtime.adapters.config import AdapterConfig
+from orbit_runtime.adapters.difference import explain_tensors
 from orbit_runtime.adapters.expert_layer import AdaptedExpertLinear
 from orbit_runtime.adapters.layer import TRAINER_SLOT, Applied
 from orbit_runtime.adapters.masters import Place
@@ -34,7 +35,7 @@ from orbit_runtime.policy.recompute import Recompute
 from orbit_runtime.policy.snapshot import base_tensors, constants, record
 from orbit_runtime.training.megatron.groups import Groups, Sizes, join, leave
 from orbit_runtime.training.megatron.model import load_rank_policy
-from orbit_runtime.training.megatron.outline import Outline, What, outline_of
+from orbit_runtime.training.megatron.outline import Outline, What, cut_published, outline_of
 from orbit_runtime.training.megatron.passes import RankPasses
 from orbit_runtime.training.megatron.sent import Sent, receive, send
 from orbit_runtime.training.megatron.snapshots import RankSnapshot, held_points, rank_tensors
@@ -125,6 +126,8 @@ class MegatronRank:
         self._outline = outline_of(self.policy.injected)
         self._rotations: dict[str, Tensor] = {}
         self._applied: dict[str, Tensor] = {}
+        self._scalings: dict[str, float | None] = {}
+        """Of the pass that `_applied` is from, by module."""
         self._probing = ExitStack()
 
     def facts(self) -> RankFacts:
@@ -158,6 +161,7 @@ class MegatronRank:
             with policy.injected.selection.use(None):
                 base, base_top = self._scores(batch)
         self._applied = self._keep(trace)
+        self._scalings = {entry.module: entry.scaling for entry in trace}
         parts = {key: AppliedPart(tuple(each.shape), _digest(each)) for key, each in self._applied.items()}
         scalings = frozenset(entry.scaling for entry in trace)
         return RankScore(
@@ -189,6 +193,27 @@ class MegatronRank:
                     raise InternalError(f"one pass applied two different values of {key}")
                 applied[key] = tensor
         return applied
+
+    def explain(self, values: Mapping[str, Sent], scaling: float | None) -> list[str]:
+        """How what the newest `score` applied here differs from what was published, a sentence for each parameter.
+
+        Args:
+            values: whole parameters as they were published, of one layer: LoRA's factors, or OFT's rotations.
+            scaling: what LoRA's part is multiplied by.
+        """
+        published, told = {}, []
+        for key, whole in receive(values).items():
+            held = self._outline.get(key)
+            if held is None:
+                continue
+            if key not in self._applied:
+                told.append(f"{key} was not applied")
+                continue
+            published[key] = cut_published(held.place, whole, self._masters.config)
+            used = self._scalings[key.rpartition(".")[0]]
+            if used != scaling:
+                told.append(f"{key} was scaled by {used}, published was {scaling}")
+        return told + explain_tensors(published, {key: self._applied[key].cpu() for key in published})
 
     def begin_probing(self, probe: Probe, seed: int) -> None:
         """From now on the masters hold an adapter that nobody trained."""

@@ -22,11 +22,20 @@ import torch
 from torch import Tensor
 
 from orbit_runtime.adapters import tensorfile
-from orbit_runtime.adapters.files import CONFIG_FILE, MODEL_FILE, PEFT_PREFIX, ROTATIONS_FILE, digest_applied
+from orbit_runtime.adapters.difference import told_of
+from orbit_runtime.adapters.files import (
+    CONFIG_FILE,
+    MODEL_FILE,
+    PEFT_PREFIX,
+    ROTATIONS_FILE,
+    digest_applied,
+    published_scaling,
+)
+from orbit_runtime.adapters.names import join_tensors
 from orbit_runtime.adapters.part import Part
-from orbit_runtime.adapters.state import config_json
+from orbit_runtime.adapters.state import config_json, published_tensors
 from orbit_runtime.digests import Piece, Pieces, cut, tree_digest
-from orbit_runtime.errors import GateError, InternalError, UnsupportedError
+from orbit_runtime.errors import GateError, UnsupportedError
 from orbit_runtime.policy.facts import PolicyFacts, join_facts
 from orbit_runtime.policy.snapshot import Snapshot
 from orbit_runtime.training.megatron.outline import (
@@ -175,16 +184,40 @@ class MegatronTrainer:
 
     def score(self, token_ids_T: Sequence[int]) -> tuple[Scored, Scored]:
         results: list[RankScore] = self._call("score", tuple(token_ids_T))
-        missing = self._held.keys() - {key for each in results for key in each.applied}
-        if missing:
-            raise InternalError(f"no pass of a rank applied {min(missing)}")
         check_copies(self._outlines, results)
+        is_whole = all(
+            outline.keys() == each.applied.keys() for outline, each in zip(self._outlines, results, strict=True)
+        )
         # Of the last stage, which alone has the output layer.
         last = results[-1]
         scalings = frozenset[float | None]().union(*(each.scalings for each in results))
         return (
-            Scored((0.0, *last.adapted), self._applied_digest(scalings), top_T=(-1, *last.adapted_top)),
+            Scored(
+                (0.0, *last.adapted),
+                # Of less than everything there is no digest that could be the published one: `explain` tells what.
+                self._applied_digest(scalings) if is_whole else None,
+                top_T=(-1, *last.adapted_top),
+            ),
             Scored((0.0, *last.base), None, top_T=(-1, *last.base_top)),
+        )
+
+    def explain(self, files: Mapping[str, Buffer]) -> str:
+        """How what the newest `score` applied differs from what was published, rank by rank; empty where it does not.
+
+        Every rank is sent whole layers, one after the other, and compares its part.
+
+        Example: `rank 1: model.layers.1.mlp.down_proj.lora_A is zero (1 of 28 tensors differs)`
+        """
+        published, scaling = published_tensors(files), published_scaling(files)
+        told: list[list[str]] = [[] for _ in self._outlines]
+        for _, group in groupby(sorted(self._held), key=layer_of):
+            values = {key: join_tensors(self._held[key].file_names, published) for key in group}
+            for sentences, found in zip(told, self._call("explain", send(values), scaling), strict=True):
+                sentences += found
+        return "; ".join(
+            f"rank {rank}: {told_of(sentences, len(outline))}"
+            for rank, (sentences, outline) in enumerate(zip(told, self._outlines, strict=True))
+            if sentences
         )
 
     def _applied_digest(self, scalings: frozenset[float | None]) -> str:

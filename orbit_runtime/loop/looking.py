@@ -1,0 +1,89 @@
+"""Looking into both sides for what makes them differ: the trainer's ranks, and the layers of every copy of the engine.
+
+Belongs here: whom to ask, and in which order. Does not belong here: measuring whether they differ (`parity`), comparing
+what they tell (`parity.locate`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Buffer, Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from orbit_runtime.errors import OrbitError
+from orbit_runtime.types import AdapterFiles, Engine
+
+if TYPE_CHECKING:
+    from orbit_runtime.parity.locate import Location, Tapped
+    from orbit_runtime.policy.snapshot import Snapshot
+
+COPIES = 3
+"""Rows of the trainer's second snapshot: another batch shape, for its floor."""
+
+
+@dataclass(frozen=True)
+class Bisect:
+    """The two sides of a run, and the tokens that both are looked at with."""
+
+    engine: Engine
+    token_ids_T: tuple[int, ...]
+    compute_dtype: str
+    snapshot: Callable[..., Snapshot] | None = None
+    """As `TrainerSide.snapshot`."""
+    explain: Callable[[Mapping[str, Buffer]], str] | None = None
+    """As `TrainerSide.explain`."""
+    group: int | None = None
+    """Columns of the packed base that share a scale."""
+
+    def find(self, name: str, adapter: AdapterFiles) -> Location | None:
+        """The first layer in which the two sides part: with the bare base, and where that agrees, with the policy.
+
+        None where no copy's layers can be looked at, as where the engine computes with the trainer's own.
+
+        Args:
+            name: of the adapter in the engine.
+        """
+        if self.snapshot is None:
+            return None
+        from orbit_runtime.parity.locate import Tapped
+
+        found = None
+        for copy in self.engine.copies():
+            if isinstance(copy, Tapped) and copy.is_tapped:
+                found = self._find_in(copy, name, adapter)
+                if not found.is_clear:
+                    break
+        return found
+
+    def explain_trainer(self, adapter: AdapterFiles) -> list[str]:
+        """Where the trainer applied something else than was published: what and on which rank, in words."""
+        how = "" if self.explain is None else self.explain(adapter.files)
+        return [f"the trainer did not apply what was published: {how}"] if how else []
+
+    def explain_layers(self, name: str, adapter: AdapterFiles) -> list[str]:
+        """Where the two sides part, in words."""
+        try:
+            location = self.find(name, adapter)
+        except OrbitError as error:
+            # A copy that has lost the adapter cannot be looked at with it. The proof has said so already.
+            return [f"layers could not be looked at: {error.message}"]
+        return [f"the two sides part {location.sentence()}"] if location and location.found else []
+
+    def _find_in(self, copy: Tapped, name: str, adapter: AdapterFiles) -> Location:
+        import torch
+
+        from orbit_runtime.adapters.layer import TRAINER_SLOT
+        from orbit_runtime.parity.locate import locate
+
+        tokens, files, dtype = self.token_ids_T, adapter.files, getattr(torch, self.compute_dtype)
+        assert self.snapshot is not None
+        for theirs_is, slot in ((None, None), (name, TRAINER_SLOT)):
+            theirs = copy.snapshot(tokens, theirs_is)
+            # Where the engine tells them: a token that goes to other experts by a hair's breadth is no layer's fault.
+            routed = theirs.routed_TLC
+            ours = self.snapshot(tokens, slot, files, routed_TLC=routed)
+            again = self.snapshot(tokens, slot, files, copies=COPIES, routed_TLC=routed)
+            found = locate(ours, again, theirs, dtype=dtype, group=self.group)
+            if not found.is_clear:
+                break
+        return found
