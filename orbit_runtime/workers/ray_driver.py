@@ -36,7 +36,7 @@ ROOM_SECONDS, NODES_SECONDS = 60.0, 900.0
 SETTLE_SECONDS = 3.0
 """After the first failure: others are on their way, and one of them may be the cause."""
 ASK_SECONDS = 10.0
-STARTS = 3
+STARTS = 2
 
 
 @dataclass(frozen=True)
@@ -283,7 +283,7 @@ class Driver:
 
 
 def _patiently[R](start: Callable[[], R]) -> R:
-    """On a machine that is too busy for Ray's own patience of 30 s, a second time and a third."""
+    """Where a daemon of Ray's is lost in its start, or finds a port taken meanwhile, a second time and a third."""
     for turn in range(STARTS):
         try:
             return start()

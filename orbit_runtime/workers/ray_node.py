@@ -9,16 +9,20 @@ Ray's public `ray.init` cannot be told which ports its workers use, so the node 
 
 from __future__ import annotations
 
+import inspect
 import os
 import secrets
 import signal
 import socket
 import time
-from collections.abc import MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager, suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from orbit_runtime.errors import CollectiveError, OutOfMemoryError, OutputError, StorageError, UnsupportedError
+from orbit_runtime.workers.rank_guard import descendants
 
 HOST = "127.0.0.1"
 FIXED_PORTS = 7
@@ -26,6 +30,8 @@ SPARE_PORTS = 8
 FIRST_BLOCK, BLOCK, BLOCKS = 20_000, 64, 190
 """Blocks of ports below those that the system hands out by itself (32768 and up)."""
 RESOURCE = "orbit_rank"
+REGISTER_SECONDS = 600.0
+"""Longest that a daemon of Ray's may take to start, while it lives."""
 STORE_BYTES = 1 << 28
 """Ray's object store. Larger objects than it holds go through the disk."""
 
@@ -42,6 +48,12 @@ def set_environment(environment: MutableMapping[str, str]) -> None:
         # All of the store at the start: a full /dev/shm is found then, and not as a bus error later.
         RAY_preallocate_plasma_memory="1",
         RAY_enable_metrics_collection="0",
+        # Ray's own patience with its daemons, 30 s and 60 s, is not that of a machine whose cores others want: a node
+        # agent ended itself because its helpers had not got far enough, and so did each one after it.
+        RAY_agent_register_timeout_ms=str(round(1000 * REGISTER_SECONDS)),
+        RAY_raylet_start_wait_time_s=str(round(REGISTER_SECONDS)),
+        RAY_worker_register_timeout_seconds=str(round(REGISTER_SECONDS)),
+        RAY_gcs_server_port_wait_time_s=str(round(REGISTER_SECONDS)),
         # Ray would have workers give way to everything else, such as an engine's idle scheduler.
         RAY_worker_niceness="0",
         # A title of Ray's would be written over a process's environment, by which its group is found when the guard
@@ -81,14 +93,15 @@ class PrivateRay:
         fixed: dict[str, Any] = {name: first + index for index, name in enumerate(names)}
         # Declared as text, and used as a truth value.
         fixed["include_log_monitor"] = False
-        self._node = Node(
-            RayParams(
-                **fixed, min_worker_port=first + FIXED_PORTS, max_worker_port=last, node_ip_address=HOST,
-                include_dashboard=False, no_monitor=True, temp_dir=str(folder),
-                object_store_memory=STORE_BYTES, num_cpus=0, num_gpus=0, resources={RESOURCE: ranks},
-            ),
-            head=True, shutdown_at_exit=False, spawn_reaper=True,
-        )  # fmt: skip
+        with _patient(fixed):
+            self._node = Node(
+                RayParams(
+                    **fixed, min_worker_port=first + FIXED_PORTS, max_worker_port=last, node_ip_address=HOST,
+                    include_dashboard=False, no_monitor=True, temp_dir=str(folder),
+                    object_store_memory=STORE_BYTES, num_cpus=0, num_gpus=0, resources={RESOURCE: ranks},
+                ),
+                head=True, shutdown_at_exit=False, spawn_reaper=True,
+            )  # fmt: skip
         self.address = str(self._node.address)
 
     def death(self) -> str | None:
@@ -132,7 +145,8 @@ class JoinedRay:
             gcs_address=address, num_cpus=0, num_gpus=0, object_store_memory=STORE_BYTES, include_log_monitor=False,
             include_dashboard=False, no_monitor=True,
         )  # fmt: skip
-        self._node = Node(params, head=False, shutdown_at_exit=False, spawn_reaper=True)
+        with _patient({}):
+            self._node = Node(params, head=False, shutdown_at_exit=False, spawn_reaper=True)
 
 
 def _await_head(address: str, patience: float) -> None:
@@ -155,6 +169,65 @@ def _await_head(address: str, patience: float) -> None:
                     fix="start one (ray start --head), or unset it",
                 ) from None
         time.sleep(1)
+
+
+@contextmanager
+def _patient(ports: Mapping[str, Any], seconds: float = REGISTER_SECONDS) -> Iterator[None]:
+    """Within it a node agent starts, however busy the machine is, and Ray waits for it as long as it lives.
+
+    Two numbers in Ray's code are not enough at a load of 13 on two cores, and whoever then starts again throws away
+    what was started, so that no start ever ends: after 15 s the node agent ends itself because its helpers have not
+    told their ports yet (`node_manager.cc`, "Timed out waiting for file"), after 30 s Ray gives up the node agent. The
+    ports are known before, so they are told in the helpers' place.
+
+    Args:
+        ports: of `RayParams`, those that are fixed.
+    """
+    # Neither tells types.
+    raylet: Any = import_module("ray._raylet")
+    services: Any = import_module("ray._private.services")
+    ask, start = services.get_node, services.start_raylet
+    names = {
+        raylet.METRICS_AGENT_PORT_NAME: "metrics_agent_port",
+        raylet.METRICS_EXPORT_PORT_NAME: "metrics_export_port",
+        raylet.DASHBOARD_AGENT_LISTEN_PORT_NAME: "dashboard_agent_listen_port",
+        raylet.RUNTIME_ENV_AGENT_PORT_NAME: "runtime_env_agent_port",
+    }
+
+    def start_raylet(*given: Any, **named: Any) -> Any:
+        asked = inspect.signature(start).bind(*given, **named).arguments
+        for name, parameter in names.items():
+            if parameter not in ports:
+                continue
+            raylet.persist_port(asked["session_dir"], asked["node_id"], name, ports[parameter])
+        return start(*given, **named)
+
+    def get_node(*asked: Any) -> Any:
+        until = time.monotonic() + seconds
+        while True:
+            try:
+                return ask(*asked)
+            except RuntimeError:
+                if time.monotonic() > until or _has_died("raylet"):
+                    raise
+                time.sleep(0.2)
+
+    services.get_node, services.start_raylet = get_node, start_raylet
+    try:
+        yield
+    finally:
+        services.get_node, services.start_raylet = ask, start
+
+
+def _has_died(name: str) -> bool:
+    """A process below this one that nobody has waited for yet, or none is there."""
+    states = []
+    for pid in descendants(os.getpid()):
+        with suppress(OSError, IndexError):
+            head, _, rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
+            if head.partition("(")[2] == name:
+                states.append(rest.split()[0])
+    return not states or "Z" in states
 
 
 def port_block(ranks: int) -> tuple[tuple[int, int], int]:
