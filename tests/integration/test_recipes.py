@@ -27,6 +27,8 @@ TINY = {
     "kimi-k2-6": "tiny-kimi-k2",
     "kimi-k2-6-oft": "tiny-kimi-k2",
     "llama-3-1-8b": "tiny-llama",
+    "qwen3-0-6b": "tiny-qwen3",
+    "qwen3-1-7b": "tiny-qwen3",
     "qwen3-235b-a22b": "tiny-qwen3-moe",
     "qwen3-30b-a3b": "tiny-qwen3-moe",
     "qwen3-30b-a3b-nvfp4": "tiny-qwen3-moe",
@@ -34,6 +36,7 @@ TINY = {
     "qwen3-4b-bf16": "tiny-qwen3",
     "qwen3-4b-code": "tiny-qwen3",
     "qwen3-4b-dapo": "tiny-qwen3",
+    "qwen3-4b-tools": "tiny-qwen3",
 }
 
 

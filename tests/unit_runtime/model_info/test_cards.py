@@ -16,6 +16,9 @@ PUBLISHED = {
     "moonshotai/Kimi-K2.6": (1026.4e9, 0, 595.15e9, 70272),
     "deepseek-ai/DeepSeek-V4-Flash": (284.3e9, 6.6e9, 148.66 * 2**30, 3850),
     "deepseek-ai/DeepSeek-V4-Pro": (1573.0e9, 25.8e9, 864.7e9, 5511),
+    # Their files hold the tied head again.
+    "Qwen/Qwen3-0.6B": (751.6e6, 0, 1.5033e9, 114688),
+    "Qwen/Qwen3-1.7B": (2.0317e9, 0, 4.0635e9, 114688),
     "Qwen/Qwen3-4B": (4.02e9, 0, 8.04e9, 147456),
     "Qwen/Qwen3-4B-FP8": (4.02e9, 0, 4.41e9, 147456),
     "Qwen/Qwen3-30B-A3B": (30.53e9, 0, 61.1e9, 98304),

@@ -48,6 +48,9 @@ WANTED = {
     "llama-3-1-8b": (SMALL, SMALL, YES, YES, YES, YES),
     "qwen3-4b-bf16": (SMALL, SMALL, YES, YES, YES, YES),
     "qwen3-4b-dapo": (SMALL, SMALL, YES, YES, YES, YES),
+    "qwen3-4b-tools": (SMALL, SMALL, YES, YES, YES, YES),
+    "qwen3-0-6b": (YES,) * 6,
+    "qwen3-1-7b": (SMALL, YES, YES, YES, YES, YES),
     "qwen3-4b-code": (SMALL, SMALL, YES, YES, YES, YES),
     "qwen3-30b-a3b-nvfp4": (SMALL, SMALL, YES, YES, YES, YES),
     # SGLang computes its attention on GPUs only; base and backward pass need more than an H100 has.
