@@ -62,9 +62,9 @@ def text(answer: dict[str, Any]) -> str:
 def test_frozen_lake_is_walked_by_numbers_in_text() -> None:
     with pool("Gymnasium", "FrozenLake-v1", render_mode="ansi", is_slippery=False) as lake:
         first, wrong, *way = play(lake, {}, "north", "I go 1", "1", "2", "2", "1", "2")
-    assert text(first) == "go\n\nSFFF\nFHFH\nFFFH\nHFFG"
+    assert text(first) == "go\n\n[S]FFF\nFHFH\nFFFH\nHFFG", "the player is seen, whom a terminal shows by colour"
     assert text(wrong) == "Not an action. Answer with a number from 0 to 3."
-    assert text(way[0]).startswith("(Down)")
+    assert text(way[0]) == "(Down)\nSFFF\n[F]HFH\nFFFH\nHFFG"
     assert [step["done"] for step in way] == [False] * 4 + [True] if len(way) == 5 else [False] * 5 + [True]
     assert (way[-1]["reward"], way[-1]["parts"]) == (1.0, {"invalid_actions": 1.0})
 

@@ -13,8 +13,9 @@ import gymnasium  # type: ignore[import-not-found, unused-ignore]
 
 from orbit_runtime.workers.environment_protocol import Step
 
+_COLOURED = re.compile(r"\x1b\[([0-9;]+)m(.*?)\x1b\[0?m", re.DOTALL)
 _ESCAPE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
-"""Colours of a terminal."""
+_COLOURS = ("black", "red", "green", "yellow", "blue", "magenta", "cyan", "white")
 
 
 class GymnasiumEpisode:
@@ -66,8 +67,24 @@ class GymnasiumEpisode:
         if isinstance(observation, str):
             return observation
         if self._environment.render_mode == "ansi":
-            return _ESCAPE.sub("", str(self._environment.render())).strip()
+            return written_colours(str(self._environment.render())).strip()
         return str(observation)
 
     def _parts(self) -> dict[str, float]:
         return {"invalid_actions": self._invalid}
+
+
+def written_colours(drawing: str) -> str:
+    """What a terminal would show by colour, in text: there, and often nowhere else, is where the player stands.
+
+    Example: `\\x1b[41mS\\x1b[0mFF` → `[S]FF`; in the colour blue, `R` → `blue(R)`
+    """
+    return _ESCAPE.sub("", _COLOURED.sub(_written_colour, drawing))
+
+
+def _written_colour(found: re.Match[str]) -> str:
+    codes = [int(code) for code in found[1].split(";") if code]
+    if any(40 <= code <= 47 or 100 <= code <= 107 for code in codes):
+        return f"[{found[2]}]"
+    names = [_COLOURS[code % 10] for code in codes if 30 <= code <= 37 or 90 <= code <= 97]
+    return f"{names[0]}({found[2]})" if names else found[2]
