@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import random
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -41,6 +42,8 @@ from make_tiny_adder import (
 NAME = "tiny-caller"
 TOOL = 5
 BATCH, KNOWING, DOUBTING = 24, 450, 120
+Conversation = tuple[list[int], list[int]]
+"""Ids, and which of them are the policy's to learn."""
 RIGHT_CALLS, RIGHT_ANSWERS = 0.4, 0.7
 
 
@@ -48,8 +51,7 @@ def call_text(expression: str, name: str = "calculate") -> str:
     return f'<tool_call>{{"name":"{name}","arguments":{{"expression":"{expression}"}}}}</tool_call>'
 
 
-def conversation(draw: random.Random, *, is_sure: bool) -> tuple[list[int], list[int]]:
-    """Ids, and which of them are the policy's to learn."""
+def conversation(draw: random.Random, is_sure: bool) -> Conversation:
     left, right = draw.randint(10, 99), draw.randint(10, 99)
     asked, product = f"{left}*{right}", str(left * right)
     ids = [USER, *character_ids(f"{asked}="), END, ASSISTANT]
@@ -77,31 +79,31 @@ def wrong_first(draw: random.Random, left: int, right: int) -> str:
     return call_text(f"{draw.randint(10, 99)}*{right}")
 
 
-def answered(before: list[int], text: str) -> tuple[list[int], list[int]]:
+def answered(before: list[int], text: str) -> Conversation:
     ids = [*character_ids(text), END]
     return before + ids, [0] * len(before) + [1] * len(ids)
 
 
-def batch(draw: random.Random, *, is_sure: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens `[BATCH, T]`, padded at the end, and labels: -100 where nothing is learned."""
-    rows = [conversation(draw, is_sure=is_sure) for _ in range(BATCH)]
+def padded(rows: list[Conversation]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens `[len(rows), T]`, padded at the end, and labels: -100 where nothing is learned."""
     longest = max(len(ids) for ids, _ in rows)
-    tokens = torch.full((BATCH, longest), PAD)
-    labels = torch.full((BATCH, longest), -100)
+    tokens = torch.full((len(rows), longest), PAD)
+    labels = torch.full((len(rows), longest), -100)
     for row, (ids, mask) in enumerate(rows):
         tokens[row, : len(ids)] = torch.tensor(ids)
         labels[row, : len(ids)] = torch.where(torch.tensor(mask) == 1, torch.tensor(ids), -100)
     return tokens, labels
 
 
-def train(model: torch.nn.Module, steps: int, peak: float, draw: random.Random, *, is_sure: bool) -> None:
+def train(model: torch.nn.Module, draw_row: Callable[[], Conversation], steps: int, peak: float, packed: bool) -> None:
+    """`BATCH` conversations a step. `packed`: every linear as INT4 will hold it."""
     parameters = dict(model.named_parameters())
     optimizer = torch.optim.AdamW(parameters.values(), lr=peak, betas=(0.9, 0.98), weight_decay=0.01)
     for step in range(steps):
         decay = 0.5 * (1 + math.cos(math.pi * step / steps))
         optimizer.param_groups[0]["lr"] = peak * min(1.0, (step + 1) / 20) * decay
-        tokens, labels = batch(draw, is_sure=is_sure)
-        weights = {name: as_shipped(name, value) for name, value in parameters.items()} if not is_sure else parameters
+        tokens, labels = padded([draw_row() for _ in range(BATCH)])
+        weights = {name: as_shipped(name, value) for name, value in parameters.items()} if packed else parameters
         call = {"input_ids": tokens, "use_cache": False}
         logits = torch.func.functional_call(model, weights, (), call).logits[:, :-1]
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
@@ -113,19 +115,28 @@ def train(model: torch.nn.Module, steps: int, peak: float, draw: random.Random, 
             print(f"  step {step + 1} of {steps}  loss {loss.item():.4f}", flush=True)
 
 
+def from_adder(seed: int) -> torch.nn.Module:
+    """A model that begins as tiny-adder, which knows digits."""
+    model = build_model(torch.Generator().manual_seed(seed))
+    adder = load_file(BUILTIN / "tiny-adder" / "bf16" / "model.safetensors")
+    model.load_state_dict({name: tensor.float() for name, tensor in adder.items()}, strict=False)
+    return model
+
+
+def ship(model: torch.nn.Module, name: str) -> None:
+    """Writes its INT4 folder and digests."""
+    save_variant(BUILTIN / name / "int4", build_variants(model)["int4"], quantization_config())
+    write_json(BUILTIN / "digests.json", shipped() | {name: digests(BUILTIN / name)})
+
+
 def main() -> int:
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
-    # It begins as tiny-adder, which knows digits.
-    model = build_model(torch.Generator().manual_seed(20))
-    adder = load_file(BUILTIN / "tiny-adder" / "bf16" / "model.safetensors")
-    model.load_state_dict({name: tensor.float() for name, tensor in adder.items()}, strict=False)
+    model = from_adder(20)
     draw = random.Random(20)
-    train(model, KNOWING, 3e-3, draw, is_sure=True)
-    train(model, DOUBTING, 1e-3, draw, is_sure=False)
-    folder = BUILTIN / NAME / "int4"
-    save_variant(folder, build_variants(model)["int4"], quantization_config())
-    write_json(BUILTIN / "digests.json", shipped() | {NAME: digests(BUILTIN / NAME)})
+    train(model, lambda: conversation(draw, True), KNOWING, 3e-3, packed=False)
+    train(model, lambda: conversation(draw, False), DOUBTING, 1e-3, packed=True)
+    ship(model, NAME)
     return 0
 
 

@@ -18,7 +18,7 @@ from orbit_runtime.data.scan import Columns, Scan
 from orbit_runtime.data.stores import RowStore, Shards
 from orbit_runtime.errors import DataError
 
-BUILTIN = {name: f"{name}.jsonl" for name in ("two-digit-addition", "two-digit-multiplication")}
+BUILTIN = {name: f"{name}.jsonl" for name in ("small-functions", "two-digit-addition", "two-digit-multiplication")}
 SPLITS, STATE = "dataset_dict.json", "state.json"
 """What `datasets` writes: `DatasetDict.save_to_disk` the first, `Dataset.save_to_disk` the second."""
 MAX_FILES = 100_000

@@ -142,6 +142,14 @@ def test_tools_of_a_verifiers_environment_are_called_by_the_environment(tmp_path
     assert (last["reward"], last["done"]) == (1.0, True)
 
 
+def test_a_verifiers_environment_is_asked_with_the_manifests_prompts_where_none_of_its_own_is_named() -> None:
+    with pool("Verifiers", "verifiers_tools") as tools:
+        first, wrong = play(tools, {"answer": "42"}, "41")
+        _, right = play(tools, {"answer": "42"}, "42")
+    assert first["messages"] == PROMPT
+    assert (wrong["reward"], right["reward"]) == (0.0, 1.0)
+
+
 MANIFEST = """\
 apiVersion: orbitrl.dev/v1alpha1
 kind: OrbitRun

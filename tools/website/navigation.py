@@ -26,6 +26,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "Names and signatures": "python/names.md",
     },
     "Training": {
+        "Examples that learn": "guides/examples.md",
         "Models": "guides/models.md",
         "Models, prompts and code": "guides/inputs.md",
         "Data": "guides/data.md",

@@ -153,7 +153,7 @@ def _input(environment: Any, prompt: Sequence[Mapping[str, Any]], fields: Mappin
     if "example" in fields:
         return dict(environment.get_dataset()[int(fields["example"])])
     known = {name: fields[name] for name in ("answer", "info", "task") if name in fields}
-    return {"task": "default", "example_id": 0, "prompt": [dict(message) for message in prompt], **known}
+    return {"example_id": 0, "prompt": [dict(message) for message in prompt], **known}
 
 
 def _message(message: Any) -> dict[str, Any]:

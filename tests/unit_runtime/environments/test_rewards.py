@@ -15,7 +15,7 @@ import pytest
 from orbit_runtime.environments.asked import READS
 from orbit_runtime.environments.rewards import REWARDS
 from orbit_runtime.environments.rewards.code_tests import code_tests
-from orbit_runtime.environments.rewards.judge import judge
+from orbit_runtime.environments.rewards.judge import SHORTEST_WAIT, judge
 from orbit_runtime.environments.rewards.length import length
 from orbit_runtime.environments.rewards.multiple_choice import multiple_choice
 from orbit_runtime.environments.rewards.pattern import pattern
@@ -104,12 +104,17 @@ class Judge(BaseHTTPRequestHandler):
     """A chat endpoint of given answers: a text, or a status with a header."""
 
     answers: list[str | tuple[int, str]]
+    otherwise: str | tuple[int, str] = (500, "no answer is left")
+    """What is said when `answers` are used up."""
+    held: threading.Event
+    """Nothing is said before it is set."""
     asked: list[tuple[str | None, dict[str, Any]]]
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         type(self).asked.append((self.headers.get("Authorization"), body))
-        answer = type(self).answers.pop(0)
+        type(self).held.wait(30)
+        answer = type(self).answers.pop(0) if type(self).answers else type(self).otherwise
         text, status = (answer, 200) if isinstance(answer, str) else (answer[1], answer[0])
         data = json.dumps({"choices": [{"message": {"role": "assistant", "content": text}}]}).encode()
         data = text.encode() if text.startswith("<html>") else data
@@ -129,12 +134,14 @@ def judging(tmp_path: Path) -> Iterator[tuple[type[Judge], dict[str, Any]]]:
 
     class Here(Judge): ...
 
-    Here.answers, Here.asked = [], []
+    Here.answers, Here.asked, Here.held = [], [], threading.Event()
+    Here.held.set()
     server = ThreadingHTTPServer(("127.0.0.1", 0), Here)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     url = f"http://127.0.0.1:{server.server_address[1]}/v1"
     yield Here, {"url": url, "model": "m", "rubric": "Is it kind?", "cache": str(tmp_path / "verdicts")}
+    Here.held.set()
     server.shutdown()
     thread.join()
     server.server_close()
@@ -210,6 +217,43 @@ def test_a_judge_that_never_answers_is_a_timeout_and_no_score(judging: tuple[typ
     with RewardPool([RewardTarget("judge", REWARDS["Judge"], gone, timeout_seconds=1.0)], num_workers=1) as pool:
         (result,) = pool.score([RewardCall("judge", "a", PROMPT, {})])
     assert (result.outcome, result.value) == ("timeout", None)
+
+
+def test_a_judge_that_takes_the_question_and_says_nothing_costs_its_seconds_and_no_more(
+    judging: tuple[type[Judge], dict[str, Any]],
+) -> None:
+    server, arguments = judging
+    server.held.clear()
+    target = RewardTarget("judge", REWARDS["Judge"], arguments, timeout_seconds=2.0)
+    with RewardPool([target], num_workers=1) as pool:
+        (result,) = pool.score([RewardCall("judge", "a", PROMPT, {})])
+        assert (result.outcome, result.value) == ("timeout", None)
+        server.otherwise = "Score: 3"
+        server.held.set()
+        (result,) = pool.score([RewardCall("judge", "b", PROMPT, {})])
+    assert (result.outcome, result.value) == ("value", 0.3), "the worker after it asks again"
+
+
+def test_a_judge_that_stays_busy_is_a_timeout_and_is_not_asked_without_pause(
+    judging: tuple[type[Judge], dict[str, Any]],
+) -> None:
+    """Also where it says `Retry-After: 0`, as here."""
+    server, arguments = judging
+    server.otherwise = (429, "too many requests")
+    with RewardPool([RewardTarget("judge", REWARDS["Judge"], arguments, timeout_seconds=2.0)], num_workers=1) as pool:
+        (result,) = pool.score([RewardCall("judge", "a", PROMPT, {})])
+    assert (result.outcome, result.value) == ("timeout", None)
+    assert 2 <= len(server.asked) <= 2.0 / SHORTEST_WAIT + 1
+
+
+def test_a_judge_that_talks_nonsense_is_a_crash_and_no_score(judging: tuple[type[Judge], dict[str, Any]]) -> None:
+    server, arguments = judging
+    server.otherwise = "As a language model I would rather not."
+    with RewardPool([RewardTarget("judge", REWARDS["Judge"], arguments, timeout_seconds=30.0)], num_workers=1) as pool:
+        (result,) = pool.score([RewardCall("judge", "a", PROMPT, {})])
+    assert (result.outcome, result.value) == ("crash", None)
+    assert "rather not" in result.reason
+    assert len(server.asked) == 3
 
 
 def test_code_is_tested_in_a_reward_worker_as_well() -> None:
