@@ -9,9 +9,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import wraps
 from typing import Any
 
-from orbit_runtime.agents.checks import awaited, check_async, check_count, check_number, check_sync
+from orbit_runtime.agents.checks import awaited, check_async, check_count, check_number, check_sync, is_async, plain
 from orbit_runtime.errors import UsageError
 
 
@@ -62,13 +63,15 @@ class TrainMetrics:
 class Trainer(ABC):
     """Subclass it with `train` and `evaluate`, and with checks of your own where the usual ones do not fit.
 
-    A check raises, or returns False, where something is wrong.
+    A check raises, or returns False, where something is wrong. `self.reward_fn` is the function that was given, and
+    raises UsageError where a call gives something to await: what looks plain from outside, such as a lambda, is found
+    then.
     """
 
     def __init__(self, agent: Any, dataset: Any, reward_fn: Callable[..., Any], config: TrainConfig) -> None:
         self.agent = agent
         self.dataset = dataset
-        self.reward_fn = reward_fn
+        self.reward_fn = _valued(reward_fn)
         self.config = config
         self.state = TrainerState.CREATED
         self.error: BaseException | None = None
@@ -132,3 +135,15 @@ class Trainer(ABC):
         self.state = TrainerState.COMPLETE
         metrics: TrainMetrics = trained if evaluated is None else evaluated
         return metrics
+
+
+def _valued(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function, whose calls must give a value; what shows from outside is left to `check_reward`."""
+    if not callable(function) or is_async(function):
+        return function
+
+    @wraps(function, updated=())
+    def valued(*args: Any, **kwargs: Any) -> Any:
+        return plain(function(*args, **kwargs), "Trainer.reward")
+
+    return valued

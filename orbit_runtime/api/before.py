@@ -9,6 +9,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,10 +48,12 @@ def check_before_run(run: OrbitRun, folder: Path, notice: Callable[[str], None] 
     Raises:
         UnsupportedError: (78) it does not fit, or nothing in this version can run it.
         ManifestError: (64) the precision is not the checkpoint's, or an adapter suits no layer.
+        ModelError: (66) the model's folder on this machine is not there.
         StorageError: (74) the hub or store cannot be asked; the loaders would wait for it once more.
     """
     from orbit_runtime.planner import check_verdict, judge
 
+    check_local_model(run, folder)
     try:
         model = find_facts(run, folder, notice or _print_notice)
     except StorageError:
@@ -60,6 +63,23 @@ def check_before_run(run: OrbitRun, folder: Path, notice: Callable[[str], None] 
     verdict = judge(run, model, this_machine(run.spec.placement))
     check_verdict(verdict)
     return [note for note in verdict.plan.notes if "stand idle" in note] if verdict.plan else []
+
+
+def local_model(run: OrbitRun, folder: Path) -> Path | None:
+    """The model's folder, where its address is one of this machine; a relative one starts at `folder`."""
+    scheme, separator, rest = run.spec.model.uri.partition("://")
+    if separator:
+        return Path(rest) if scheme == "file" else None
+    from orbit_runtime.spec.resolve import absolute_uri
+
+    return Path(absolute_uri(run.spec.model.uri, folder))
+
+
+def check_local_model(run: OrbitRun, folder: Path) -> None:
+    """Raises ModelError (66) where there is no such folder: to say so, nothing heavy need be loaded."""
+    path = local_model(run, folder)
+    if path is not None and not path.is_dir():
+        raise ModelError("the model folder does not exist", where=str(path), fix="check spec.model.uri")
 
 
 def find_server_gpus(run: OrbitRun, model: ModelFacts | None) -> int | None:
@@ -125,12 +145,13 @@ def find_facts(run: OrbitRun, folder: Path, notice: Callable[[str], None] = _pri
         from orbit_runtime.model_info.builtin_models import builtin_folder
         from orbit_runtime.model_info.checkpoint import folder_facts
 
-        return folder_facts(builtin_folder(rest, run.spec.model.precision))
-    if not separator or scheme == "file":
+        # Known to people by its address; the folder of each precision has the precision's name.
+        return replace(folder_facts(builtin_folder(rest, run.spec.model.precision)), name=uri)
+    path = local_model(run, folder)
+    if path is not None:
         from orbit_runtime.model_info.checkpoint import folder_facts
-        from orbit_runtime.spec.resolve import absolute_uri
 
-        return folder_facts(Path(rest if separator else absolute_uri(uri, folder)))
+        return folder_facts(path)
     if scheme in _STORES:
         from orbit_runtime.model_info.remote_checkpoint import store_facts
         from orbit_runtime.storage import open_store

@@ -12,6 +12,7 @@ from orbit_runtime.cli.output import format_table, print_json
 
 if TYPE_CHECKING:
     from orbit_runtime.spec import OrbitRun
+    from orbit_runtime.spec.run import RunSpec
 
 
 def run_validate(file: Path, overrides: list[str], as_json: bool) -> None:
@@ -23,6 +24,7 @@ def run_validate(file: Path, overrides: list[str], as_json: bool) -> None:
         DataError, UsageError: prompts or code on this machine are not there, or not what the manifest says.
     """
     from orbit_runtime.algorithms.own import check_own
+    from orbit_runtime.api.before import local_model
     from orbit_runtime.environments.asked import check_local_inputs, code_path
     from orbit_runtime.planner.sampling import check_engine
     from orbit_runtime.spec import MachineFacts, load_manifest, resolve
@@ -32,7 +34,10 @@ def run_validate(file: Path, overrides: list[str], as_json: bool) -> None:
     resolved = resolve(run, MachineFacts(has_cuda=False, num_gpus=0), folder=file.resolve().parent)
     check_engine(run.spec)
     folders = [str(file.resolve().parent), str(Path.cwd())]
-    unopened = check_local_inputs(resolved.run.spec, folders)
+    unopened = [each for spec in _asked_specs(resolved.run.spec) for each in check_local_inputs(spec, folders)]
+    model = local_model(resolved.run, file.resolve().parent)
+    if model is not None and not model.is_dir():
+        unopened = [resolved.run.spec.model.uri, *unopened]
     if resolved.run.spec.environment.code is None or code_path(resolved.run.spec):
         unopened += check_own(resolved.run.spec.algorithm, [*code_path(resolved.run.spec), *folders])
     if as_json:
@@ -40,8 +45,24 @@ def run_validate(file: Path, overrides: list[str], as_json: bool) -> None:
         return
     print(format_table(("field", "value"), [*_summary(run), ("identity", resolved.identity)]))
     if unopened:
-        print(f"\nnot opened, as it is not on this machine: {', '.join(unopened)}")
+        print(f"\nnot opened, as it is not on this machine: {', '.join(dict.fromkeys(unopened))}")
     print(f"\n{file} is valid")
+
+
+def _asked_specs(spec: RunSpec) -> list[RunSpec]:
+    """The run's own, and with the prompts and environment of each evaluation that it makes."""
+    if spec.algorithm.type == "SFT":
+        return [spec]
+    own = [
+        spec.model_copy(
+            update={
+                "data": spec.data.model_copy(update={"prompts": each.prompts, "limit": None}),
+                "environment": each.environment or spec.environment,
+            }
+        )
+        for each in spec.evaluation.environments
+    ]
+    return [spec, *own]
 
 
 def _summary(run: OrbitRun) -> list[tuple[str, str]]:

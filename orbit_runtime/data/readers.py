@@ -143,7 +143,21 @@ def _scan_line(line: bytes, scan: Scan, number: int, offset: int) -> None:
     except RecursionError:
         scan.refuse(f"{at}: nested too deeply: {_excerpt(line)}")
     else:
+        if scan.reads_prompts and _has_half_pair(line, row):
+            scan.refuse(f"{at}: half of a surrogate pair, which is no character: {_excerpt(line)}")
+            return
         scan.add(row, len(line), at=at, line=number, offset=offset)
+
+
+def _has_half_pair(line: bytes, row: Any) -> bool:
+    r"""JSON can write one, `\ud83d` alone; no tokenizer takes it, and no file of UTF-8 holds it."""
+    if b"\\ud" not in line and b"\\uD" not in line:
+        return False
+    try:
+        json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return True
+    return False
 
 
 def _scan_csv(file: IO[bytes], spool: IO[bytes], scan: Scan, where: str) -> Lines:

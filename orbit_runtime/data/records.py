@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 import math
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import orjson
@@ -19,6 +19,7 @@ from orbit_runtime.types import Rollout, RoutedExperts, Turn
 
 MAX_BYTES = 1 << 34
 """A decompressed step larger than this is refused, so that a corrupt size cannot exhaust memory."""
+PIECE_BYTES = 1 << 24
 
 
 def rollout_to_line(rollout: Rollout) -> bytes:
@@ -76,11 +77,34 @@ def decompress_rollouts(data: bytes, *, where: str = "rollouts") -> list[Rollout
         DataError: the bytes are not such a file.
     """
     try:
-        with zstandard.ZstdDecompressor().stream_reader(data) as reader:
-            text = reader.read(MAX_BYTES)
-        return [rollout_from_line(line) for line in text.split(b"\n") if line]
+        return [rollout_from_line(line) for line in decompressed_lines(data)]
     except (zstandard.ZstdError, orjson.JSONDecodeError, KeyError, TypeError, ValueError) as error:
         raise DataError(f"not a rollout file: {error}", where=where) from error
+
+
+def decompressed_lines(data: bytes) -> Iterator[bytes]:
+    """Those that are not empty, without their ends; of the text no more than a few lines are held.
+
+    Raises:
+        ValueError: there are more than `MAX_BYTES`. ZstdError: the bytes are damaged or cut off.
+    """
+    pending: list[bytes] = []
+    size = 0
+    with zstandard.ZstdDecompressor().stream_reader(data) as reader:
+        # The reader sets aside as much memory as it is asked for, and so is asked for little at a time.
+        while piece := reader.read(PIECE_BYTES):
+            size += len(piece)
+            if size > MAX_BYTES:
+                raise ValueError(f"more than {MAX_BYTES} bytes")
+            *lines, rest = piece.split(b"\n")
+            for line in lines:
+                whole = b"".join([*pending, line])
+                pending = []
+                if whole:
+                    yield whole
+            pending.append(rest)
+    if last := b"".join(pending):
+        yield last
 
 
 def _plain(value: Any) -> Any:

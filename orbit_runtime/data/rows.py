@@ -18,7 +18,10 @@ from orbit_runtime.data.scan import Columns, Scan
 from orbit_runtime.data.stores import RowStore, Shards
 from orbit_runtime.errors import DataError
 
-BUILTIN = {name: f"{name}.jsonl" for name in ("small-functions", "two-digit-addition", "two-digit-multiplication")}
+BUILTIN = {
+    name: f"{name}.jsonl"
+    for name in ("small-functions", "sums-of-99", "two-digit-addition", "two-digit-multiplication")
+}
 SPLITS, STATE = "dataset_dict.json", "state.json"
 """What `datasets` writes: `DatasetDict.save_to_disk` the first, `Dataset.save_to_disk` the second."""
 MAX_FILES = 100_000
@@ -93,7 +96,7 @@ def _open_file(path: Path, where: str, asked: Format, scan: Scan) -> tuple[RowSt
         file = path.open("rb")
     except FileNotFoundError:
         raise DataError(
-            f"the prompts file does not exist: {path.absolute()}", where=where, fix="correct spec.data.prompts[].uri"
+            f"the prompts file does not exist: {path.absolute()}", where=where, fix="check the address of these prompts"
         ) from None
     except OSError as error:
         raise DataError(f"the prompts file cannot be read: {error.strerror}", where=where) from None

@@ -60,6 +60,11 @@ class Scan:
         self.num_problems = 0
         self._prompt_field, self._columns, self._counted = prompt_field, columns, counted
 
+    @property
+    def reads_prompts(self) -> bool:
+        """The rows are a run's; else something is made of them first, and tells what it cannot use."""
+        return self._prompt_field is not None
+
     def add(self, row: Any, size: int, *, at: str, line: int = 0, offset: int = 0) -> None:
         """Args: at: where a person finds the row; size: its bytes as JSON."""
         problem = row_problem(row, self._prompt_field) if self._prompt_field is not None else _object_problem(row)

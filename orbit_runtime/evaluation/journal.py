@@ -14,7 +14,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
-from orbit_runtime.errors import OrbitError, OutputError
+from orbit_runtime.errors import OutputError
 from orbit_runtime.evaluation.records import EvalSample, compress_samples, decompress_samples
 from orbit_runtime.storage import Execution, NotFound, Store
 
@@ -36,7 +36,7 @@ class Journal:
         self._samples = {sample.key: sample for sample in read_samples(store, folder)}
         self._waiting: list[EvalSample] = []
         self._parts = 0
-        self._failure: OrbitError | None = None
+        self._failure: Exception | None = None
         self._closing = False
         self._changed = threading.Condition()
         self._writer = threading.Thread(target=self._write, name="orbit-evaluation", daemon=True)
@@ -99,7 +99,8 @@ class Journal:
             try:
                 self._execution.check()
                 self._store.put(name, compress_samples(taken))
-            except OrbitError as error:
+            except Exception as error:
+                # A writer that is gone unseen would lose every sample that is still to come.
                 with self._changed:
                     self._failure = error
                 return

@@ -12,13 +12,13 @@ from typing import Any, Literal
 import orjson
 import zstandard
 
+from orbit_runtime.data.records import decompressed_lines
 from orbit_runtime.environments.episodes import Played
 from orbit_runtime.errors import DataError
 from orbit_runtime.types import Outcome
 
 FailureKind = Literal["Unreachable", "Timeout", "RateLimited", "ServerError", "CutStream", "BadAnswer", "Refused"]
 """Why a model gave no answer."""
-MAX_BYTES = 1 << 34
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +98,7 @@ def compress_samples(samples: Iterable[EvalSample]) -> bytes:
 def decompress_samples(data: bytes, *, where: str) -> list[EvalSample]:
     """Raises DataError where the bytes are not such a file."""
     try:
-        with zstandard.ZstdDecompressor().stream_reader(data) as reader:
-            text = reader.read(MAX_BYTES)
-        return [_from_row(orjson.loads(line)) for line in text.split(b"\n") if line]
+        return [_from_row(orjson.loads(line)) for line in decompressed_lines(data)]
     except (zstandard.ZstdError, orjson.JSONDecodeError, KeyError, TypeError, ValueError) as error:
         fix = "remove that file: its samples are asked again"
         raise DataError(f"not a file of samples: {error}", where=where, fix=fix) from error

@@ -154,7 +154,7 @@ def evaluation_charts(curves: Mapping[str, Sequence[Mapping[str, Any]]]) -> list
     """One for each environment that the run's policy was measured on."""
     charts = []
     for name, points in curves.items():
-        title = f"Held-out prompts: {name}"
+        title = f"Evaluation: {name}"
         band = ([each["low"] for each in points], [each["high"] for each in points])
         series = [Series("mean reward, 95 % interval", [each["mean"] for each in points], 0, band)]
         charts.append(Chart(title, plots.draw_lines(title, [each["step"] for each in points], series), series))
@@ -201,7 +201,7 @@ def overlaid_evaluations(
             over_runs(name, steps, runs, style % COLOURS)
             for style, (name, runs) in enumerate(zip(names, found, strict=True))
         ]
-        title = f"Held-out prompts: {environment}"
+        title = f"Evaluation: {environment}"
         charts.append(Chart(title, plots.draw_lines(title, steps, series), series))
     return [chart for chart in charts if chart.svg]
 

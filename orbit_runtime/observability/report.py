@@ -77,6 +77,11 @@ class Report:
         return spec if isinstance(spec, Mapping) else {}
 
     @property
+    def samples_nothing(self) -> bool:
+        """A run of demonstrations: no engine, so that no publish is proven."""
+        return bool(self.spec.get("algorithm", {}).get("type") == "SFT")
+
+    @property
     def reward_names(self) -> tuple[str, ...]:
         """Of a run with several rewards, in the manifest's order."""
         return tuple(dict.fromkeys(name for row in self.rows for name in row.reward_parts))

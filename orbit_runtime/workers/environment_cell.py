@@ -93,7 +93,8 @@ async def _serve(connection: socket.socket, loaded: Loaded) -> None:
 
 def _frame(answer: Mapping[str, Any]) -> bytes:
     try:
-        body = json.dumps(answer, allow_nan=False).encode()
+        # Half of a surrogate pair, as a file's name may have, is no character that a policy could read: it becomes `?`.
+        body = json.dumps(answer, allow_nan=False, ensure_ascii=False).encode(errors="replace")
     except (TypeError, ValueError, RecursionError) as error:
         body = json.dumps({"crash": f"what it answered is not JSON: {error}"}).encode()
     if len(body) > MAX_MESSAGE:

@@ -60,6 +60,7 @@ def _do(what: str) -> Any:
         "much": lambda: Step("a" * (2 << 20)),
         "not json": lambda: Step([{"role": "user", "content": [{"type": "image", "image": object()}]}]),
         "nothing to say": Step,
+        "half a character": lambda: "a\ud800b",
     }
     return actions[what]() if what in actions else None
 

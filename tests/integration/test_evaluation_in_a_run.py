@@ -93,7 +93,7 @@ def test_the_report_has_a_curve_of_each_environment(evaluated: Store) -> None:
         "addition": [0, 2, 3], "multiplication": [0, 2, 3]
     }  # fmt: skip
     page = render_html(report)
-    assert "Held-out prompts: addition" in page
+    assert "Evaluation: addition" in page
     assert "eval_addition_mean" in page
 
 

@@ -35,6 +35,11 @@ def test_an_example_learns(
     page = Path(out, "report.html").read_text()
     assert "http://" not in page.replace("http://www.w3.org", "")
     assert report["adapter_digest"][:20] in page
+    if example == "quickstart.yaml":
+        assert "Prompts of the evaluation: of 90, " in page, "before and after"
+        curve = report["evaluation"]["held-out"]
+        assert [point["step"] for point in curve] == [0, steps]
+        assert curve[-1]["change"]["verdict"] == "better"
     assert page.count('"expected":"') >= 6, "what the prompt expects stands beside what was answered"
 
 

@@ -248,6 +248,18 @@ def test_an_async_reward_of_a_trainer_is_refused_before_it_trains() -> None:
     assert trainer.seen == [TrainerState.VALIDATING]
 
 
+def test_a_reward_of_a_trainer_that_only_looks_plain_is_refused_where_it_is_called() -> None:
+    class Rewarding(Walk):
+        async def train(self) -> TrainMetrics:
+            return TrainMetrics(reward=self.reward_fn("four"))
+
+    assert Rewarding("agent", ["data"], len, TrainConfig()).reward_fn("four") == 4
+    trainer = Rewarding("agent", ["data"], lambda output: late(output), TrainConfig())
+    with pytest.raises(UsageError, match=r"Trainer\.reward: the call gave something to await"):
+        asyncio.run(trainer.run())
+    assert trainer.state is TrainerState.ERROR
+
+
 @pytest.mark.parametrize(
     "make",
     [

@@ -47,6 +47,25 @@ def test_sampling_that_the_named_engine_does_not_give_is_no_valid_manifest() -> 
     assert (caught.value.exit_code, caught.value.where) == (78, "spec.rollout.sampling.repetitionPenalty")
 
 
+def test_a_model_that_is_not_on_this_machine_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_validate(EXAMPLE, [f"model.uri={tmp_path}/none"], as_json=False)
+    assert f"not opened, as it is not on this machine: {tmp_path}/none\n" in capsys.readouterr().out
+
+
+def test_the_prompts_of_an_evaluation_are_opened_too(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_validate(own / "run.yaml", [], as_json=True)
+    capsys.readouterr()
+    asked = "evaluation.environments=[{name: held-out, prompts: [{uri: none.jsonl}]}]"
+    with pytest.raises(DataError, match="the prompts file does not exist"):
+        run_validate(own / "run.yaml", [asked], as_json=True)
+    (own / "none.jsonl").write_text('{"prompt": "1+1="}\n')
+    run_validate(own / "run.yaml", [asked], as_json=True)
+    assert json.loads(capsys.readouterr().out)["not_opened"] == []
+    scored = "environment: {rewards: [{name: correct, type: ExactMatch, arguments: {field: answer}}]}"
+    with pytest.raises(DataError, match="no key 'answer'"):
+        run_validate(own / "run.yaml", [asked.replace("}]}]", "}], " + scored + "}]")], as_json=True)
+
+
 @pytest.fixture
 def own(tmp_path: Path) -> Path:
     """A manifest with prompts and a reward of its own beside it."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import random
+import subprocess
+import sys
 
 import pytest
 from hypothesis import given
@@ -70,6 +73,28 @@ def test_a_rollout_record_survives_its_file_to_the_bit() -> None:
     assert decompress_rollouts(compress_rollouts(rollouts)) == rollouts
     with pytest.raises(DataError):
         decompress_rollouts(b"not zstandard")
+
+
+def test_records_are_read_where_there_is_little_memory() -> None:
+    """On a machine that cannot set aside the 16 GiB that a step may have at most."""
+    record = base64.b64encode(compress_rollouts([rollout(0, 0, 1.0)] * 3)).decode()
+    code = (
+        "import base64, resource, sys\n"
+        "from orbit_runtime.data.records import decompress_rollouts\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))\n"
+        "print(len(decompress_rollouts(base64.b64decode(sys.argv[1]))))\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code, record], capture_output=True, text=True, check=False)
+    assert (ended.stdout, ended.returncode) == ("3\n", 0), ended.stderr
+
+
+def test_lines_are_put_together_from_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("orbit_runtime.data.records.PIECE_BYTES", 7)
+    rollouts = [rollout(0, index, 1.0) for index in range(4)]
+    assert decompress_rollouts(compress_rollouts(rollouts)) == rollouts
+    monkeypatch.setattr("orbit_runtime.data.records.MAX_BYTES", 100)
+    with pytest.raises(DataError, match="more than 100 bytes"):
+        decompress_rollouts(compress_rollouts(rollouts))
 
 
 def sample(prefix: int, prompt: int, answer: int) -> Sample:

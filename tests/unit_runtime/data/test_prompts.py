@@ -140,6 +140,8 @@ def test_the_shipped_prompts_are_every_two_digit_sum() -> None:
         (['["q"]'], "a JSON object"),
         (['{"prompt": [{"role": "user"}]}'], "content"),
         ([""], "empty"),
+        (['{"prompt": "\\ud83d\\ude00"}', '{"prompt": "\\ud83d"}'], "line 2: half of a surrogate pair"),
+        (['{"prompt": "q", "answer": ["\\uDC00"]}'], "line 1: half of a surrogate pair"),
     ],
 )
 def test_a_wrong_row_is_named(tmp_path: Path, lines: list[str], words: str) -> None:

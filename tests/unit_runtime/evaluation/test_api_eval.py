@@ -26,7 +26,7 @@ from orbit_runtime.evaluation.api_model import ApiEpisode, ApiModel, Connection,
 from orbit_runtime.evaluation.evaluate import ApiSubject, ask_all
 from orbit_runtime.evaluation.journal import Journal, read_samples
 from orbit_runtime.evaluation.player import Places, Unanswered
-from orbit_runtime.evaluation.records import Failure
+from orbit_runtime.evaluation.records import EvalSample, Failure
 from orbit_runtime.evaluation.tasks import Asked, open_task
 from orbit_runtime.seeds import stream_key
 from orbit_runtime.spec import MachineFacts, load_manifest, resolve
@@ -85,7 +85,7 @@ def test_other_settings_in_the_same_folder_are_refused_by_name(
         assert evaluate(api, tmp_path) == 0
         capsys.readouterr()
         assert evaluate(api, tmp_path, "--set", "spec.evaluation.temperature=0") == 73
-        assert "quickstart.sampling.temperature: 1.0 then, 0.0 now" in capsys.readouterr().out
+        assert "held-out.sampling.temperature: 1.0 then, 0.0 now" in capsys.readouterr().out
 
 
 def test_any_model_may_be_the_one_that_others_are_compared_with(
@@ -119,7 +119,7 @@ def test_another_version_of_the_environment_is_refused(tmp_path: Path, capsys: p
         (tmp_path / "my_score.py").write_text(code + "# another\n")
         capsys.readouterr()
         assert run_command(again) == 73
-    assert "quickstart.versions.my_score: sha256:" in capsys.readouterr().out
+    assert "held-out.versions.my_score: sha256:" in capsys.readouterr().out
 
 
 def test_a_busy_server_is_waited_for_as_long_as_it_asks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -346,6 +346,21 @@ def test_an_episode_that_is_scored_keeps_no_place_from_the_model(tmp_path: Path)
             ask_all([subject], [task], journal, concurrency=2, show=lambda *_: None)
             assert [sample.reward for sample in journal.samples] == [1.0] * 8
         assert api.most_at_once == 2
+
+
+def test_a_sample_that_cannot_be_written_is_told_with_the_next_one(tmp_path: Path) -> None:
+    """The writer is a thread: were it gone unseen, every later sample would be lost."""
+    store = open_store(str(tmp_path))
+    execution = claim_execution(store, run_name="test")
+    sample = EvalSample("m", "e", "p/0", 0, (("user", "\ud800"),), 1.0, "value")
+    with Journal(store, execution) as journal:
+        journal.add(sample)
+        journal.close()
+        with pytest.raises(TypeError, match="surrogates"):
+            journal.add(sample)
+        with pytest.raises(TypeError, match="surrogates"):
+            journal.gather()
+    execution.release("failed")
 
 
 def test_a_killed_evaluation_goes_on_and_asks_nothing_twice(tmp_path: Path) -> None:

@@ -105,6 +105,16 @@ def test_a_run_without_a_step_has_a_report(tmp_path: Path) -> None:
     assert "<svg" not in render_html(report)
 
 
+def test_a_page_before_the_first_publish_does_not_say_that_there_is_no_engine(tmp_path: Path) -> None:
+    # What a run's port shows in its first minute: the folder has a first adapter, and no summary yet.
+    pretend = SyntheticRun(steps=0, ended=None)
+    page = render_html(report_of(tmp_path / "rewards", pretend, now=1001), is_live=True)
+    assert "No publish was proven yet." in page
+    assert "No engine ran here" not in page
+    learned = SyntheticRun(steps=0, ended=None, spec={"algorithm": {"type": "SFT"}})
+    assert "No engine ran here" in render_html(report_of(tmp_path / "demonstrations", learned, now=1001))
+
+
 def test_a_folder_with_nothing_in_it_is_empty(tmp_path: Path) -> None:
     report = build_report(open_store(str(tmp_path)))
     assert report.status == "empty"

@@ -208,6 +208,12 @@ def test_what_goes_wrong_in_a_tool_is_an_answer(
     assert text in result.text
 
 
+def test_half_a_character_becomes_one_that_a_tokenizer_takes(tools: EnvironmentPool, games: EnvironmentPool) -> None:
+    assert call(tools, "act", what="half a character") == ToolResult("a?b")
+    (first,) = play(games, reset="half a character")
+    assert first["messages"] == [{"role": "user", "content": "a?b"}]
+
+
 def test_a_call_waits_for_no_other(tools: EnvironmentPool) -> None:
     async def run() -> None:
         slow = [asyncio.create_task(tools.call_tool("slow", {"seconds": 60})) for _ in range(3)]
