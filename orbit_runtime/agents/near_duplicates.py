@@ -90,9 +90,8 @@ class _Kept:
         """The exclusive or of its tokens' stands for a part; what is equal by chance is verified as all is."""
         own = (self._part_keys(each, self._parts(len(each))) for each in self._sets)
         self._crowded = {key for key, times in Counter(chain.from_iterable(own)).items() if times > _CROWD}
-        self._kept: list[tuple[int, list[int]]] = []
-        """Signature and set."""
-        self._index: dict[int, list[int]] = {}
+        self._index: dict[int, list[tuple[int, list[int]]]] = {}
+        """Signature and set of those that are kept, under each of their keys."""
 
     def add(self, place: int) -> bool:
         """Whether this set is kept."""
@@ -118,17 +117,16 @@ class _Kept:
                 return False
             if own_prefix and depth == self._depth(size):
                 entries += keys
+        entry = signature, ranks
         for key in entries:
-            self._index.setdefault(key, []).append(len(self._kept))
-        self._kept.append((signature, ranks))
+            self._index.setdefault(key, []).append(entry)
         return True
 
     def _has_near(self, mine: frozenset[int], signature: int, keys: list[int]) -> bool:
         # A set may stand under several keys; to compare signatures again is cheaper than to remember who was seen.
-        most = self._most_unshared(len(mine))
+        most, entries_of = self._most_unshared(len(mine)), self._index.get
         for key in keys:
-            for each in self._index.get(key, ()):
-                other, ranks = self._kept[each]
+            for other, ranks in entries_of(key, ()):
                 if (signature ^ other).bit_count() <= most and self._is_near(mine, ranks):
                     return True
         return False
