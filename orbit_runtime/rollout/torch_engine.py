@@ -183,6 +183,9 @@ class TorchEngine:
         while True:
             # Those whose completions were just handed out ask for their next turn before the batch goes on.
             await asyncio.sleep(0)
+            if self._tell is not None:
+                # What a socket has brought meanwhile is heard after those that the first turn woke.
+                await asyncio.sleep(0)
             self._step()
             if self._tell is not None:
                 self._tell()

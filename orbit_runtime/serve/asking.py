@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 
 from orbit_runtime.rollout.news import Alternatives, News
 from orbit_runtime.serve.answers import Part
-from orbit_runtime.serve.channel import Abort, Change, Changed, Choice, Refusal, Step, Submit, pack
+from orbit_runtime.serve.channel import Abort, Change, Changed, Choice, Refusal, Step, Submit
 from orbit_runtime.serve.errors import APIError
 from orbit_runtime.serve.names import Served
 from orbit_runtime.types import FinishReason
@@ -71,7 +71,7 @@ class Engine:
 
     def __init__(
         self,
-        writer: asyncio.StreamWriter,
+        send: Callable[[object], None],
         models: Sequence[Served],
         base: str,
         *,
@@ -80,6 +80,7 @@ class Engine:
     ) -> None:
         """
         Args:
+            send: gives the other process a record.
             base: the base's name.
             concurrent: completions that may be under way or wait.
             ended: told the model name and what came of each choice.
@@ -88,7 +89,7 @@ class Engine:
         """Why nothing is answered any more."""
         self._models = {served.name: served for served in models}
         self._base = base
-        self._writer = writer
+        self._send = send
         self._concurrent = concurrent
         self._ended = ended
         self._next_id = 0
@@ -123,14 +124,14 @@ class Engine:
         first, self._next_id = self._next_id, self._next_id + len(choices)
         job = Job(range(first, self._next_id), is_streamed=is_streamed, abort=self._request_abort)
         self._jobs.update(zip(job.request_ids, ((job, part, model) for part in job.parts), strict=True))
-        self._writer.write(pack(Submit(first, model, tuple(choices), is_streamed)))
+        self._send(Submit(first, model, tuple(choices), is_streamed))
         return job
 
     async def change(self, name: str, adapter: str | None) -> dict[str, object]:
         """Raises APIError: it was refused; the name is what it was."""
         call, self._next_id = self._next_id, self._next_id + 1
         self._calls[call] = asyncio.get_running_loop().create_future()
-        self._writer.write(pack(Change(call, name, adapter)))
+        self._send(Change(call, name, adapter))
         try:
             return await self._calls[call]
         finally:
@@ -192,4 +193,4 @@ class Engine:
             call.set_exception(error)
 
     def _request_abort(self, request_ids: Sequence[int]) -> None:
-        self._writer.write(pack(Abort(tuple(request_ids))))
+        self._send(Abort(tuple(request_ids)))

@@ -8,13 +8,13 @@ Pickled: both ends are processes of one program, joined by a socket pair that no
 
 from __future__ import annotations
 
+import asyncio
 import pickle
 import struct
 from array import array
-from asyncio import IncompleteReadError, StreamReader
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from orbit_runtime.planner.sampling import Kind
 from orbit_runtime.rollout.news import Alternatives, News
@@ -134,15 +134,48 @@ class Changed:
     models: tuple[Served, ...]
 
 
-def pack(record: object) -> bytes:
-    data = pickle.dumps(record, pickle.HIGHEST_PROTOCOL)
-    return _LENGTH.pack(len(data)) + data
+class Line(asyncio.Protocol):
+    """One end of the stream. Records are handed over as their bytes arrive: no task has to wake for them first.
 
+    Args:
+        hear: called with each record.
+        gone: called once, when the other side has ended.
+    """
 
-async def receive(reader: StreamReader) -> Any:
-    """The next record; None: the other side has ended."""
-    try:
-        (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
-        return pickle.loads(await reader.readexactly(length))
-    except (IncompleteReadError, ConnectionError):
-        return None
+    def __init__(self, hear: Callable[[Any], None], gone: Callable[[], None]) -> None:
+        self._hear = hear
+        self._gone = gone
+        self._unread = bytearray()
+        self._transport: asyncio.WriteTransport | None = None
+
+    def send(self, record: object) -> None:
+        """Nothing where the other side has ended: it needs nothing any more."""
+        if self._transport is not None and not self._transport.is_closing():
+            data = pickle.dumps(record, pickle.HIGHEST_PROTOCOL)
+            self._transport.write(_LENGTH.pack(len(data)) + data)
+
+    def close(self) -> None:
+        """What was sent before still leaves."""
+        if self._transport is not None:
+            self._transport.close()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.WriteTransport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        self._unread += data
+        start = 0
+        while (size := self._record_size(start)) is not None:
+            begin, start = start + _LENGTH.size, start + _LENGTH.size + size
+            self._hear(pickle.loads(self._unread[begin:start]))
+        del self._unread[:start]
+
+    def _record_size(self, start: int) -> int | None:
+        """None: the record that begins here is not whole yet."""
+        if len(self._unread) < start + _LENGTH.size:
+            return None
+        (size,) = _LENGTH.unpack_from(self._unread, start)
+        return size if len(self._unread) >= start + _LENGTH.size + size else None
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._gone()

@@ -20,74 +20,98 @@ from orbit_runtime.errors import OutputError
 from orbit_runtime.observability.server import listen
 from orbit_runtime.serve.app import build_app
 from orbit_runtime.serve.asking import Engine
-from orbit_runtime.serve.channel import Ready, Setup, Stop, pack, receive
+from orbit_runtime.serve.channel import Line, Ready, Setup, Stop
 from orbit_runtime.serve.metrics import ServeMetrics
 
 KEEP_ALIVE_SECONDS = 30
 BACKLOG = 2048
 
 
-async def serve(connection: socket.socket) -> None:
-    import uvicorn
+class Front:
+    """Hears the engine's process, and ends when that one says so or has ended."""
 
-    reader, writer = await asyncio.open_connection(sock=connection, limit=1 << 24)
-    setup = await receive(reader)
-    assert isinstance(setup, Setup)
-    try:
-        listener = listen(
-            setup.host,
-            setup.port,
-            "--listen",
-            "choose another port, 0 for any that is free, and an address of this machine",
-            backlog=BACKLOG,
+    def __init__(self) -> None:
+        import uvicorn
+
+        self._setup: asyncio.Future[Setup] = asyncio.get_running_loop().create_future()
+        self._engine: Engine | None = None
+        self._server: uvicorn.Server | None = None
+        # Not what its requests have begun: their time is over.
+        self._line = Line(self._hear, lambda: os._exit(0))
+
+    async def serve(self, connection: socket.socket) -> None:
+        import uvicorn
+
+        await asyncio.get_running_loop().create_connection(lambda: self._line, sock=connection)
+        setup = await self._setup
+        try:
+            listener = listen(
+                setup.host,
+                setup.port,
+                "--listen",
+                "choose another port, 0 for any that is free, and an address of this machine",
+                backlog=BACKLOG,
+            )
+        except OutputError as error:
+            self._line.send(Ready(0, str(error)))
+            self._line.close()
+            # Until it has left, which ends the process.
+            await asyncio.Event().wait()
+            return
+        metrics = ServeMetrics()
+        engine = self._engine = Engine(
+            self._line.send, setup.models, setup.base, concurrent=setup.limits.concurrent, ended=metrics.ended
         )
-    except OutputError as error:
-        writer.write(pack(Ready(0, str(error))))
-        await writer.drain()
-        return
-    metrics = ServeMetrics()
-    engine = Engine(writer, setup.models, setup.base, concurrent=setup.limits.concurrent, ended=metrics.ended)
-    tokenizer = await asyncio.to_thread(ChatTokenizer, setup.model_folder, setup.template_arguments)
-    app = build_app(engine, tokenizer, setup.vocabulary, setup.limits, metrics, setup.token, setup.kind)
-    config = uvicorn.Config(
-        app,
-        log_config=None,
-        access_log=False,
-        lifespan="off",
-        ws="none",
-        proxy_headers=False,
-        workers=1,
-        backlog=BACKLOG,
-        timeout_keep_alive=KEEP_ALIVE_SECONDS,
-        server_header=False,
-    )
-    server = uvicorn.Server(config)
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
-    while not server.started and not serving.done():
-        await asyncio.sleep(0.002)
-    writer.write(pack(Ready(listener.getsockname()[1])))
-    hearing = asyncio.create_task(_hear(reader, engine, server))
-    await asyncio.wait((serving, hearing), return_when=asyncio.FIRST_COMPLETED)
-    # Not those of requests: their time is over, or the engine's process has ended.
-    os._exit(0)
+        tokenizer = await asyncio.to_thread(ChatTokenizer, setup.model_folder, setup.template_arguments)
+        app = build_app(engine, tokenizer, setup.vocabulary, setup.limits, metrics, setup.token, setup.kind)
+        config = uvicorn.Config(
+            app,
+            http="httptools",
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            proxy_headers=False,
+            workers=1,
+            backlog=BACKLOG,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
+            server_header=False,
+        )
+        server = self._server = uvicorn.Server(config)
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        while not server.started and not serving.done():
+            await asyncio.sleep(0.002)
+        self._line.send(Ready(listener.getsockname()[1]))
+        await asyncio.wait((serving,))
+        os._exit(0)
 
-
-async def _hear(reader: asyncio.StreamReader, engine: Engine, server: object) -> None:
-    """Until the engine's process has ended."""
-    while (record := await receive(reader)) is not None:
-        if isinstance(record, Stop):
-            server.should_exit = True  # type: ignore[attr-defined]
+    def _hear(self, record: object) -> None:
+        if isinstance(record, Setup):
+            self._setup.set_result(record)
+        elif isinstance(record, Stop):
+            assert self._server is not None
+            self._server.should_exit = True
         else:
-            engine.hear(record)
+            assert self._engine is not None
+            self._engine.hear(record)
+
+
+async def serve(connection: socket.socket) -> None:
+    await Front().serve(connection)
 
 
 def main() -> None:
     # Who started it tells it when to end; Ctrl-C of a terminal is for that one.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    # The tokenizer's library imports torch wherever it finds it: seconds, and hundreds of megabytes, for nothing here.
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    os.environ |= {"TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"}
+    import uvloop
+
     connection = socket.socket(fileno=int(sys.argv[1]))
     # In a thread: uvicorn takes signals in a main thread only.
-    thread = threading.Thread(target=lambda: asyncio.run(serve(connection)), name="orbit-http")
+    thread = threading.Thread(target=lambda: uvloop.run(serve(connection)), name="orbit-http")
     thread.start()
     with suppress(KeyboardInterrupt):
         thread.join()

@@ -23,13 +23,12 @@ from orbit_runtime.serve.channel import (
     Change,
     Changed,
     Ended,
+    Line,
     Ready,
     Refusal,
     Step,
     Stop,
     Submit,
-    pack,
-    receive,
 )
 from orbit_runtime.serve.errors import APIError, from_orbit
 from orbit_runtime.serve.policies import Policies
@@ -53,7 +52,7 @@ class Sampler:
         self._is_sweeping = False
         self._under_way: set[int] = set()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._writer: asyncio.StreamWriter | None = None
+        self._line = Line(self._hear, self._lose_front)
         self.ready: Ready | None = None
         """What the front said of its start."""
         self.is_heard = threading.Event()
@@ -69,7 +68,7 @@ class Sampler:
 
     def stop_front(self, seconds: float) -> None:
         with suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._send, Stop(seconds))
+            self._loop.call_soon_threadsafe(self._line.send, Stop(seconds))
 
     def abort(self) -> None:
         """Everything that is under way; the front hears of it."""
@@ -91,18 +90,16 @@ class Sampler:
             runner.run(self._serve(connection, setup))
 
     async def _serve(self, connection: socket.socket, setup: object) -> None:
-        reader, self._writer = await asyncio.open_connection(sock=connection)
-        self._send(setup)
+        await self._loop.create_connection(lambda: self._line, sock=connection)
+        self._line.send(setup)
         self._engine.listen(self._tell_soon)
-        reading = asyncio.create_task(self._read(reader))
         try:
             while not self._is_closing:
                 await self._work.wait()
                 self._work.clear()
                 await self._answer()
         finally:
-            reading.cancel()
-            self._writer.close()
+            self._line.close()
 
     async def _answer(self) -> None:
         try:
@@ -129,23 +126,24 @@ class Sampler:
             # It is no fault of what the clients asked.
             error = APIError(502, str(error), code="engine_refused")
         lost = self._under_way if is_fatal else self._under_way - {*self._engine.under_way}
-        self._send(_refusal(tuple(lost), error, is_fatal=is_fatal))
+        self._line.send(_refusal(tuple(lost), error, is_fatal=is_fatal))
         self._under_way -= lost
         if self._under_way:
             self._work.set()
 
-    async def _read(self, reader: asyncio.StreamReader) -> None:
-        while (record := await receive(reader)) is not None:
-            match record:
-                case Submit():
-                    self._submit(record)
-                case Abort():
-                    self._engine.abort(record.request_ids)
-                case Change():
-                    self._spawn(self._change(record))
-                case Ready():
-                    self.ready = record
-                    self.is_heard.set()
+    def _hear(self, record: object) -> None:
+        match record:
+            case Submit():
+                self._submit(record)
+            case Abort():
+                self._engine.abort(record.request_ids)
+            case Change():
+                self._spawn(self._change(record))
+            case Ready():
+                self.ready = record
+                self.is_heard.set()
+
+    def _lose_front(self) -> None:
         self.is_front_gone.set()
         self.is_heard.set()
         self._engine.abort()
@@ -174,7 +172,7 @@ class Sampler:
                     ]
                 )
         except Exception as error:  # an error that nobody hears of would leave the client waiting
-            self._send(_refusal(tuple(ids), error))
+            self._line.send(_refusal(tuple(ids), error))
             return
         self._under_way.update(ids)
         self._work.set()
@@ -190,7 +188,7 @@ class Sampler:
         ended, self._ended = self._ended, []
         news = self._engine.news()
         if news is not None or ended:
-            self._send(Step(news, ended))
+            self._line.send(Step(news, ended))
         if ended and self._policies.has_retired and not self._is_sweeping:
             self._is_sweeping = True
             self._spawn(self._sweep())
@@ -210,9 +208,9 @@ class Sampler:
         try:
             result = await asyncio.to_thread(self._changed, asked)
         except Exception as error:
-            self._send(_refusal((), error, call=asked.call))
+            self._line.send(_refusal((), error, call=asked.call))
         else:
-            self._send(Changed(asked.call, result, tuple(self._policies.all())))
+            self._line.send(Changed(asked.call, result, tuple(self._policies.all())))
 
     def _changed(self, asked: Change) -> dict[str, Any]:
         if asked.adapter is None:
@@ -223,11 +221,6 @@ class Sampler:
             raise APIError(403, str(error), param="adapter") from None
         served, proof = self._policies.load(asked.name, asked.adapter)
         return {**served.to_json(), "proof": proof.to_json()}
-
-    def _send(self, record: object) -> None:
-        # A front that has ended needs nothing any more.
-        if self._writer is not None and not self._writer.is_closing():
-            self._writer.write(pack(record))
 
 
 def _refusal(

@@ -35,7 +35,11 @@ IMPORT_NAMES = {
     "megatron-core": "megatron", "mlflow-skinny": "mlflow",
 }  # fmt: skip
 """Distributions whose module has another name."""
-INDIRECT = {"jinja2": "renders chat templates, inside transformers", "tokenizers": "pinned with transformers"}
+INDIRECT = {
+    "jinja2": "renders chat templates, inside transformers",
+    "tokenizers": "pinned with transformers",
+    "httptools": "parses HTTP, inside uvicorn",
+}
 """Declared dependencies that no module of ours imports by name, and why they are declared all the same."""
 UNDECLARED = {
     "pydantic_core": "comes with pydantic, same release",

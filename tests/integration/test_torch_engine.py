@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
+import socket
 from collections import Counter
 from pathlib import Path
 
@@ -187,3 +189,36 @@ def test_slots_are_named_once_and_read_back(adder: tuple[Policy, ChatTokenizer])
     with pytest.raises(DataError, match="empty prompt"):
         list(sample(engine, [Request(0, 0, (), Sampling(), None)]))
     assert list(sample(engine, [])) == []
+
+
+def test_what_a_socket_brings_during_a_step_joins_the_next_one(adder: tuple[Policy, ChatTokenizer]) -> None:
+    """Rows that wait a step longer than they must are what a server loses against its engine."""
+    policy, tokenizer = adder
+    sampling = Sampling(max_new_tokens=6, ignore_eos=True)
+    first, second = requests_for(tokenizer, ["1+1=", "2+2="], 1, sampling=sampling)
+
+    async def serve() -> list[int]:
+        mine, theirs = socket.socketpair()
+        engine, steps = TorchEngine(policy, tokenizer, max_running_requests=2), 0
+        heard_after: list[int] = []
+
+        class Front(asyncio.Protocol):
+            def data_received(self, data: bytes) -> None:
+                heard_after.append(steps)
+                engine.submit([second])
+
+        def tell() -> None:
+            nonlocal steps
+            steps += 1
+            if steps == 2:
+                mine.send(b"x")
+
+        transport, _ = await asyncio.get_running_loop().create_connection(Front, sock=theirs)
+        engine.listen(tell)
+        engine.submit([first])
+        done = [completion.request_id async for completion in engine.completions()]
+        transport.close()
+        mine.close()
+        return [*heard_after, *done]
+
+    assert asyncio.run(serve()) == [2, first.request_id, second.request_id]
