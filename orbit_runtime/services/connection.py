@@ -183,6 +183,10 @@ class Connection:
                 raise UsageError(
                     f"{self.url!r} is no address", where=f"--{self.kind}", fix="write http://HOST:PORT"
                 ) from None
+            except httpx.ConnectError as error:
+                # A process that imports torch listens half a minute after it was started.
+                is_refused = "refused" in str(error).lower()
+                why = why or ("nothing listens there yet" if is_refused else str(error))
             except httpx.RequestError as error:
                 why = why or f"{error or type(error).__name__}"
             now = time.monotonic()
