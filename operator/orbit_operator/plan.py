@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from orbit_operator.actions import CreateAttempt, DeleteJob, DeletePod, Plan, RunEvent, State
+from orbit_operator.actions import Action, CreateAttempt, DeleteJob, DeletePod, Plan, RunEvent, State
 from orbit_operator.attempts import fold_attempts, newest_pod, retire
 from orbit_operator.describe import POD_PENDING, describe, events_since, tell_created
 from orbit_operator.ending import find_end, finish, idle_jobs, keep_finalizer, plan_deletion, stop
@@ -57,7 +57,7 @@ def plan(run: RunFacts, observed: Observed, now: float, limits: Limits, verdict:
     surplus = [DeleteJob(job.name, job.uid) for job in observed.jobs
                if job.attempt <= retired.get("through", 0) and not job.is_deleting]  # fmt: skip
     keep = () if observed.stored.finished_at is not None else keep_finalizer(run)
-    ranks = (*unused_ranks(observed, listed), *missing_ranks(run, observed, listed))
+    ranks: tuple[Action, ...] = (*unused_ranks(observed, listed), *missing_ranks(run, observed, listed))
     actions = (*keep, *chosen.actions, *surplus, *ranks)
     return replace(chosen, actions=actions, events=(*events_since(observed, listed), *chosen.events))
 

@@ -136,7 +136,8 @@ class Driver:
         began = complete = time.monotonic()
         while not group.wait(5):
             now = time.monotonic()
-            found = [each for each in ray.nodes() if each["Alive"] and bundle.keys() <= each["Resources"].keys()]
+            nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+            found = [each for each in nodes if each["Alive"] and bundle.keys() <= each["Resources"].keys()]
             if len(found) < self._start.nodes:
                 complete = now
             if now > began + NODES_SECONDS and complete == now:

@@ -141,8 +141,10 @@ class JoinedRay:
         check_shared_memory()
         check_disk(folder)
         _await_head(address, patience)
+        # Declared as text, and used as a truth value; a free port, because another node agent may have Ray's own.
+        fixed: dict[str, Any] = {"include_log_monitor": False, "dashboard_agent_listen_port": None}
         params = RayParams(
-            gcs_address=address, num_cpus=0, num_gpus=0, object_store_memory=STORE_BYTES, include_log_monitor=False,
+            **fixed, gcs_address=address, num_cpus=0, num_gpus=0, object_store_memory=STORE_BYTES,
             include_dashboard=False, no_monitor=True,
         )  # fmt: skip
         with _patient({}):
