@@ -437,10 +437,8 @@ OTHERS = (
     *(
         Case(f"two nodes, {name}", manifest(**{"placement": "{nodes: 2}", **blocks}), refused)
         for name, blocks, refused in (
-            ("alone", {}, ()),
-            ("on the CPU", {"placement": "{nodes: 2, gpus: 0}"}, ()),
-            ("Split", {"placement": "{nodes: 2, layout: Split}", "rollout": "{engine: SGLang}"},
-             ("spec.placement.layout",)),
+            ("alone", {}, ()), ("on the CPU", {"placement": "{nodes: 2, gpus: 0}"}, ()),
+            ("Split", {"placement": "{nodes: 2, layout: Split}"}, ("spec.placement.layout",)),
             ("trainerGpus", {"placement": "{nodes: 2, trainerGpus: 1}"}, ("spec.placement.trainerGpus",)),
             ("Torch", {"training": "{steps: 1, trainer: Torch}"}, ("spec.placement.nodes",)),
             ("Megatron", {"training": "{steps: 1, trainer: Megatron}", "rollout": "{engine: SGLang}"}, ()),
