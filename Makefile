@@ -20,7 +20,7 @@ SGLANG_SAMPLE := tests/engines/test_contract.py tests/engines/test_plain_sglang.
 PURE := agents api errors types seeds spec storage workers model_info planner algorithms data environments observability
 PURE_PATHS = $(wildcard $(PURE:%=orbit_runtime/%.py) $(PURE:%=orbit_runtime/%))
 
-.PHONY: help install dev quickstart test test-models test-megatron test-rank-faults test-store test-ray test-bridges test-sglang test-engines test-bisect test-proofs test-cluster test-cluster-flagship cluster-programs check-chart images images-push check crds docs site vendor-table constraints same-bits gpu-wheels gpu-proof bench release-check clean
+.PHONY: help install dev quickstart test test-long test-models test-megatron test-rank-faults test-store test-ray test-bridges test-sglang test-engines test-bisect test-proofs test-cluster test-cluster-flagship cluster-programs check-chart images images-push check crds docs site vendor-table constraints same-bits gpu-wheels gpu-proof bench release-check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z -]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -35,7 +35,11 @@ quickstart: install ## train the shipped model with LoRA on its INT4 base (two c
 	$(BIN)/orbit run examples/quickstart.yaml --out runs/quickstart
 
 test: dev ## the run, its parts, the operator's logic, the structure (Python only)
-	$(SPREAD)
+	$(SPREAD) -m "not long"
+
+test-long: dev ## what `make test` and `test-bridges` leave out: every benchmark at its smallest size, examples that learn, the pages for Python (half an hour)
+	$(SPREAD) -m long tests/integration
+	ORBIT_BRIDGES_PYTHON="$$(tools/bridges_python.sh)" && OMP_NUM_THREADS=1 "$$ORBIT_BRIDGES_PYTHON" -m pytest -m long tests/bridges
 
 test-models: dev ## every model family and format: kernels, whole small models, conversion, merging (Python only)
 	$(SPREAD) tests/models
@@ -53,7 +57,7 @@ test-ray: dev ## ranks of a trainer as Ray's actors: every fault that they can h
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest tests/ranks
 
 test-bridges: dev ## environments of Gymnasium, SkyRL-Gym and verifiers, from manifests (makes an environment with these packages, once)
-	ORBIT_BRIDGES_PYTHON="$$(tools/bridges_python.sh)" && OMP_NUM_THREADS=1 "$$ORBIT_BRIDGES_PYTHON" -m pytest tests/bridges
+	ORBIT_BRIDGES_PYTHON="$$(tools/bridges_python.sh)" && OMP_NUM_THREADS=1 "$$ORBIT_BRIDGES_PYTHON" -m pytest -m "not long" tests/bridges
 
 test-sglang: dev ## a sample of test-engines: the contract with LoRA and OFT, SGLang without our plug-in, a killed server (Linux; the same environment)
 	ORBIT_SGLANG_PYTHON="$$(tools/sglang_python.sh)" && export ORBIT_SGLANG_PYTHON && $(BIN)/python -m pytest $(SGLANG_SAMPLE)

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 pytestmark = [
+    pytest.mark.long,
     pytest.mark.skipif(any(find_spec(name) is None for name in ("gymnasium", "verifiers")), reason="make test-bridges"),
     pytest.mark.timeout(1800),
 ]

@@ -46,6 +46,7 @@ def test_every_benchmark_is_in_one_of_these_tests() -> None:
     assert {path.stem for path in programs()} == HERE.keys() | others
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", HERE)
 def test_what_needs_only_python_measures(name: str, tmp_path: Path) -> None:
     done = start_smallest(name, tmp_path / "out", HERE[name], without=VARIABLES)
@@ -64,6 +65,7 @@ def test_without_kubernetes_programs_the_operators_benchmark_says_so(tmp_path: P
     assert_not_measured("operator_scale", done, tmp_path / "out", "ORBIT_TEST_PROGRAMS is not set")
 
 
+@pytest.mark.long
 def test_other_libraries_are_measured_where_they_are_installed(tmp_path: Path) -> None:
     name = "frozen_linear_vs_libraries"
     done = start_smallest(name, tmp_path / "out")

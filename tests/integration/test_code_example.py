@@ -16,7 +16,7 @@ from orbit_runtime.workers.sandbox import run_program
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "code.yaml"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_a_policy_learns_to_write_functions_that_pass_their_tests(tmp_path: Path) -> None:
     out = tmp_path / "out"

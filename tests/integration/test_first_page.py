@@ -28,6 +28,7 @@ def empty_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[No
     sys.modules.pop("my_rewards", None)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_the_page_gets_from_nothing_to_an_own_reward(capsys: pytest.CaptureFixture[str]) -> None:
     names: dict[str, Any] = {"__name__": "first_page"}

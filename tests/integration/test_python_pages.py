@@ -43,6 +43,7 @@ def execute(source: str, name: str, names: dict[str, Any]) -> None:
         asyncio.run(result)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_every_block_of_the_page_runs(page: Path) -> None:
     names: dict[str, Any] = {"__name__": page.stem}
