@@ -21,7 +21,7 @@ from orbit_operator.actions import (
     StartCleanup,
     State,
 )
-from orbit_operator.api import CONFIG_MAPS, JOBS, NETWORK_POLICIES, PODS, RAY_CLUSTERS, RUNS, Api, ApiError, Body
+from orbit_operator.api import CONFIG_MAPS, JOBS, NETWORK_POLICIES, PODS, RAY_CLUSTERS, RUNS, Api, ApiError, Body, Kind
 from orbit_operator.attempts import add_created
 from orbit_operator.cache import Cache, Child, read_version
 from orbit_operator.ending import FINALIZER
@@ -39,7 +39,7 @@ from orbit_runtime.spec.run import API_VERSION
 
 
 class NameTakenError(Exception):
-    """A Job of this name belongs to somebody else."""
+    """A Job or RayCluster of this name belongs to somebody else."""
 
 
 class Writer:
@@ -58,16 +58,16 @@ class Writer:
             case CreateAttempt(number, avoid_nodes):
                 source = build_source(body)
                 await self._apply_support(source)
-                job = await self._create(run, build_job(source, number, avoid_nodes, self._settings))
+                job = await self._create_job(run, build_job(source, number, avoid_nodes, self._settings))
                 return None if state is None else add_created(state, job)
             case CreateRanks(attempt):
-                await self._create_ranks(build_ray_cluster(build_source(body), attempt, self._settings))
+                await self._create(RAY_CLUSTERS, run, build_ray_cluster(build_source(body), attempt, self._settings))
             case DeleteRanks(name, uid):
                 await self._api.delete(RAY_CLUSTERS, run.namespace, name, uid)
             case ApplySupport():
                 await self._apply_support(build_source(body))
             case StartCleanup():
-                await self._create(run, build_cleanup_job(build_source(body), self._settings))
+                await self._create_job(run, build_cleanup_job(build_source(body), self._settings))
             case DeletePod(name, uid):
                 await self._api.delete(PODS, run.namespace, name, uid)
             case DeleteJob(name, uid):
@@ -92,30 +92,26 @@ class Writer:
             calls.append(self._api.apply(NETWORK_POLICIES, source.namespace, policy))
         await asyncio.gather(*calls)
 
-    async def _create(self, run: RunFacts, job: Body) -> JobFacts:
-        """Create-only: applying a Job that is there already could take back what a queue decided about it."""
-        try:
-            made = await self._api.create(JOBS, run.namespace, job)
-        except ApiError as error:
-            if error.status != 409 or error.reason != "AlreadyExists":
-                raise
-            name = job["metadata"]["name"]
-            found = await self._api.get(JOBS, run.namespace, name)
-            if found is None or (found["metadata"].get("labels") or {}).get(RUN_UID) != run.uid:
-                raise NameTakenError(f"Job {name} exists and is not this run's") from None
-            made = found
+    async def _create_job(self, run: RunFacts, job: Body) -> JobFacts:
+        made = await self._create(JOBS, run, job)
         facts = read_job(made)
         version = read_version(made["metadata"].get("resourceVersion"))
         self._cache.put_job(run.key, Child(run.uid, facts), version)
         return facts
 
-    async def _create_ranks(self, cluster: Body) -> None:
-        """Create-only; one that is there already stays as KubeRay has it."""
+    async def _create(self, kind: Kind, run: RunFacts, body: Body) -> Body:
+        """Create-only: applying one that is there already could take back what others decided about it, as a queue
+        does."""
         try:
-            await self._api.create(RAY_CLUSTERS, cluster["metadata"]["namespace"], cluster)
+            return await self._api.create(kind, run.namespace, body)
         except ApiError as error:
             if error.status != 409 or error.reason != "AlreadyExists":
                 raise
+            name = body["metadata"]["name"]
+            found = await self._api.get(kind, run.namespace, name)
+            if found is None or (found["metadata"].get("labels") or {}).get(RUN_UID) != run.uid:
+                raise NameTakenError(f"{body['kind']} {name} exists and is not this run's") from None
+            return found
 
     async def _set_finalizer(self, run: RunFacts, body: Body, present: bool) -> Body:
         """Only ours: others' are left as they are."""

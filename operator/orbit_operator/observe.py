@@ -184,6 +184,7 @@ class Observer:
         metadata, spec = body["metadata"], body.get("spec") or {}
         generation, judged = int(metadata.get("generation") or 0), self._judge(body)
         placement, storage = spec.get("placement") or {}, spec.get("storage") or {}
+        nodes = int(placement.get("nodes", Placement().nodes))
         return RunFacts(
             namespace=metadata["namespace"],
             name=metadata["name"],
@@ -194,8 +195,8 @@ class Observer:
             finalizers=tuple(metadata.get("finalizers") or ()),
             annotations=metadata.get("annotations") or {},
             lifecycle=lifecycle_of(spec),
-            gpus=int(placement.get("gpus", Placement().gpus)) * int(placement.get("nodes") or 1),
-            nodes=int(placement.get("nodes") or 1),
+            gpus=int(placement.get("gpus", Placement().gpus)) * nodes,
+            nodes=nodes,
             total_steps=(spec.get("training") or {}).get("steps"),
             checkpoint_every=int((spec.get("checkpoint") or {}).get("everySteps") or 1),
             deletes_artifacts=storage.get("deletionPolicy") == "Delete",

@@ -51,9 +51,12 @@ def check_before_run(run: OrbitRun, folder: Path, notice: Callable[[str], None] 
         ModelError: (66) the model's folder on this machine is not there.
         StorageError: (74) the hub or store cannot be asked; the loaders would wait for it once more.
     """
+    from orbit_runtime.model_info.settings import check_folder
     from orbit_runtime.planner import check_verdict, judge
 
-    check_local_model(run, folder)
+    local = local_model(run, folder)
+    if local is not None:
+        check_folder(local)
     try:
         model = find_facts(run, folder, notice or _print_notice)
     except StorageError:
@@ -73,13 +76,6 @@ def local_model(run: OrbitRun, folder: Path) -> Path | None:
     from orbit_runtime.spec.resolve import absolute_uri
 
     return Path(absolute_uri(run.spec.model.uri, folder))
-
-
-def check_local_model(run: OrbitRun, folder: Path) -> None:
-    """Raises ModelError (66) where there is no such folder: to say so, nothing heavy need be loaded."""
-    path = local_model(run, folder)
-    if path is not None and not path.is_dir():
-        raise ModelError("the model folder does not exist", where=str(path), fix="check spec.model.uri")
 
 
 def find_server_gpus(run: OrbitRun, model: ModelFacts | None) -> int | None:

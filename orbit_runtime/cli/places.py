@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from orbit_runtime.errors import ModelError, UsageError
+from orbit_runtime.model_info.settings import check_folder
 
 REMOTE = ("s3", "gs", "az")
 
@@ -52,6 +53,5 @@ def needed_folder(uri: str, *, precision: str = "Auto") -> Path:
             where=uri,
             fix="download them and name their folder: every byte is read",
         )
-    if not folder.is_dir():
-        raise ModelError("the model folder does not exist", where=str(folder), fix="correct the path")
+    check_folder(folder, "correct the path")
     return folder

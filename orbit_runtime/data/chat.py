@@ -14,7 +14,7 @@ from typing import Any
 
 from orbit_runtime.errors import ManifestError, ModelError
 from orbit_runtime.model_info.content import FILES
-from orbit_runtime.model_info.settings import load_settings
+from orbit_runtime.model_info.settings import check_folder, load_settings
 
 Messages = Sequence[Mapping[str, Any]]
 """Chat messages: `role` and `content`, and what else the template reads, such as `tool_calls`."""
@@ -194,8 +194,7 @@ def _free_placeholder(messages: Messages) -> str:
 
 
 def _load_tokenizer(folder: Path) -> Any:
-    if not folder.is_dir():
-        raise ModelError("the model folder does not exist", where=str(folder), fix="correct spec.model.uri")
+    check_folder(folder)
     if not any((folder / name).exists() for name in TOKENIZER_FILES):
         raise ModelError(
             "the model folder holds no tokenizer",

@@ -1,6 +1,6 @@
 """Reading a model folder's JSON files, with the file and the line where one is broken.
 
-Belongs here: bytes → an object, or one clear error. Does not belong here: what the values mean.
+Belongs here: whether the folder is there; bytes → an object, or one clear error. Does not belong here: what it means.
 """
 
 from __future__ import annotations
@@ -12,6 +12,12 @@ from typing import Any
 from orbit_runtime.errors import ModelError
 
 DAMAGED = "correct it, or copy or download the file again"
+
+
+def check_folder(folder: Path, fix: str = "correct spec.model.uri") -> None:
+    """Raises ModelError (66) where a model's folder is not there: to say so, nothing heavy need be loaded."""
+    if not folder.is_dir():
+        raise ModelError("the model folder does not exist", where=str(folder), fix=fix)
 
 
 def load_settings(path: Path) -> dict[str, Any]:

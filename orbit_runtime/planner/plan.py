@@ -289,10 +289,10 @@ def _host_bytes(choice: Choice, machine: Machine) -> int:
     gathered = setting.adapter.total * (known.CHECKPOINT_BYTES + 2)
     # A server that gives its weights back keeps a copy of them in main memory.
     backup = served * base_bytes(setting, "engine") if job.sleep == "All" else 0
-    if machine.nodes > 1:
-        # The run and the servers on the first; rank 0 gathers on another.
-        return max(served, machine.node_gpus) * known.HOST_RANK_BYTES + gathered + backup
-    return (max(1, setting.layout.num_gpus) + served) * known.HOST_RANK_BYTES + gathered + backup
+    # Of several nodes the first has the servers, and each of the others ranks, one of which gathers.
+    ranks = max(1, setting.layout.num_gpus)
+    processes = ranks + served if machine.nodes == 1 else max(machine.node_gpus, served)
+    return processes * known.HOST_RANK_BYTES + gathered + backup
 
 
 def _disk_bytes(model: ModelFacts, job: Job, adapter: AdapterSize) -> int:

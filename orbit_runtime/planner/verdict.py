@@ -82,7 +82,7 @@ def plan_as_run(run: OrbitRun, model: ModelFacts, machine: Machine) -> Plan:
     """
     if run.spec.training.trainer == "Megatron" or machine.nodes > 1:
         return _with_device_problem(plan(run, model, machine), run, machine)
-    whole = split_devices(run.spec.placement, machine.num_gpus, machine.nodes)
+    whole = split_devices(run.spec.placement, machine.num_gpus)
     one_trainer = replace(whole, trainer=whole.trainer[:1])
     used = replace(machine, num_gpus=min(2 if whole.are_apart else 1, machine.num_gpus))
     made = plan(run, model, used, may_choose=False, devices=one_trainer)

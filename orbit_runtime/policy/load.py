@@ -27,7 +27,7 @@ from orbit_runtime.model_info.families import default_targets
 from orbit_runtime.model_info.headers import check_finished
 from orbit_runtime.model_info.layouts import check_head, read_linears
 from orbit_runtime.model_info.quantization import from_legacy_modelopt, parse_quantization
-from orbit_runtime.model_info.settings import load_settings
+from orbit_runtime.model_info.settings import check_folder, load_settings
 from orbit_runtime.policy.attention import IMPLEMENTATION, Kernel
 from orbit_runtime.policy.direct import build_direct
 from orbit_runtime.policy.families import Family, find_family
@@ -123,8 +123,7 @@ def load_policy(
 
 def read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
-    if not folder.is_dir():
-        raise ModelError("the model folder does not exist", where=str(folder), fix="correct spec.model.uri")
+    check_folder(folder)
     check_finished(folder)
     try:
         config = load_settings(path)

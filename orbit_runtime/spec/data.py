@@ -30,8 +30,8 @@ class Prompts(Block):
     uri: Annotated[Uri, LAYOUT, Field(examples=["builtin://two-digit-addition"])]
     """A file, or a folder of files that are read in the order of their names: a path, `file:///…`,
     `hf://datasets/org/name@revision/file`, `s3://bucket/key` (`s3://bucket/folder/` is a folder), on a cluster
-    `pvc://claim/path`, or `builtin://two-digit-addition`, `builtin://two-digit-multiplication` and
-    `builtin://small-functions`, which ship with Orbit. It may move on resume: a run knows its prompts by digest."""
+    `pvc://claim/path`, or `builtin://two-digit-addition`, `builtin://sums-of-99`, `builtin://two-digit-multiplication`
+    and `builtin://small-functions`, which ship with Orbit. It may move on resume: a run knows its prompts by digest."""
     format: Annotated[Literal["Auto", "JSONL", "CSV", "Parquet", "Arrow"], IDENTITY] = "Auto"
     """`Auto` goes by the end of the name: `.parquet` is Parquet, `.arrow` Arrow, `.csv` CSV with a header, everything
     else JSON lines; CSV and JSON lines also as `.gz` or `.zst`. A folder that `datasets` saved is Arrow. Cells of CSV

@@ -186,7 +186,7 @@ class Placement(Block):
             if self.layout == "Split":
                 message = "with several `nodes` trainer and engine have nodes of their own, so this field does nothing"
                 yield Contradiction(("layout",), (("nodes",),), message, "remove `layout`, or write `nodes: 1`")
-            elif self.trainer_gpus is not None:
+            if self.trainer_gpus is not None:
                 message = "with several `nodes` the trainer has whole nodes, so this field does nothing"
                 yield Contradiction(("trainerGpus",), (("nodes",),), message, "remove `trainerGpus`")
         elif self.trainer_gpus is not None and self.layout != "Split":

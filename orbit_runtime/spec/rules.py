@@ -420,7 +420,7 @@ CHECKS: dict[str, tuple[Rule, ...]] = {
             ".gpus",
         ),
         Rule(
-            "!has(self.trainerGpus) || self.nodes > 1 && self.layout == 'Split' || "
+            "!has(self.trainerGpus) || "
             "(self.nodes == 1 && self.layout == 'Split' && (self.gpus < 2 || self.trainerGpus < self.gpus))",
             "write layout: Split, and fewer than gpus; or remove it",
             ".trainerGpus",

@@ -82,7 +82,7 @@ class Driver:
             _node_ip_address=HOST if self._private else None,
         )  # fmt: skip
         group = self._place()
-        bundles = self._by_node(group)
+        bundles = neighbours_together(ray.util.placement_group_table(group)["bundles_to_node_id"])
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         from orbit_runtime.workers.ray_actors import RankActor
@@ -155,14 +155,6 @@ class Driver:
                     fix="free some of it, or ask for fewer ranks (spec.training.parallel)",
                 )
         return group
-
-    def _by_node(self, group: Any) -> list[int]:
-        """The bundle of each rank: neighbours, which exchange most, are on one node."""
-        import ray
-
-        node_of = ray.util.placement_group_table(group)["bundles_to_node_id"]
-        nodes = list(dict.fromkeys(node_of[index] for index in sorted(node_of)))
-        return sorted(node_of, key=lambda index: (nodes.index(node_of[index]), index))
 
     def _watch_nodes(self) -> None:
         import ray
@@ -283,8 +275,19 @@ class Driver:
         ray.shutdown()
 
 
+def neighbours_together(node_of: Mapping[int, str]) -> list[int]:
+    """The bundle of each rank, so that ranks that follow each other, which exchange most, are on one node.
+
+    Example: `neighbours_together({0: "a", 1: "b", 2: "a", 3: "b"}) == [0, 2, 1, 3]`
+    """
+    by_node: dict[str, list[int]] = {}
+    for index in sorted(node_of):
+        by_node.setdefault(node_of[index], []).append(index)
+    return [index for bundles in by_node.values() for index in bundles]
+
+
 def _patiently[R](start: Callable[[], R]) -> R:
-    """Where a daemon of Ray's is lost in its start, or finds a port taken meanwhile, a second time and a third."""
+    """Where a daemon of Ray's is lost in its start, or finds a port taken meanwhile, a second time."""
     for turn in range(STARTS):
         try:
             return start()

@@ -105,6 +105,11 @@ def test_monitors_carry_the_labels_that_prometheus_selects_by(helm: str) -> None
         assert each["metadata"]["labels"]["release"] == "prometheus"
 
 
+def test_pods_of_a_runs_ranks_are_not_scraped_for_the_run(helm: str) -> None:
+    selector = pick(render(helm, VALUES), "PodMonitor")["spec"]["selector"]
+    assert selector["matchExpressions"] == [{"key": "orbitrl.dev/attempt", "operator": "Exists"}]
+
+
 def test_a_run_cannot_speak_for_another(helm: str) -> None:
     """`run` and `attempt` come from the pod's labels, and what the pod claims is dropped."""
     (endpoint,) = pick(render(helm, VALUES), "PodMonitor")["spec"]["podMetricsEndpoints"]

@@ -23,6 +23,7 @@ from orbit_operator.actions import (
     SetFinalizer,
     StartCleanup,
 )
+from orbit_operator.attempts import add_created
 from orbit_operator.facts import (
     ContainerEnd,
     JobFacts,
@@ -263,3 +264,15 @@ class Cluster:
 def build_cluster(nodes: int = 1, **lifecycle: Any) -> Cluster:
     """A cluster of three nodes with one new run."""
     return Cluster(RunFacts("team", "adder", "run-1", created=1000.0, lifecycle=Lifecycle(**lifecycle), nodes=nodes))
+
+
+def work(cluster: Cluster, progress: Progress | None = None) -> Plan:
+    """One whole pass of an operator that sees everything; returns what was planned."""
+    observed = cluster.observe(progress)
+    chosen = cluster.think(observed)
+    for action in chosen.actions:
+        job = cluster.carry_out(action)
+        if job is not None and chosen.state is not None:
+            chosen = replace(chosen, state=add_created(chosen.state, job))
+    cluster.write_status(observed, chosen)
+    return chosen

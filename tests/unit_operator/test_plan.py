@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from unit_operator.cluster_model import UNKNOWN_PLAN, Cluster, build_cluster
+from unit_operator.cluster_model import UNKNOWN_PLAN, Cluster, build_cluster, work
 
 from orbit_operator.actions import (
     ApplySupport,
@@ -19,23 +19,10 @@ from orbit_operator.actions import (
     SetFinalizer,
     StartCleanup,
 )
-from orbit_operator.attempts import add_created
 from orbit_operator.ending import CLEANUP_SECONDS, FINALIZER
 from orbit_operator.facts import NodeFacts, Observed, Progress, QueueFacts
 from orbit_operator.plan import Limits, plan
 from orbit_operator.policies.restart import FREE_WITHOUT_PROGRESS
-
-
-def work(cluster: Cluster, progress: Progress | None = None) -> Plan:
-    """One whole pass; returns what was planned."""
-    observed = cluster.observe(progress)
-    chosen = cluster.think(observed)
-    for action in chosen.actions:
-        job = cluster.carry_out(action)
-        if job is not None and chosen.state is not None:
-            chosen = replace(chosen, state=add_created(chosen.state, job))
-    cluster.write_status(observed, chosen)
-    return chosen
 
 
 def running(**lifecycle: Any) -> Cluster:

@@ -9,12 +9,12 @@ import pytest
 
 pytest.importorskip("kopf", reason="the operator's packages are not installed (extra `operator`)")
 
-from unit_operator.cluster_model import Cluster, build_cluster
+from unit_operator.cluster_model import build_cluster, work
 from unit_operator.test_manifests import LARGE, SETTINGS, SMALL, source
 
-from orbit_operator.actions import CreateAttempt, CreateRanks, DeleteRanks, Plan, State
+from orbit_operator.actions import CreateAttempt, CreateRanks, DeleteRanks, State
 from orbit_operator.api import ApiError
-from orbit_operator.attempts import add_created
+from orbit_operator.apply import NameTakenError
 from orbit_operator.manifests.job import build_job
 from orbit_operator.manifests.network_policy import build_network_policy
 from orbit_operator.manifests.ray_cluster import build_ray_cluster
@@ -29,44 +29,32 @@ FLAGSHIP: dict[str, Any] = {
 }
 
 
-def step(cluster: Cluster) -> Plan:
-    """One whole pass of an operator that sees everything."""
-    observed = cluster.observe()
-    chosen = cluster.think(observed)
-    for action in chosen.actions:
-        job = cluster.carry_out(action)
-        if job is not None and chosen.state is not None:
-            chosen = replace(chosen, state=add_created(chosen.state, job))
-    cluster.write_status(observed, chosen)
-    return chosen
-
-
 def test_nodes_are_taken_with_the_attempt_and_given_back_when_its_pod_has_ended() -> None:
     cluster = build_cluster(nodes=3, max_infra_restarts=3)
-    assert [type(each) for each in step(cluster).actions] == [CreateAttempt]
-    assert step(cluster).actions == (CreateRanks(1),)
-    assert step(cluster).actions == (), "once"
+    assert [type(each) for each in work(cluster).actions] == [CreateAttempt]
+    assert work(cluster).actions == (CreateRanks(1),)
+    assert work(cluster).actions == (), "once"
     cluster.make_pod()
     cluster.schedule("n0")
     cluster.start()
-    assert step(cluster).actions == ()
+    assert work(cluster).actions == ()
     cluster.exit(81)
     cluster.conclude_jobs()
-    given_back = step(cluster)
+    given_back = work(cluster)
     assert [each for each in given_back.actions if isinstance(each, DeleteRanks)] != []
     assert not cluster.ranks
     cluster.wait(3600)
-    step(cluster)
-    step(cluster)
+    work(cluster)
+    work(cluster)
     assert [each.attempt for each in cluster.ranks.values()] == [2], "the next attempt has nodes of its own"
 
 
 def test_somebody_deletes_the_ray_cluster_of_a_run_that_lives() -> None:
     cluster = build_cluster(nodes=2)
-    step(cluster)
-    step(cluster)
+    work(cluster)
+    work(cluster)
     cluster.ranks.clear()
-    assert step(cluster).actions == (CreateRanks(1),)
+    assert work(cluster).actions == (CreateRanks(1),)
 
 
 def test_without_kuberay_no_attempt_is_made() -> None:
@@ -85,6 +73,13 @@ def test_a_ray_cluster_that_is_refused_is_told() -> None:
     assert (told.reason, told.message) == (
         "AttemptRefused", "the RayCluster of attempt 2 cannot be made: spec.headGroupSpec",
     )  # fmt: skip
+
+
+def test_a_ray_cluster_of_that_name_which_is_somebody_elses_is_not_joined() -> None:
+    taken = NameTakenError("RayCluster ranks-adder-a1 exists and is not this run's")
+    told = tell_refusal(CreateRanks(1), taken, State("Pending", "PodPending"))
+    assert told is not None
+    assert (told.reason, told.message, told.owner) == ("NameTaken", f"{taken}; delete it", "user")
 
 
 def test_the_ray_cluster_has_whole_nodes_for_ranks_and_none_of_the_stores_keys() -> None:

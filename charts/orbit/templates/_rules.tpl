@@ -32,7 +32,7 @@
 # Runs over several nodes; where KubeRay is not installed nobody has such objects.
 - apiGroups: [ray.io]
   resources: [rayclusters]
-  verbs: [list, create, delete]
+  verbs: [get, list, create, delete]
 - apiGroups: [kueue.x-k8s.io]
   resources: [workloads]
   verbs: [list]

@@ -53,7 +53,7 @@ def ranks_name(run: str, attempt: int) -> str:
     if len(name) <= LONGEST_NAME:
         return name
     digest, end = hashlib.sha256(run.encode()).hexdigest()[:8], f"-a{attempt}"
-    return f"ranks-{run}"[: LONGEST_NAME - len(digest) - len(end) - 1].rstrip("-.") + f"-{digest}{end}"
+    return f"ranks-{run}"[: LONGEST_NAME - len(digest) - len(end) - 1].rstrip("-") + f"-{digest}{end}"
 
 
 def ray_address(run: str, attempt: int) -> str:
