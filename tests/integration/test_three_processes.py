@@ -26,6 +26,9 @@ from tests.integration.killing import adapter_digests, demanding_manifest, small
 from tests.integration.run_launcher import RunLauncher
 from tests.integration.three_processes import TOKEN, free_port, run_apart, two_sides
 
+pytestmark = pytest.mark.timeout(600)
+"""Each side imports torch; on two busy cores three of them need minutes."""
+
 
 @pytest.mark.parametrize("name", ["small", "LoRA with dropout", "MXFP4, PPO with KL"])
 def test_three_processes_have_the_bits_of_one(tmp_path: Path, name: str) -> None:
@@ -94,7 +97,6 @@ class Processes:
         return code
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("orders", [ORDERS[:2], ORDERS[2:4], ORDERS[4:]], ids=["trainer", "inference", "orchestrator"])
 def test_whoever_is_killed_and_in_whatever_order_the_adapters_are_those_of_one_process(
     tmp_path: Path, launcher: RunLauncher, orders: tuple[tuple[str, ...], ...]

@@ -106,11 +106,12 @@ def test_every_step_is_in_each_tracker_once_after_a_second_start(
     assert found.data.params["spec.algorithm.groupSize"] == "4"
     assert found.info.status == "FINISHED"
 
-    # Offline, each start writes a file of the same run; the service takes each step of it once.
+    # Offline, each start writes a file of the same run; the service takes each step of it once. Step 0 is the
+    # evaluation before the first step.
     ids, steps = wandb_files(tmp_path)
     assert len(ids) == 2
     assert len(set(ids)) == 1
-    assert steps == [[1, 2], [1, 2, 3]]
+    assert steps == [[0, 1, 2], [0, 1, 2, 3]]
 
     assert [each["event"] for each in receiver.got] == ["Done", "Done"]
     assert receiver.got[1]["step"] == 3
