@@ -17,6 +17,7 @@ HERE: dict[str, tuple[str, ...]] = {
     "adapter_transports": ("--only", "medium"),
     "eval_api": (),
     "deduplicate": (),
+    "episodes": (),
     "frozen_linear": (),
     "generation_vs_transformers": (),
     "loading_memory": (),
@@ -24,12 +25,14 @@ HERE: dict[str, tuple[str, ...]] = {
     "objective_vs_trl": (),
     "objectives": (),
     "parity_by_format": ("--engines", "Torch"),
+    "pipelined": (),
     "plan_seconds": (),
     "planned_memory": (),
     "ranks_step": (),
     "rl_step_vs_trl": (),
     "serving": (),
     "sft_speed": (),
+    "vocabulary_loss": (),
 }
 """What can be measured with Python alone, and the options that leave out the rest."""
 SGLANG = ("adapter_transports", "parity_by_format", "sglang_false_alarms", "sglang_publish")

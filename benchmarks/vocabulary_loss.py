@@ -1,0 +1,123 @@
+"""Log-probs, entropy and their gradient at a vocabulary of 160,000: peak memory by chunk size, and with logits whole.
+
+    python -m benchmarks.vocabulary_loss
+
+Each size in a process of its own, so that nothing of another is left in its allocator: the peak of memory that no file
+backs, every half millisecond, above what the process held before. The twin is what a trainer without chunks does:
+`hidden @ head.T`, `log_softmax`, `gather`, backward, with PyTorch's own operations.
+
+Belongs here: memory and time of the last projection. Does not belong here: whether both give the same numbers
+(`tests/integration/test_policy.py`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.harness import Measured, run
+
+MEASURES = ("orbit_runtime/policy/logprobs.py",)
+VOCABULARY, HIDDEN, TOKENS = 160_000, 512, 2048
+CHUNKS = (1 << 22, 1 << 23, 1 << 24, 1 << 25)
+"""Elements of one chunk's logits; the third is the default."""
+WHOLE = "whole"
+FP32 = 4
+TENSORS = 5
+"""Of a chunk's size that may live at the same time: what the bound of memory is made of."""
+
+
+def anonymous() -> int:
+    """Bytes of the process that no file backs."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon:")) * 1024
+
+
+def peak_above(work: Callable[[], object]) -> tuple[int, float]:
+    """Bytes above what was held before, and seconds."""
+    before, most, ended = anonymous(), [0], threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(0.0005):
+            most[0] = max(most[0], anonymous())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    started = time.perf_counter()
+    work()
+    seconds = time.perf_counter() - started
+    ended.set()
+    watcher.join()
+    return max(0, most[0] - before), seconds
+
+
+def one(chunk: str, tokens: int, vocabulary: int) -> dict[str, float]:
+    """In a process of its own: bytes and seconds of forward and backward."""
+    import torch
+
+    from orbit_runtime.policy.logprobs import token_logprobs
+
+    generator = torch.Generator().manual_seed(0)
+    head_VN = torch.randn(vocabulary, HIDDEN, generator=generator).mul_(0.02).bfloat16()
+    hidden_RN = torch.randn(tokens, HIDDEN, generator=generator).bfloat16().requires_grad_(True)
+    targets_R = torch.randint(vocabulary, (tokens,), generator=generator)
+
+    def head(rows_RN: Any) -> Any:
+        return rows_RN @ head_VN.T
+
+    def chunked(count: int) -> None:
+        logprobs, _ = token_logprobs(
+            hidden_RN[:count], targets_R[:count], head, vocabulary=vocabulary, chunk_elements=int(chunk)
+        )
+        logprobs.sum().backward()
+
+    def whole(count: int) -> None:
+        every = torch.log_softmax(head(hidden_RN[:count]).float(), dim=-1)
+        with torch.no_grad():
+            (every.exp() * every).sum(-1)
+        every.gather(-1, targets_R[:count, None]).sum().backward()
+
+    work = whole if chunk == WHOLE else chunked
+    # What the first product of this kind sets up is no part of it.
+    work(1)
+    bytes_, seconds = peak_above(lambda: work(tokens))
+    return {"bytes": bytes_, "seconds": seconds}
+
+
+def measure(options: argparse.Namespace) -> Measured:
+    tokens, vocabulary = (64, 4096) if options.smallest else (TOKENS, VOCABULARY)
+    chunks = [each // 512 for each in CHUNKS] if options.smallest else list(CHUNKS)
+    memory: dict[str, float] = {}
+    seconds: dict[str, float] = {}
+    for name in [*map(str, chunks), WHOLE]:
+        words = [sys.executable, __file__, "--one", name, str(tokens), str(vocabulary)]
+        done = subprocess.run(words, check=True, capture_output=True, text=True)
+        found = json.loads(done.stdout)
+        memory[name], seconds[name] = found["bytes"] / 2**20, found["seconds"]
+        print(f"{name:>12} elements: {memory[name]:>9.1f} MiB {seconds[name]:>8.2f} s")
+    over = {
+        str(each): memory[str(each)] / (each * FP32 / 2**20) for each in chunks if not options.smallest
+    }  # fmt: skip
+    refused = [name for name, times in over.items() if times > TENSORS]
+    return Measured(
+        figures={"MiB": memory, "seconds": seconds, **({"chunks of logits": over} if over else {})},
+        facts={"tokens": tokens, "vocabulary": vocabulary, "hidden": HIDDEN, "most chunks at a time": TENSORS,
+               "MiB of [tokens, vocabulary] in fp32": tokens * vocabulary * FP32 / 2**20},
+        refused=f"more than {TENSORS} chunks of logits at a time: {', '.join(refused)}" if refused else "",
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    if "--one" in sys.argv:
+        print(json.dumps(one(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))))
+    else:
+        raise SystemExit(run(__file__, __doc__, measure))
