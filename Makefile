@@ -10,8 +10,10 @@ BIN := .venv/bin
 export OMP_NUM_THREADS ?= 2
 export MKL_NUM_THREADS ?= 2
 
-# One maths thread per process of tests. A file stays in one process, with what it sets up.
-SPREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses logical --maxprocesses 8 --dist loadfile
+# One maths thread per process of tests. A file stays in one process, with what it sets up; in the order of the folders,
+# so that the last files are not those of one long test each, beside which the other cores would wait.
+SPREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses logical --maxprocesses 8 \
+	--dist loadfile --no-loadscope-reorder
 
 SGLANG_SAMPLE := tests/engines/test_contract.py tests/engines/test_plain_sglang.py \
 	tests/engines/test_sglang_faults.py::test_a_server_killed_in_mid_generation_loses_and_doubles_nothing \
@@ -37,7 +39,7 @@ quickstart: install ## train the shipped model with LoRA on its INT4 base (two c
 test: dev ## the run, its parts, the operator's logic, the structure (Python only)
 	$(SPREAD) -m "not long"
 
-test-long: dev ## what `make test` and `test-bridges` leave out: every benchmark at its smallest size, examples that learn, the pages for Python (half an hour)
+test-long: dev ## what `make test` and `test-bridges` leave out: every benchmark at its smallest size, examples and notebooks that learn, the guide of SFT, the pages for Python (half an hour)
 	$(SPREAD) -m long tests/integration
 	ORBIT_BRIDGES_PYTHON="$$(tools/bridges_python.sh)" && OMP_NUM_THREADS=1 "$$ORBIT_BRIDGES_PYTHON" -m pytest -m long tests/bridges
 

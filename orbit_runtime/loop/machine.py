@@ -17,18 +17,19 @@ from orbit_runtime.planner import Machine
 from orbit_runtime.spec import MachineFacts
 from orbit_runtime.spec.placement import Placement
 from orbit_runtime.workers.host_memory import usable_memory
-from orbit_runtime.workers.joined_nodes import joined_nodes
+from orbit_runtime.workers.joined_nodes import joined_nodes, ray_address
 from orbit_runtime.workers.sglang_launch import AGENT_VARIABLE
 
 
 def machine_facts() -> MachineFacts:
-    """GPUs of this machine; none where torch is not installed."""
+    """GPUs of this machine, none where torch is not installed; and whether other nodes are at hand."""
+    joins_nodes = ray_address() is not None
     if find_spec("torch") is None:
-        return MachineFacts(has_cuda=False, num_gpus=0)
+        return MachineFacts(has_cuda=False, num_gpus=0, joins_nodes=joins_nodes)
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return MachineFacts(has_cuda=count > 0, num_gpus=count)
+    return MachineFacts(has_cuda=count > 0, num_gpus=count, joins_nodes=joins_nodes)
 
 
 def gpu_machine(placement: Placement) -> Machine:

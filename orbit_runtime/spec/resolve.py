@@ -34,6 +34,9 @@ class MachineFacts:
 
     has_cuda: bool
     num_gpus: int
+    """Of this machine; other nodes' are not counted."""
+    joins_nodes: bool = False
+    """A Ray cluster is named, whose nodes are for ranks where `placement.nodes` asks for several."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +110,7 @@ def resolve(run: OrbitRun, machine: MachineFacts, *, folder: Path | None = None)
         environment = _changed(environment, code=code)
     evaluation = spec.evaluation
     evaluation = _changed(evaluation, environments=tuple(_absolute(each, base) for each in evaluation.environments))
-    trainer = _decide_trainer(training.trainer, machine)
+    trainer = _decide_trainer(training.trainer, machine, spec.placement.nodes)
     rollout = _decide_rollout(spec.rollout, spec.placement.layout, trainer)
     decided = _with_spec(
         decided,
@@ -263,8 +266,13 @@ def _decide_copies(rollout: Rollout, asked: str) -> str:
     return "Two" if rollout.engine == "SGLang" else "Shared"
 
 
-def _decide_trainer(asked: str, machine: MachineFacts) -> str:
-    return "Torch" if asked == "Auto" and machine.num_gpus <= 1 else asked
+def _decide_trainer(asked: str, machine: MachineFacts, nodes: int) -> str:
+    if asked != "Auto":
+        return asked
+    if nodes > 1 and machine.joins_nodes:
+        # Whatever this node has: the trainer is on the others.
+        return "Megatron"
+    return "Torch" if machine.num_gpus <= 1 else asked
 
 
 def _decide_rollout(rollout: Rollout, layout: str, trainer: str) -> Rollout:

@@ -28,12 +28,17 @@ from tests.integration.run_launcher import RunLauncher
 
 
 @pytest.fixture(scope="module")
-def loaded() -> Iterator[RunLauncher]:
-    """Runs with two threads, on a machine whose cores are wanted by others as well."""
+def two_threads() -> Iterator[RunLauncher]:
     made = RunLauncher(ENVIRONMENT)
-    with busy_machine(processes_per_core=1):
-        yield made
+    yield made
     made.close()
+
+
+@pytest.fixture
+def loaded(two_threads: RunLauncher) -> Iterator[RunLauncher]:
+    """Runs with two threads, on a machine whose cores are wanted by others as well: only for as long as they run."""
+    with busy_machine(processes_per_core=1):
+        yield two_threads
 
 
 @pytest.mark.timeout(1200)  # several starts on a machine that is busy on purpose; `make same-bits` kills ten times each

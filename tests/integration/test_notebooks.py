@@ -39,6 +39,7 @@ def texts(notebook: nbformat.NotebookNode) -> str:
     return "\n".join(found)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("executed", ["own_reward.ipynb"], indirect=True)
 def test_the_notebook_of_an_own_reward_learns(executed: nbformat.NotebookNode, tmp_path: Path) -> None:
     said = texts(executed)
@@ -53,6 +54,7 @@ def test_the_notebook_of_an_own_reward_learns(executed: nbformat.NotebookNode, t
     assert "notebook: done after 8 steps" in shown["data"]["text/html"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("executed", ["agents.ipynb"], indirect=True)
 def test_the_notebook_of_agents_trains(executed: nbformat.NotebookNode, tmp_path: Path) -> None:
     assert "agents: done after" in texts(executed)

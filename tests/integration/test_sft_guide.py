@@ -34,6 +34,7 @@ def score(folder: Path, model: str) -> float:
     return float(found["average"]["mean"])
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_each_stage_of_the_guide_is_better_than_the_one_before(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "examples", tmp_path / "examples")

@@ -11,7 +11,7 @@ from orbit_runtime.model_info.cards import find_card_facts
 from orbit_runtime.planner import judge
 from orbit_runtime.planner.asked import asked_machine
 from orbit_runtime.planner.verdict import Verdict
-from orbit_runtime.spec import OrbitRun, load_manifest
+from orbit_runtime.spec import MachineFacts, OrbitRun, load_manifest, resolve
 from orbit_runtime.spec.placement import Placement
 from orbit_runtime.workers.joined_nodes import joined_nodes
 from orbit_runtime.workers.ray_driver import neighbours_together
@@ -80,3 +80,15 @@ def test_both_fields_that_several_nodes_leave_nothing_to_do_are_named() -> None:
     said = str(caught.value)
     assert "spec.placement.layout" in said
     assert "spec.placement.trainerGpus" in said
+
+
+@pytest.mark.parametrize(("has_cuda", "num_gpus"), [(False, 0), (True, 1)])
+def test_the_trainer_is_on_the_other_nodes_whatever_this_one_has(has_cuda: bool, num_gpus: int) -> None:
+    def trainer(nodes: int, *, joins_nodes: bool) -> str:
+        run = load_manifest(EXAMPLES / "qwen3-4b.yaml", [f"spec.placement.nodes={nodes}"])
+        assert run.spec.training.trainer == "Auto"
+        return resolve(run, MachineFacts(has_cuda, num_gpus, joins_nodes)).run.spec.training.trainer
+
+    assert trainer(2, joins_nodes=True) == "Megatron"
+    assert trainer(2, joins_nodes=False) == "Torch", "a laptop takes a manifest of several nodes alone"
+    assert trainer(1, joins_nodes=True) == "Torch", "ranks beside the run need no cluster, nor one GPU ranks"
