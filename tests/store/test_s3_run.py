@@ -13,6 +13,9 @@ from orbit_runtime.storage import open_store
 from tests.integration.killing import kill_until_done, small_manifest, timeless_rows
 from tests.integration.run_launcher import RunLauncher
 
+pytestmark = pytest.mark.timeout(600)
+"""Eleven starts of a run and more: nearly two minutes on a quiet machine of two cores."""
+
 
 @pytest.fixture(scope="module")
 def launcher(shared_s3_server: S3Server) -> Iterator[RunLauncher]:
