@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import math
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import time
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -27,13 +29,44 @@ SAMPLES, CONCURRENCY, DELAY = 1000, 64, 0.05
 TARGET = 1.1
 
 
+ANSWER = json.dumps({
+    "id": "1", "object": "chat.completion", "created": 0, "model": "fake",
+    "choices": [{"index": 0, "message": {"role": "assistant", "content": "46"}, "finish_reason": "stop"}],
+    "usage": {"prompt_tokens": 6, "completion_tokens": 2, "total_tokens": 8},
+}).encode()  # fmt: skip
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+
+
+class Late(asyncio.Protocol):
+    """Answers each request after the delay, and does nothing else: what an API takes of this machine is no part of
+    what is measured."""
+
+    def connection_made(self, transport: Any) -> None:
+        self._transport, self._got = transport, b""
+
+    def data_received(self, data: bytes) -> None:
+        self._got += data
+        while (end := self._got.find(b"\r\n\r\n")) >= 0:
+            head = self._got[:end].lower()
+            whole = end + 4 + int(head.partition(b"content-length:")[2].partition(b"\r")[0])
+            if len(self._got) < whole:
+                return
+            self._got = self._got[whole:]
+            asyncio.get_running_loop().call_later(DELAY, self._transport.write, HEAD % len(ANSWER) + ANSWER)
+
+
 def serve() -> None:
     """The API's process: says its address, and ends with its standard input."""
-    from tests.fakes.chat_api import ChatApi
+    import uvloop
 
-    with ChatApi(lambda body: "46", delay_seconds=DELAY) as api:
-        print(api.url, flush=True)
-        sys.stdin.read()
+    async def wait() -> None:
+        loop = asyncio.get_running_loop()
+        server = await loop.create_server(Late, "127.0.0.1", 0)
+        print(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1", flush=True)
+        await loop.run_in_executor(None, sys.stdin.read)
+        server.close()
+
+    uvloop.run(wait())
 
 
 def ask(url: str, samples: int, folder: Path) -> tuple[float, float]:

@@ -21,7 +21,7 @@ import pytest
 from tests.integration.killing import small_manifest, timeless_rows
 
 pytest.importorskip("megatron", reason="Megatron-Core is not installed")
-pytestmark = [pytest.mark.usefixtures("marked"), pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.usefixtures("marked"), pytest.mark.timeout(3600), pytest.mark.long]
 SECONDS = 1800.0
 """On two cores that others want, too, a start alone takes minutes."""
 
