@@ -363,7 +363,12 @@ def test_a_sample_that_cannot_be_written_is_told_with_the_next_one(tmp_path: Pat
     execution.release("failed")
 
 
-def test_a_killed_evaluation_goes_on_and_asks_nothing_twice(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("how", "code"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 75), (signal.SIGTERM, 75)]
+)
+def test_an_evaluation_that_is_ended_goes_on_and_asks_nothing_twice(
+    tmp_path: Path, how: signal.Signals, code: int
+) -> None:
     reached, killed = threading.Event(), threading.Event()
 
     def say(body: Mapping[str, Any]) -> str:
@@ -383,8 +388,8 @@ def test_a_killed_evaluation_goes_on_and_asks_nothing_twice(tmp_path: Path) -> N
             if len(read_samples(store)) == 7:
                 break
             threading.Event().wait(0.05)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        process.send_signal(how)
+        assert process.wait(60) == code
         killed.set()
         assert evaluate(api, tmp_path) == 0
     asked = Counter((body["messages"][-1]["content"], body["seed"]) for body in api.asked)
