@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from array import array
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Hashable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -68,12 +68,21 @@ class EpisodeTokens:
         paid = self.buffer.paid(self.step, self.number, key)
         # An environment may answer otherwise the second time: then what followed is of no use.
         so_far = paid.completion if paid is not None and paid.prompt_ids_T == prompt else None
+        who = (self.step, self.number)
+        self._check_wanted()
         while so_far is None or so_far.finish_reason == "abort":
-            so_far = await self.asking.ask(prompt, sampling, key, so_far if so_far and so_far.token_ids_T else None)
+            before = so_far if so_far and so_far.token_ids_T else None
+            so_far = await self.asking.ask(prompt, sampling, key, before, who)
             if so_far.token_ids_T or so_far.finish_reason != "abort":
-                self.buffer.pay(self.step, self.number, Paid(key, prompt, so_far))
+                self.buffer.pay(*who, Paid(key, prompt, so_far))
+            self._check_wanted()
         self.asking.answered[self.step] = time.monotonic()
         return so_far
+
+    def _check_wanted(self) -> None:
+        """An episode that its step goes on without ends here as one whose task is cancelled."""
+        if self.buffer.is_cancelled(self.step, self.number):
+            raise asyncio.CancelledError
 
 
 @dataclass(eq=False)
@@ -83,6 +92,7 @@ class _Question:
     key: int
     so_far: Completion | None
     answer: asyncio.Future[Completion]
+    who: Hashable = None
     policy: Sampled | None = None
     """That samples, once it was submitted."""
 
@@ -111,9 +121,17 @@ class Asking:
         return bool(self._open)
 
     async def ask(
-        self, prompt_ids_T: tuple[int, ...], sampling: Sampling, key: int, so_far: Completion | None
+        self,
+        prompt_ids_T: tuple[int, ...],
+        sampling: Sampling,
+        key: int,
+        so_far: Completion | None,
+        who: Hashable = None,
     ) -> Completion:
-        """Until it ends or is ended; as `abort` it comes back where the policy changed meanwhile.
+        """Until it ends or is ended; as `abort` it comes back where the policy changed meanwhile, or by `end`.
+
+        Args:
+            who: by what name `end` knows who asks.
 
         Raises:
             GateError: a token does not carry the version that was asked for.
@@ -126,7 +144,7 @@ class Asking:
         if not self._new:
             # After whoever else asks in this turn of the event loop, and before the engine looks again.
             loop.call_soon(self._submit)
-        question = _Question(prompt_ids_T, sampling, key, so_far, loop.create_future())
+        question = _Question(prompt_ids_T, sampling, key, so_far, loop.create_future(), who)
         self._new.append(question)
         return _checked(await question.answer, question)
 
@@ -145,6 +163,14 @@ class Asking:
         self._may_ask.clear()
         self._submit()
         await self._end(self._open)
+
+    def who_waits(self) -> set[Hashable]:
+        """For tokens that are being sampled."""
+        return {question.who for question in self._open.values()}
+
+    async def end(self, who: Collection[Hashable]) -> None:
+        """Ends what is sampled for these where it is; returns when nothing is any more."""
+        await self._end({number: question for number, question in self._open.items() if question.who in who})
 
     async def _end(self, request_ids: dict[int, _Question]) -> None:
         if not request_ids:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import orjson
@@ -41,6 +42,20 @@ class Kept:
     played: Played | None
     paid: tuple[Paid, ...] = ()
     """Of an episode that has not ended: it is played again from its beginning, and given these."""
+    cancelled: int | None = None
+    """Of an episode that its step went on without: tokens that were sampled for it, and thrown away."""
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """A step's rollouts, and what it went on without."""
+
+    played: tuple[Played, ...]
+    groups: tuple[int, ...]
+    """Which of the step's prompts these are of, in their order."""
+    prompts_cancelled: int = 0
+    tokens_cancelled: int = 0
+    """That had been sampled for those."""
 
 
 @dataclass
@@ -48,10 +63,56 @@ class _Place:
     name: tuple[str, int, int]
     played: Played | None = None
     paid: dict[int, Paid] = field(default_factory=dict)
+    is_cancelled: bool = False
+    before: int = 0
+    """Tokens that an earlier execution had sampled for it when it was cancelled."""
+
+    @property
+    def tokens(self) -> int:
+        """Sampled for it so far."""
+        ended = sum(self.played.rollout.loss_mask_T) if self.played else 0
+        return self.before + ended + sum(len(each.completion.token_ids_T) for each in self.paid.values())
+
+
+class _Step:
+    """Its places, those of a prompt together, and which prompts have ended."""
+
+    def __init__(self, places: Sequence[_Place], wanted: int | None) -> None:
+        """Args: wanted: groups that are enough; None: all."""
+        self.places = places
+        self.groups = [list(group) for _, group in groupby(places, key=lambda place: place.name[:2])]
+        self.wanted = len(self.groups) if wanted is None else min(wanted, len(self.groups))
+        self._group_of = [index for index, group in enumerate(self.groups) for _ in group]
+        self._left = [sum(place.played is None for place in group) for group in self.groups]
+        self.close()
+
+    @property
+    def whole(self) -> list[int]:
+        """Prompts of which every episode has ended."""
+        return [index for index, left in enumerate(self._left) if not left]
+
+    def end(self, number: int) -> list[int]:
+        """As `RolloutBuffer.end`."""
+        group = self._group_of[number]
+        self._left[group] -= 1
+        return [] if self._left[group] else self.close()
+
+    def close(self) -> list[int]:
+        """Cancels all other groups, once enough have ended; returns the episodes of these that have not."""
+        if self._left.count(0) < self.wanted:
+            return []
+        for left, group in zip(self._left, self.groups, strict=True):
+            for place in group:
+                place.is_cancelled = bool(left)
+        return [number for number, place in enumerate(self.places) if place.is_cancelled and place.played is None]
 
 
 class RolloutBuffer:
-    """For one thread. Steps begin one after the other and are taken in the same order, each once and whole."""
+    """For one thread. Steps begin one after the other and are taken in the same order, each once and whole.
+
+    A step may have more prompts than it trains: the moment that enough of its groups have ended, all its other episodes
+    are cancelled. Which these are is decided once, and kept: a run that continues does not decide it again.
+    """
 
     def __init__(self, taken: int = 0, restored: Sequence[Kept] = ()) -> None:
         """
@@ -60,11 +121,18 @@ class RolloutBuffer:
             restored: what a checkpoint kept, for when those steps begin again.
         """
         self.taken = taken
-        self._steps: dict[int, list[_Place]] = {}
+        self._steps: dict[int, _Step] = {}
         self._restored = {(each.step, each.number): each for each in restored if each.step > taken}
 
-    def begin(self, step: int, episodes: Sequence[Episode]) -> None:
-        """Raises DataError where a checkpoint kept rollouts of other prompts for this step."""
+    def begin(self, step: int, episodes: Sequence[Episode], wanted: int | None = None) -> None:
+        """
+        Args:
+            episodes: those of a prompt one after the other.
+            wanted: groups that are enough; None: all.
+
+        Raises:
+            DataError: a checkpoint kept rollouts of other prompts for this step.
+        """
         assert step == max(self._steps, default=self.taken) + 1, "steps begin in order"
         places = []
         for number, episode in enumerate(episodes):
@@ -79,34 +147,57 @@ class RolloutBuffer:
                     where=f"step {step}",
                     fix="continue with the prompts and promptsPerStep that the run began with",
                 )
-            places.append(_Place(name, kept.played, {each.key: each for each in kept.paid}))
-        self._steps[step] = places
+            paid = {each.key: each for each in kept.paid}
+            places.append(_Place(name, kept.played, paid, kept.cancelled is not None, kept.cancelled or 0))
+        self._steps[step] = _Step(places, wanted)
+
+    def is_open(self, step: int, number: int) -> bool:
+        """Whether its episode is still to be played to its end."""
+        place = self._steps[step].places[number]
+        return place.played is None and not place.is_cancelled
+
+    def is_cancelled(self, step: int, number: int) -> bool:
+        return self._steps[step].places[number].is_cancelled
 
     def played(self, step: int, number: int) -> Played | None:
-        return self._steps[step][number].played
+        return self._steps[step].places[number].played
 
     def paid(self, step: int, number: int, key: int) -> Paid | None:
-        return self._steps[step][number].paid.get(key)
+        return self._steps[step].places[number].paid.get(key)
 
     def pay(self, step: int, number: int, paid: Paid) -> None:
         """Notes what the engine gave. Of one completion more each time, of the same beginning."""
-        place = self._steps[step][number]
+        place = self._steps[step].places[number]
         assert place.played is None, "the episode has ended"
         place.paid[paid.key] = paid
 
-    def end(self, step: int, number: int, played: Played) -> None:
-        place = self._steps[step][number]
-        assert place.played is None, "the episode has ended"
-        place.played, place.paid = played, {}
+    def end(self, step: int, number: int, played: Played) -> list[int]:
+        """An episode has ended. One that was cancelled meanwhile stays so.
 
-    def take(self, step: int) -> list[Played]:
+        Returns:
+            episodes that are being played and that the step goes on without, from now on.
+        """
+        place = self._steps[step].places[number]
+        assert place.played is None, "the episode has ended"
+        if place.is_cancelled:
+            return []
+        place.played, place.paid = played, {}
+        return self._steps[step].end(number)
+
+    def take(self, step: int) -> Taken:
         """The step's rollouts, which leave: nobody can train on them again."""
         assert step == self.taken + 1, "steps are taken in order"
-        found = [place.played for place in self._steps[step]]
-        assert None not in found, "an episode has not ended"
+        taken = self._steps[step]
+        chosen, groups = taken.whole, taken.groups
+        assert len(chosen) == taken.wanted, "an episode has not ended"
         del self._steps[step]
         self.taken = step
-        return [played for played in found if played is not None]
+        return Taken(
+            tuple(place.played for index in chosen for place in groups[index] if place.played is not None),
+            tuple(chosen),
+            len(groups) - len(chosen),
+            sum(place.tokens for place in taken.places if place.is_cancelled),
+        )
 
     def reopen(self, step: int) -> None:
         """The step that was taken last begins once more, with other episodes."""
@@ -116,8 +207,8 @@ class RolloutBuffer:
 
     @property
     def counts(self) -> tuple[int, int]:
-        """Episodes that have ended, and that have not."""
-        places = [place for of_step in self._steps.values() for place in of_step]
+        """Episodes that have ended, and that have not; without those that were cancelled."""
+        places = [place for step in self._steps.values() for place in step.places if not place.is_cancelled]
         ended = sum(place.played is not None for place in places)
         return ended, len(places) - ended
 
@@ -125,10 +216,12 @@ class RolloutBuffer:
         """Everything that is here, as it is now; the records are frozen."""
         return (
             *(
-                Kept(step, number, place.name, place.played, tuple(place.paid.values()))
-                for step, places in self._steps.items()
-                for number, place in enumerate(places)
-                if place.played is not None or place.paid
+                Kept(step, number, place.name, None, cancelled=place.tokens)
+                if place.is_cancelled
+                else Kept(step, number, place.name, place.played, tuple(place.paid.values()))
+                for step, of_step in self._steps.items()
+                for number, place in enumerate(of_step.places)
+                if place.played is not None or place.paid or place.is_cancelled
             ),
             *self._restored.values(),
         )
@@ -138,10 +231,15 @@ class RolloutBuffer:
         steps = list(self._steps)
         assert steps == list(range(self.taken + 1, self.taken + 1 + len(steps))), f"{steps} after {self.taken}"
         assert all(step > max([self.taken, *steps]) for step, _ in self._restored), "kept for a step that has begun"
-        names = [place.name for places in self._steps.values() for place in places]
+        names = [place.name for of_step in self._steps.values() for place in of_step.places]
         assert len(set(names)) == len(names), "a rollout is here twice"
-        for step, places in self._steps.items():
-            for place in places:
+        for step, of_step in self._steps.items():
+            cancelled = [{place.is_cancelled for place in group} for group in of_step.groups]
+            assert all(len(each) == 1 for each in cancelled), "a part of a group was cancelled"
+            left = [index for index, each in enumerate(cancelled) if each == {False}]
+            assert len(left) in (of_step.wanted, len(cancelled)), "not as many groups are left as are wanted"
+            assert len(left) == len(cancelled) or of_step.whole == left, "cancelled before enough had ended"
+            for place in of_step.places:
                 assert not (place.played and place.paid), "tokens of an episode that has ended"
                 rollout = place.played.rollout if place.played else None
                 assert rollout is None or rollout.step == step, f"a rollout of step {rollout and rollout.step}"
@@ -172,6 +270,7 @@ def _to_line(kept: Kept) -> bytes:
         "rollout": orjson.Fragment(rollout_to_line(played.rollout)) if played else None,
         "reasons": played.reasons if played else (),
         "paid": kept.paid,
+        **({} if kept.cancelled is None else {"cancelled": kept.cancelled}),
     }
     return orjson.dumps(row, default=_plain)
 
@@ -189,6 +288,7 @@ def _from_line(line: bytes) -> Kept:
         (prompt_id, visit, sample),
         Played(rollout_from_line(orjson.dumps(rollout)), tuple(row["reasons"])) if rollout else None,
         tuple(Paid(each["key"], tuple(each["prompt_ids_T"]), _completion(each["completion"])) for each in row["paid"]),
+        row.get("cancelled"),
     )
 
 

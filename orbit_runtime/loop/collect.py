@@ -30,6 +30,10 @@ class Collected:
     """Rollouts of later steps that had ended by then."""
     unfinished: int = 0
     """Those that had begun, and not ended."""
+    prompts_cancelled: int = 0
+    """Prompts that the step went on without, as enough others had ended."""
+    tokens_cancelled: int = 0
+    """That had been sampled for these."""
 
 
 def build_groups(prompts_P: Sequence[Prompt], rollouts: Sequence[Rollout]) -> tuple[Group, ...]:

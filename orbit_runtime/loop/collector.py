@@ -9,15 +9,15 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from orbit_runtime.environments.episodes import Environment, Episode, Played
+from orbit_runtime.environments.episodes import Environment, Episode
 from orbit_runtime.loop.asking import Asking, EpisodeTokens
-from orbit_runtime.loop.buffer import Kept, RolloutBuffer
+from orbit_runtime.loop.buffer import Kept, RolloutBuffer, Taken
 from orbit_runtime.loop.collect import Collected, build_groups
 from orbit_runtime.loop.publish import Publication
 from orbit_runtime.loop.signals import StopFlag
@@ -68,16 +68,20 @@ class Collector:
 
     # --- the loop's thread ---
 
-    def begin(self, step: int, prompts_P: Sequence[Prompt]) -> None:
-        """Starts the step's episodes, and returns at once."""
+    def begin(self, step: int, prompts_P: Sequence[Prompt], wanted: int | None = None) -> None:
+        """Starts the step's episodes, and returns at once.
+
+        Args:
+            wanted: groups that are enough: once so many have ended, the other episodes are cancelled. None: all.
+        """
         episodes = self._environment.build_episodes(prompts_P, step)
-        self._start(self._begin(step, episodes)).result()
+        self._start(self._begin(step, episodes, wanted)).result()
         self._steps[step] = _Step(prompts_P, self._start(self._play_all(step, episodes)))
 
-    def begin_again(self, step: int, prompts_P: Sequence[Prompt]) -> None:
+    def begin_again(self, step: int, prompts_P: Sequence[Prompt], wanted: int | None = None) -> None:
         """More prompts of the step that was taken last, while no later one is under way."""
         self._start(self._reopen(step)).result()
-        self.begin(step, prompts_P)
+        self.begin(step, prompts_P, wanted)
 
     def switch(self, policy: Publication) -> None:
         """From now on `policy` samples; returns when nothing samples from an older one any more."""
@@ -98,13 +102,17 @@ class Collector:
         playing.result()
         ended = time.monotonic()
         sampled = min(ended, max(waited, self._asking.answered.pop(step, waited)))
-        played, counts = self._start(self._take(step)).result()
+        taken, (waiting, unfinished) = self._start(self._take(step)).result()
+        prompts_P = self._steps.pop(step).prompts_P
         return Collected(
-            build_groups(self._steps.pop(step).prompts_P, [each.rollout for each in played]),
-            tuple(dict.fromkeys(reason for each in played for reason in each.reasons)),
+            build_groups([prompts_P[index] for index in taken.groups], [each.rollout for each in taken.played]),
+            tuple(dict.fromkeys(reason for each in taken.played for reason in each.reasons)),
             sampled - waited,
             ended - sampled,
-            *counts,
+            waiting,
+            unfinished,
+            taken.prompts_cancelled,
+            taken.tokens_cancelled,
         )
 
     def play(self, work: Callable[[Asking], Coroutine[Any, Any, None]], stop: StopFlag) -> bool:
@@ -155,18 +163,40 @@ class Collector:
     async def _reopen(self, step: int) -> None:
         self._buffer.reopen(step)
 
-    async def _begin(self, step: int, episodes: Sequence[Episode]) -> None:
-        self._buffer.begin(step, episodes)
+    async def _begin(self, step: int, episodes: Sequence[Episode], wanted: int | None) -> None:
+        self._buffer.begin(step, episodes, wanted)
 
     async def _play_all(self, step: int, episodes: Sequence[Episode]) -> None:
-        await asyncio.gather(*(self._play(step, number, episode) for number, episode in enumerate(episodes)))
+        """Until each has ended or is cancelled: then nothing of the step is under way."""
+        playing: dict[int, asyncio.Task[None]] = {}
+        for number, episode in enumerate(episodes):
+            if self._buffer.is_open(step, number):
+                playing[number] = asyncio.create_task(self._play(step, number, episode, playing))
+        await asyncio.gather(*playing.values())
 
-    async def _play(self, step: int, number: int, episode: Episode) -> None:
-        if self._buffer.played(step, number) is None:
-            tokens = EpisodeTokens(self._asking, self._buffer, step, number)
-            self._buffer.end(step, number, await self._environment.play(episode, tokens))
+    async def _play(
+        self, step: int, number: int, episode: Episode, playing: Mapping[int, asyncio.Task[None]]
+    ) -> None:  # fmt: skip
+        tokens = EpisodeTokens(self._asking, self._buffer, step, number)
+        try:
+            played = await self._environment.play(episode, tokens)
+        except asyncio.CancelledError:
+            if not self._buffer.is_cancelled(step, number):
+                raise
+            return
+        cancelled = self._buffer.end(step, number, played)
+        if cancelled:
+            await self._cancel(step, {each: playing[each] for each in cancelled})
 
-    async def _take(self, step: int) -> tuple[list[Played], tuple[int, int]]:
+    async def _cancel(self, step: int, playing: Mapping[int, asyncio.Task[None]]) -> None:
+        """Ends these episodes: in mid-answer at the engine, whose tokens are counted; elsewhere where they are."""
+        asked = self._asking.who_waits()
+        for number, task in playing.items():
+            if (step, number) not in asked:
+                task.cancel()
+        await self._asking.end({(step, number) for number in playing})
+
+    async def _take(self, step: int) -> tuple[Taken, tuple[int, int]]:
         return self._buffer.take(step), self._buffer.counts
 
     async def _keep(self) -> tuple[Kept, ...]:

@@ -16,12 +16,17 @@ from orbit_runtime.types import Group, Prompt, Sample
 
 def collect_informative(
     collected: Collected,
-    collect: Callable[[Sequence[Prompt]], Collected],
+    collect: Callable[[Sequence[Prompt], int], Collected],
     take: Callable[[int], Sequence[Prompt]],
     *,
     max_rounds: int,
+    extra: int = 0,
 ) -> Collected:
     """Collects as many further prompts as groups taught nothing, at most `max_rounds` times.
+
+    Args:
+        collect: the first so many groups of these prompts that end.
+        extra: prompts that each round draws besides.
 
     Every group that was sampled comes back, those that teach nothing too: they are recorded and counted like any other
     (DAPO, arXiv:2503.14476 section 3.2). It ends early where no prompts are left.
@@ -29,10 +34,10 @@ def collect_informative(
     wanted = len(collected.groups_P)
     for _ in range(max_rounds):
         missing = wanted - sum(map(teaches, collected.groups_P))
-        further_P = take(missing) if missing else ()
+        further_P = take(missing + extra) if missing else ()
         if not further_P:
             break
-        collected = _joined(collected, collect(further_P))
+        collected = _joined(collected, collect(further_P, missing))
     return collected
 
 
@@ -48,6 +53,8 @@ def _joined(one: Collected, other: Collected) -> Collected:
         reasons=tuple(dict.fromkeys((*one.reasons, *other.reasons))),
         seconds_collect=one.seconds_collect + other.seconds_collect,
         seconds_score=one.seconds_score + other.seconds_score,
+        prompts_cancelled=one.prompts_cancelled + other.prompts_cancelled,
+        tokens_cancelled=one.tokens_cancelled + other.tokens_cancelled,
     )
 
 

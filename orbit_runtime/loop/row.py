@@ -68,6 +68,8 @@ def step_row(
         staleness_max=staleness.max,
         rollouts_waiting=collected.waiting,
         rollouts_unfinished=collected.unfinished,
+        prompts_cancelled=collected.prompts_cancelled,
+        tokens_cancelled=collected.tokens_cancelled,
         seconds_collect=collected.seconds_collect,
         seconds_score=collected.seconds_score,
         seconds_train=seconds_train,

@@ -77,6 +77,7 @@ def _run(
                 partial(_take_more, parts, collector, step, stop),
                 partial(parts.prompts.take, step=step),
                 max_rounds=rounds,
+                extra=parts.spec.rollout.over_sampling,
             )
             if rounds:
                 cursors[step] = parts.prompts.state()
@@ -165,11 +166,11 @@ def _begin_steps(parts: Parts, state: RunState, collector: Collector, cursors: d
     training = parts.spec.training
     last = min(training.steps, state.step + 1 + parts.spec.rollout.max_staleness)
     for step in range(max(cursors) + 1, last + 1):
-        prompts_P = parts.prompts.take(training.prompts_per_step, step=step)
+        prompts_P = parts.prompts.take(training.prompts_per_step + parts.spec.rollout.over_sampling, step=step)
         if not prompts_P:
             break
         cursors[step] = parts.prompts.state()
-        collector.begin(step, prompts_P)
+        collector.begin(step, prompts_P, training.prompts_per_step)
 
 
 def _take(parts: Parts, collector: Collector, step: int, stop: StopFlag) -> Collected:
@@ -181,8 +182,10 @@ def _take(parts: Parts, collector: Collector, step: int, stop: StopFlag) -> Coll
     return collected
 
 
-def _take_more(parts: Parts, collector: Collector, step: int, stop: StopFlag, prompts_P: Sequence[Prompt]) -> Collected:
-    collector.begin_again(step, prompts_P)
+def _take_more(
+    parts: Parts, collector: Collector, step: int, stop: StopFlag, prompts_P: Sequence[Prompt], wanted: int
+) -> Collected:
+    collector.begin_again(step, prompts_P, wanted)
     return _take(parts, collector, step, stop)
 
 

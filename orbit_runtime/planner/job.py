@@ -154,7 +154,9 @@ def build_job(run: OrbitRun, machine: Machine, *, may_choose: bool = True, devic
         experts=adapter.expert_layout,
         max_sequence=spec.model.max_sequence_length,
         max_new=spec.rollout.sampling.max_new_tokens,
-        running=min(spec.rollout.max_running_requests, samples),
+        running=min(
+            spec.rollout.max_running_requests, samples + spec.rollout.over_sampling * spec.algorithm.group_size
+        ),
         micro_batch_tokens=training.micro_batch_tokens,
         is_micro_batch_fixed=not may_choose or "micro_batch_tokens" in training.model_fields_set,
         recompute=training.recompute,

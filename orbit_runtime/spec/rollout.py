@@ -159,6 +159,9 @@ class Rollout(Block):
     """How many policy versions a token may be behind when it is trained on. 0: a step is sampled, then trained, and
     equal runs have equal bits. With k, up to k later steps are sampled meanwhile; a publish moves what is under way to
     the new version, and checkpoints keep it: docs/guides/asynchrony.md."""
+    over_sampling: Annotated[int, LATER_IDENTITY, Field(ge=0, le=1_000_000)] = 0
+    """Prompts that a step draws beyond `training.promptsPerStep`. The first groups to end train; the rest is cancelled
+    and thrown away, so that prompts with long answers train less often: docs/guides/asynchrony.md."""
     router_replay: Annotated[Literal["None", "Record", "Replay"], IDENTITY] = "None"
     """`Replay`: the trainer sends each token to the experts that sampling chose for it, weighed by its own router, so
     that rounding cannot send it elsewhere. `Record` only keeps the choice with the rollouts. Both measure parity with

@@ -170,11 +170,7 @@ def _correction_rules() -> tuple[Rule, ...]:
             "remove cap, or write type: TokenTruncated",
             ".cap",
         ),
-        Rule(
-            "!has(self.floor) || self.type.endsWith('Masked')",
-            "remove floor, or write type: TokenMasked",
-            ".floor",
-        ),
+        Rule("!has(self.floor) || self.type.endsWith('Masked')", "remove floor, or write type: TokenMasked", ".floor"),
         Rule(
             f"!self.type.endsWith('Masked') || {cap} <= 0.0 || {floor} <= {cap}",
             "write floor no higher than cap, or raise cap",
@@ -215,6 +211,11 @@ CHECKS: dict[str, tuple[Rule, ...]] = {
             f"self.rollout.maxStaleness <= 0 || {_rounds('self.algorithm')} <= 0",
             "write 0, or algorithm.dynamicSampling.maxRounds: 0",
             ".rollout.maxStaleness",
+        ),
+        Rule(
+            "self.algorithm.type != 'SFT' || self.rollout.overSampling <= 0",
+            "remove it: SFT samples nothing",
+            ".rollout.overSampling",
         ),
         _scored_rule("self.algorithm.type == 'SFT'"),
         Rule(
@@ -315,11 +316,7 @@ CHECKS: dict[str, tuple[Rule, ...]] = {
         ),
         Rule("self.sleep == 'None' || self.engine == 'SGLang'", "remove sleep, or write engine: SGLang", ".sleep"),
         Rule("self.sleep == 'None' || self.maxStaleness == 0", "remove sleep or maxStaleness", ".maxStaleness"),
-        Rule(
-            "self.engineVersion == 'Pinned' || self.engine != 'Torch'",
-            "remove engineVersion",
-            ".engineVersion",
-        ),
+        Rule("self.engineVersion == 'Pinned' || self.engine != 'Torch'", "remove engineVersion", ".engineVersion"),
         Rule(
             "self.routerReplay == 'None' || self.engine != 'OpenAI'",
             "remove routerReplay, or write engine: SGLang",

@@ -129,6 +129,13 @@ class RunSpec(Block):
                 "prompts that dynamic sampling draws for one step would be those of a step that has begun",
                 "write `maxStaleness: 0`, or `dynamicSampling: {maxRounds: 0}` in `spec.algorithm`",
             )
+        if self.algorithm.type == "SFT" and self.rollout.over_sampling:
+            yield Contradiction(
+                ("rollout", "overSampling"),
+                (("algorithm", "type"),),
+                "with `spec.algorithm.type: SFT` nothing is sampled that could be cancelled",
+                "remove `overSampling`",
+            )
         if self.algorithm.type != "SFT":
             yield from self.environment.unscored(("environment",), (("algorithm", "type"),))
         if self.algorithm.critic and self.algorithm.critic.rank and self.adapter.type != "LoRA":

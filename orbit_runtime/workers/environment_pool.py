@@ -229,11 +229,21 @@ class EnvironmentPool:
     async def _take(self) -> Cell:
         """A free copy, or a new one."""
         await self._places.acquire()
+        if self._free:
+            return self._free.pop()
+        # The template answers its commands in order, so whoever is cancelled still has its answer read.
+        forking = asyncio.create_task(self._fork())
         try:
-            return self._free.pop() if self._free else await self._fork()
+            return await asyncio.shield(forking)
         except BaseException:
-            self._places.release()
+            forking.add_done_callback(self._not_taken)
             raise
+
+    def _not_taken(self, forking: asyncio.Task[Cell]) -> None:
+        """Whoever asked for a copy is gone, or there is none."""
+        if not forking.cancelled() and forking.exception() is None:
+            self._free.append(forking.result())
+        self._places.release()
 
     def _give_back(self, cell: Cell) -> None:
         cell.served += 1
@@ -241,9 +251,14 @@ class EnvironmentPool:
         self._places.release()
 
     async def _retire(self, cell: Cell) -> str:
-        """Ends a copy and says how it had ended."""
+        """Ends a copy and says how it had ended; once, whoever else does so, and whole, whoever is cancelled."""
+        if cell not in self._cells:
+            return "it was ended"
         self._cells.discard(cell)
         cell.close()
+        return await asyncio.shield(self._reap(cell))
+
+    async def _reap(self, cell: Cell) -> str:
         try:
             async with self._turn:
                 await self._loop.sock_sendall(self._control, b"E" + cell.pid.to_bytes(4, "big"))
@@ -268,7 +283,7 @@ class EnvironmentPool:
         except ConnectionError:
             raise EnvironmentFailed("crash", await self._retire(cell)) from None
         except BaseException:
-            await asyncio.shield(self._retire(cell))
+            await self._retire(cell)
             raise
 
     async def _call_tool(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
@@ -281,6 +296,8 @@ class EnvironmentPool:
         return ToolResult(str(answer["text"]), bool(answer["is_error"]))
 
     async def _end_use(self, cell: Cell) -> None:
+        if cell not in self._cells:
+            return
         if cell.served + 1 >= EPISODES_PER_CELL:
             await self._retire(cell)
         else:

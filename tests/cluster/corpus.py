@@ -121,7 +121,7 @@ GOOD_BLOCKS: dict[str, tuple[str, ...]] = {
         "{engine: SGLang, adapterTransport: SharedMemory}", "{engine: SGLang, adapterTransport: Broadcast}",
         "{engine: SGLang, adapterTransport: File}", "{adapterTransport: Auto}", "{adapterTransport: File}",
         "{engine: OpenAI, endpoints: [{url: 'http://a'}], adapterTransport: Auto}",
-        "{maxStaleness: 0}", "{maxStaleness: 64}", "{engine: SGLang, sleep: All, maxStaleness: 0}",
+        "{overSampling: 8}", "{maxStaleness: 0}", "{maxStaleness: 64}", "{engine: SGLang, sleep: All, maxStaleness: 0}",
         "{engine: SGLang, sleep: All}", "{sleep: None}", "{engine: SGLang, deterministic: true, replicas: 2}",
         "{engine: SGLang, engineVersion: Any}", "{engine: Torch, engineVersion: Pinned}",
         "{deterministic: true}", "{engine: Torch, deterministic: true}",
@@ -266,7 +266,7 @@ BAD_BLOCKS: dict[str, tuple[tuple[str, str], ...]] = {
         ("{engine: SGLang, engineVersion: 0.5.22}", "engineVersion"),
         ("{maxStaleness: -1}", "maxStaleness"), ("{maxStaleness: 65}", "maxStaleness"),
         ("{maxStaleness: 0.5}", "maxStaleness"), ("{engine: SGLang, sleep: Cache, maxStaleness: 1}", "maxStaleness"),
-        ("{sleep: Cache}", "sleep"), ("{engine: Torch, sleep: All}", "sleep"),
+        ("{overSampling: -1}", "overSampling"), ("{sleep: Cache}", "sleep"), ("{engine: Torch, sleep: All}", "sleep"),
         ("{engine: SGLang, sleep: Much}", "sleep"), ("{deterministic: 'true'}", "deterministic"),
         ("{engine: OpenAI, endpoints: [{url: 'http://a'}], deterministic: true}", "deterministic"),
         ("{routerReplay: true}", "routerReplay"), ("{routerReplay: Sometimes}", "routerReplay"),
@@ -396,10 +396,9 @@ OTHERS = (
         manifest(algorithm="{type: SFT}", rollout="{engine: SGLang}", placement="{layout: Split, gpus: 8}"),
         ("spec.placement.layout",),
     ),
+    Case("two adapters", manifest(adapter="{initFrom: a}", checkpoint="{resumeFrom: b}"), ("spec.adapter.initFrom",)),
     Case(
-        "two adapters to begin with",
-        manifest(adapter="{initFrom: runs/sft}", checkpoint="{resumeFrom: runs/other}"),
-        ("spec.adapter.initFrom",),
+        "no stragglers", manifest(algorithm="{type: SFT}", rollout="{overSampling: 1}"), ("spec.rollout.overSampling",)
     ),
     Case(
         "dynamic sampling while later steps have begun",

@@ -53,6 +53,8 @@ def synthetic_row(step: int, *, start: float = 0.28, gain: float = 0.5, total: i
         staleness_max=0,
         rollouts_waiting=0,
         rollouts_unfinished=0,
+        prompts_cancelled=0,
+        tokens_cancelled=0,
         seconds_collect=0.11 + 0.01 * wobble,
         seconds_score=0.01,
         seconds_train=0.07,

@@ -263,6 +263,15 @@ RUN = Dashboard(
                 },
             ),
             Panel("Tokens sampled", "line", {"per minute": "60 * rate(orbit_run_tokens_total{@}[$__rate_interval])"}),
+            Panel(
+                "Thrown away",
+                "line",
+                {
+                    "prompts": "60 * rate(orbit_run_prompts_cancelled_total{@}[$__rate_interval])",
+                    "tokens": "60 * rate(orbit_run_tokens_cancelled_total{@}[$__rate_interval])",
+                },
+                text="With rollout.overSampling: stragglers that steps went on without, and their tokens, per minute.",
+            ),
         ),
     },
 )

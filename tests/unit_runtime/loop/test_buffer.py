@@ -12,16 +12,17 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from orbit_runtime.environments.episodes import Episode, Played
 from orbit_runtime.errors import DataError
-from orbit_runtime.loop.buffer import Kept, Paid, RolloutBuffer, dump_kept, load_kept
+from orbit_runtime.loop.buffer import Kept, Paid, RolloutBuffer, Taken, dump_kept, load_kept
 from orbit_runtime.types import Completion, FinishReason, Prompt, Rollout, RoutedExperts, Turn
 
 PROMPTS, SAMPLES = 2, 2
 Name = tuple[str, int, int]
 
 
-def episodes(step: int) -> list[Episode]:
+def episodes(step: int, extra: int = 0) -> list[Episode]:
     """Three prompts, visited again and again."""
-    drawn = [divmod((step - 1) * PROMPTS + place, 3) for place in range(PROMPTS)]
+    count = PROMPTS + extra
+    drawn = [divmod((step - 1) * count + place, 3) for place in range(count)]
     return [
         Episode(step, Prompt(f"p/{row}", visit, ({"role": "user", "content": "?"},)), sample, (1, 2))
         for visit, row in drawn
@@ -50,8 +51,10 @@ def played(episode: Episode, tokens: int) -> Played:
 class Interleavings(RuleBasedStateMachine):
     """A run that is killed at any moment and goes on from its newest checkpoint, beside the plainest account of it."""
 
-    @initialize()
-    def start(self) -> None:
+    @initialize(extra=st.integers(0, 2))
+    def start(self, extra: int) -> None:
+        self.extra = extra
+        """Prompts that each step has and does not train."""
         self.buffer = RolloutBuffer()
         self.begun: dict[int, list[Episode]] = {}
         self.last = 0
@@ -59,17 +62,28 @@ class Interleavings(RuleBasedStateMachine):
         self.paid: dict[tuple[int, int], int] = {}
         """Tokens of the one completion of each episode that has not ended."""
         self.ended: dict[tuple[int, int], Played] = {}
-        self.checkpoint: tuple[bytes, int, dict[Any, Any], dict[Any, Any], list[Any]] | None = None
+        self.cancelled: dict[tuple[int, int], int] = {}
+        """Tokens that were thrown away of each episode that its step goes on without."""
+        self.checkpoint: tuple[Any, ...] | None = None
 
     def open(self) -> list[tuple[int, int]]:
-        return [(step, n) for step, all_ in self.begun.items() for n in range(len(all_)) if (step, n) not in self.ended]
+        gone = {*self.ended, *self.cancelled}
+        return [(step, n) for step, all_ in self.begun.items() for n in range(len(all_)) if (step, n) not in gone]
+
+    def whole(self, step: int) -> list[int]:
+        """Prompts of which all samples have ended."""
+        return [
+            prompt
+            for prompt in range(PROMPTS + self.extra)
+            if all((step, prompt * SAMPLES + sample) in self.ended for sample in range(SAMPLES))
+        ]
 
     @precondition(lambda self: len(self.begun) < 4)
     @rule()
     def begin(self) -> None:
         self.last += 1
-        self.begun[self.last] = episodes(self.last)
-        self.buffer.begin(self.last, self.begun[self.last])
+        self.begun[self.last] = episodes(self.last, self.extra)
+        self.buffer.begin(self.last, self.begun[self.last], PROMPTS)
 
     @precondition(lambda self: self.open())
     @rule(data=st.data(), more=st.integers(1, 5))
@@ -84,27 +98,53 @@ class Interleavings(RuleBasedStateMachine):
     def end(self, data: st.DataObject) -> None:
         step, number = data.draw(st.sampled_from(self.open()))
         self.ended[step, number] = played(self.begun[step][number], self.paid.pop((step, number), 0))
-        self.buffer.end(step, number, self.ended[step, number])
+        told = self.buffer.end(step, number, self.ended[step, number])
+        whole = self.whole(step)
+        gone = (
+            {n for n in range(len(self.begun[step])) if n // SAMPLES not in whole} if len(whole) == PROMPTS else set()
+        )
+        assert told == sorted(n for n in gone if (step, n) not in self.ended)
+        for n in gone:
+            ended = self.ended.pop((step, n), None)
+            tokens = sum(ended.rollout.loss_mask_T) if ended else self.paid.pop((step, n), 0)
+            self.cancelled[step, n] = tokens
+
+    @precondition(lambda self: self.cancelled)
+    @rule(data=st.data(), more=st.integers(0, 5))
+    def tell_a_cancelled_one(self, data: st.DataObject, more: int) -> None:
+        """What the engine had sampled when it was told to end comes late, or a reward does."""
+        step, number = data.draw(st.sampled_from([*self.cancelled]))
+        if self.buffer.played(step, number) is not None or self.buffer._steps[step].places[number].before:
+            return
+        self.cancelled[step, number] += more
+        if self.cancelled[step, number]:
+            ended = completion(self.cancelled[step, number], "abort", 3)
+            self.buffer.pay(step, number, Paid(2**64 - 1, (1, 2), ended))
+        assert self.buffer.end(step, number, played(self.begun[step][number], 1)) == []
 
     @precondition(lambda self: self.begun and not [at for at in self.open() if at[0] == min(self.begun)])
     @rule()
     def train(self) -> None:
         step = min(self.begun)
-        found = self.buffer.take(step)
+        found, whole = self.buffer.take(step), self.whole(step)
+        numbers = [prompt * SAMPLES + sample for prompt in whole for sample in range(SAMPLES)]
         all_ = self.begun.pop(step)
-        assert found == [self.ended.pop((step, number)) for number in range(len(all_))]
-        self.trained += [(step, name(each)) for each in all_]
+        gone = [self.cancelled.pop((step, n)) for n in range(len(all_)) if n not in numbers]
+        ended = tuple(self.ended.pop((step, number)) for number in numbers)
+        assert found == Taken(ended, tuple(whole), self.extra, sum(gone))
+        self.trained += [(step, name(all_[number])) for number in numbers]
 
     @rule()
     def save(self) -> None:
         kept = dump_kept(self.buffer.keep())
-        self.checkpoint = (kept, self.buffer.taken, {**self.paid}, {**self.ended}, [*self.trained])
+        state = ({**self.paid}, {**self.ended}, {**self.cancelled}, [*self.trained])
+        self.checkpoint = (kept, self.buffer.taken, *state)
 
     @precondition(lambda self: self.checkpoint is not None)
     @rule()
     def kill(self) -> None:
         assert self.checkpoint is not None
-        kept, taken, self.paid, self.ended, self.trained = (
+        kept, taken, self.paid, self.ended, self.cancelled, self.trained = (
             each.copy() if isinstance(each, dict | list) else each for each in self.checkpoint
         )
         restored = load_kept(kept, where="checkpoint")
@@ -112,7 +152,7 @@ class Interleavings(RuleBasedStateMachine):
         self.buffer = RolloutBuffer(taken, restored)
         self.last, self.begun = taken, {}
         # Steps begin again in their order; what was paid for is there before anything is asked for anew.
-        for step in sorted({step for step, _ in [*self.paid, *self.ended]}):
+        for step in sorted({step for step, _ in [*self.paid, *self.ended, *self.cancelled]}):
             while self.last < step:
                 self.begin()
         for (step, number), tokens in self.paid.items():
@@ -121,13 +161,20 @@ class Interleavings(RuleBasedStateMachine):
             assert len(paid.completion.token_ids_T) == tokens
         for (step, number), expected in self.ended.items():
             assert self.buffer.played(step, number) == expected
+        for step, number in self.cancelled:
+            assert not self.buffer.is_open(step, number), "what was thrown away is not played again"
 
     @invariant()
     def holds(self) -> None:
         self.buffer.check_integrity()
         assert len(set(self.trained)) == len(self.trained)
-        everyone = [name(each) for step in range(1, self.buffer.taken + 1) for each in episodes(step)]
-        assert [each for _, each in self.trained] == everyone, "none is lost, none is trained twice"
+        for step in range(1, self.buffer.taken + 1):
+            those = [each for at, each in self.trained if at == step]
+            everyone = [name(each) for each in episodes(step, self.extra)]
+            assert len(those) == PROMPTS * SAMPLES, "as many as a step trains, whatever else was drawn"
+            assert those == [each for each in everyone if each in those], "none of another step, in the prompts' order"
+            assert self.extra or those == everyone, "none is lost"
+        assert {at for at, _ in self.trained} == {*range(1, self.buffer.taken + 1)}
         assert self.buffer.counts == (len(self.ended), len(self.open()))
 
 
@@ -164,16 +211,22 @@ def test_bytes_that_are_no_rollouts_are_told_as_such() -> None:
             load_kept(data, where="checkpoints/step-000001")
 
 
+def place(buffer: RolloutBuffer, number: int) -> Any:
+    return buffer._steps[1].places[number]
+
+
 @pytest.mark.parametrize(
     "spoil",
     [
-        lambda buffer: buffer._steps.update({5: []}),
-        lambda buffer: setattr(buffer._steps[1][0], "name", buffer._steps[1][1].name),
-        lambda buffer: buffer._steps[1][0].paid.update({1: Paid(2, (1,), completion(1, "abort", 0))}),
-        lambda buffer: setattr(buffer._steps[1][0], "played", played(episodes(2)[0], 1)),
+        lambda buffer: buffer._steps.update({5: buffer._steps[1]}),
+        lambda buffer: setattr(place(buffer, 0), "name", place(buffer, 1).name),
+        lambda buffer: place(buffer, 0).paid.update({1: Paid(2, (1,), completion(1, "abort", 0))}),
+        lambda buffer: setattr(place(buffer, 0), "played", played(episodes(2)[0], 1)),
         lambda buffer: buffer._restored.update({(1, 0): None}),
+        lambda buffer: setattr(place(buffer, 0), "is_cancelled", True),
+        lambda buffer: [setattr(place(buffer, number), "is_cancelled", True) for number in range(SAMPLES)],
     ],
-    ids=["gap", "twice", "other key", "other step", "restored too late"],
+    ids=["gap", "twice", "other key", "other step", "restored too late", "half a group", "cancelled too early"],
 )
 def test_integrity_is_something_that_can_be_lost(spoil: Any) -> None:
     buffer = RolloutBuffer()

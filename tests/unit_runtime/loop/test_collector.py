@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
 
 import pytest
 from fakes.token_engine import TokenEngine, token
@@ -240,6 +242,122 @@ def test_closing_ends_what_is_under_way(build: Build) -> None:
     collector.close()
     assert not engine.rows
     assert not [thread for thread in threading.enumerate() if thread.name == "orbit-collector" and thread.is_alive()]
+
+
+def named(engine: TokenEngine, count: int) -> dict[int, int]:
+    """Which prompt each request is of, by its key: requests of a step come in the prompts' order."""
+    return {row.request.key: place // 2 for place, row in enumerate([*engine.rows.values()][:count])}
+
+
+def test_a_step_goes_on_without_its_stragglers_which_end_at_the_engine(build: Build) -> None:
+    slow: set[int] = set()
+    engine = TokenEngine(lambda request: 10**6 if request.key in slow else 5)
+    collector = build(engine)
+    collector.switch(policy(0))
+    collector.begin(1, prompts(1, 4), wanted=2)
+    until(lambda: len(engine.rows) == 8)
+    keys = named(engine, 8)
+    # Of the second prompt both samples never end; of the last one only one, and the other's tokens are lost too.
+    slow |= {key for key, place in keys.items() if place == 1} | {max(k for k, place in keys.items() if place == 3)}
+    engine.steps = math.inf
+    collected = collector.take(1, StopFlag())
+    assert collected is not None
+    assert [group.prompt.prompt_id for group in collected.groups_P] == ["p/1-0", "p/1-2"]
+    assert all(len(group.rollouts_G) == 2 for group in collected.groups_P)
+    trained = sum(sum(each.loss_mask_T) for group in collected.groups_P for each in group.rollouts_G)
+    assert trained == 4 * 5
+    assert collected.prompts_cancelled == 2
+    assert collected.tokens_cancelled == len(engine.sampled) - trained > 0
+    assert not engine.rows, "something is under way"
+    assert collector.keep() == ()
+
+
+def test_a_straggler_that_is_being_scored_is_not_waited_for(scorer: RewardThreads) -> None:
+    class Slow(SingleTurn):
+        ended: ClassVar[list[str]] = []
+
+        async def play(self, episode: Any, tokens: Any) -> Any:
+            played = await super().play(episode, tokens)
+            if episode.prompt.prompt_id == "p/1-0":
+                try:
+                    await asyncio.sleep(3600)
+                except asyncio.CancelledError:
+                    self.ended.append(episode.prompt.prompt_id)
+                    raise
+            return played
+
+    engine = TokenEngine(short)
+    engine.steps = math.inf
+    environment = Slow("run", Letters(), scorer, {"length": 1.0}, Sampling(max_new_tokens=1000), 2, seed=0)  # type: ignore[arg-type]
+    with Collector(environment, engine) as collector:  # type: ignore[arg-type]
+        collector.switch(policy(0))
+        collector.begin(1, prompts(1, 3), wanted=2)
+        collected = collector.take(1, StopFlag())
+        assert collected is not None
+        assert [group.prompt.prompt_id for group in collected.groups_P] == ["p/1-1", "p/1-2"]
+        assert (collected.prompts_cancelled, collected.tokens_cancelled) == (1, 10)
+        assert Slow.ended == ["p/1-0"] * 2
+
+
+def test_a_later_step_is_cut_while_the_one_before_trains_and_a_kill_keeps_which_groups_those_were(
+    build: Build,
+) -> None:
+    slow: set[int] = set()
+    engine = TokenEngine(lambda request: 10**6 if request.key in slow else 5)
+    collector = build(engine)
+    collector.switch(policy(0))
+    collector.begin(1, prompts(1), wanted=2)
+    collector.begin(2, prompts(2, 3), wanted=2)
+    until(lambda: len(engine.rows) == 10)
+    slow |= {row.request.key for row in [*engine.rows.values()][4:6]}
+    engine.steps = math.inf
+    until(lambda: not engine.rows and collector._buffer.counts == (8, 0))
+    kept = load_kept(dump_kept(collector.keep()), where="checkpoint")
+    assert [each.number for each in kept if each.cancelled] == [0, 1]
+    lost = sum(each.cancelled or 0 for each in kept)
+    rollouts(collector, 1)
+    (first,) = [rollouts(collector, 2)]
+    assert {each.prompt_id for each in first} == {"p/2-1", "p/2-2"}
+
+    again = TokenEngine(short)
+    resumed = build(again, 1, kept)
+    resumed.switch(policy(1))
+    resumed.begin(2, prompts(2, 3), wanted=2)
+    collected = resumed.take(2, StopFlag())
+    assert collected is not None
+    assert [each for group in collected.groups_P for each in group.rollouts_G] == first
+    assert (collected.prompts_cancelled, collected.tokens_cancelled) == (1, lost)
+    assert not again.sampled, "what was decided is not asked for again"
+
+
+def test_a_publish_while_a_step_waits_moves_its_stragglers_and_they_are_still_cancelled(build: Build) -> None:
+    slow: set[int] = set()
+    engine = TokenEngine(lambda request: 10**6 if request.key in slow else 40)
+    collector = build(engine)
+    collector.switch(policy(0))
+    collector.begin(1, prompts(1, 3), wanted=2)
+    until(lambda: len(engine.rows) == 6)
+    slow |= {row.request.key for row in [*engine.rows.values()][:2]}
+    engine.steps = 10
+    until(lambda: not engine.steps)
+    collector.switch(policy(1))
+    engine.steps = math.inf
+    collected = collector.take(1, StopFlag())
+    assert collected is not None
+    assert [group.prompt.prompt_id for group in collected.groups_P] == ["p/1-1", "p/1-2"]
+    assert collected.tokens_cancelled == len(engine.sampled) - 4 * 40
+    assert not engine.rows
+
+
+def test_fewer_prompts_than_are_wanted_all_train(build: Build) -> None:
+    engine = TokenEngine(short)
+    engine.steps = math.inf
+    collector = build(engine)
+    collector.switch(policy(0))
+    collector.begin(1, prompts(1), wanted=5)
+    collected = collector.take(1, StopFlag())
+    assert collected is not None
+    assert (len(collected.groups_P), collected.prompts_cancelled, collected.tokens_cancelled) == (2, 0, 0)
 
 
 def rollout(versions: Sequence[int]) -> Rollout:

@@ -34,14 +34,17 @@ class Prompts:
         first, self.drawn = self.drawn, min(self.drawn + count, len(self.rewards))
         return [Prompt(str(index), 0, ()) for index in range(first, self.drawn)]
 
-    def collect(self, prompts_P: Sequence[Prompt]) -> Collected:
+    def collect(self, prompts_P: Sequence[Prompt], wanted: int) -> Collected:
+        """The last of them end first."""
         self.rounds.append(len(prompts_P))
-        groups = tuple(group(self.rewards[int(each.prompt_id)], each.prompt_id) for each in prompts_P)
-        return Collected(groups, ("slow",), 1.0, 0.5)
+        first_P = prompts_P[-wanted:]
+        groups = tuple(group(self.rewards[int(each.prompt_id)], each.prompt_id) for each in first_P)
+        lost = len(prompts_P) - len(first_P)
+        return Collected(groups, ("slow",), 1.0, 0.5, prompts_cancelled=lost, tokens_cancelled=7 * lost)
 
-    def run(self, count: int, max_rounds: int) -> Collected:
-        first = self.collect(self.take(count))
-        return collect_informative(first, self.collect, self.take, max_rounds=max_rounds)
+    def run(self, count: int, max_rounds: int, extra: int = 0) -> Collected:
+        first = self.collect(self.take(count + extra), count)
+        return collect_informative(first, self.collect, self.take, max_rounds=max_rounds, extra=extra)
 
 
 def test_as_many_are_drawn_again_as_taught_nothing_and_all_are_kept_in_order() -> None:
@@ -57,6 +60,14 @@ def test_it_gives_up_after_its_bound(max_rounds: int, rounds: list[int]) -> None
     prompts = Prompts(*[EQUAL] * 20)
     prompts.run(2, max_rounds)
     assert prompts.rounds == rounds
+
+
+def test_each_round_draws_more_than_it_wants_and_counts_what_it_went_on_without() -> None:
+    prompts = Prompts(MIXED, MIXED, EQUAL, MIXED, EQUAL, MIXED, EQUAL, MIXED)
+    found = prompts.run(2, max_rounds=10, extra=1)
+    assert prompts.rounds == [3, 2, 2, 1]
+    assert [each.prompt.prompt_id for each in found.groups_P] == ["1", "2", "4", "6", "7"]
+    assert (found.prompts_cancelled, found.tokens_cancelled) == (3, 21)
 
 
 def test_it_ends_where_no_prompts_are_left() -> None:

@@ -249,6 +249,7 @@ def test_display_layout_and_defaults_written_out_leave_the_identity_alone(overri
         "environment.rewards[0].weight=2",
         "environment.rewards[0].arguments={a: 1}",
         "rollout.sampling.stop=[x]",
+        "rollout.overSampling=4",
         "training.promptsPerStep=16",
         "training.schedule.type=Cosine",
         "parity.floorFactor=5",

@@ -161,6 +161,38 @@ def test_an_episode_that_is_given_up_ends_its_process(games: EnvironmentPool) ->
     asyncio.run(asyncio.wait_for(run(), 10))
 
 
+def test_episodes_that_are_cancelled_at_any_moment_leave_as_many_places_as_there_were() -> None:
+    async def cancelled(pool: EnvironmentPool, after: float) -> None:
+        async def play() -> None:
+            episode = pool.open_episode()
+            try:
+                await episode.reset(PROMPT, {}, 7)
+                for _ in range(100):
+                    await episode.step("hello")
+            finally:
+                await episode.close()
+
+        playing = asyncio.create_task(play())
+        await asyncio.sleep(after)
+        playing.cancel()
+        await asyncio.gather(playing, return_exceptions=True)
+
+    async def all_of_them(pool: EnvironmentPool) -> None:
+        await asyncio.gather(*(cancelled(pool, 0.004 * number) for number in range(30)))
+
+    target = EnvironmentTarget(f"{BAD}:ByText", {"word": "next"})
+    with EnvironmentPool(target, limits=LIMITS, search_path=[TESTS]) as pool:
+        asyncio.run(all_of_them(pool))
+        # Whatever was given up last is ended by then, as everything goes through the template in turn.
+        assert [play(pool, "hello")[-1]["reward"] for _ in range(LIMITS.processes)] == [0.25] * LIMITS.processes
+        deadline = time.monotonic() + 30
+        while pool._places._value != LIMITS.processes:
+            assert time.monotonic() < deadline, f"{pool._places._value} places of {LIMITS.processes}"
+            time.sleep(0.01)
+        assert len(pool._cells) == len(pool._free) <= LIMITS.processes
+        assert set(pool._free) == pool._cells
+
+
 def test_tools_are_described_by_signature_and_docstring(tools: EnvironmentPool) -> None:
     assert tools.tools[0] == {
         "type": "function",
