@@ -33,12 +33,25 @@ class Episode:
 
 
 @dataclass(frozen=True, slots=True)
+class Stopped:
+    """Evidence of what gave nothing for as long as its stage may take: who is only slow has answered by then."""
+
+    stage: str
+    """`environment`, or `reward` and its name."""
+    reason: str
+    stack: str
+    """Where its process stood before it was ended; empty where it could not tell."""
+
+
+@dataclass(frozen=True, slots=True)
 class Played:
     """A rollout that has ended and is scored."""
 
     rollout: Rollout
     reasons: tuple[str, ...] = ()
     """Of rewards, or of the environment, that timed out or crashed."""
+    stopped: Stopped | None = None
+    """The first of these that timed out."""
 
 
 class Environment(Protocol):
@@ -58,8 +71,13 @@ def build_played(
     results: Sequence[RewardResult],
     weights: Mapping[str, float],
     counts: Mapping[str, float] | None = None,
+    stopped: Stopped | None = None,
 ) -> Played:
-    """Args: results, weights: of each reward, in one order; a reward's name → its factor in the sum."""
+    """
+    Args:
+        results, weights: of each reward, in one order; a reward's name → its factor in the sum.
+        stopped: of the environment.
+    """
     reward, outcome = combine(results, list(weights.values()))
     rollout = Rollout(
         run=run,
@@ -81,7 +99,12 @@ def build_played(
     reasons = tuple(dict.fromkeys(result.reason for result in results if result.outcome in FAILED))
     if outcome in FAILED and not reasons:
         reasons = ("the weighted sum of the rewards is not finite",)
-    return Played(rollout, reasons)
+    late = [
+        Stopped(f"reward {name}", each.reason, each.stack)
+        for name, each in zip(weights, results, strict=True)
+        if each.outcome == "timeout"
+    ]
+    return Played(rollout, reasons, stopped or next(iter(late), None))
 
 
 def combine(results: Sequence[RewardResult], weights: Sequence[float]) -> tuple[float | None, Outcome]:

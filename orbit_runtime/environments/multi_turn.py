@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from orbit_runtime.environments.episodes import Episode, Played, build_played
+from orbit_runtime.environments.episodes import Episode, Played, Stopped, build_played
 from orbit_runtime.environments.scoring import Scoring
 from orbit_runtime.environments.trajectory import Trajectory
 from orbit_runtime.seeds import stream_key
@@ -129,15 +129,18 @@ class MultiTurn:
         state = _State(Trajectory(), [])
         opponent = self._opponent()
         lost: RewardResult | None = None
+        stopped: Stopped | None = None
         try:
             await self._converse(episode, state, opponent, tokens)
         except EnvironmentFailed as failure:
             lost = RewardResult(failure.outcome, None, failure.reason)
+            if failure.outcome == "timeout":
+                stopped = Stopped("environment", failure.reason, failure.stack)
         finally:
             await opponent.close()
         results = [lost] * len(self._all_weights) if lost else await self._score(episode.prompt, state)
         counts = {**opponent.counts, **state.parts}
-        return build_played(self._settings.run, episode, state.track, results, self._all_weights, counts)
+        return build_played(self._settings.run, episode, state.track, results, self._all_weights, counts, stopped)
 
     async def _converse(self, episode: Episode, state: _State, opponent: Opponent, tokens: TokenSource) -> None:
         prompt, limits, track = episode.prompt, self._settings.limits, state.track

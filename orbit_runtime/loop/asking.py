@@ -11,7 +11,7 @@ import time
 from array import array
 from collections.abc import AsyncIterator, Collection, Hashable, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from orbit_runtime.errors import GateError, OrbitError
@@ -95,6 +95,18 @@ class _Question:
     who: Hashable = None
     policy: Sampled | None = None
     """That samples, once it was submitted."""
+    asked: float = field(default_factory=time.monotonic)
+
+
+@dataclass(frozen=True, slots=True)
+class Unanswered:
+    """Who waited for tokens when the engine failed."""
+
+    who: Hashable
+    seconds: float
+    """Since it asked, or asked for the rest."""
+    text: str
+    """That it had by then."""
 
 
 class Asking:
@@ -107,6 +119,8 @@ class Asking:
     def __init__(self, engine: Engine) -> None:
         self.answered: dict[int, float] = {}
         """When the newest completion came, by step."""
+        self.unanswered: tuple[Unanswered, ...] = ()
+        """Of an engine that failed, who waited longest first."""
         self._engine = engine
         self._policy: Sampled | None = None
         self._asked = 0
@@ -223,6 +237,11 @@ class Asking:
         except Exception as error:
             self._failure = error
             failed, self._open = [*self._open.values(), *self._new], {}
+            now = time.monotonic()
+            waited = [
+                Unanswered(each.who, now - each.asked, each.so_far.text if each.so_far else "") for each in failed
+            ]
+            self.unanswered = tuple(sorted(waited, key=lambda each: -each.seconds))
             for question in failed:
                 if not question.answer.done():
                     question.answer.set_exception(error)

@@ -15,7 +15,7 @@ import orjson
 import zstandard
 
 from orbit_runtime.data.records import rollout_from_line, rollout_to_line
-from orbit_runtime.environments.episodes import Episode, Played
+from orbit_runtime.environments.episodes import Episode, Played, Stopped
 from orbit_runtime.errors import DataError
 from orbit_runtime.types import Completion, RoutedExperts
 
@@ -156,6 +156,9 @@ class RolloutBuffer:
         place = self._steps[step].places[number]
         return place.played is None and not place.is_cancelled
 
+    def name(self, step: int, number: int) -> tuple[str, int, int]:
+        return self._steps[step].places[number].name
+
     def is_cancelled(self, step: int, number: int) -> bool:
         return self._steps[step].places[number].is_cancelled
 
@@ -269,6 +272,7 @@ def _to_line(kept: Kept) -> bytes:
         "name": kept.name,
         "rollout": orjson.Fragment(rollout_to_line(played.rollout)) if played else None,
         "reasons": played.reasons if played else (),
+        **({"stopped": played.stopped} if played and played.stopped else {}),
         "paid": kept.paid,
         **({} if kept.cancelled is None else {"cancelled": kept.cancelled}),
     }
@@ -281,15 +285,21 @@ def _plain(value: Any) -> Any:
 
 def _from_line(line: bytes) -> Kept:
     row = orjson.loads(line)
-    rollout, (prompt_id, visit, sample) = row["rollout"], row["name"]
+    prompt_id, visit, sample = row["name"]
     return Kept(
         row["step"],
         row["number"],
         (prompt_id, visit, sample),
-        Played(rollout_from_line(orjson.dumps(rollout)), tuple(row["reasons"])) if rollout else None,
+        _played(row) if row["rollout"] else None,
         tuple(Paid(each["key"], tuple(each["prompt_ids_T"]), _completion(each["completion"])) for each in row["paid"]),
         row.get("cancelled"),
     )
+
+
+def _played(row: Mapping[str, Any]) -> Played:
+    stopped = row.get("stopped")
+    rollout = rollout_from_line(orjson.dumps(row["rollout"]))
+    return Played(rollout, tuple(row["reasons"]), Stopped(**stopped) if stopped else None)
 
 
 def _completion(row: Mapping[str, Any]) -> Completion:

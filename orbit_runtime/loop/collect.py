@@ -11,8 +11,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from orbit_runtime.environments.episodes import Played
 from orbit_runtime.errors import RewardsFailingError
 from orbit_runtime.types import Group, Prompt, Rollout
+
+MAX_STOPPED = 20
+"""Of a step that are kept: they tend to stand in one place."""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Of one episode that stopped, to be looked into."""
+
+    prompt_id: str
+    sample_index: int
+    stage: str
+    reason: str
+    stack: str
+    turns: tuple[tuple[str, str], ...]
+    """Role and text so far."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +51,8 @@ class Collected:
     """Prompts that the step went on without, as enough others had ended."""
     tokens_cancelled: int = 0
     """That had been sampled for these."""
+    stopped: tuple[Evidence, ...] = ()
+    """Of episodes whose environment or reward gave nothing for as long as it may take."""
 
 
 def build_groups(prompts_P: Sequence[Prompt], rollouts: Sequence[Rollout]) -> tuple[Group, ...]:
@@ -42,6 +61,18 @@ def build_groups(prompts_P: Sequence[Prompt], rollouts: Sequence[Rollout]) -> tu
     return tuple(
         Group(prompt, tuple(rollouts[index * size : (index + 1) * size])) for index, prompt in enumerate(prompts_P)
     )
+
+
+def gather_stopped(played: Sequence[Played]) -> tuple[Evidence, ...]:
+    """The first of a step."""
+    stopped = [(each.rollout, each.stopped) for each in played if each.stopped is not None]
+    return tuple(
+        Evidence(
+            rollout.prompt_id, rollout.sample_index, found.stage, found.reason, found.stack,
+            tuple((turn.role, turn.text) for turn in rollout.turns),
+        )
+        for rollout, found in stopped[:MAX_STOPPED]
+    )  # fmt: skip
 
 
 def check_failures(collected: Collected, limit: float) -> None:

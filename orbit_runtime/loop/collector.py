@@ -18,7 +18,7 @@ from typing import Any
 from orbit_runtime.environments.episodes import Environment, Episode
 from orbit_runtime.loop.asking import Asking, EpisodeTokens
 from orbit_runtime.loop.buffer import Kept, RolloutBuffer, Taken
-from orbit_runtime.loop.collect import Collected, build_groups
+from orbit_runtime.loop.collect import MAX_STOPPED, Collected, Evidence, build_groups, gather_stopped
 from orbit_runtime.loop.publish import Publication
 from orbit_runtime.loop.signals import StopFlag
 from orbit_runtime.types import Engine, Prompt
@@ -113,6 +113,7 @@ class Collector:
             unfinished,
             taken.prompts_cancelled,
             taken.tokens_cancelled,
+            gather_stopped(taken.played),
         )
 
     def play(self, work: Callable[[Asking], Coroutine[Any, Any, None]], stop: StopFlag) -> bool:
@@ -139,6 +140,16 @@ class Collector:
     def keep(self) -> tuple[Kept, ...]:
         """Everything that was paid for and is not taken, as it is now."""
         return self._start(self._keep()).result()
+
+    def unanswered(self) -> tuple[Evidence, ...]:
+        """Episodes that waited for tokens when the engine failed, who waited longest first; none where it did not."""
+        found = []
+        for each in self._asking.unanswered[:MAX_STOPPED]:
+            if isinstance(each.who, tuple):
+                prompt_id, _, sample = self._buffer.name(*each.who)
+                reason = f"{each.seconds:.0f} s without an answer when the engine failed"
+                found.append(Evidence(prompt_id, sample, "sampling", reason, "", (("assistant", each.text),)))
+        return tuple(found)
 
     def pause(self) -> None:
         """Ends what is sampled where it is, for a last `keep`."""

@@ -9,12 +9,13 @@ import json
 import threading
 from collections.abc import Buffer, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from orbit_runtime.data.records import compress_rollouts
 from orbit_runtime.errors import OrbitError, OutputError, StorageError
 from orbit_runtime.loop.buffer import Kept, dump_kept, load_kept
+from orbit_runtime.loop.collect import Collected, Evidence
 from orbit_runtime.loop.keeper import Keeper
 from orbit_runtime.loop.publish import ADAPTERS, MODELS, adapter_name
 from orbit_runtime.loop.state import RunState
@@ -50,13 +51,13 @@ def keep_step(
     store: Store,
     execution: Execution,
     row: MetricsRow,
-    groups_P: Sequence[Group],
+    collected: Collected,
     *,
     before: MetricsRow | None,
     reference_fields: Sequence[str],
     advantages: Mapping[tuple[str, int, int], float],
 ) -> None:
-    """The step's rollouts and its metrics row; overwritten if the step runs again after a kill.
+    """The step's rollouts, its metrics row, and evidence of what stopped; overwritten if the step runs again.
 
     Args:
         advantages: what each rollout was trained with, by prompt, visit and sample; kept with it for the report.
@@ -67,8 +68,9 @@ def keep_step(
         OutputError: another execution took over; its rows are not touched.
     """
     execution.check()
-    name = f"rollouts/{step_name(int(row.number('step') or 0))}"
-    files = [(f"{name}.jsonl.zst", _rollout_file(groups_P, advantages))]
+    step, groups_P = int(row.number("step") or 0), collected.groups_P
+    name = f"rollouts/{step_name(step)}"
+    files = [(f"{name}.jsonl.zst", _rollout_file(groups_P, advantages)), *_stopped_file(step, collected.stopped)]
     files += [_row_file(each) for each in (before, row) if each is not None]
     references = build_references(groups_P, reference_fields)
     if references:
@@ -189,8 +191,16 @@ def _facts(state: RunState, cursor: Mapping[str, Any], identity: str) -> dict[st
     }
 
 
-def keep_failure(store: Store, step: int, error: OrbitError, groups_P: Sequence[Group]) -> None:
-    """Evidence of a step that stopped the run: its rollouts, and what was wrong with it.
+def keep_failure(
+    store: Store,
+    step: int,
+    error: OrbitError,
+    collected: Collected | None,
+    unanswered: Sequence[Evidence] = (),
+) -> None:
+    """Evidence of a step that stopped the run: its rollouts, what was wrong with it, and what gave nothing any more.
+
+    Args: unanswered: episodes that waited for the engine when that failed.
 
     Where the store itself is the trouble, or another execution owns the folder, nothing is written; and an error while
     writing never hides the one that is being told.
@@ -199,8 +209,19 @@ def keep_failure(store: Store, step: int, error: OrbitError, groups_P: Sequence[
         return
     with suppress(OrbitError):
         store.put(f"failures/{step_name(step)}.json", json.dumps(error.to_json(), indent=1).encode())
-        if groups_P:
-            store.put(f"failures/{step_name(step)}.jsonl.zst", _rollout_file(groups_P))
+        if collected is not None:
+            store.put(f"failures/{step_name(step)}.jsonl.zst", _rollout_file(collected.groups_P))
+        store.put_many(_stopped_file(step, (*(collected.stopped if collected else ()), *unanswered)))
+
+
+def stopped_name(step: int) -> str:
+    return f"failures/{step_name(step)}.stopped.jsonl"
+
+
+def _stopped_file(step: int, stopped: Sequence[Evidence]) -> list[tuple[str, bytes]]:
+    """One JSON object a line; no file where nothing stopped."""
+    lines = [json.dumps(asdict(each), ensure_ascii=False).encode(errors="replace") + b"\n" for each in stopped]
+    return [(stopped_name(step), b"".join(lines))] if lines else []
 
 
 def _row_file(row: MetricsRow) -> tuple[str, bytes]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from orbit_runtime.algorithms.advantages import is_informative
-from orbit_runtime.loop.collect import Collected
+from orbit_runtime.loop.collect import MAX_STOPPED, Collected
 from orbit_runtime.types import Group, Prompt, Sample
 
 
@@ -55,6 +55,7 @@ def _joined(one: Collected, other: Collected) -> Collected:
         seconds_score=one.seconds_score + other.seconds_score,
         prompts_cancelled=one.prompts_cancelled + other.prompts_cancelled,
         tokens_cancelled=one.tokens_cancelled + other.tokens_cancelled,
+        stopped=(*one.stopped, *other.stopped)[:MAX_STOPPED],
     )
 
 

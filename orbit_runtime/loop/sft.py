@@ -312,7 +312,7 @@ def _train(parts: SftParts, state: RunState, prompts_P: Sequence[Prompt]) -> Met
             samples_D = with_column(samples_D, "reference", parts.trainer.reference_logprobs(samples_D))
         result = parts.trainer.update(samples_D)
     except OrbitError as error:
-        keep_failure(parts.store, step, error, ())
+        keep_failure(parts.store, step, error, None)
         raise
     state.step = step
     return _row(state, encoded, result, time.monotonic() - started)

@@ -25,7 +25,8 @@ from orbit_runtime.loop.signals import StopFlag
 from orbit_runtime.loop.sleep import check_first_wake, engine_asleep
 from orbit_runtime.loop.staleness import check_staleness, measure_staleness, with_stale
 from orbit_runtime.loop.state import RunState
-from orbit_runtime.types import Group, Prompt
+from orbit_runtime.loop.stopped import tell_stopped
+from orbit_runtime.types import Prompt
 
 
 def run_steps(parts: Parts, state: RunState, stop: StopFlag) -> str:
@@ -60,7 +61,7 @@ def _run(
     while state.step < training.steps:
         assert state.publication is not None
         step = state.step + 1
-        groups: tuple[Group, ...] = ()
+        collected: Collected | None = None
         try:
             if stop:
                 raise StoppedOnRequest(f"{stop.reason} after step {state.step}")
@@ -82,6 +83,7 @@ def _run(
             if rounds:
                 cursors[step] = parts.prompts.state()
             groups = collected.groups_P
+            tell_stopped(parts.show, step, collected)
             check_failures(collected, parts.spec.environment.failure_limit)
             staleness = measure_staleness(groups, state.version)
             check_staleness(staleness, parts.spec.rollout.max_staleness)
@@ -126,7 +128,7 @@ def _run(
                 parts.store,
                 parts.execution,
                 row,
-                groups,
+                collected,
                 before=state.row,
                 reference_fields=parts.reference_fields,
                 advantages=mean_advantages(parts.spec.algorithm.objective, groups, samples_D),
@@ -141,7 +143,7 @@ def _run(
             parts.show.note(str(request))
             return "stopped"
         except OrbitError as error:
-            keep_failure(parts.store, step, error, groups)
+            keep_failure(parts.store, step, error, collected, collector.unanswered())
             raise
     return _end(parts, state, stop, collector, "done")
 

@@ -33,6 +33,7 @@ from orbit_runtime.workers.environment_protocol import (
     ToolResult,
 )
 from orbit_runtime.workers.reward_process import child_environment, search_path_of
+from orbit_runtime.workers.stacks import Stacks
 
 TEMPLATE_MODULE = "orbit_runtime.workers.environment_template"
 EPISODES_PER_CELL = 64
@@ -44,8 +45,11 @@ OUTPUT_BYTES = 1 << 18
 class Cell:
     """One copy, as the pool sees it. Used by the pool's loop only."""
 
-    def __init__(self, pid: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(
+        self, pid: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, stacks: Stacks
+    ) -> None:  # fmt: skip
         self.pid = pid
+        self.stacks = stacks
         self.served = 0
         self._reader = reader
         self._writer = writer
@@ -64,6 +68,7 @@ class Cell:
 
     def close(self) -> None:
         self._writer.close()
+        self.stacks.close()
 
 
 class EnvironmentPool:
@@ -209,20 +214,22 @@ class EnvironmentPool:
 
     async def _fork(self) -> Cell:
         ours, theirs = socket.socketpair()
+        stacks = Stacks()
         try:
             async with self._turn:
                 with theirs:
-                    socket.send_fds(self._control, [b"F\0\0\0\0"], [theirs.fileno()])
+                    socket.send_fds(self._control, [b"F\0\0\0\0"], [theirs.fileno(), stacks.fd])
                 pid = int((await self._answer())["forked"])
         except (ConnectionError, OSError) as error:
             ours.close()
+            stacks.close()
             raise RewardsFailingError(
                 "the process that environments are copies of ended",
                 where="spec.environment",
                 fix="look for code that ends or replaces its parent, and for the kernel's out-of-memory killer",
             ) from error
         ours.setblocking(False)
-        cell = Cell(pid, *await asyncio.open_connection(sock=ours, limit=2 * MAX_MESSAGE))
+        cell = Cell(pid, *await asyncio.open_connection(sock=ours, limit=2 * MAX_MESSAGE), stacks)
         self._cells.add(cell)
         return cell
 
@@ -278,8 +285,10 @@ class EnvironmentPool:
         try:
             return await cell.ask(message, allowed)
         except TimeoutError:
+            stack = await asyncio.to_thread(cell.stacks.ask, cell.pid) if cell in self._cells else ""
             await self._retire(cell)
-            raise EnvironmentFailed("timeout", f"no answer within {allowed:g} s; its process was killed") from None
+            reason = f"no answer within {allowed:g} s; its process was killed"
+            raise EnvironmentFailed("timeout", reason, stack) from None
         except ConnectionError:
             raise EnvironmentFailed("crash", await self._retire(cell)) from None
         except BaseException:

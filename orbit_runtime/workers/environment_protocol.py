@@ -74,7 +74,9 @@ class ToolResult:
 class EnvironmentFailed(Exception):
     """An environment ran out of time, or ended in another way than it may: its episode is lost, not scored."""
 
-    def __init__(self, outcome: Literal["timeout", "crash"], reason: str) -> None:
+    def __init__(self, outcome: Literal["timeout", "crash"], reason: str, stack: str = "") -> None:
+        """Args: stack: where its process stood, of one that ran out of time."""
         super().__init__(reason)
+        self.stack = stack
         self.outcome: Literal["timeout", "crash"] = outcome
         self.reason = reason

@@ -4,7 +4,8 @@ Belongs here: importing once, forking, and ending what was forked. Does not belo
 (`environment_cell`), who asks for copies (`environment_pool`).
 
 In:  first 4-byte length and JSON `{"path", "environment", "arguments", "tools", "limits"}`, then commands of five
-     bytes: `F` and four zeros, with a socket for the new process; `E` and the number of one to end.
+     bytes: `F` and four zeros, with a socket for the new process and a file for its stacks; `E` and the number of one
+     to end.
 Out: JSON lines. First `{"tools": [...]}` or `{"error": ..., "target": ...}`, then `{"forked": pid}` and
      `{"ended": status}`, one for each command.
 """
@@ -27,6 +28,7 @@ from orbit_runtime.workers.entrypoints import TargetError, describe, load_object
 from orbit_runtime.workers.environment_cell import Loaded, serve
 from orbit_runtime.workers.environment_protocol import EnvironmentLimits
 from orbit_runtime.workers.reward_worker import confine_rewards, end_with_parent
+from orbit_runtime.workers.stacks import tell_stacks
 from orbit_runtime.workers.tool_schema import tool_schema
 
 COMMAND = 5
@@ -58,11 +60,11 @@ def main(control_fd: int, parent_pid: int) -> int:
     gc.freeze()  # collections in the copies leave shared pages alone
     cells: set[int] = set()
     while True:
-        command, sockets, _, _ = socket.recv_fds(control, COMMAND, 1)
+        command, given, _, _ = socket.recv_fds(control, COMMAND, 2)
         if len(command) < COMMAND:
             break
         if command[:1] == b"F":
-            pid = _fork(control, sockets[0], loaded, limits)
+            pid = _fork(control, given, loaded, limits)
             cells.add(pid)
             _say(control, {"forked": pid})
         else:
@@ -103,19 +105,22 @@ def _prepare(environment: Any, arguments: Any) -> None:
         raise TargetError(f"{environment.__name__}.prepare fails: {describe(error)}") from error
 
 
-def _fork(control: socket.socket, descriptor: int, loaded: Loaded, limits: EnvironmentLimits) -> int:
+def _fork(control: socket.socket, given: list[int], loaded: Loaded, limits: EnvironmentLimits) -> int:
     with warnings.catch_warnings():
         # Packages that start threads on import are forked without them. Where one held a lock, the copy hangs, and is
         # ended as what hangs is.
         warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
     if pid:
-        os.close(descriptor)
+        for descriptor in given:
+            os.close(descriptor)
         return pid
     status = 1
     try:
         control.close()
-        serve(socket.socket(fileno=descriptor), loaded, limits, os.getppid())
+        connection, stacks = given
+        tell_stacks(stacks)
+        serve(socket.socket(fileno=connection), loaded, limits, os.getppid())
         status = 0
     finally:
         os._exit(status)

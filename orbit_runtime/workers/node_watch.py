@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from orbit_runtime.workers.rank_notes import Note, read_note
-from orbit_runtime.workers.rank_process import STACK_SIGNAL, collective_of, tail
+from orbit_runtime.workers.rank_process import collective_of, tail
 from orbit_runtime.workers.server_process import memory_kills
+from orbit_runtime.workers.stacks import STACK_SIGNAL
 
 STACK_SECONDS = 2.0
 

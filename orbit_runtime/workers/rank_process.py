@@ -12,7 +12,6 @@ import importlib
 import os
 import pickle
 import re
-import signal
 import socket
 import sys
 import traceback
@@ -31,8 +30,8 @@ from orbit_runtime.errors import (
     is_out_of_memory,
 )
 from orbit_runtime.workers.rank_notes import keep_notes, note
+from orbit_runtime.workers.stacks import STACK_SIGNAL
 
-STACK_SIGNAL = signal.SIGUSR2
 LISTENER_VARIABLE = "ORBIT_RENDEZVOUS_FD"
 """In rank 0: a listening socket at MASTER_ADDR:MASTER_PORT, for `TCPStore(master_listen_fd=...)`."""
 _C10D = "torch/distributed/distributed_c10d.py"

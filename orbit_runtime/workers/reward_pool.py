@@ -247,9 +247,11 @@ class RewardPool:
                 )
                 return
             self._forget(worker)
+            # Of the first only: asking takes a moment, which the other workers wait for.
+            stack = worker.stack() if len(self._failures) < MAX_FAILURES_KEPT else ""
             worker.end()
             seconds = self._targets[_call(worker.in_flight[0]).reward].timeout_seconds
-            self._replace(place, worker, "timeout", f"no result within {seconds:g} s; the worker was killed")
+            self._replace(place, worker, "timeout", f"no result within {seconds:g} s; the worker was killed", stack)
 
     def _handle(self, worker: RewardProcess, message: Any) -> None:
         worker.progress_at = time.monotonic()
@@ -275,11 +277,11 @@ class RewardPool:
         )
         self._answer(worker.in_flight.popleft(), result)
 
-    def _replace(self, at: int, worker: RewardProcess, outcome: str, reason: str) -> None:
+    def _replace(self, at: int, worker: RewardProcess, outcome: str, reason: str, stack: str = "") -> None:
         """Answers the call that was running, gives the others back, and starts a new worker."""
         if worker.in_flight:
             hit = worker.in_flight.popleft()
-            self._answer(hit, RewardResult("timeout" if outcome == "timeout" else "crash", None, reason))
+            self._answer(hit, RewardResult("timeout" if outcome == "timeout" else "crash", None, reason, stack=stack))
             self._pending.extendleft(reversed(worker.in_flight))
         else:
             self._idle_deaths += 1

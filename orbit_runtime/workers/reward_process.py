@@ -17,6 +17,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from orbit_runtime.workers.stacks import Stacks
+
 PACKAGE_ROOT = str(Path(__file__).parents[2])
 READ_SIZE = 1 << 16
 WORKER_MODULE = "orbit_runtime.workers.reward_worker"
@@ -28,11 +30,13 @@ class RewardProcess:
     def __init__(self, head: Mapping[str, Any], *, now: float) -> None:
         calls_read, self.calls_fd = os.pipe()
         self.results_fd, results_write = os.pipe()
+        self._stacks = Stacks()
+        theirs = (calls_read, results_write, self._stacks.fd)
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", WORKER_MODULE, str(calls_read), str(results_write), str(os.getpid())],
+                [sys.executable, "-P", "-m", WORKER_MODULE, *map(str, theirs), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
-                pass_fds=(calls_read, results_write),
+                pass_fds=theirs,
                 env=child_environment(),
                 start_new_session=True,  # its own group: killed whole, and Ctrl-C of the terminal does not reach it
             )
@@ -87,6 +91,10 @@ class RewardProcess:
         *lines, self._inbox = self._inbox.split(b"\n")
         return [json.loads(line) for line in lines], is_open
 
+    def stack(self) -> str:
+        """Where it stands, before it is ended."""
+        return self._stacks.ask(self._process.pid)
+
     def end(self) -> str:
         """Kills the worker's whole process group, if it still lives, and says how it ended. Safe to call twice."""
         if not self._is_closed:
@@ -95,6 +103,7 @@ class RewardProcess:
                 os.killpg(self._process.pid, signal.SIGKILL)
             os.close(self.calls_fd)
             os.close(self.results_fd)
+            self._stacks.close()
         code = self._process.wait()
         return f"the worker was ended by {signal.Signals(-code).name}" if code < 0 else f"the worker exited with {code}"
 

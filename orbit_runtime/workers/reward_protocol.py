@@ -57,6 +57,8 @@ class RewardResult:
     reason: str = ""
     """Why it is not a value."""
     seconds: float = 0.0
+    stack: str = ""
+    """Where the reward stood, of a timeout."""
 
 
 @dataclass(frozen=True, slots=True)

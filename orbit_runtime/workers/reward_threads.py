@@ -29,6 +29,7 @@ from orbit_runtime.workers.reward_protocol import (
     RewardTarget,
     build_failure,
 )
+from orbit_runtime.workers.stacks import thread_stack
 
 
 class RewardThreads:
@@ -109,12 +110,13 @@ class RewardThreads:
         def work() -> None:
             answer.put(call_reward(function, target.arguments, call.completion, prompt, fields))
 
-        threading.Thread(target=work, name=f"reward-{target.name}", daemon=True).start()
+        thread = threading.Thread(target=work, name=f"reward-{target.name}", daemon=True)
+        thread.start()
         try:
             result = answer.get(timeout=target.timeout_seconds)
         except queue.Empty:
             reason = f"no answer within {target.timeout_seconds:g} s"
-            result = RewardResult("timeout", None, reason, target.timeout_seconds)
+            result = RewardResult("timeout", None, reason, target.timeout_seconds, thread_stack(thread))
         if result.outcome in ("timeout", "crash") and len(self._failures) < MAX_FAILURES_KEPT:
             self._failures.append(build_failure(call, result))
         return result

@@ -1,4 +1,5 @@
-"""A process that scores completions: `python -P -m orbit_runtime.workers.reward_worker CALLS_FD RESULTS_FD PARENT_PID`.
+"""A process that scores completions: `python -P -m orbit_runtime.workers.reward_worker CALLS_FD RESULTS_FD STACKS_FD
+PARENT_PID`.
 
 Belongs here: reading calls from one pipe, writing results to another. Does not belong here: timeouts and restarts,
 which are the parent's (`reward_pool`), and heavy imports: a worker starts in some tens of milliseconds.
@@ -27,15 +28,17 @@ from orbit_runtime.workers.confine import confine
 from orbit_runtime.workers.entrypoints import TargetError
 from orbit_runtime.workers.reward_function import call_reward, load_target
 from orbit_runtime.workers.run_token import TOKEN_VARIABLE
+from orbit_runtime.workers.stacks import tell_stacks
 
 PR_SET_PDEATHSIG = 1
 
 
-def main(calls_fd: int, results_fd: int, parent_pid: int) -> int:
+def main(calls_fd: int, results_fd: int, stacks_fd: int, parent_pid: int) -> int:
     """Serves until the parent closes the pipe."""
     end_with_parent(parent_pid)
+    tell_stacks(stacks_fd)
     confine_rewards()
-    for fd in (calls_fd, results_fd):
+    for fd in (calls_fd, results_fd, stacks_fd):
         os.set_inheritable(fd, False)  # a subprocess of a reward must not keep the pipes open
     os.dup2(2, 1)  # what rewards print is log output, and is not lost when the worker is killed
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -102,4 +105,4 @@ def _watch_parent(parent_pid: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*(int(argument) for argument in sys.argv[1:4])))
+    sys.exit(main(*(int(argument) for argument in sys.argv[1:5])))

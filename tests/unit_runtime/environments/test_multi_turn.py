@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orbit_runtime.environments.episodes import Played
+from orbit_runtime.environments.episodes import Played, Stopped
 from orbit_runtime.environments.multi_turn import Answered, EpisodeLimits, EpisodeSettings, MultiTurn
 from orbit_runtime.environments.opponents import ToolUse
 from orbit_runtime.types import Completion, FinishReason, Prompt, Sampling
@@ -222,7 +222,7 @@ def test_an_environment_that_ends_at_once_trains_nothing() -> None:
 
 @pytest.mark.parametrize("when", ["reset", "step", "nothing to say"])
 def test_an_environment_that_fails_loses_its_episode_without_a_score(when: str) -> None:
-    failure = EnvironmentFailed("timeout", "no answer within 1 s")
+    failure = EnvironmentFailed("timeout", "no answer within 1 s", "in act")
     opponent = {
         "reset": Plays(first=failure),
         "step": Plays(failure),
@@ -234,6 +234,8 @@ def test_an_environment_that_fails_loses_its_episode_without_a_score(when: str) 
     assert played.rollout.reward_parts == {"environment": None, "one": None}
     assert not played.rollout.trains
     assert len(played.reasons) == 1
+    evidence = Stopped("environment", "no answer within 1 s", "in act")
+    assert played.stopped == (None if when == "nothing to say" else evidence), "a crash is none that stopped"
     assert opponent.is_closed
 
 

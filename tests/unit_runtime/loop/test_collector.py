@@ -213,6 +213,12 @@ def test_an_engine_that_dies_ends_the_run_and_not_only_who_asked_it(build: Build
     for step in (1, 2):
         with pytest.raises(EngineDiedError, match="gone"):
             collector.take(step, StopFlag())
+    waited = collector.unanswered()
+    assert {(each.prompt_id, each.sample_index) for each in waited} == {
+        (f"p/{step}-{place}", sample) for step in (1, 2) for place in range(2) for sample in range(2)
+    }
+    assert {each.stage for each in waited} == {"sampling"}
+    assert all(each.reason.endswith(" s without an answer when the engine failed") for each in waited)
     engine.rows.clear()
 
 

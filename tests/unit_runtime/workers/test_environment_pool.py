@@ -111,6 +111,16 @@ def test_a_step_that_misbehaves_costs_its_episode_and_says_why(
     assert play(games, "done")[1]["done"], "the next episode plays"
 
 
+def test_a_step_that_stopped_leaves_where_it_stood(games: EnvironmentPool) -> None:
+    with pytest.raises(EnvironmentFailed) as failed:
+        play(games, "hang")
+    assert "most recent call first" in failed.value.stack
+    assert "bad_environments.py" in failed.value.stack
+    with pytest.raises(EnvironmentFailed) as failed:
+        play(games, "die")
+    assert failed.value.stack == "", "it is gone, and did not stop"
+
+
 @pytest.mark.parametrize("what", ["raise", "die", "hang", "a number", "memory"])
 def test_a_reset_that_misbehaves_is_told_apart_as_well(games: EnvironmentPool, what: str) -> None:
     with pytest.raises(EnvironmentFailed):

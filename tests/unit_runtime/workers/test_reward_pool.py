@@ -73,6 +73,14 @@ def test_a_call_that_overstays_is_ended_and_the_others_are_unharmed(pool: Reward
     assert any(failure.outcome == "timeout" for failure in pool.failures)
 
 
+def test_a_call_that_stopped_leaves_where_it_stood() -> None:
+    with RewardPool([TARGET], num_workers=1, search_path=[TESTS]) as fresh:
+        good, stopped = fresh.score(calls("ab", "spin"))
+    assert (good.stack, stopped.outcome) == ("", "timeout")
+    assert "most recent call first" in stopped.stack
+    assert "bad_rewards.py" in stopped.stack
+
+
 def test_a_worker_that_dies_costs_one_call(pool: RewardPool) -> None:
     assert outcomes(pool, "a", "die", "ab", "die", "abc") == [
         ("value", 2.0),
@@ -139,7 +147,9 @@ def _runs(pid: str) -> bool:
 def test_callables_of_this_process_are_scored_and_flagged_when_they_overstay() -> None:
     target = RewardTarget("score", bad_rewards.by_text, {"scale": 1.0}, timeout_seconds=0.2)
     with RewardThreads([target]) as threads:
-        found = [(result.outcome, result.value) for result in threads.score(calls("ab", "hang", "raise", "wrong"))]
+        results = threads.score(calls("ab", "hang", "raise", "wrong"))
+        assert ["bad_rewards.py" in result.stack for result in results] == [False, True, False, False]
+        found = [(result.outcome, result.value) for result in results]
         assert found == [("value", 2.0), ("timeout", None), ("crash", None), ("wrong", 0.0)]
         assert len(threads.failures) == 2
     with pytest.raises(ManifestError, match="dotted path"):
