@@ -92,6 +92,7 @@ def test_dynamic_sampling_draws_more_in_each_round(tmp_path: Path) -> None:
         assert (row["groups"] > PROMPTS) == (rounds > 1)
 
 
+@pytest.mark.long
 def test_a_stop_keeps_which_groups_were_chosen_and_a_kill_loses_none_of_them(
     tmp_path: Path, drawn: dict[int, list[str]], launcher: RunLauncher
 ) -> None:
