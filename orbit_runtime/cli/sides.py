@@ -146,6 +146,7 @@ def run_together(file: Path, *, out: str | None, overrides: Sequence[str], as_js
 
     def train(progress: Progress) -> RunResult:
         from orbit_runtime.api.before import check_before_run
+        from orbit_runtime.loop.signals import interrupt_on_terminate
         from orbit_runtime.services.building import check_apart, kinds_of
         from orbit_runtime.services.children import Children
         from orbit_runtime.services.connection import Connection
@@ -155,7 +156,8 @@ def run_together(file: Path, *, out: str | None, overrides: Sequence[str], as_js
         check_before_run(manifest, file.resolve().parent, progress.note)
         kinds = kinds_of(manifest.spec)
         progress.stage(f"starting {' and '.join(kinds)}")
-        with Children(kinds, file, overrides, progress.note) as children:
+        # The loop has handlers of its own for as long as it runs; the children outlast it.
+        with interrupt_on_terminate(), Children(kinds, file, overrides, progress.note) as children:
             lines = {
                 kind: Connection(
                     kind, url, children.token, patience=CHILD_PATIENCE_SECONDS, check=children.check,

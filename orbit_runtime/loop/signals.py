@@ -29,6 +29,24 @@ class StopFlag:
 
 
 @contextmanager
+def interrupt_on_terminate() -> Iterator[None]:
+    """Within it, SIGTERM ends what runs as Ctrl-C does, so that what was started is ended too; `stop_on_signals` inside
+    has its own say. Outside the main thread nothing changes."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def handle(_number: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
 def stop_on_signals() -> Iterator[StopFlag]:
     """Within it, SIGINT and SIGTERM set the flag. Outside the main thread, which has no signals, it stays unset."""
     flag = StopFlag()
@@ -62,11 +80,13 @@ def _tell_of_first(flag: StopFlag) -> Callable[[], None]:
     before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
 
     def wait() -> None:
+        is_told = False
         with os.fdopen(reader, "rb", buffering=0) as pipe:
+            # To its end: a second signal is written as well, and Python complains of a pipe that nobody reads.
             while number := pipe.read(1):
-                if number[0] in (signal.SIGINT, signal.SIGTERM):
+                if number[0] in (signal.SIGINT, signal.SIGTERM) and not is_told:
+                    is_told = True
                     flag.on_request()
-                    return
 
     thread = threading.Thread(target=wait, name="orbit-stop", daemon=True)
     thread.start()

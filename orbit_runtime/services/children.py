@@ -43,16 +43,20 @@ class Children:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process in self._processes.values():
-            process.terminate()
-        for process in self._processes.values():
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(END_SECONDS)
-            process.kill()
-            process.wait()
-            if process.stdin is not None:
-                process.stdin.close()
-        self._scratch.cleanup()
+        try:
+            for process in self._processes.values():
+                process.terminate()
+            for process in self._processes.values():
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(END_SECONDS)
+        finally:
+            # Who is stopped once more meanwhile waits no longer, and leaves none either.
+            for process in self._processes.values():
+                process.kill()
+                process.wait()
+                if process.stdin is not None:
+                    process.stdin.close()
+            self._scratch.cleanup()
 
     @property
     def addresses(self) -> dict[str, str]:
