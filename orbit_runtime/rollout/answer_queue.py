@@ -23,7 +23,7 @@ from functools import partial
 
 from orbit_runtime.errors import EngineDiedError, GateError
 from orbit_runtime.rollout.answers import Answer
-from orbit_runtime.rollout.news import Alternatives, News
+from orbit_runtime.rollout.news import Alternatives, News, with_more
 from orbit_runtime.rollout.replica import TRIES, Replica
 from orbit_runtime.rollout.routing import PrefixRouter
 from orbit_runtime.rollout.served import Call, LostError, Piece
@@ -105,8 +105,7 @@ class AnswerQueue:
             tokens += new_tokens
             logprobs += new_logprobs
             if top is not None:
-                before = alternatives.get(request_id)
-                alternatives[request_id] = (before[0] + top[0], before[1] + top[1]) if before else top
+                alternatives[request_id] = with_more(alternatives.get(request_id), top)
         return News(ids, counts, tokens, logprobs, alternatives) if ids else None
 
     def is_sampling_from(self, adapter: str) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from orbit_runtime.types import Engine
+from orbit_runtime.types import FLOATS, TOKENS, Engine
 
 Alternatives = tuple[array[int], array[float]]
 """As in `Completion.alternatives`."""
@@ -21,6 +21,18 @@ NONE = (-1, float("-inf"))
 def part_of(alternatives: Alternatives, count: int, start: int, end: int) -> Alternatives:
     """Of the tokens `[start, end)`. Args: count: alternatives of each token."""
     return alternatives[0][start * count : end * count], alternatives[1][start * count : end * count]
+
+
+def with_more(so_far: Alternatives | None, more: Alternatives) -> Alternatives:
+    """Those so far with those of the next tokens, added where they lie: a long answer's are never copied again.
+
+    Args:
+        so_far: what this gave before; None: nothing yet.
+    """
+    ids, logprobs = so_far or (array(TOKENS), array(FLOATS))
+    ids.extend(more[0])
+    logprobs.extend(more[1])
+    return ids, logprobs
 
 
 @dataclass(frozen=True, slots=True)

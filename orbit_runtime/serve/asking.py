@@ -11,7 +11,7 @@ import asyncio
 from array import array
 from collections.abc import AsyncIterator, Callable, Sequence
 
-from orbit_runtime.rollout.news import Alternatives, News
+from orbit_runtime.rollout.news import Alternatives, News, with_more
 from orbit_runtime.serve.answers import Part
 from orbit_runtime.serve.channel import Abort, Change, Changed, Choice, Refusal, Step, Submit
 from orbit_runtime.serve.errors import APIError
@@ -158,8 +158,7 @@ class Engine:
             part.token_ids_T += news.token_ids_T[at : at + count]
             part.logprobs_T += news.logprobs_T[at : at + count]
             if (top := news.alternatives.get(request_id)) is not None:
-                before = part.alternatives
-                part.alternatives = (before[0] + top[0], before[1] + top[1]) if before else top
+                part.alternatives = with_more(part.alternatives, top)
             at += count
             job.tell(part)
 

@@ -1,0 +1,47 @@
+"""What the front keeps of answers that are streamed."""
+
+from __future__ import annotations
+
+from array import array
+
+from orbit_runtime.rollout.news import News
+from orbit_runtime.serve.answers import Part
+from orbit_runtime.serve.asking import Engine
+from orbit_runtime.serve.channel import Choice, Step
+from orbit_runtime.serve.names import Served
+from orbit_runtime.types import FLOATS, TOKENS, Sampling
+
+TOP, STEPS = 3, 400
+
+
+def columns(part: Part) -> list[array]:
+    return [part.token_ids_T, part.logprobs_T, *(part.alternatives or ())]
+
+
+def step(at: int) -> Step:
+    """One token of request 0 with what else was probable in its place."""
+    top = (array(TOKENS, range(at, at + TOP)), array(FLOATS, [-at - 1.0] * TOP))
+    news = News(array("q", [0]), array(TOKENS, [1]), array(TOKENS, [at]), array(FLOATS, [-0.5]), {0: top})
+    return Step(news, [])
+
+
+def test_a_streamed_answers_tokens_and_alternatives_are_never_copied_again() -> None:
+    """Counted: elements of columns that were made anew, which of a copy at each step are 4 * STEPS * STEPS."""
+    engine = Engine(lambda _: None, [Served("base", None, "a folder")], "base", concurrent=1, ended=lambda *_: None)
+    sampling = Sampling(max_new_tokens=STEPS)
+    job = engine.submit("base", [Choice((1,), 0, sampling, TOP)], is_streamed=True)
+    (part,) = job.parts
+    made: dict[int, array] = {}
+    copied = 0
+    for at in range(STEPS):
+        news = step(at)
+        engine.hear(news)
+        for column in columns(part):
+            if id(column) not in made:
+                made[id(column)] = column
+                copied += len(column)
+        assert [len(column) for column in news.news.alternatives[0]] == [TOP, TOP], "what was told is nobody else's"
+    assert copied <= 2 * (1 + TOP)
+    ids, logprobs = part.alternatives
+    assert ids == array(TOKENS, [each for at in range(STEPS) for each in range(at, at + TOP)])
+    assert logprobs == array(FLOATS, [-at - 1.0 for at in range(STEPS) for _ in range(TOP)])
