@@ -108,6 +108,7 @@ def find_ranks(run: OrbitRun, model: ModelFacts | None) -> Layout | None:
     Raises:
         UnsupportedError: (78) the sizes do not divide the model, or this version does not.
     """
+    from orbit_runtime.planner.division import check_division
     from orbit_runtime.planner.job import build_job
     from orbit_runtime.planner.layout import asked_layout
     from orbit_runtime.planner.verdict import plan_as_run
@@ -116,9 +117,7 @@ def find_ranks(run: OrbitRun, model: ModelFacts | None) -> Layout | None:
     if model is None:
         return asked_layout(build_job(run, machine).asked) if run.spec.training.trainer == "Megatron" else None
     made = plan_as_run(run, model, machine)
-    for problem in made.problems:
-        if problem.where.startswith("spec.training.parallel"):
-            raise UnsupportedError(problem.message, where=problem.where, fix=problem.fix)
+    check_division(made)
     return made.layout if made.trainer == "Megatron" else None
 
 
@@ -135,6 +134,30 @@ def find_facts(run: OrbitRun, folder: Path, notice: Callable[[str], None] = _pri
     Raises:
         ModelError: there are no facts here, or the files are broken.
     """
+    facts = local_facts(run, folder)
+    if facts is not None:
+        return facts
+    uri = run.spec.model.uri
+    scheme = uri.partition("://")[0]
+    if scheme in _STORES:
+        from orbit_runtime.model_info.remote_checkpoint import store_facts
+        from orbit_runtime.storage import open_store
+
+        return store_facts(open_store(uri, writable=False))
+    if scheme == "hf":
+        return _hub_facts(uri, notice)
+    from orbit_runtime.model_info.cards import repositories
+
+    raise ModelError(
+        f"nothing is known here about {uri}",
+        where="spec.model.uri",
+        fix="plan where the files are, with their path, an s3:// or an hf:// address; shipped cards: "
+        + ", ".join(sorted(repositories())),
+    )
+
+
+def local_facts(run: OrbitRun, folder: Path) -> ModelFacts | None:
+    """As `find_facts`, of what is on this machine: shipped models and cards, and folders; None: it is elsewhere."""
     uri = run.spec.model.uri
     scheme, separator, rest = uri.partition("://")
     if scheme == "builtin" and separator:
@@ -149,23 +172,10 @@ def find_facts(run: OrbitRun, folder: Path, notice: Callable[[str], None] = _pri
 
         return folder_facts(path)
     if scheme in _STORES:
-        from orbit_runtime.model_info.remote_checkpoint import store_facts
-        from orbit_runtime.storage import open_store
+        return None
+    from orbit_runtime.model_info.cards import find_card_facts
 
-        return store_facts(open_store(uri, writable=False))
-    from orbit_runtime.model_info.cards import find_card_facts, repositories
-
-    facts = find_card_facts(uri)
-    if facts is not None:
-        return facts
-    if scheme == "hf":
-        return _hub_facts(uri, notice)
-    raise ModelError(
-        f"nothing is known here about {uri}",
-        where="spec.model.uri",
-        fix="plan where the files are, with their path, an s3:// or an hf:// address; shipped cards: "
-        + ", ".join(sorted(repositories())),
-    )
+    return find_card_facts(uri)
 
 
 def _hub_facts(uri: str, notice: Callable[[str], None]) -> ModelFacts:

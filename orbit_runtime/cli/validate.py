@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from orbit_runtime.cli.output import format_table, print_json
+from orbit_runtime.errors import OrbitError
 
 if TYPE_CHECKING:
     from orbit_runtime.spec import OrbitRun
@@ -20,7 +21,8 @@ def run_validate(file: Path, overrides: list[str], as_json: bool) -> None:
 
     Raises:
         ManifestError: with every problem of the file; or a function of the user's cannot be imported or called.
-        UnsupportedError: (78) sampling that the engine it names does not give.
+        UnsupportedError: (78) sampling that the engine it names does not give, or sizes that do not divide the model,
+            as `orbit plan` says it, where the model's headers are on this machine.
         DataError, UsageError: prompts or code on this machine are not there, or not what the manifest says.
     """
     from orbit_runtime.algorithms.own import check_own
@@ -40,13 +42,37 @@ def run_validate(file: Path, overrides: list[str], as_json: bool) -> None:
         unopened = [resolved.run.spec.model.uri, *unopened]
     if resolved.run.spec.environment.code is None or code_path(resolved.run.spec):
         unopened += check_own(resolved.run.spec.algorithm, [*code_path(resolved.run.spec), *folders])
+    unchecked = _check_sizes(run, file.resolve().parent)
     if as_json:
-        print_json({"valid": True, "name": run.name, "identity": resolved.identity, "not_opened": unopened})
+        said = {"valid": True, "name": run.name, "identity": resolved.identity}
+        print_json({**said, "not_opened": unopened, "not_checked": unchecked})
         return
     print(format_table(("field", "value"), [*_summary(run), ("identity", resolved.identity)]))
     if unopened:
         print(f"\nnot opened, as it is not on this machine: {', '.join(dict.fromkeys(unopened))}")
+    for each in unchecked:
+        print(f"\nnot checked, `orbit plan` says it: {each}")
     print(f"\n{file} is valid")
+
+
+def _check_sizes(run: OrbitRun, folder: Path) -> list[str]:
+    """Returns what of the manifest's parallel sizes only `orbit plan` can know, for it asks elsewhere, or is where the
+    run will be."""
+    from orbit_runtime.api.before import local_facts
+    from orbit_runtime.planner.division import check_sizes, has_sizes
+
+    if not has_sizes(run):
+        return []
+    uri = run.spec.model.uri
+    try:
+        model = local_facts(run, folder)
+    except OrbitError as error:
+        return [f"whether parallel sizes divide {uri}, whose headers cannot be read here: {error.message}"]
+    if model is None:
+        return [f"whether parallel sizes divide {uri}, which is not on this machine"]
+    if check_sizes(run, model):
+        return []
+    return ["whether parallel sizes suit the GPUs of the machine, which the manifest does not name"]
 
 
 def _asked_specs(spec: RunSpec) -> list[RunSpec]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import gcd
 
 from orbit_runtime.model_info.weights import ModelFacts, StoredWeight
 from orbit_runtime.planner.job import Asked, Job
@@ -46,7 +47,8 @@ def asked_layout(asked: Asked) -> Layout:
     tensor, pipeline, context = asked.tensor or 1, asked.pipeline or 1, asked.context or 1
     # Matrices in parts need experts in as many, or more.
     expert = asked.expert or tensor
-    data = asked.data or max(1, expert // (tensor * context))
+    # As few copies as give the experts' parts whole ranks.
+    data = asked.data or expert // gcd(expert, tensor * context)
     return Layout(tensor, expert, pipeline, context, data)
 
 

@@ -133,7 +133,7 @@ def plan(
         *_sampling_problem(run, job),
         *(() if refusal is None else (Problem(refusal.message, refusal.where or "spec", refusal.fix or ""),)),
         *_copies_problem(job),
-        *_division_problems(model, job, choice.setting.layout, machine),
+        *division_problems(model, job, choice.setting.layout, machine),
         *(
             Problem(message, f"{FIELD}.{name}", fix)
             for name, message, fix in find_contradictions(model, job, machine, size)
@@ -208,7 +208,8 @@ def _copies_problem(job: Job) -> list[Problem]:
     return [Problem(message, "spec.placement.baseCopies", "write Auto or Two, or rollout.engine: Torch")]
 
 
-def _division_problems(model: ModelFacts, job: Job, layout: Layout, machine: Machine) -> list[Problem]:
+def division_problems(model: ModelFacts, job: Job, layout: Layout, machine: Machine) -> list[Problem]:
+    """What stands against dividing a model among ranks like this; nothing where one process trains."""
     if job.trainer == "Torch":
         return []
     gpus = len(job.devices.trainer)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from orbit_runtime.cli.plan import run_plan
 from orbit_runtime.cli.validate import run_validate
 from orbit_runtime.errors import DataError, ManifestError, UnsupportedError
 
@@ -45,6 +46,62 @@ def test_sampling_that_the_named_engine_does_not_give_is_no_valid_manifest() -> 
     with pytest.raises(UnsupportedError, match="repetitionPenalty") as caught:
         run_validate(EXAMPLE, ["rollout.engine=SGLang", "rollout.sampling.repetitionPenalty=1.2"], as_json=True)
     assert (caught.value.exit_code, caught.value.where) == (78, "spec.rollout.sampling.repetitionPenalty")
+
+
+MOE = "model.uri=builtin://tiny-moe-adder"
+QWEN = ["model.uri=hf://Qwen/Qwen3-30B-A3B-FP8", "model.precision=Auto", "training.trainer=Megatron"]
+H100 = "placement.gpuProduct=NVIDIA-H100"
+IMPOSSIBLE = {
+    "heads": ["training.trainer=Megatron", "training.parallel.tensor=3"],
+    "experts": [MOE, "training.trainer=Megatron", "training.parallel.expert=3"],
+    "layers": [MOE, "training.trainer=Megatron", "training.parallel.pipeline=64"],
+    "servers": ["rollout.engine=SGLang", "rollout.tensorParallel=3"],
+    "a card's heads": [*QWEN, "training.parallel.tensor=5", H100],
+    "more ranks than GPUs": [*QWEN, "training.parallel.tensor=4", "training.parallel.data=4", H100],
+    "parts on two nodes": [*QWEN, "training.parallel.tensor=4", "placement.gpus=2", "placement.nodes=3", H100],
+    "more servers than GPUs": [*QWEN, "rollout.engine=SGLang", "rollout.tensorParallel=4", "rollout.replicas=3", H100],
+}
+
+
+@pytest.mark.parametrize("name", IMPOSSIBLE)
+def test_sizes_that_the_plan_refuses_are_no_valid_manifest_with_the_same_words(name: str) -> None:
+    with pytest.raises(UnsupportedError) as planned:
+        run_plan(EXAMPLE, IMPOSSIBLE[name], gpu=None, as_json=False)
+    with pytest.raises(UnsupportedError) as caught:
+        run_validate(EXAMPLE, IMPOSSIBLE[name], as_json=True)
+    assert caught.value.exit_code == 78
+    # A plan tells all of its problems, this one first.
+    assert planned.value.message.startswith(caught.value.message)
+    assert (caught.value.where, caught.value.fix) == (planned.value.where, planned.value.fix)
+
+
+def test_of_several_nodes_the_number_of_gpus_is_enough_to_refuse_sizes() -> None:
+    asked = [*QWEN, "training.parallel.tensor=4", "placement.gpus=2", "placement.nodes=3"]
+    with pytest.raises(UnsupportedError, match="4, must stay on one node, which has 2 GPUs"):
+        run_validate(EXAMPLE, asked, as_json=True)
+
+
+POSSIBLE = {
+    "no sizes": (QWEN, []),
+    "on the machine that is named": ([*QWEN, "training.parallel.tensor=4", H100], []),
+    "on any machine": ([MOE, "training.trainer=Megatron", "training.parallel.tensor=2"], ["suit the GPUs"]),
+    "on GPUs alone": ([*QWEN, "rollout.engine=SGLang", "rollout.tensorParallel=4"], ["suit the GPUs"]),
+    "a model that lies elsewhere": (
+        ["model.uri=s3://bucket/model", "training.parallel.tensor=3", "training.trainer=Megatron"],
+        ["s3://bucket/model, which is not on this machine"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", POSSIBLE)
+def test_what_only_the_plan_can_know_of_sizes_is_said(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    asked, said = POSSIBLE[name]
+    run_validate(EXAMPLE, asked, as_json=True)
+    told = json.loads(capsys.readouterr().out)["not_checked"]
+    assert len(told) == len(said)
+    assert all(words in line for words, line in zip(said, told, strict=True))
+    run_validate(EXAMPLE, asked, as_json=False)
+    assert ("not checked, `orbit plan` says it" in capsys.readouterr().out) == bool(said)
 
 
 def test_a_model_that_is_not_on_this_machine_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

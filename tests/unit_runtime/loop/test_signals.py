@@ -35,7 +35,7 @@ from pathlib import Path
 from orbit_runtime.loop.signals import interrupt_on_terminate
 from orbit_runtime.services.children import Children
 
-CHILD = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); time.sleep(600)"
+CHILD = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(600)"
 
 class Stubborn(Children):
     def _start(self, kind):
