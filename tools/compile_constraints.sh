@@ -19,4 +19,4 @@ compile bridges.txt --universal --extra train --extra gym --extra verifiers "$@"
 # Transformer Engine's metadata are computed by its build script, which otherwise looks for a CUDA compiler.
 export NVTE_FRAMEWORK=pytorch NVTE_PYTORCH_SKIP_CUDA_BUILD=TRUE
 compile node.txt --python-platform x86_64-manylinux_2_35 \
-    --extra train --extra sglang --extra megatron --extra ray --extra te --extra operator "$@"
+    --extra train --extra sglang --extra megatron --extra ray --extra te --extra operator --extra trackers "$@"

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from orbit_runtime import __version__
+from orbit_runtime.observability.trackers import PACKAGES
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
@@ -35,3 +36,21 @@ def test_the_script_passes_arguments_that_the_dockerfile_takes() -> None:
         "VERSION", "REVISION", "SOURCE_DATE_EPOCH", "BASE_IMAGE", "OPERATOR_BASE_IMAGE", "HEAVY",
     }  # fmt: skip
     assert passed | set(listed[1].split()) <= ARGUMENTS
+
+
+def test_the_runtime_holds_every_tracker_that_a_manifest_may_ask_for() -> None:
+    """A pod cannot install one: what the heavy layer installs is all of the list that it copies, but for what it says
+    that it leaves out."""
+    stage = re.search(r"AS heavy-built\n(.*?)\nFROM ", DOCKERFILE, re.DOTALL)
+    assert stage is not None
+    listed = re.search(r"^COPY (\S+) /images/constraints\.txt$", stage[1], re.MULTILINE)
+    left_out = re.search(r"grep -v '\^([a-z-]+)' /images/constraints\.txt > /images/heavy\.txt", stage[1])
+    assert listed is not None
+    assert left_out is not None
+    assert "install --no-compile --no-deps -r /images/heavy.txt" in stage[1]
+    lines = (ROOT / listed[1]).read_text(encoding="utf-8").splitlines()
+    installed = {line.partition("==")[0] for line in lines if not line.startswith(left_out[1])}
+    # MLflow's client without its server.
+    wanted = {{"mlflow": "mlflow-skinny"}.get(package, package) for package in PACKAGES.values()}
+    assert wanted == {"tensorboard", "wandb", "mlflow-skinny"}
+    assert wanted <= installed
