@@ -107,6 +107,8 @@ class _Progress:
     history: list[EvolutionEpoch] = field(default_factory=list)
     best: Any = None
     best_score: float = -math.inf
+    is_counted: bool = False
+    """The population is that of the last epoch in `history`; else of the one after it."""
 
 
 class EvolutionPipeline:
@@ -150,15 +152,17 @@ class EvolutionPipeline:
         progress.scores = progress.scores or [None] * len(progress.population)
         self._progress = progress
         while len(progress.history) < self.config.epochs:
+            if progress.is_counted:
+                children = await self._next(progress)
+                progress.population = [individual for individual, _ in children]
+                progress.scores = [score for _, score in children]
+                progress.is_counted = False
+                self._save(progress)
             await self._evaluate(progress)
-            last = len(progress.history) + 1 == self.config.epochs
-            children = [] if last else await self._next(progress)
             scores = [score for score in progress.scores if score is not None]
             mean = math.fsum(scores) / len(scores)
             progress.history.append(EvolutionEpoch(len(progress.history) + 1, scores[0], mean, scores[-1]))
-            if not last:
-                progress.population = [individual for individual, _ in children]
-                progress.scores = [score for _, score in children]
+            progress.is_counted = True
             self._save(progress)
         self.phase, self._progress = EvolutionPhase.COMPLETE, None
         return EvolutionResult(
@@ -210,7 +214,7 @@ class EvolutionPipeline:
 
         async def mutate(index: int) -> None:
             parent, score = survivors[index % len(survivors)]
-            draw = Random(stream_key(self.config.seed, "mutate", len(progress.history), index))
+            draw = Random(stream_key(self.config.seed, "mutate", len(progress.history) - 1, index))
             if not takes_rate and draw.random() >= self.config.mutation_rate:
                 children[index] = (parent, score)
                 return
@@ -231,6 +235,7 @@ class EvolutionPipeline:
             "history": [asdict(each) for each in progress.history],
             "best": encode(progress.best, "best"),
             "best_score": encode(progress.best_score, "best_score"),
+            "is_counted": progress.is_counted,
         }
         save(self._checkpoint, json.dumps(content))
 
@@ -242,9 +247,11 @@ class EvolutionPipeline:
             content = json.loads(Path(self._checkpoint).read_text(encoding="utf-8"))
             history = [EvolutionEpoch(**each) for each in content["history"]]
             config = {**content["config"], "epochs": self.config.epochs, "concurrency": self.config.concurrency}
+            # Files of 0.1 say it by this: only behind the last epoch did they keep the population that was counted.
+            is_counted = bool(content.get("is_counted", len(history) == content["config"]["epochs"]))
             progress = _Progress(
                 decode(content["population"]), content["scores"], history, decode(content["best"]),
-                decode(content["best_score"]),
+                decode(content["best_score"]), is_counted,
             )  # fmt: skip
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise OutputError(f"no checkpoint of an evolution: {error}", where=where, fix="name another file") from None

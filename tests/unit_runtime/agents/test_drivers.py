@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from orbit_runtime.agents import (
     EvolutionConfig,
     EvolutionPhase,
     EvolutionPipeline,
+    EvolutionResult,
     EvolutionStrategy,
     RewardSpec,
     SynthesisConfig,
@@ -212,6 +214,79 @@ def test_evolution_goes_on_where_it_failed_in_this_process_and_in_another(tmp_pa
     other = EvolutionConfig(epochs=6, population_size=9, mutation_rate=0.5)
     with pytest.raises(OutputError, match="population_size"):
         asyncio.run(EvolutionPipeline(other, Climb(), checkpoint=checkpoint).run([1, 2]))
+
+
+class Killed(BaseException):
+    """What no strategy catches."""
+
+
+class Watched(Climb):
+    """Keeps what stands in the checkpoint at each point where a kill may come, and is killed at one of them."""
+
+    def __init__(self, checkpoint: Path, dies_at: int = -1) -> None:
+        super().__init__()
+        self.checkpoint, self.dies_at, self.calls = checkpoint, dies_at, 0
+        self.finished: list[int] = []
+
+    async def _point(self) -> None:
+        self.calls += 1
+        if self.calls == self.dies_at:
+            raise Killed
+        await asyncio.sleep(0)
+
+    async def evaluate(self, individual: int) -> float:
+        await self._point()
+        score = await super().evaluate(individual)
+        await self._point()
+        self.finished.append(individual)
+        return score
+
+    async def select(self, population: list[int], scores: list[float], selection_ratio: float) -> list[int]:
+        await self._point()
+        chosen = await super().select(population, scores, selection_ratio)
+        await self._point()
+        return chosen
+
+    async def mutate(self, individual: int, mutation_rate: float) -> int:
+        await self._point()
+        child = await super().mutate(individual, mutation_rate)
+        await self._point()
+        return child
+
+
+def evolve(checkpoint: Path, strategy: Watched, epochs: int = 4) -> EvolutionResult:
+    config = EvolutionConfig(epochs=epochs, population_size=5, mutation_rate=0.5, concurrency=2)
+    return asyncio.run(EvolutionPipeline(config, strategy, checkpoint=checkpoint).run(range(5)))
+
+
+def test_a_kill_at_any_await_counts_no_population_twice_and_evaluates_nobody_who_has_a_score(tmp_path: Path) -> None:
+    undisturbed = Watched(tmp_path / "whole.json")
+    whole = evolve(undisturbed.checkpoint, undisturbed)
+    assert undisturbed.calls > 50
+    for at in range(1, undisturbed.calls + 1):
+        checkpoint = tmp_path / f"{at}.json"
+        first, second = Watched(checkpoint, at), Watched(checkpoint)
+        with pytest.raises(Killed):
+            evolve(checkpoint, first)
+        assert evolve(checkpoint, second) == whole, at
+        # Two evaluations were under way at most: what one of them had finished may have had no time to be kept.
+        assert len(first.finished) + len(second.finished) <= len(undisturbed.finished) + 2, at
+
+
+def test_an_evolution_that_ended_goes_on_with_more_epochs_as_if_it_had_had_them(tmp_path: Path) -> None:
+    ended, whole = Watched(tmp_path / "ended.json"), Watched(tmp_path / "whole.json")
+    evolve(ended.checkpoint, ended, epochs=2)
+    assert evolve(ended.checkpoint, ended, epochs=4) == evolve(whole.checkpoint, whole, epochs=4)
+    assert len(ended.finished) == len(whole.finished)
+
+
+def test_a_checkpoint_of_an_older_version_that_ended_goes_on_too(tmp_path: Path) -> None:
+    ended, whole = Watched(tmp_path / "ended.json"), Watched(tmp_path / "whole.json")
+    evolve(ended.checkpoint, ended, epochs=2)
+    content = json.loads(ended.checkpoint.read_text())
+    del content["is_counted"]
+    ended.checkpoint.write_text(json.dumps(content))
+    assert evolve(ended.checkpoint, ended, epochs=4) == evolve(whole.checkpoint, whole, epochs=4)
 
 
 def test_a_population_of_one_and_a_score_that_is_none_are_refused() -> None:
