@@ -45,16 +45,19 @@ class Compared:
     name: str
     uri: str
     reward: float | None
-    """Mean of its last steps."""
+    """Mean of its last steps; None where it learned from demonstrations."""
     standard_error: float | None
+    """Of the reward, or the loss."""
     difference: float | None
-    """From the baseline's reward."""
+    """From the baseline's."""
     margin: float | None
     """Half the width of the difference's 95 % interval, or the margin that was asked for where that is larger."""
     verdict: str
     """`baseline`, `better`, `worse`, `no difference beyond the margin`, `too little data` or `not comparable`."""
     changed: Mapping[str, tuple[Any, Any]]
     """Fields that differ: the baseline's value, and this run's."""
+    loss: float | None = None
+    """Of demonstrations: mean of its last held-out losses. Lower is better."""
 
 
 class Report:
@@ -153,19 +156,21 @@ class Report:
         Raises:
             UsageError: no other run is given.
         """
-        entries = compare([self._found, *(other._found for other in others)], margin).entries
+        found = compare([self._found, *(other._found for other in others)], margin)
+        is_loss = found.measure.is_lower_better
         return [
             Compared(
                 entry.name,
                 entry.uri,
-                entry.final.reward,
+                None if is_loss else entry.final.value,
                 entry.final.standard_error,
                 entry.difference,
                 entry.margin,
                 entry.verdict,
                 {path: (before, here) for path, before, here in entry.changed},
+                entry.final.value if is_loss else None,
             )
-            for entry in entries
+            for entry in found.entries
         ]
 
     def to_dict(self) -> dict[str, Any]:

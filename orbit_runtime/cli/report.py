@@ -97,11 +97,12 @@ def _report_several(reports: list[Report], *, html: Path | None, margin: float, 
 
 def format_comparison(comparison: Comparison) -> str:
     """The verdicts as a table, then what differs."""
+    measure = comparison.measure
     rows = [
         [
             entry.name,
             str(entry.steps),
-            format_number(entry.final.reward),
+            format_number(entry.final.value),
             format_number(entry.final.standard_error),
             format_number(entry.difference, "+.4f"),
             format_number(entry.margin),
@@ -109,9 +110,11 @@ def format_comparison(comparison: Comparison) -> str:
         ]
         for entry in comparison.entries
     ]
-    lines = [format_table(["run", "steps", "reward", "se", "difference", "margin", "verdict"], rows), ""]
+    lines = [format_table(["run", "steps", measure.name, "se", "difference", "margin", "verdict"], rows), ""]
     k = comparison.entries[0].final.steps
-    lines.append(f"reward: mean of the last {k} steps; margin: {FORMULA} (asked: {comparison.asked_margin})")
+    better = ", lower is better" if measure.is_lower_better else ""
+    what = f"{measure.name}: mean of the last {k} {measure.steps}{better}"
+    lines.append(f"{what}; margin: {FORMULA} (asked: {comparison.asked_margin})")
     if comparison.has_seeds:
         lines += ["", *_by_configuration(comparison)]
     else:
@@ -119,7 +122,7 @@ def format_comparison(comparison: Comparison) -> str:
     for entry in comparison.entries[1:]:
         if entry.other_task:
             differ = ", ".join(entry.other_task)
-            lines.append(f"{entry.name} is another task: {differ} differ; its rewards are on another scale")
+            lines.append(f"{entry.name} is another task: {differ} differ; its {measure.name} is on another scale")
         if entry.same_length is not None:
             lines.append(_length_note(entry, comparison.entries[0]))
         lines += [f"{entry.name}: {path} is {new!r}, not {old!r}" for path, old, new in entry.changed]
@@ -127,12 +130,12 @@ def format_comparison(comparison: Comparison) -> str:
 
 
 def _by_configuration(comparison: Comparison) -> list[str]:
-    header = ["configuration", "seeds", "reward", "se", "difference", "margin", "verdict"]
+    header = ["configuration", "seeds", comparison.measure.name, "se", "difference", "margin", "verdict"]
     rows = [
         [
             each.name,
             str(each.seeds),
-            format_number(each.reward),
+            format_number(each.value),
             format_number(each.standard_error),
             format_number(each.difference, "+.4f"),
             format_number(each.margin),

@@ -47,6 +47,8 @@ class Plan:
     """Left out where no line ever changes, too: such as of what the run does not do."""
 
 
+HELD_OUT_LOSS = "Loss of what was held out (nats a token)"
+
 PLANS: tuple[Plan, ...] = (
     Plan("Reward", (("reward_mean", "mean ± deviation"),), is_main=True, deviation="reward_std"),
     Plan("Train-rollout parity |Δ log-prob|",
@@ -147,7 +149,7 @@ def held_out_chart(rows: Sequence[MetricsRow], before: float | None) -> list[Cha
         return []
     # A line through every row would have a gap behind each point.
     steps, losses = zip(*([] if before is None else [(0, before)]), *measured, strict=True)
-    title = "Loss of what was held out (nats a token)"
+    title = HELD_OUT_LOSS
     series = [Series("loss", list(losses), 0)]
     return [Chart(title, plots.draw_lines(title, list(steps), series), series)]
 
@@ -183,6 +185,20 @@ def overlaid_charts(names: Sequence[str], groups: Sequence[Sequence[Sequence[Met
         charts.append(Chart(title, svg, [line for line in series if any(v is not None for v in line.values)],
                             plan.is_main))  # fmt: skip
     return [chart for chart in charts if chart.svg]
+
+
+def overlaid_losses(names: Sequence[str], groups: Sequence[Sequence[Sequence[MetricsRow]]]) -> list[Chart]:
+    """The same of what runs of demonstrations held out, over the steps that measured it; none where none did."""
+    measured = [[[row for row in rows if row.number("validation_loss") is not None] for rows in runs]
+                for runs in groups]  # fmt: skip
+    steps = sorted({step for runs in measured for rows in runs for step in steps_of(rows)})
+    series = [
+        over_runs(name, steps, [_by_step(rows, "validation_loss") for rows in runs], style % COLOURS)
+        for style, (name, runs) in enumerate(zip(names, measured, strict=True))
+        if any(runs)
+    ]
+    svg = plots.draw_lines(HELD_OUT_LOSS, steps, series) if series else ""
+    return [Chart(HELD_OUT_LOSS, svg, series, True)] if svg else []
 
 
 def overlaid_evaluations(

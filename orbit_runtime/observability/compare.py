@@ -6,6 +6,9 @@ Does not belong here: reading runs (`report`) or showing the answer (`report_htm
 The final reward of a run is that of its last k steps, and the margin of a difference that of two such windows
 (`windows`), or the asked margin where that is larger.
 
+Runs of demonstrations earn no reward: their final held-out loss stands in its place, and lower is better. It says
+something only of the same held-out answers, cut into the same tokens.
+
 Runs that differ in their seed alone are one configuration. Its reward is the mean of its runs' final rewards, with a
 standard error that is the larger of two: between seeds, s / sqrt(n), and within, what the windows of its runs have.
 """
@@ -16,18 +19,53 @@ import json
 import math
 import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from orbit_runtime.errors import UsageError
+from orbit_runtime.observability.metrics import MetricsRow
 from orbit_runtime.observability.report import Report
-from orbit_runtime.observability.windows import Window, final_reward, noise_margin, window_steps
+from orbit_runtime.observability.windows import (
+    Window,
+    final_loss,
+    final_reward,
+    held_out_losses,
+    noise_margin,
+    window_steps,
+)
 
 SEED = "data.seed"
 FORMULA = "t(0.975, Welch df) * sqrt(se_a^2 + se_b^2); se = max(between steps, within steps); at least --margin"
 DIFFERENT_TASK = ("data.prompts", "environment", "model.maxSequenceLength")
 """Identity fields below these make another task: their rewards are not on one scale."""
+OTHER_ANSWERS = (
+    "algorithm.type", "data.prompts", "data.limit", "data.chat", "data.seed", "data.validation.share",
+    "model.maxSequenceLength", "model.tokenizer.json", "model.tokenizer_config.json", "model.chat_template.jinja",
+)  # fmt: skip
+"""Identity fields below these hold out other answers, which the seed draws, or cut them into other tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """What runs are held against each other by."""
+
+    name: str
+    final: Callable[[Sequence[MetricsRow], int], Window]
+    """Of a run's rows, its last so many steps'."""
+    count: Callable[[Sequence[MetricsRow]], int]
+    """Steps that have it."""
+    steps: str
+    """What those are called."""
+    other_task: tuple[str, ...]
+    """Identity fields without which two of it are not on one scale."""
+    is_lower_better: bool = False
+
+
+REWARD = Measure("reward", final_reward, len, "steps", DIFFERENT_TASK)
+LOSS = Measure(
+    "held-out loss", final_loss, lambda rows: len(held_out_losses(rows)), "measurements", OTHER_ANSWERS, True
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +105,8 @@ class Configuration:
     name: str
     members: tuple[int, ...]
     """Which of the comparison's runs."""
-    reward: float | None
+    value: float | None
+    """Of the measure."""
     standard_error: float | None
     difference: float | None
     margin: float | None
@@ -87,6 +126,7 @@ class Comparison:
     reports: tuple[Report, ...]
     asked_margin: float
     configurations: tuple[Configuration, ...]
+    measure: Measure
 
     @property
     def has_seeds(self) -> bool:
@@ -98,6 +138,7 @@ class Comparison:
         return {
             "baseline": self.entries[0].name,
             "asked_margin": self.asked_margin,
+            "measure": self.measure.name,
             "formula": FORMULA,
             "configurations": [
                 {**asdict(each), "members": [self.entries[at].name for at in each.members]}
@@ -108,7 +149,8 @@ class Comparison:
                     "run": entry.name,
                     "uri": entry.uri,
                     "steps": entry.steps,
-                    "reward_final": entry.final.reward,
+                    "reward_final": entry.final.value if self.measure is REWARD else None,
+                    "loss_final": entry.final.value if self.measure is LOSS else None,
                     "standard_error": entry.final.standard_error,
                     "final_steps": entry.final.steps,
                     "difference": entry.difference,
@@ -124,7 +166,8 @@ class Comparison:
 
 
 def compare(reports: Sequence[Report], margin: float = 0.0, *, last: int | None = None) -> Comparison:
-    """Holds every run against the first.
+    """Holds every run against the first: by their rewards, or where that one learned from demonstrations by what is
+    held out.
 
     Args:
         margin: a difference that matters to the reader; the runs' own noise may make it larger, never smaller.
@@ -134,18 +177,45 @@ def compare(reports: Sequence[Report], margin: float = 0.0, *, last: int | None 
         raise UsageError(f"the margin is {margin}", where="--margin", fix="give a number that is not negative")
     if len(reports) < 2:
         raise UsageError("a comparison needs two runs", fix="name another run folder")
-    shortest = min(len(report.rows) for report in reports)
-    k = last or window_steps(shortest)
-    finals = [final_reward(report.rows, k) for report in reports]
+    measure = LOSS if reports[0].samples_nothing else REWARD
+    shortest = min(measure.count(report.rows) for report in reports)
+    judge = Judge(measure, margin, last or window_steps(shortest))
+    finals = [measure.final(report.rows, judge.k) for report in reports]
     names = _names(reports)
     entries = [
-        _entry(names[i], reports[i], finals[i], None if i == 0 else (reports[0], finals[0]), margin, k)
+        _entry(names[i], reports[i], finals[i], None if i == 0 else (reports[0], finals[0]), judge)
         for i in range(len(reports))
     ]
-    return Comparison(tuple(entries), tuple(reports), margin, _configurations(reports, entries, margin))
+    return Comparison(tuple(entries), tuple(reports), margin, _configurations(reports, entries, judge), measure)
 
 
-def _configurations(reports: Sequence[Report], entries: Sequence[Entry], asked: float) -> tuple[Configuration, ...]:
+@dataclass(frozen=True, slots=True)
+class Judge:
+    """What one comparison holds a difference against."""
+
+    measure: Measure
+    asked: float
+    """Margin."""
+    k: int
+    """Steps of a window."""
+
+    def difference(self, base: Window, final: Window) -> tuple[float | None, float | None]:
+        """What `final` is above `base`, and the margin that it is held against."""
+        noise = noise_margin(base, final)
+        difference = None if final.value is None or base.value is None else final.value - base.value
+        return difference, None if noise is None else max(noise, self.asked)
+
+    def verdict(self, difference: float | None, margin: float | None, other_task: tuple[str, ...]) -> str:
+        if other_task:
+            return "not comparable"
+        if difference is None or margin is None:
+            return "too little data"
+        if abs(difference) <= margin:
+            return "no difference beyond the margin"
+        return "better" if (difference < 0) == self.measure.is_lower_better else "worse"
+
+
+def _configurations(reports: Sequence[Report], entries: Sequence[Entry], judge: Judge) -> tuple[Configuration, ...]:
     """In the order of their first runs."""
     found: list[Configuration] = []
     base: Window | None = None
@@ -156,11 +226,9 @@ def _configurations(reports: Sequence[Report], entries: Sequence[Entry], asked: 
             base = window
             difference, margin, verdict = None, None, "baseline"
         else:
-            difference, margin = _difference(base, window, asked)
-            verdict = _verdict(difference, margin, entries[runs[0]].other_task)
-        found.append(
-            Configuration(name, tuple(runs), window.reward, window.standard_error, difference, margin, verdict)
-        )
+            difference, margin = judge.difference(base, window)
+            verdict = judge.verdict(difference, margin, entries[runs[0]].other_task)
+        found.append(Configuration(name, tuple(runs), window.value, window.standard_error, difference, margin, verdict))
     return tuple(found)
 
 
@@ -191,12 +259,12 @@ def over_seeds(finals: Sequence[Window]) -> Window:
     """Of one run, its own; else `steps` counts seeds."""
     if len(finals) == 1:
         return finals[0]
-    rewards = [final.reward for final in finals if final.reward is not None]
-    if len(rewards) < len(finals):
+    values = [final.value for final in finals if final.value is not None]
+    if len(values) < len(finals):
         return Window(None, None, 0)
-    between = statistics.stdev(rewards) / math.sqrt(len(rewards))
+    between = statistics.stdev(values) / math.sqrt(len(values))
     within = math.sqrt(sum((final.standard_error or 0.0) ** 2 for final in finals)) / len(finals)
-    return Window(statistics.fmean(rewards), max(between, within), len(rewards))
+    return Window(statistics.fmean(values), max(between, within), len(values))
 
 
 def _common_name(names: Sequence[str]) -> str:
@@ -209,45 +277,28 @@ def _common_name(names: Sequence[str]) -> str:
     return common or names[0]
 
 
-def _entry(name: str, report: Report, final: Window, base: tuple[Report, Window] | None, asked: float, k: int) -> Entry:
+def _entry(name: str, report: Report, final: Window, base: tuple[Report, Window] | None, judge: Judge) -> Entry:
     steps = len(report.rows)
     if base is None:
         return Entry(name, report.folder.uri, steps, final, None, None, "baseline", (), None, ())
     changed = differing(base[0], report)
-    other_task = tuple(path for path, _, _ in changed if _is_task(path))
-    difference, margin = _difference(base[1], final, asked)
+    other_task = tuple(path for path, _, _ in changed if _is_task(path, judge.measure.other_task))
+    if base[0].samples_nothing != report.samples_nothing and "algorithm.type" not in other_task:
+        other_task = ("algorithm.type", *other_task)
+    difference, margin = judge.difference(base[1], final)
     return Entry(
-        name, report.folder.uri, steps, final, difference, margin, _verdict(difference, margin, other_task),
-        other_task, _at_same_length(base[0], report, asked, other_task, k), changed,
+        name, report.folder.uri, steps, final, difference, margin, judge.verdict(difference, margin, other_task),
+        other_task, _at_same_length(base[0], report, other_task, judge), changed,
     )  # fmt: skip
 
 
-def _at_same_length(
-    base: Report, report: Report, asked: float, other_task: tuple[str, ...], k: int
-) -> SameLength | None:
+def _at_same_length(base: Report, report: Report, other_task: tuple[str, ...], judge: Judge) -> SameLength | None:
     steps = min(len(base.rows), len(report.rows))
     if len(base.rows) == len(report.rows):
         return None
-    before, after = (final_reward(each.rows[:steps], k) for each in (base, report))
-    difference, margin = _difference(before, after, asked)
-    return SameLength(steps, difference, margin, _verdict(difference, margin, other_task))
-
-
-def _difference(base: Window, final: Window, asked: float) -> tuple[float | None, float | None]:
-    """What `final` is above `base`, and the margin that it is held against."""
-    noise = noise_margin(base, final)
-    difference = None if final.reward is None or base.reward is None else final.reward - base.reward
-    return difference, None if noise is None else max(noise, asked)
-
-
-def _verdict(difference: float | None, margin: float | None, other_task: tuple[str, ...]) -> str:
-    if other_task:
-        return "not comparable"
-    if difference is None or margin is None:
-        return "too little data"
-    if abs(difference) <= margin:
-        return "no difference beyond the margin"
-    return "better" if difference > 0 else "worse"
+    before, after = (judge.measure.final(each.rows[:steps], judge.k) for each in (base, report))
+    difference, margin = judge.difference(before, after)
+    return SameLength(steps, difference, margin, judge.verdict(difference, margin, other_task))
 
 
 def differing(a: Report, b: Report) -> tuple[tuple[str, Any, Any], ...]:
@@ -257,9 +308,9 @@ def differing(a: Report, b: Report) -> tuple[tuple[str, Any, Any], ...]:
     return tuple((path, left.get(path), right.get(path)) for path in paths if left.get(path) != right.get(path))
 
 
-def _is_task(path: str) -> bool:
+def _is_task(path: str, fields: tuple[str, ...]) -> bool:
     plain = path.removeprefix("spec.").removeprefix("content.")
-    return any(plain == field or plain.startswith((f"{field}.", f"{field}[")) for field in DIFFERENT_TASK)
+    return any(plain == field or plain.startswith((f"{field}.", f"{field}[")) for field in fields)
 
 
 def _names(reports: Sequence[Report]) -> list[str]:

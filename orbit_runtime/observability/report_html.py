@@ -20,6 +20,7 @@ from orbit_runtime.observability.charts import (
     held_out_chart,
     overlaid_charts,
     overlaid_evaluations,
+    overlaid_losses,
 )
 from orbit_runtime.observability.compare import FORMULA, Comparison
 from orbit_runtime.observability.metrics import FIELDS, format_value
@@ -76,6 +77,7 @@ def _rollout_table(report: Report, is_live: bool) -> str | None:
         return None
     content = {
         "live": is_live,
+        "kept": len(report.folder.rollouts),
         "steps": [each.step for each in (report.folder.rollouts if is_live else report.sampled.steps)],
         "next": {page.step: page.following for page in report.sampled.steps if page.following is not None},
         "pages": {page.step: page.groups for page in report.sampled.steps},
@@ -105,6 +107,7 @@ def render_comparison(comparison: Comparison) -> str:
             *overlaid_evaluations(
                 names, [[evaluation_curves(each.folder.evaluations) for each in runs] for runs in groups]
             ),
+            *overlaid_losses(names, [[each.rows for each in runs] for runs in groups]),
             *overlaid_charts(names, [[each.rows for each in runs] for runs in groups]),
         ],
     )

@@ -1,4 +1,4 @@
-"""The reward at one end of a run, as a mean over several steps with its standard error.
+"""The reward at one end of a run, or its held-out loss, as a mean over several steps with its standard error.
 
 Belongs here: windows of steps, their difference and its margin. Does not belong here: several runs (`compare`).
 
@@ -7,6 +7,8 @@ neither few samples nor differing prompts are overlooked:
 
     between steps   s / sqrt(k)                   s: sample standard deviation of the k step means
     within steps    sqrt(sum(std_i^2 / n_i)) / k  std_i, n_i: reward_std and scored samples of step i
+
+Of a held-out loss k are the last measurements, and the error is that between them alone: within one they say nothing.
 
 The margin of a difference is t(0.975, df) * sqrt(se_a^2 + se_b^2), df by Welch and Satterthwaite with k - 1 each (Welch
 1947).
@@ -31,9 +33,9 @@ _T975 = {
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The reward of some steps in a row."""
+    """The reward of some steps in a row, or the held-out loss."""
 
-    reward: float | None
+    value: float | None
     standard_error: float | None
     """`None` where one step is too little to tell."""
     steps: int
@@ -60,8 +62,8 @@ class Gain:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "first": self.first.reward,
-            "last": self.last.reward,
+            "first": self.first.value,
+            "last": self.last.value,
             "steps": self.last.steps,
             "difference": self.difference,
             "margin": self.margin,
@@ -81,9 +83,9 @@ def build_gain(rows: Sequence[MetricsRow]) -> Gain | None:
         return None
     k = min(window_steps(len(scored)), len(scored) // 2)
     first, last = final_reward(scored[:k], k), final_reward(scored, k)
-    assert first.reward is not None
-    assert last.reward is not None
-    return Gain(first, last, last.reward - first.reward, noise_margin(first, last))
+    assert first.value is not None
+    assert last.value is not None
+    return Gain(first, last, last.value - first.value, noise_margin(first, last))
 
 
 def final_reward(rows: Sequence[MetricsRow], k: int) -> Window:
@@ -98,6 +100,19 @@ def final_reward(rows: Sequence[MetricsRow], k: int) -> Window:
     return Window(statistics.fmean(means), max(between, _within(shown)), len(means))
 
 
+def final_loss(rows: Sequence[MetricsRow], k: int) -> Window:
+    """Mean of the last `k` measurements of what is held out, and its standard error."""
+    losses = held_out_losses(rows)[-k:] if k > 0 else []
+    if len(losses) < 2:
+        return Window(losses[0] if losses else None, None, len(losses))
+    return Window(statistics.fmean(losses), statistics.stdev(losses) / math.sqrt(len(losses)), len(losses))
+
+
+def held_out_losses(rows: Sequence[MetricsRow]) -> list[float]:
+    """Of the steps that measured it."""
+    return [loss for row in rows if (loss := row.number("validation_loss")) is not None]
+
+
 def _within(rows: Sequence[MetricsRow]) -> float:
     variance = 0.0
     for row in rows:
@@ -108,7 +123,7 @@ def _within(rows: Sequence[MetricsRow]) -> float:
 
 
 def noise_margin(a: Window, b: Window) -> float | None:
-    """Half the width of the 95 % interval of the difference of two windows' rewards."""
+    """Half the width of the 95 % interval of the difference of two windows."""
     if a.standard_error is None or b.standard_error is None:
         return None
     return welch_margin((a.standard_error, a.steps), (b.standard_error, b.steps))

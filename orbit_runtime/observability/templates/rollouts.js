@@ -23,8 +23,20 @@
     group.mean = rewards.length ? rewards.reduce(function (a, b) { return a + b; }, 0) / rewards.length : null;
     return group;
   }
+  // Of one step, or with something to look for, of every step that the page holds, that one's first.
   function groups() {
-    return (pages[step] || []).map(function (g) { return g.mean === undefined ? measured(g) : g; });
+    var steps = [step].concat(asked ? data.steps.filter(function (s) { return s !== step && pages[s]; }) : []);
+    return steps.reduce(function (all, s) {
+      return all.concat((pages[s] || []).map(function (g) { g.step = s; return g.mean === undefined ? measured(g) : g; }));
+    }, []);
+  }
+  function searched() {
+    var steps = data.steps.filter(function (s) { return pages[s]; }), parts = steps.filter(function (s) { return data.next[s] !== undefined; });
+    var left = data.kept - steps.length, made = element('p', 'label', 'Searched: ' + steps.length + ' of ' + data.kept + ' steps');
+    if (parts.length) made.textContent += ', of ' + parts.length + ' of them the first groups';
+    made.textContent += left || parts.length ? '. Not searched: what this page does not hold, nor the middle of long texts. All of it: ' : ', but not the middle of long texts. All of it: ';
+    made.appendChild(element('code', '', "zstd -dc rollouts/*.jsonl.zst | grep -F '…'"));
+    return made;
   }
   function holds(row, group) {
     return [group.prompt, group.expected, group.id, row[1]].some(function (t) { return t.toLowerCase().indexOf(asked) >= 0; });
@@ -102,6 +114,7 @@
   }
   function card(group, low, high) {
     var made = element('details', 'group'), head = element('summary'), isFilled = false;
+    if (asked) head.appendChild(element('span', 'label', 'step ' + group.step + ' '));
     head.appendChild(marked(element('span', 'ask'), group.prompt.trim() || group.id));
     head.appendChild(strip(group, low, high));
     head.appendChild(element('b', 'num', group.mean === null ? '–' : String(+group.mean.toPrecision(3))));
@@ -146,6 +159,7 @@
     stepPlace.appendChild(button('›', 'step after', index < data.steps.length - 1, function () { go(data.steps[index + 1]); }));
     list.textContent = '';
     if (said) list.appendChild(element('p', 'label', said));
+    if (asked) list.appendChild(searched());
     found.slice(page * PER_PAGE, (page + 1) * PER_PAGE).forEach(function (g) { list.appendChild(card(g, low, high)); });
     if (asked && found.length && list.querySelector('details')) list.querySelector('details').open = true;
     foot.textContent = '';
@@ -172,7 +186,7 @@
     });
   }
   function go(wanted) {
-    step = wanted; page = 0; said = '';
+    step = wanted; page = 0; said = ''; asked = search.value = '';
     if (data.live && !pages[step]) ask(step, 0); else draw();
   }
   openStep = function (wanted) {

@@ -31,7 +31,7 @@ def test_the_standard_error_between_steps_by_hand() -> None:
     # The last three: mean 0.5, deviations -0.1 0.1 0, s = sqrt(0.02 / 2) = 0.1, over sqrt(3).
     final = final_reward(rows, 3)
     assert final.steps == 3
-    assert final.reward == pytest.approx(0.5)
+    assert final.value == pytest.approx(0.5)
     assert final.standard_error == pytest.approx(0.1 / math.sqrt(3))
 
 
@@ -129,8 +129,8 @@ def test_runs_that_differ_in_their_seed_are_one_configuration_whose_spread_is_be
     assert [(each.name, each.members, each.verdict) for each in (slow, fast)] == [
         ("slow", (0, 1, 2), "baseline"), ("fast", (3, 4, 5), "better"),
     ]  # fmt: skip
-    finals = [entry.final.reward or 0.0 for entry in comparison.entries]
-    assert fast.reward == pytest.approx(sum(finals[3:]) / 3)
+    finals = [entry.final.value or 0.0 for entry in comparison.entries]
+    assert fast.value == pytest.approx(sum(finals[3:]) / 3)
     within = math.sqrt(sum((entry.final.standard_error or 0.0) ** 2 for entry in comparison.entries[:3])) / 3
     assert slow.standard_error == pytest.approx(max(statistics.stdev(finals[:3]) / math.sqrt(3), within))
     json.dumps(comparison.to_json(), allow_nan=False)
@@ -221,3 +221,76 @@ def test_runs_of_equal_length_need_no_word_about_it(tmp_path: Path) -> None:
     comparison = compare([report_of(tmp_path / name, SyntheticRun(name=name)) for name in "ab"])
     assert comparison.entries[1].same_length is None
     assert "steps of each" not in format_comparison(comparison) + render_comparison(comparison)
+
+
+def demonstrations(folder: Path, name: str, losses: list[float | None], **data: object) -> Report:
+    """A run of SFT that measured what is held out where there is a loss."""
+    prompts = {"prompts": [{"uri": "builtin://two-digit-addition"}], "seed": 1, "validation": {"share": 0.1}}
+    spec = {"algorithm": {"type": "SFT"}, "data": {**prompts, **data}}
+    made = write_run_folder(folder / name, SyntheticRun(name=name, steps=len(losses), spec=spec))
+    rows = [build_row(step=at + 1, loss=1.0, validation_loss=loss) for at, loss in enumerate(losses)]
+    for row in rows:
+        (made / f"metrics/step-{row['step']:06d}.json").write_text(row.to_json())
+    (made / "metrics.jsonl").write_text("".join(row.to_json() + "\n" for row in rows))
+    return build_report(open_store(str(made), writable=False), now=5000.0)
+
+
+def falling(end: float) -> list[float | None]:
+    """Twelve steps; every second one measures: 1.5, 1.2, 0.9, and then about `end`."""
+    losses: list[float | None] = []
+    for loss in (1.5, 1.2, 0.9, end + 0.02, end, end - 0.02):
+        losses += [None, loss]
+    return losses
+
+
+def test_demonstrations_are_compared_by_their_held_out_loss_and_lower_is_better(tmp_path: Path) -> None:
+    """By hand: k = 3 measurements, s = 0.02, se = 0.02 / sqrt(3); Welch's df is 2 * 2 = 4, t = 2.776."""
+    reports = [demonstrations(tmp_path, name, falling(end)) for name, end in (("a", 0.5), ("b", 0.3), ("c", 0.9))]
+    comparison = compare([*reports, demonstrations(tmp_path, "d", falling(0.49))])
+    first, *others = comparison.entries
+    assert (first.final.steps, first.final.value) == (3, pytest.approx(0.5))
+    assert first.final.standard_error == pytest.approx(0.02 / math.sqrt(3))
+    assert [entry.verdict for entry in others] == ["better", "worse", "no difference beyond the margin"]
+    assert others[0].difference == pytest.approx(-0.2)
+    assert others[0].margin == pytest.approx(2.776 * math.sqrt(2) * 0.02 / math.sqrt(3))
+    told = json.loads(json.dumps(comparison.to_json(), allow_nan=False))
+    assert (told["measure"], told["runs"][1]["loss_final"], told["runs"][1]["reward_final"]) == (
+        "held-out loss", pytest.approx(0.3), None,
+    )  # fmt: skip
+    assert "held-out loss: mean of the last 3 measurements, lower is better" in format_comparison(comparison)
+    page = render_comparison(comparison)
+    assert "mean held-out loss of the last 3 measurements; lower is better" in page
+    (chart,) = re.findall(r'<svg[^>]*aria-label="Loss of what was held out[^>]*>.*?</svg>', page, re.DOTALL)
+    assert chart.count('class="line') == 4
+
+
+OTHER_DATA = {
+    "data.prompts": {"prompts": [{"uri": "x.jsonl"}]},
+    "data.validation.share": {"validation": {"share": 0.2}},
+    "data.seed": {"seed": 2},
+}
+
+
+@pytest.mark.parametrize("field", OTHER_DATA)
+def test_losses_of_other_held_out_answers_are_not_judged(tmp_path: Path, field: str) -> None:
+    reports = [
+        demonstrations(tmp_path, "a", falling(0.5)),
+        demonstrations(tmp_path, "b", falling(0.3), **OTHER_DATA[field]),
+    ]
+    entry = compare(reports).entries[1]
+    assert (entry.verdict, entry.other_task) == ("not comparable", (field,))
+
+
+def test_how_often_is_measured_makes_no_other_task_but_nothing_measured_is_too_little(tmp_path: Path) -> None:
+    often = demonstrations(tmp_path, "often", falling(0.3), validation={"share": 0.1, "everySteps": 2})
+    assert compare([demonstrations(tmp_path, "a", falling(0.5)), often]).entries[1].verdict == "better"
+    without = [demonstrations(tmp_path, name, [None] * 6) for name in ("c", "d")]
+    assert compare(without).entries[1].verdict == "too little data"
+    render_comparison(compare(without))
+
+
+def test_demonstrations_and_a_run_of_rewards_are_not_judged(tmp_path: Path) -> None:
+    both = [demonstrations(tmp_path, "a", falling(0.5)), report_of(tmp_path / "b", SyntheticRun(name="b"))]
+    for reports in (both, both[::-1]):
+        entry = compare(reports).entries[1]
+        assert (entry.verdict, entry.other_task[0]) == ("not comparable", "algorithm.type")

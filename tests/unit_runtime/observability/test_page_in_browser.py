@@ -65,7 +65,14 @@ def test_the_table_of_rollouts_pages_searches_and_shows_whole_groups(browser: Br
         "(() => { const s = document.querySelector('#rollouts input'); s.value = '15+11'; "
         "s.dispatchEvent(new Event('input')); })()"
     )
-    assert "groups 1 to 1 of 1 (10 in all)" in browser.text("#rollouts")
+    said = browser.text("#rollouts")
+    assert "groups 1 to 2 of 2 (20 in all)" in said, (
+        "both steps of the page are searched, not only the one that is shown"
+    )
+    assert "Searched: 2 of 2 steps, but not the middle of long texts." in said
+    assert browser.run("[...document.querySelectorAll('#rollouts summary .label')].map(e => e.textContent)") == [
+        "step 60 ", "step 1 ",
+    ]  # fmt: skip
     rows = browser.run(
         "[...document.querySelectorAll('#rollouts details[open] tr')]"
         ".map(r => [...r.cells].map(c => c.innerText.trim()))"
@@ -78,7 +85,34 @@ def test_the_table_of_rollouts_pages_searches_and_shows_whole_groups(browser: Br
         "(() => { const s = document.querySelectorAll('#rollouts select')[1]; s.value = 'equal'; "
         "s.dispatchEvent(new Event('change')); })()"
     )
+    assert "groups 1 to 1 of 1 (20 in all)" in browser.text("#rollouts")
+    browser.run(
+        "(() => { const s = document.querySelectorAll('#rollouts select')[1]; s.value = 'failed'; "
+        "s.dispatchEvent(new Event('change')); })()"
+    )
     assert "no group is like that" in browser.text("#rollouts")
+    browser.click("#rollouts button[aria-label='step before']")
+    assert browser.run("document.querySelector('#rollouts input[type=search]').value") == "", "a step is shown whole"
+
+
+@pytest.mark.parametrize("size", [DESKTOP, PHONE])
+def test_a_search_says_which_steps_are_not_on_the_page(browser: Browser, tmp_path: Path, size: tuple[int, int]) -> None:
+    folder = write_run_folder(tmp_path / "run", SyntheticRun(prompts=3))
+    for step in range(2, 31):
+        (folder / f"rollouts/step-{step:06d}.jsonl.zst").write_bytes(
+            (folder / "rollouts/step-000001.jsonl.zst").read_bytes()
+        )
+    report = build_report(open_store(str(folder), writable=False), now=5000.0)
+    (tmp_path / "page.html").write_text(render_html(report))
+    browser.open(f"file://{tmp_path}/page.html", size)
+    browser.run(
+        "(() => { const s = document.querySelector('#rollouts input'); s.value = '11'; "
+        "s.dispatchEvent(new Event('input')); })()"
+    )
+    said = browser.text("#rollouts")
+    assert "Searched: 12 of 31 steps. Not searched: what this page does not hold" in said
+    assert "groups 1 to 8 of 36" in said
+    assert browser.size()[0] <= size[0]
 
 
 def test_smoothing_draws_the_average_over_the_values_that_stay_visible(browser: Browser, page: str) -> None:
