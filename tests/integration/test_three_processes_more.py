@@ -15,6 +15,7 @@ import pytest
 from orbit_runtime.errors import ModelError, UsageError
 from orbit_runtime.loop.run import run
 from orbit_runtime.observability.progress import SilentProgress
+from orbit_runtime.observability.samples import read_samples
 from orbit_runtime.services.building import open_manifest
 from orbit_runtime.services.connection import Connection
 from orbit_runtime.services.engine_host import build_engine_host
@@ -163,6 +164,32 @@ def test_demonstrations_have_no_inference_process() -> None:
     with pytest.raises(UsageError) as caught:
         build_engine_host(asked, [].append)
     assert caught.value.where == "spec.algorithm.type"
+
+
+def test_an_evaluation_within_a_run_says_the_same_in_three_processes(tmp_path: Path) -> None:
+    """Samples and scores, before the first step, within, and after the last."""
+    asked = small_manifest(steps=2)
+    held_out = [{"name": "held-out", "prompts": [{"uri": "builtin://two-digit-multiplication"}]}]
+    asked["spec"]["evaluation"] = {"everySteps": 1, "samples": 2, "limit": 4, "environments": held_out}
+    one = alone(asked, tmp_path / "one")
+    with two_sides(asked) as sides:
+        assert run_apart(asked, tmp_path / "three", sides).ended == "done"
+    three = open_store(str(tmp_path / "three"))
+    rows = timeless_rows(three)
+    assert rows == timeless_rows(one)
+    assert [row["eval_held-out_mean"] for row in rows] == [row["eval_held-out_mean"] for row in timeless_rows(one)]
+    for step in range(3):
+        folder = f"evaluation/step-{step:06d}"
+        told, expected = (json.loads(each.get(f"{folder}/summary.json")) for each in (three, one))
+        assert len(expected["scores"][0]["means"]) == 4
+        assert told["scores"] == expected["scores"]
+        samples = [
+            {(each.environment, each.prompt_id, each.sample_index): (each.completion, each.reward)
+             for each, _ in read_samples(store, f"{folder}/samples.jsonl.zst")}
+            for store in (three, one)
+        ]  # fmt: skip
+        assert len(samples[1]) == 8
+        assert samples[0] == samples[1]
 
 
 # --- what was under way when a version was published ---
