@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -415,6 +416,16 @@ def test_the_command_serves_drains_and_ends_with_0(trained: Path) -> None:
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors
     assert TOKEN not in errors
+
+
+def test_the_process_that_speaks_http_maps_nothing_of_torch(serving: Serving, client: openai.OpenAI) -> None:
+    """The real process, after it answered a chat, whose template its tokenizer's library rendered."""
+    client.chat.completions.create(model="policy", messages=MESSAGES, max_tokens=4)
+    mapped = Path(f"/proc/{serving.front_pid}/maps").read_text()
+    assert "uvloop" in mapped, "these are its libraries"
+    assert not re.search(r"/torch/|libtorch|/triton/|libcud", mapped)
+    # The engine's own, where the same words are found.
+    assert "libtorch" in Path("/proc/self/maps").read_text()
 
 
 def test_a_front_that_dies_ends_the_server_with_an_error(trained: Path) -> None:
