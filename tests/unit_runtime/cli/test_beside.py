@@ -97,6 +97,15 @@ def test_what_one_raises_ends_both() -> None:
     assert closed.wait(20), "the request of the other is ended"
 
 
+@pytest.fixture
+def interrupts() -> Iterator[None]:
+    """As at a terminal: a shell starts what goes on in the background with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interrupts")
 def test_an_interrupt_ends_both_answers_and_nothing_else() -> None:
     closed = threading.Semaphore(0)
 
