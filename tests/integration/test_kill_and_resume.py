@@ -44,7 +44,11 @@ def loaded(two_threads: RunLauncher) -> Iterator[RunLauncher]:
 @pytest.mark.timeout(1200)  # several starts on a machine that is busy on purpose; `make same-bits` kills ten times each
 @pytest.mark.parametrize(
     ("name", "every_steps", "kills", "steps"),
-    [("LoRA with dropout", 1, 3, 12), ("OFT on NVFP4, its own teacher", 3, 2, 10), ("MXFP4, PPO with KL", 1, 1, 5)],
+    [
+        ("LoRA with dropout", 1, 3, 12),
+        pytest.param("OFT on NVFP4, its own teacher", 3, 2, 10, marks=pytest.mark.long),
+        pytest.param("MXFP4, PPO with KL", 1, 1, 5, marks=pytest.mark.long),
+    ],
     ids=["LoRA, three", "OFT, two", "PPO, one"],
 )
 def test_kills_change_no_bit(

@@ -38,6 +38,7 @@ def replay(out: Path, environment: dict[str, str]) -> tuple[int, dict[str, Any]]
     return ended.returncode, json.loads(ended.stdout)
 
 
+@pytest.mark.long  # four processes that spin beside it take two thirds of what every other test would have
 @pytest.mark.timeout(600)
 def test_a_manifest_run_again_on_a_busy_machine_gives_the_same_adapter_after_every_step_and_replays(
     tmp_path: Path, loaded: RunLauncher
