@@ -40,13 +40,13 @@ class News:
     """Tokens that came of several requests, those of one after those of the other; columns, as there is one a step."""
 
     request_ids_D: array[int]
-    """int64."""
+    """int64. One of which several pieces came meanwhile stands there several times."""
     counts_D: array[int]
     """int32: how many of the tokens belong to each."""
     token_ids_T: array[int]
     logprobs_T: array[float]
     alternatives: Mapping[int, Alternatives]
-    """Of these tokens, by request that asked for them."""
+    """Of these tokens, by request that asked for them: once, of all its pieces."""
 
 
 class StreamingEngine(Engine, Protocol):

@@ -152,12 +152,13 @@ class Engine:
                 self._refuse(record)
 
     def _tell(self, news: News) -> None:
-        at = 0
+        at, alternatives = 0, dict(news.alternatives)
         for request_id, count in zip(news.request_ids_D, news.counts_D, strict=True):
             job, part, _ = self._jobs[request_id]
             part.token_ids_T += news.token_ids_T[at : at + count]
             part.logprobs_T += news.logprobs_T[at : at + count]
-            if (top := news.alternatives.get(request_id)) is not None:
+            # A request may stand there twice; what was probable stands there once, for all of its tokens.
+            if (top := alternatives.pop(request_id, None)) is not None:
                 part.alternatives = with_more(part.alternatives, top)
             at += count
             job.tell(part)

@@ -45,3 +45,15 @@ def test_a_streamed_answers_tokens_and_alternatives_are_never_copied_again() -> 
     ids, logprobs = part.alternatives
     assert ids == array(TOKENS, [each for at in range(STEPS) for each in range(at, at + TOP)])
     assert logprobs == array(FLOATS, [-at - 1.0 for at in range(STEPS) for _ in range(TOP)])
+
+
+def test_alternatives_of_two_pieces_that_come_at_once_are_added_once() -> None:
+    engine = Engine(lambda _: None, [Served("base", None, "a folder")], "base", concurrent=1, ended=lambda *_: None)
+    job = engine.submit("base", [Choice((1,), 0, Sampling(max_new_tokens=STEPS), 1)], is_streamed=True)
+    (part,) = job.parts
+    top = (array(TOKENS, [7, 8, 9]), array(FLOATS, [-1.0, -2.0, -3.0]))
+    pieces = News(
+        array("q", [0, 0]), array(TOKENS, [1, 2]), array(TOKENS, [4, 5, 6]), array(FLOATS, [-0.5] * 3), {0: top}
+    )
+    engine.hear(Step(pieces, []))
+    assert (part.token_ids_T, part.alternatives) == (array(TOKENS, [4, 5, 6]), top)
