@@ -39,9 +39,8 @@ quickstart: install ## train the shipped model with LoRA on its INT4 base (two c
 test: dev ## the run, its parts, the operator's logic, the structure (Python only)
 	$(SPREAD) -m "not long"
 
-test-long: dev ## what `make test` and `test-bridges` leave out: every benchmark at its smallest size, examples and notebooks that learn, the guide of SFT, the pages for Python, kills under load, whole runs in ranks (an hour)
+test-long: dev ## what `make test` and `test-bridges` leave out: every benchmark at its smallest size, examples and notebooks that learn, the guide of SFT, the pages for Python, kills under load (an hour)
 	$(SPREAD) -m long tests/integration
-	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -m long tests/ranks
 	ORBIT_BRIDGES_PYTHON="$$(tools/bridges_python.sh)" && OMP_NUM_THREADS=1 "$$ORBIT_BRIDGES_PYTHON" -m pytest -m long tests/bridges
 
 test-models: dev ## every model family and format: kernels, whole small models, conversion, merging (Python only)
@@ -57,7 +56,7 @@ test-store: dev ## storage and resume against a real S3 server (needs Go)
 	ORBIT_TEST_VERSITYGW="$$(tools/versitygw.sh)" && export ORBIT_TEST_VERSITYGW && $(SPREAD) tests/store
 
 test-ray: dev ## ranks of a trainer as Ray's actors: every fault that they can have (Linux)
-	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -m "not long" tests/ranks
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest tests/ranks
 
 test-bridges: dev ## environments of Gymnasium, SkyRL-Gym and verifiers, from manifests (makes an environment with these packages, once)
 	ORBIT_BRIDGES_PYTHON="$$(tools/bridges_python.sh)" && OMP_NUM_THREADS=1 "$$ORBIT_BRIDGES_PYTHON" -m pytest -m "not long" tests/bridges

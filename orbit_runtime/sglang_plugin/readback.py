@@ -32,7 +32,6 @@ from orbit_runtime.sglang_plugin.rotation import Published, Rotations, parts
 from orbit_runtime.sglang_plugin.shards import Piece, join, pack, with_pieces
 from orbit_runtime.sglang_plugin.weights import Held
 
-ELSEWHERE = "the newest batch was not computed with its slot"
 VERSION = 4
 """Of the facts below; a client that knows another one refuses."""
 EXPLAIN_FILE = "explain"
@@ -201,14 +200,12 @@ def _same(tensor: Tensor) -> Tensor:
 def _difference(folder: Path, held: Mapping[str, bytes], reports: Sequence[RankReport | None]) -> str:
     """Of one rank after the other, where there are several."""
     published = {name: (folder / name).read_bytes() for name in held}
-    is_used = any(each and each.passed is not None for each in reports)
-    elsewhere = [rank for rank, each in enumerate(reports) if is_used and each and each.passed != each.slot]
     if len(reports) == 1:
-        return explain_difference(published, held) or (ELSEWHERE if elsewhere else "")
+        return explain_difference(published, held)
     file = ROTATIONS_FILE if ROTATIONS_FILE in held else MODEL_FILE
     tensors = published_tensors(published)
     ranks = [each.pieces.get(each.slot, ()) if each and each.slot is not None else () for each in reports]
-    differences = [f"rank {rank}: {ELSEWHERE}" for rank in elsewhere]
+    differences = []
     for rank in range(len(ranks)):
         found = with_pieces(tensors, ranks, rank)
         if found is not None:
