@@ -39,7 +39,7 @@ quickstart: install ## train the shipped model with LoRA on its INT4 base (two c
 test: dev ## the run, its parts, the operator's logic, the structure (Python only)
 	$(SPREAD) -m "not long"
 
-test-long: dev ## what `make test` and `test-bridges` leave out: every benchmark at its smallest size, examples and notebooks that learn, the guide of SFT, the pages for Python, kills under load (an hour)
+test-long: dev ## what `make test` and `test-bridges` leave out: every benchmark at its smallest size, examples and notebooks that learn, the guide of SFT, the pages for Python, kills under load (long)
 	$(SPREAD) -m long tests/integration
 	ORBIT_BRIDGES_PYTHON="$$(tools/bridges_python.sh)" && OMP_NUM_THREADS=1 "$$ORBIT_BRIDGES_PYTHON" -m pytest -m long tests/bridges
 

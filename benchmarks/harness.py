@@ -15,11 +15,13 @@ import platform
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from math import inf, isnan
 from pathlib import Path
+from typing import Self
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -159,6 +161,34 @@ def stolen_seconds() -> float:
     except OSError:
         return 0.0
     return int(first[8]) / os.sysconf("SC_CLK_TCK")
+
+
+def anonymous_bytes() -> int:
+    """Bytes of this process that no file backs."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon:")) * 1024
+
+
+class PeakMemory:
+    """Within it, the most that this process held in memory which no file backs, looked at every half millisecond."""
+
+    above: int
+    """Once it has ended: bytes above those that were held when it began."""
+
+    def __enter__(self) -> Self:
+        self._before, self._most, self._ended = anonymous_bytes(), 0, threading.Event()
+        self._watcher = threading.Thread(target=self._watch)
+        self._watcher.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._watcher.join()
+        self.above = max(self._most, anonymous_bytes()) - self._before
+
+    def _watch(self) -> None:
+        while not self._ended.wait(0.0005):
+            self._most = max(self._most, anonymous_bytes())
 
 
 def need_packages(*names: str, install: str) -> None:

@@ -14,7 +14,6 @@ import json
 import subprocess
 import sys
 import tempfile
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from safetensors.torch import save_file
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.frozen_linear import saved_bytes
-from benchmarks.harness import Measured, run
+from benchmarks.harness import Measured, PeakMemory, run
 from orbit_runtime.quant.formats import FORMATS, Codec
 from orbit_runtime.quant.linear import FrozenLinear
 from tools.make_tiny_adder import model_config, quantization_config, repacked_config
@@ -67,12 +66,6 @@ def pack(codec: Codec, weight: torch.Tensor) -> Any:
     return codec.quantize(weight, *((32,) if codec.precision == "INT4" else ()))
 
 
-def anonymous() -> int:
-    """Bytes of the process that no file backs."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon:")) * 1024
-
-
 def mapped_ranges(file: Path) -> list[range]:
     """Where the file stands in this process's memory."""
     found = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(str(file))]
@@ -89,23 +82,14 @@ def load_and_measure(folder: Path) -> dict[str, int]:
     load_policy(builtin_folder("tiny-adder", "BF16"), config)
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
-    before, seen, stop = anonymous(), [0], threading.Event()
-
-    def watch() -> None:
-        while not stop.wait(0.0005):
-            seen[0] = max(seen[0], anonymous())
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    policy = load_policy(folder, config)
-    stop.set()
-    watcher.join()
+    with PeakMemory() as peak:
+        policy = load_policy(folder, config)
     base = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in policy._base_tensors().values()}
     ranges = mapped_ranges(folder / "model.safetensors")
     mapped = sum(size for pointer, size in base.items() if any(pointer in each for each in ranges))
     packed = sum(base.values())
     # What lies in the mapped file is no memory of this process; the rest of the base is, and is not "above".
-    return {"packed": packed, "mapped": mapped, "above": max(seen[0], anonymous()) - before - (packed - mapped)}
+    return {"packed": packed, "mapped": mapped, "above": peak.above - (packed - mapped)}
 
 
 def measure(options: argparse.Namespace) -> Measured:

@@ -16,15 +16,13 @@ import argparse
 import json
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.harness import Measured, run
+from benchmarks.harness import Measured, PeakMemory, run
 
 MEASURES = ("orbit_runtime/policy/logprobs.py",)
 VOCABULARY, HIDDEN, TOKENS = 160_000, 512, 2048
@@ -34,30 +32,6 @@ WHOLE = "whole"
 FP32 = 4
 TENSORS = 5
 """Of a chunk's size that may live at the same time: what the bound of memory is made of."""
-
-
-def anonymous() -> int:
-    """Bytes of the process that no file backs."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon:")) * 1024
-
-
-def peak_above(work: Callable[[], object]) -> tuple[int, float]:
-    """Bytes above what was held before, and seconds."""
-    before, most, ended = anonymous(), [0], threading.Event()
-
-    def watch() -> None:
-        while not ended.wait(0.0005):
-            most[0] = max(most[0], anonymous())
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    started = time.perf_counter()
-    work()
-    seconds = time.perf_counter() - started
-    ended.set()
-    watcher.join()
-    return max(0, most[0] - before), seconds
 
 
 def one(chunk: str, tokens: int, vocabulary: int) -> dict[str, float]:
@@ -89,8 +63,10 @@ def one(chunk: str, tokens: int, vocabulary: int) -> dict[str, float]:
     work = whole if chunk == WHOLE else chunked
     # What the first product of this kind sets up is no part of it.
     work(1)
-    bytes_, seconds = peak_above(lambda: work(tokens))
-    return {"bytes": bytes_, "seconds": seconds}
+    started = time.perf_counter()
+    with PeakMemory() as peak:
+        work(tokens)
+    return {"bytes": max(0, peak.above), "seconds": time.perf_counter() - started}
 
 
 def measure(options: argparse.Namespace) -> Measured:

@@ -82,7 +82,7 @@ def ask_all(
         StoppedOnRequest: SIGINT or SIGTERM; every sample that ended is kept.
         OrbitError: what ended a model, an environment or the scorer.
     """
-    # Half of what a request costs beside the API's own time is the loop's.
+    # Less processor time a request than asyncio's own loop; with many under way that is what they wait for.
     uvloop.run(_ask_all(subjects, tasks, journal, concurrency, show))
 
 

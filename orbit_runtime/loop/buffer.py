@@ -162,9 +162,6 @@ class RolloutBuffer:
     def is_cancelled(self, step: int, number: int) -> bool:
         return self._steps[step].places[number].is_cancelled
 
-    def played(self, step: int, number: int) -> Played | None:
-        return self._steps[step].places[number].played
-
     def paid(self, step: int, number: int, key: int) -> Paid | None:
         return self._steps[step].places[number].paid.get(key)
 

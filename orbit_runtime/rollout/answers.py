@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from uuid import uuid4
 
 from orbit_runtime.errors import GateError
-from orbit_runtime.rollout.news import Alternatives, part_of
+from orbit_runtime.rollout.news import Alternatives, part_of, with_more
 from orbit_runtime.rollout.served import Ask, Piece
 from orbit_runtime.rollout.text import answer_text
 from orbit_runtime.types import FLOATS, TOKENS, Completion, FinishReason, Request, Tokenizer
@@ -98,8 +98,7 @@ class Answer:
         self.tokens.extend(piece.token_ids_T)
         self.logprobs.extend(piece.logprobs_T)
         if piece.alternatives is not None:
-            self.alternatives[0].extend(piece.alternatives[0])
-            self.alternatives[1].extend(piece.alternatives[1])
+            self.alternatives = with_more(self.alternatives, piece.alternatives)
         self.versions.extend(array(TOKENS, (self.version,)) * len(piece.token_ids_T))
         if len(self.tokens) > self.request.sampling.max_new_tokens:
             raise GateError(

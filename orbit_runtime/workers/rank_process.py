@@ -30,7 +30,7 @@ from orbit_runtime.errors import (
     is_out_of_memory,
 )
 from orbit_runtime.workers.rank_notes import keep_notes, note
-from orbit_runtime.workers.stacks import STACK_SIGNAL
+from orbit_runtime.workers.stacks import tell_stacks
 
 LISTENER_VARIABLE = "ORBIT_RENDEZVOUS_FD"
 """In rank 0: a listening socket at MASTER_ADDR:MASTER_PORT, for `TCPStore(master_listen_fd=...)`."""
@@ -103,7 +103,7 @@ class RankProcess:
         keep_notes(place / f"rank-{rank}.note")
         faulthandler.enable(2)
         self._stacks = open(place / f"rank-{rank}.stacks", "ab", buffering=0)  # noqa: SIM115 (open as long as the rank)
-        faulthandler.register(STACK_SIGNAL, file=self._stacks, all_threads=True)
+        tell_stacks(self._stacks.fileno())
 
     def introduce(self, node: str) -> RankFacts:
         """Rank 0 listens for the others from now on, at a port that the system chose and nobody can take."""

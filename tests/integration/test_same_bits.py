@@ -20,7 +20,7 @@ from tests.integration.killing import adapter_digests, demanding_manifest
 from tests.integration.load import ENVIRONMENT, busy_machine
 from tests.integration.run_launcher import RunLauncher
 
-STEPS, REPEATS = 2, 2
+STEPS, REPEATS = 2, 3
 
 
 @pytest.fixture(scope="module")

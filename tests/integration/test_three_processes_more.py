@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from orbit_runtime.errors import ModelError, UsageError
+from orbit_runtime.loop.replay import replay
 from orbit_runtime.loop.run import run
 from orbit_runtime.observability.progress import SilentProgress
 from orbit_runtime.observability.samples import read_samples
@@ -249,3 +250,15 @@ def test_an_inference_process_is_told_again_without_the_versions_that_are_gone(b
     assert sorted(lost) == [0, 1, 2, 3]
     assert lost == undisturbed
     assert set(lost[3].versions_T) == {4}
+
+
+def test_stragglers_are_cancelled_at_the_engine_of_another_process(tmp_path: Path) -> None:
+    asked = small_manifest(steps=2)
+    asked["spec"]["rollout"] = {"overSampling": 2, "sampling": {"maxNewTokens": 24}}
+    with two_sides(asked) as sides:
+        assert run_apart(asked, tmp_path / "three", sides).ended == "done"
+    store = open_store(str(tmp_path / "three"))
+    rows = timeless_rows(store)
+    assert [(row["groups"], row["prompts_cancelled"]) for row in rows] == [(4, 2)] * 2
+    again = replay(store, steps=None, show=lambda _done, _total: None)
+    assert again.is_equal

@@ -114,7 +114,8 @@ class Interleavings(RuleBasedStateMachine):
     def tell_a_cancelled_one(self, data: st.DataObject, more: int) -> None:
         """What the engine had sampled when it was told to end comes late, or a reward does."""
         step, number = data.draw(st.sampled_from([*self.cancelled]))
-        if self.buffer.played(step, number) is not None or self.buffer._steps[step].places[number].before:
+        place = self.buffer._steps[step].places[number]
+        if place.played is not None or place.before:
             return
         self.cancelled[step, number] += more
         if self.cancelled[step, number]:
@@ -160,7 +161,7 @@ class Interleavings(RuleBasedStateMachine):
             assert paid is not None
             assert len(paid.completion.token_ids_T) == tokens
         for (step, number), expected in self.ended.items():
-            assert self.buffer.played(step, number) == expected
+            assert self.buffer._steps[step].places[number].played == expected
         for step, number in self.cancelled:
             assert not self.buffer.is_open(step, number), "what was thrown away is not played again"
 
