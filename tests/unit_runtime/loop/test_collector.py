@@ -209,6 +209,8 @@ def test_an_engine_that_dies_ends_the_run_and_not_only_who_asked_it(build: Build
     collector.switch(policy(0))
     collector.begin(1, prompts(1))
     collector.begin(2, prompts(2))
+    # The event loop asks for them one step after the other, and the engine dies at its first token.
+    until(lambda: len(engine.rows) == 8)
     engine.steps = math.inf
     for step in (1, 2):
         with pytest.raises(EngineDiedError, match="gone"):
