@@ -16,7 +16,7 @@ if [ ! -f "$folder/.complete" ]; then
     . tools/index_settings.sh
     .venv/bin/uv venv --quiet --python .venv/bin/python "$folder" >&2
     # staros-stardata holds an environment of verifiers that is nobody's here.
-    .venv/bin/uv pip install --quiet --python "$python" --constraint "$CONSTRAINTS" "orbit-rl[train,gym,verifiers] @ ." staros-stardata==0.1.1 \
+    .venv/bin/uv pip install --quiet --compile-bytecode --python "$python" --constraint "$CONSTRAINTS" "orbit-rl[train,gym,verifiers] @ ." staros-stardata==0.1.1 \
         pytest pytest-timeout pytest-xdist hypothesis >&2
     .venv/bin/uv pip uninstall --quiet --python "$python" orbit-rl >&2
     : >"$folder/.complete"

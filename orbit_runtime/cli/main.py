@@ -6,6 +6,8 @@ Does not belong here: what a command does. Each imports its work when it is call
 
 from __future__ import annotations
 
+import atexit
+import gc
 import json
 import os
 import sys
@@ -394,6 +396,8 @@ def doctor(
 def main(argv: Sequence[str] | None = None) -> None:
     """The console script. Never returns: every ending is an exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    # The interpreter's last collection would walk through all of torch and transformers, for more than a second.
+    atexit.register(gc.freeze)
     code = run_command(arguments)
     try:
         sys.stdout.flush()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib.util import cache_from_source, find_spec
 from pathlib import Path
 
 import pytest
@@ -137,3 +138,12 @@ def test_the_light_install_says_how_to_install_what_a_command_needs(tmp_path: Pa
     assert "torch" in said
     assert "pip install 'orbit-rl[train]'" in said
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("package", ["torch", "transformers", "sympy", "orbit_runtime"])
+def test_what_was_installed_is_compiled(package: str) -> None:
+    """Otherwise each process compiles it anew where nothing may be written."""
+    found = find_spec(package)
+    assert found is not None
+    assert found.origin is not None
+    assert Path(cache_from_source(found.origin)).is_file(), "`make dev` compiles: remove .venv and call it again"
