@@ -134,12 +134,16 @@ def build_scrape(monitor: Object, targets: str) -> Object:
 
 
 def _keep_labelled(selector: Mapping[str, Any], name: str) -> list[Object]:
-    assert set(selector) == {"matchLabels"}, selector
+    assert set(selector) <= {"matchLabels", "matchExpressions"}, selector
     found = []
     for label, value in sorted(selector["matchLabels"].items()):
         place = f"__meta_kubernetes_{name}_label{{}}_{sanitise(label)}"
         labels = [place.format(""), place.format("present")]
         found.append({"action": "keep", "source_labels": labels, "regex": f"({value});true"})
+    for each in selector.get("matchExpressions", ()):
+        assert each["operator"] == "Exists", each
+        present = f"__meta_kubernetes_{name}_labelpresent_{sanitise(each['key'])}"
+        found.append({"action": "keep", "source_labels": [present], "regex": "true"})
     return found
 
 
