@@ -169,9 +169,13 @@ class Rollout:
     routed_experts: RoutedExperts | None = None
     counts: Mapping[str, float] = field(default_factory=dict)
     """What its environment counted, such as `tool_calls` and `tool_errors`."""
+    teacher_logprobs_T: array[float] | None = None
+    """Of a teacher behind endpoints, in fp32; 0.0 where the mask is 0. None: no such teacher was asked."""
 
     def __post_init__(self) -> None:
         _hold_arrays(self, token_ids_T=TOKENS, loss_mask_T=FLAGS, logprobs_T=FLOATS, versions_T=TOKENS)
+        if self.teacher_logprobs_T is not None:
+            _hold_arrays(self, teacher_logprobs_T=FLOATS)
 
     @property
     def trains(self) -> bool:

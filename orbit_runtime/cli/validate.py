@@ -28,13 +28,14 @@ def run_validate(file: Path, overrides: list[str], as_json: bool) -> None:
     from orbit_runtime.algorithms.own import check_own
     from orbit_runtime.api.before import local_model
     from orbit_runtime.environments.asked import check_local_inputs, code_path
-    from orbit_runtime.planner.sampling import check_engine
+    from orbit_runtime.planner.sampling import check_engine, check_teacher_sampling
     from orbit_runtime.spec import MachineFacts, load_manifest, resolve
 
     run = load_manifest(file, overrides)
     # The identity is the same on every machine; only relative paths need a folder to start from.
     resolved = resolve(run, MachineFacts(has_cuda=False, num_gpus=0), folder=file.resolve().parent)
     check_engine(run.spec)
+    check_teacher_sampling(run.spec)
     folders = [str(file.resolve().parent), str(Path.cwd())]
     unopened = [each for spec in _asked_specs(resolved.run.spec) for each in check_local_inputs(spec, folders)]
     model = local_model(resolved.run, file.resolve().parent)

@@ -25,7 +25,8 @@ PIECE_BYTES = 1 << 24
 def rollout_to_line(rollout: Rollout) -> bytes:
     """JSON of the record's fields under their names. Floats keep every bit; a non-finite one is a bug and is
     refused."""
-    if not math.isfinite(math.fsum(rollout.logprobs_T)) or not math.isfinite(rollout.reward or 0.0):
+    numbers = (math.fsum(rollout.logprobs_T), math.fsum(rollout.teacher_logprobs_T or ()), rollout.reward or 0.0)
+    if not all(map(math.isfinite, numbers)):
         raise InternalError(
             "a rollout holds a NaN or infinite number", where=f"{rollout.prompt_id}[{rollout.sample_index}]"
         )
@@ -51,6 +52,7 @@ def rollout_from_line(line: bytes | str) -> Rollout:
         finish_reason=row["finish_reason"],
         routed_experts=_build_experts(row["routed_experts"]),
         counts=row.get("counts", {}),
+        teacher_logprobs_T=row.get("teacher_logprobs_T"),
     )
 
 

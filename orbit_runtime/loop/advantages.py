@@ -5,6 +5,7 @@ Belongs here: what an algorithm is given. Does not belong here: its formulas (`a
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Sequence
 
 from orbit_runtime.algorithms.advantages import Advantage, ScoredGroup, is_informative
@@ -29,7 +30,7 @@ def build_batch(spec: RunSpec, algorithm: Algorithm, trainer: Trainer, groups_P:
     if "reference" in algorithm.needs:
         samples_D = with_column(samples_D, "reference", trainer.reference_logprobs(samples_D))
     if "teacher" in algorithm.needs:
-        samples_D = with_column(samples_D, "teacher", trainer.teacher_logprobs(samples_D))
+        samples_D = with_column(samples_D, "teacher", _taught(trainer, samples_D, groups_P))
     in_reward = objective.kl_placement == "Reward" and spec.algorithm.kl.coefficient > 0
     penalties_PGT = (
         list(_penalties(spec.algorithm.kl, objective, samples_D, groups_P)) if in_reward else [None] * len(groups_P)
@@ -50,6 +51,16 @@ def build_batch(spec: RunSpec, algorithm: Algorithm, trainer: Trainer, groups_P:
     if algorithm.returns is not None:
         samples_D = _with_numbers(samples_D, "return", groups_P, algorithm.returns(scored_P))
     return _with_numbers(samples_D, "advantage", groups_P, algorithm.advantages(scored_P))
+
+
+def _taught(trainer: Trainer, samples_D: Sequence[Sample], groups_P: Sequence[Group]) -> Sequence[array[float]]:
+    """Log-probs of the teacher: from the rollouts, where servers were asked as these ended; else the trainer's."""
+    told_D = [each.teacher_logprobs_T for group in groups_P for each in group.rollouts_G if each.trains]
+    found_D = [each for each in told_D if each is not None]
+    if not found_D:
+        return trainer.teacher_logprobs(samples_D)
+    assert len(found_D) == len(samples_D), "a teacher is asked of all rollouts of a run, or of none"
+    return found_D
 
 
 def _that_teach(objective: Objective, groups_P: Sequence[Group]) -> Sequence[Group]:

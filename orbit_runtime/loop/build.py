@@ -37,6 +37,7 @@ from orbit_runtime.loop.keeper import Keeper
 from orbit_runtime.loop.looking import Bisect
 from orbit_runtime.loop.measure import HeldOut, open_held_out
 from orbit_runtime.loop.publish import Publisher
+from orbit_runtime.loop.served_teacher import TaughtEnvironment, attach_teacher, check_servers
 from orbit_runtime.loop.show import Show
 from orbit_runtime.loop.sides import Given, Opened
 from orbit_runtime.loop.teacher import CONTENT as TEACHER
@@ -53,7 +54,7 @@ from orbit_runtime.loop.trainers import (
 from orbit_runtime.loop.versions import PolicyVersions
 from orbit_runtime.model_info.content import kept_weights_digest
 from orbit_runtime.parity.statistics import base_limit
-from orbit_runtime.planner.sampling import check_engine, sampling_of
+from orbit_runtime.planner.sampling import check_engine, check_teacher_sampling, sampling_of
 from orbit_runtime.spec import OrbitRun, Resolved, identity_digest
 from orbit_runtime.spec.resolve import with_trainer
 from orbit_runtime.spec.run import RunSpec
@@ -65,6 +66,7 @@ from orbit_runtime.workers.garbage_collection import gc_paused, unfreeze_objects
 
 if TYPE_CHECKING:
     from orbit_runtime.policy.facts import PolicyFacts
+    from orbit_runtime.rollout.served_teacher import ServedTeacher
 
 SHORT_CANARY, LONG_CANARY = 32, 512
 """Tokens. Digests need few; where log-probs must carry the proof alone, many are weighed together."""
@@ -128,6 +130,8 @@ class Parts(RunParts):
     """What the policy is measured on while it trains; None: nothing."""
     teacher: AdapterFolder | None = None
     """The adapter that teaches, as it was read."""
+    served_teacher: ServedTeacher | None = None
+    """The servers that teach."""
 
 
 def build_parts(
@@ -150,10 +154,12 @@ def build_parts(
     run, rewards = resolved.run, given.rewards
     spec = run.spec
     check_engine(spec)
+    check_teacher_sampling(spec)
     if spec.training.trainer == "Megatron":
         check_rank_packages()
     for index, endpoint in enumerate(spec.rollout.endpoints):
-        endpoint_headers(index, endpoint, os.environ)
+        endpoint_headers(f"spec.rollout.endpoints[{index}]", endpoint, os.environ)
+    check_servers(spec)
     show.stage("reading prompts")
     sources = prompt_sources(spec, names, inputs)
     table = load_prompts(sources, limit=spec.data.limit)
@@ -219,6 +225,8 @@ def build_parts(
         max_unproven=spec.parity.max_unproven,
     )
     environment = build_environment(run.name, spec, tokenizer, scorer, pool, sampling_of(spec))
+    served = attach_teacher(spec, tokenizer, sequences, closing)
+    environment = TaughtEnvironment(environment, served) if served else environment
     stream = build_stream(table, spec)
     return Parts(
         run=run,
@@ -241,6 +249,7 @@ def build_parts(
         show=show,
         held_out=held_out,
         teacher=teacher,
+        served_teacher=served,
     )
 
 

@@ -19,7 +19,7 @@ from orbit_runtime.errors import CredentialsError, ManifestError, UnsupportedErr
 from orbit_runtime.planner.sampling import sampling_of
 from orbit_runtime.spec import Resolved
 from orbit_runtime.spec.engine_arguments import argument_flags
-from orbit_runtime.spec.rollout import Endpoint as EndpointSpec
+from orbit_runtime.spec.rollout import Server
 from orbit_runtime.spec.run import RunSpec
 from orbit_runtime.types import Engine, Tokenizer
 from orbit_runtime.workers.sglang_launch import AGENT_VARIABLE
@@ -249,7 +249,7 @@ def _attach(
         Endpoint(
             each.url,
             "Folder" if shared and each.adapter_method == "Auto" else each.adapter_method,
-            endpoint_headers(index, each, os.environ),
+            endpoint_headers(f"spec.rollout.endpoints[{index}]", each, os.environ),
         )
         for index, each in enumerate(spec.rollout.endpoints)
     ]
@@ -288,14 +288,14 @@ def check_token_ids(spec: RunSpec, vocabulary: int) -> None:
             )
 
 
-def endpoint_headers(index: int, endpoint: EndpointSpec, environment: Mapping[str, str]) -> dict[str, str]:
+def endpoint_headers(where: str, endpoint: Server, environment: Mapping[str, str]) -> dict[str, str]:
     """What each request to it carries. Raises CredentialsError (77) for a variable that is not set."""
     named = {f"headers[{at}].valueEnv": header.value_env for at, header in enumerate(endpoint.headers)}
     for field, variable in {"apiKeyEnv": endpoint.api_key_env, **named}.items():
         if variable and not environment.get(variable):
             raise CredentialsError(
                 f"the environment variable {variable} is not set",
-                where=f"spec.rollout.endpoints[{index}].{field}",
+                where=f"{where}.{field}",
                 fix="set it, or remove the field; on a cluster it comes from a secret of placement.envFromSecrets",
             )
     headers = {each.name: each.value or environment[str(each.value_env)] for each in endpoint.headers}

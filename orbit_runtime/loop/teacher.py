@@ -23,7 +23,7 @@ from orbit_runtime.loop.asking import OnePolicy, asking_one
 from orbit_runtime.loop.collect import build_groups
 from orbit_runtime.loop.measure import EngineEpisode
 from orbit_runtime.spec.run import RunSpec
-from orbit_runtime.types import TEACHER_SLOT, AdapterFiles, Trainer
+from orbit_runtime.types import BASE_VERSION, TEACHER_SLOT, AdapterFiles, Engine, Trainer
 
 if TYPE_CHECKING:
     from orbit_runtime.loop.build import Parts
@@ -104,13 +104,14 @@ class Measured:
 
 
 def check_teacher(parts: Parts) -> list[str]:
-    """Before a run's first step; returns warnings. Other teachers than adapters are what the policy is at first.
+    """Before a run's first step; returns warnings. Other teachers than adapters and servers are what the policy is at
+    first.
 
     Raises:
         GateError: (84) its log-probs are not finite, or it earns less than the policy.
     """
-    teacher, adapter = parts.spec.algorithm.teacher, parts.teacher
-    if teacher is None or adapter is None:
+    teacher = parts.spec.algorithm.teacher
+    if teacher is None or (parts.teacher is None and parts.served_teacher is None):
         return []
     prompts = parts.prompts.state()
     asked = parts.prompts.take(teacher.preflight_prompts)
@@ -118,19 +119,16 @@ def check_teacher(parts: Parts) -> list[str]:
     # One answer to each: the prompts differ more than two answers to one of them.
     episodes = [each for each in parts.environment.build_episodes(asked, 0) if each.sample_index == 0]
     policy = parts.versions.active
-    played = asyncio.run(_play(parts, episodes, policy.name, policy.version))
-    groups = build_groups(asked, [each.rollout for each in played])
-    _check_finite(parts.trainer, build_samples(groups), groups)
-    slot = _enter(parts, adapter)
-    if slot is None:
+    played = asyncio.run(_play(parts, parts.engine, episodes, OnePolicy(policy.name, policy.version)))
+    if parts.teacher is not None:
+        groups = build_groups(asked, [each.rollout for each in played])
+        _check_finite(parts.trainer, build_samples(groups), groups)
+    taught = _play_taught(parts, episodes)
+    if taught is None:
         return [
             f"{FIELD}: the engine holds no slot for an adapter of this kind and rank, so that the teacher's answers "
             "were not compared with the policy's"
         ]
-    try:
-        taught = asyncio.run(_play(parts, episodes, slot, TEACHER_VERSION))
-    finally:
-        _leave(parts, slot)
     measured = _compare(played, taught)
     if measured is None:
         return [f"{FIELD}: no prompt was scored for both teacher and policy: nothing is known of the teacher"]
@@ -143,8 +141,8 @@ def check_teacher(parts: Parts) -> list[str]:
     if measured.is_worse and teacher.preflight == "Enforce":
         raise GateError(
             f"{told}: there is nothing to learn from it",
-            where=f"{FIELD}.uri",
-            fix="take a better adapter, or write preflight: Report to learn from this one all the same",
+            where=f"{FIELD}.{'uri' if parts.teacher else 'endpoints'}",
+            fix="take a better teacher, or write preflight: Report to learn from this one all the same",
         )
     return [] if measured.teacher > measured.student else [f"{FIELD}: {told}: no better than what it is to teach"]
 
@@ -188,8 +186,22 @@ class Adopting(Protocol):
     def release(self, name: str) -> None: ...
 
 
-async def _play(parts: Parts, episodes: Sequence[Episode], slot: str | None, version: int) -> list[Played]:
-    async with asking_one(parts.engine, OnePolicy(slot, version)) as asking:
+def _play_taught(parts: Parts, episodes: Sequence[Episode]) -> list[Played] | None:
+    """The teacher's answers; None: the engine cannot give them."""
+    if parts.served_teacher is not None:
+        return asyncio.run(_play(parts, parts.served_teacher.engine, episodes, OnePolicy(None, BASE_VERSION)))
+    assert parts.teacher is not None
+    slot = _enter(parts, parts.teacher)
+    if slot is None:
+        return None
+    try:
+        return asyncio.run(_play(parts, parts.engine, episodes, OnePolicy(slot, TEACHER_VERSION)))
+    finally:
+        _leave(parts, slot)
+
+
+async def _play(parts: Parts, engine: Engine, episodes: Sequence[Episode], policy: OnePolicy) -> list[Played]:
+    async with asking_one(engine, policy) as asking:
         return list(await asyncio.gather(*(parts.environment.play(each, EngineEpisode(asking)) for each in episodes)))
 
 

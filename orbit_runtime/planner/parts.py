@@ -301,7 +301,7 @@ def _teacher(setting: Setting) -> int:
     """An adapter that was trained before is in the compute dtype, one that follows the policy has masters of its own.
     Of the first no more is known than the run's own: that is what it is counted as."""
     kind, parameters = setting.job.teacher, setting.adapter.total
-    if kind in (None, "Base"):
+    if kind in (None, "Base", "Served"):
         return 0
     return parameters * (setting.compute_bytes if kind == "Adapter" else known.MASTER_BYTES)
 

@@ -21,7 +21,7 @@ from orbit_runtime.planner.job import Job, Machine, build_job
 from orbit_runtime.planner.layout import Layout, objection
 from orbit_runtime.planner.parts import PHASES, Copies, Parts, Phase, base_bytes
 from orbit_runtime.planner.problem import Problem
-from orbit_runtime.planner.sampling import check_engine
+from orbit_runtime.planner.sampling import check_engine, check_teacher_sampling
 from orbit_runtime.planner.search import Choice, capacity_of, choose
 from orbit_runtime.planner.serving import find_objection, find_refusal, server_gpus
 from orbit_runtime.planner.serving_memory import ServerMemory, server_memory
@@ -196,6 +196,7 @@ def _unsupported(support: Support) -> list[Problem]:
 def _sampling_problem(run: OrbitRun, job: Job) -> list[Problem]:
     try:
         check_engine(run.spec, job.engine)
+        check_teacher_sampling(run.spec)
     except UnsupportedError as error:
         return [Problem(error.message, error.where or "spec.rollout.sampling", error.fix or "", fix_suffices=True)]
     return []

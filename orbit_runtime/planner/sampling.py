@@ -109,3 +109,16 @@ def check_engine(spec: RunSpec, engine: str | None = None) -> None:
     if (engine or spec.rollout.engine) == "SGLang":
         kind: Kind = "SGLang, deterministic" if spec.rollout.deterministic else "SGLang"
         check_sampling(sampling_of(spec), kind, kind)
+
+
+def check_teacher_sampling(spec: RunSpec) -> None:
+    """Raises UnsupportedError (78) where a served teacher would be compared with another distribution than its own."""
+    teacher = spec.algorithm.teacher
+    shaping = shaping_fields(sampling_of(spec)) if teacher is not None and teacher.type == "Served" else ()
+    if shaping:
+        raise UnsupportedError(
+            f"servers tell how likely the model itself finds a token, and with {' and '.join(shaping)} the policy "
+            "samples from another distribution than its own",
+            where=f"spec.rollout.sampling.{shaping[0]}",
+            fix=f"remove {' and '.join(shaping)}, or take a teacher on the run's own base",
+        )

@@ -7,6 +7,7 @@ Does not belong here: servers of our own (`sglang_server`), asking them for roll
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -52,18 +53,23 @@ class Endpoint:
 class Wanted:
     """What a run needs of a server."""
 
-    adapter: AdapterConfig
-    targets: tuple[str, ...]
-    """Last parts of the adapted modules' names."""
+    adapter: AdapterConfig | None
+    """None: it only scores tokens, by its own model."""
     max_tokens: int
     sampling: Sampling
-    architectures: tuple[str, ...]
-    """Of the run's own model."""
     probes: tuple[tuple[int, ...], ...]
     """Token ids whose text both sides' tokenizers must agree on."""
-    tolerance: float
+    targets: tuple[str, ...] = ()
+    """Last parts of the adapted modules' names."""
+    architectures: tuple[str, ...] | None = None
+    """Of the run's own model; None: another may be served."""
+    tolerance: float = 0.0
     engine_version: Literal["Pinned", "Any"] = "Pinned"
     """`Any`: Orbit's plug-in may run in another version of SGLang than the pinned one."""
+    where: str = "spec.rollout.endpoints"
+    """The manifest's list of these servers."""
+    who: str = "endpoint"
+    """Each of them, in messages."""
 
 
 class AttachedServer:
@@ -73,6 +79,8 @@ class AttachedServer:
         self._url = url.rstrip("/")
         self._seconds = seconds
         self._headers = headers or {}
+        self._left = threading.Event()
+        """Nobody waits for it any more."""
 
     @property
     def url(self) -> str:
@@ -83,11 +91,13 @@ class AttachedServer:
         return self._headers
 
     def start(self) -> None:
+        self._left.clear()
         until = time.monotonic() + self._seconds
         while not self.is_alive():
             if time.monotonic() > until:
                 raise EngineDiedError(f"{self._url} did not answer within {self._seconds:.0f} s", fix=self.describe())
-            time.sleep(POLL_SECONDS)
+            if self._left.wait(POLL_SECONDS):
+                raise EngineDiedError(f"{self._url} is not waited for any more", fix=self.describe())
 
     def is_alive(self) -> bool:
         return is_serving(self._url, seconds=10, headers=self._headers)
@@ -96,7 +106,8 @@ class AttachedServer:
         return f"look at the log of the server at {self._url}: Orbit did not start it"
 
     def stop(self) -> None:
-        pass
+        """Ends `start`, so that the end of a run does not wait for a server that is lost."""
+        self._left.set()
 
     def memory_bytes(self) -> None:
         """It may be another machine's."""
@@ -128,13 +139,13 @@ def attach_engine(
         for index, endpoint in enumerate(endpoints):
             AttachedServer(endpoint.url, seconds=attach_seconds, headers=endpoint.headers).start()
             server = AttachedServer(endpoint.url, headers=endpoint.headers)
-            wire, name = Wire(client, server), f"endpoint {index} ({server.url})"
+            wire, name = Wire(client, server, wanted.where), f"{wanted.who} {index} ({server.url})"
             api = _ask(engine, name, partial(_recognise, wire, endpoint, wanted))
             replicas.append(Replica(name, server, api, engine.loaded, tolerance=wanted.tolerance))
         for replica, about in zip(replicas, engine.attach(replicas), strict=True):
             check_about(replica.name, about, wanted)
             _ask(engine, replica.name, partial(_check_inside, replica, wanted, tokenizer))
-        check_alike({replica.name: replica.about for replica in replicas if replica.about})
+        check_alike({replica.name: replica.about for replica in replicas if replica.about}, wanted.where)
     except BaseException:
         engine.close()
         raise
@@ -143,7 +154,24 @@ def attach_engine(
 
 def check_about(name: str, about: About, wanted: Wanted) -> None:
     """Raises UnsupportedError (78) or ModelError (66) for a server that cannot serve this run."""
-    adapter = wanted.adapter
+    if wanted.adapter is not None:
+        _check_sampler(name, about, wanted, wanted.adapter)
+    if about.max_tokens is not None and about.max_tokens < wanted.max_tokens:
+        raise UnsupportedError(
+            f"{name} takes sequences up to {about.max_tokens} tokens, this run's are up to {wanted.max_tokens}",
+            where="spec.model.maxSequenceLength",
+            fix=f"start the server with a context length of {wanted.max_tokens}, or lower maxSequenceLength",
+        )
+    theirs, ours = about.architectures, wanted.architectures
+    if theirs is not None and ours is not None and set(theirs) != set(ours):
+        raise ModelError(
+            f"{name} serves {about.model}, a {', '.join(theirs)}; this run's model is a {', '.join(ours)}",
+            where=wanted.where,
+            fix="let the server serve the model of spec.model.uri",
+        )
+
+
+def _check_sampler(name: str, about: About, wanted: Wanted, adapter: AdapterConfig) -> None:
     if about.plugin is not None and wanted.engine_version == "Pinned":
         check_version(about.version, name=name)
     kind: Kind = "vLLM" if about.kind == "vLLM" else "SGLang" if about.plugin is not None else "SGLang without plug-in"
@@ -154,7 +182,7 @@ def check_about(name: str, about: About, wanted: Wanted) -> None:
         raise UnsupportedError(
             f"{name} draws by the seeds of requests, which attached servers get none of: all samples of a prompt would "
             "be one and the same",
-            where="spec.rollout.endpoints",
+            where=wanted.where,
             fix="start the server without --enable-deterministic-inference, or use engine: SGLang",
         )
     if adapter.type == "OFT" and about.plugin is None:
@@ -176,22 +204,9 @@ def check_about(name: str, about: About, wanted: Wanted) -> None:
             where="spec.adapter.targets",
             fix=f"start the server with --lora-target-modules {' '.join(sorted(wanted.targets))}",
         )
-    if about.max_tokens is not None and about.max_tokens < wanted.max_tokens:
-        raise UnsupportedError(
-            f"{name} takes sequences up to {about.max_tokens} tokens, this run's are up to {wanted.max_tokens}",
-            where="spec.model.maxSequenceLength",
-            fix=f"start the server with a context length of {wanted.max_tokens}, or lower maxSequenceLength",
-        )
-    if about.architectures is not None and set(about.architectures) != set(wanted.architectures):
-        raise ModelError(
-            f"{name} serves {about.model}, a {', '.join(about.architectures)}; this run's model is a "
-            f"{', '.join(wanted.architectures)}",
-            where="spec.rollout.endpoints",
-            fix="let the server serve the model of spec.model.uri",
-        )
 
 
-def check_alike(abouts: Mapping[str, About]) -> None:
+def check_alike(abouts: Mapping[str, About], where: str = "spec.rollout.endpoints") -> None:
     """Raises UnsupportedError (78) where two servers of one run are not of one kind and version."""
     (first, one), *others = abouts.items()
     for name, other in others:
@@ -200,7 +215,7 @@ def check_alike(abouts: Mapping[str, About]) -> None:
             if a != b:
                 raise UnsupportedError(
                     f"the endpoints differ in their {what}: {first} has {a}, {name} has {b}",
-                    where="spec.rollout.endpoints",
+                    where=where,
                     fix="serve one run with servers of one version",
                 )
 
@@ -220,17 +235,17 @@ async def _recognise(wire: Wire, endpoint: Endpoint, wanted: Wanted) -> Api:
     if not isinstance(version, dict) or "version" not in version:
         raise UnsupportedError(
             f"{endpoint.url} is neither SGLang nor vLLM's OpenAI server",
-            where="spec.rollout.endpoints",
+            where=wanted.where,
             fix="write the address of the server itself, without a path",
         )
-    if wanted.adapter.type == "OFT":
+    if wanted.adapter is not None and wanted.adapter.type == "OFT":
         raise UnsupportedError(
             f"{endpoint.url} is vLLM, which serves no OFT", where="spec.adapter.type", fix="write type: LoRA"
         )
     if endpoint.method == "Upload":
         raise UnsupportedError(
             f"{endpoint.url} is vLLM, which reads adapters from a folder only",
-            where="spec.rollout.endpoints",
+            where=wanted.where,
             fix="write adapterMethod: Folder, and rollout.adapterFolder",
         )
     return VllmApi(wire)
@@ -240,10 +255,10 @@ def _method(endpoint: Endpoint, wanted: Wanted) -> Literal["Folder", "Upload"]:
     method = endpoint.method
     if method == "Auto":
         method = "Folder" if endpoint.is_local else "Upload"
-    if method == "Upload" and wanted.adapter.type == "OFT":
+    if method == "Upload" and wanted.adapter is not None and wanted.adapter.type == "OFT":
         raise UnsupportedError(
             "an OFT adapter goes to SGLang as a folder",
-            where="spec.rollout.endpoints",
+            where=wanted.where,
             fix="write adapterMethod: Folder, and rollout.adapterFolder",
         )
     return method
@@ -259,8 +274,10 @@ async def _check_inside(replica: Replica, wanted: Wanted, tokenizer: Tokenizer) 
             raise ModelError(
                 f"{replica.name} has another tokenizer: tokens {list(probe[:8])}… are {theirs[:60]!r} there and "
                 f"{ours[:60]!r} here",
-                where="spec.rollout.endpoints",
-                fix="let the server serve the model of spec.model.uri with its own tokenizer",
+                where=wanted.where,
+                fix="let the server serve the model of spec.model.uri with its own tokenizer"
+                if wanted.architectures
+                else "take a teacher with the tokenizer of spec.model.uri: it is sent token ids",
             )
     if isinstance(api, VllmApi) and (shaping := shaping_fields(wanted.sampling)):
         await api.check_processed(wanted.probes[0], shaping)

@@ -69,10 +69,11 @@ class ServedEngine:
         self.explaining = threading.Lock()
         self._handing_over = threading.Lock()
         """A transport carries one adapter at a time; who publishes another meanwhile waits."""
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="rollout-client", daemon=True)
+        self.loop = asyncio.new_event_loop()
+        """The client's, on a thread of its own."""
+        self._thread = threading.Thread(target=self.loop.run_forever, name="rollout-client", daemon=True)
         self._thread.start()
-        self._queue = AnswerQueue(self._loop, tokenizer, max_running_requests)
+        self._queue = AnswerQueue(self.loop, tokenizer, max_running_requests)
 
     def attach(self, replicas: Sequence[Replica]) -> list[About]:
         """The servers, which answer by now; once.
@@ -138,11 +139,11 @@ class ServedEngine:
         async def all_of_them() -> list[ServerReading]:
             return list(await asyncio.gather(*(replica.read() for replica in self.replicas)))
 
-        if self._loop.is_closed():
+        if self.loop.is_closed():
             return []
         reading = all_of_them()
         try:
-            return asyncio.run_coroutine_threadsafe(reading, self._loop).result(READ_SECONDS)
+            return asyncio.run_coroutine_threadsafe(reading, self.loop).result(READ_SECONDS)
         except (CancelledError, TimeoutError, RuntimeError):
             # The engine is being closed.
             reading.close()
@@ -150,7 +151,7 @@ class ServedEngine:
 
     def close(self) -> None:
         """Ends the servers that are ours, and the client. Safe to call twice."""
-        if self._loop.is_closed():
+        if self.loop.is_closed():
             return
         try:
             self.call(self._end())
@@ -159,9 +160,9 @@ class ServedEngine:
                 replica.server.stop()
             if self._transport is not None:
                 self._transport.close()
-            self._loop.call_soon_threadsafe(self._loop.stop)
+            self.loop.call_soon_threadsafe(self.loop.stop)
             self._thread.join(10)
-            self._loop.close()
+            self.loop.close()
 
     async def _end(self) -> None:
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
@@ -236,8 +237,8 @@ class ServedEngine:
         """Brings back those of our own servers that have died, before somebody asks them."""
         for replica in self.replicas:
             if replica.is_up and not replica.server.is_alive():
-                self._loop.call_soon_threadsafe(replica.begin_revival)
+                self.loop.call_soon_threadsafe(replica.begin_revival)
 
     def call[T](self, work: Coroutine[Any, Any, T]) -> T:
         """Runs it on the client's own thread."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result()

@@ -38,9 +38,11 @@ def build_client() -> httpx.AsyncClient:
 class Wire:
     """To one server, wherever it is now: a restarted one has another port."""
 
-    def __init__(self, client: httpx.AsyncClient, server: Server) -> None:
+    def __init__(self, client: httpx.AsyncClient, server: Server, where: str = "spec.rollout.endpoints") -> None:
+        """Args: where: the manifest names the server."""
         self._client = client
         self._server = server
+        self._where = where
 
     @property
     def url(self) -> str:
@@ -52,11 +54,11 @@ class Wire:
         Args:
             num_bytes: that the server moves or reads before it answers.
         """
-        return _read(path, await self._send("POST", path, json=body, timeout=self._longest(num_bytes)))
+        return self._read(path, await self._send("POST", path, json=body, timeout=self._longest(num_bytes)))
 
     async def act(self, path: str, body: Mapping[str, Any], *, num_bytes: int = 0) -> None:
         """`post` where the answer is only that it was done."""
-        _check(path, await self._send("POST", path, json=body, timeout=self._longest(num_bytes)))
+        self._check(path, await self._send("POST", path, json=body, timeout=self._longest(num_bytes)))
 
     def _longest(self, num_bytes: int) -> httpx.Timeout:
         default = self._client.timeout
@@ -78,7 +80,7 @@ class Wire:
             async with self._client.stream("POST", url, headers=headers, json=body, timeout=patient) as answer:
                 if answer.status_code != 200:
                     await answer.aread()
-                    _check(path, answer)
+                    self._check(path, answer)
                 if not answer.headers.get("content-type", "").startswith("text/event-stream"):
                     raise GateError(f"{path} was answered with something that is no stream of events", where="rollout")
                 async for line in answer.aiter_lines():
@@ -94,12 +96,12 @@ class Wire:
             raise LostError(f"{url}: {error or type(error).__name__}") from None
 
     async def get(self, path: str, *, num_bytes: int = 0) -> Any:
-        return _read(path, await self._send("GET", path, timeout=ASK_SECONDS + seconds_for(num_bytes)))
+        return self._read(path, await self._send("GET", path, timeout=ASK_SECONDS + seconds_for(num_bytes)))
 
     async def text(self, path: str, seconds: float) -> str:
         """Raises LostError, or GateError where it is refused."""
         answer = await self._send("GET", path, timeout=seconds)
-        _check(path, answer)
+        self._check(path, answer)
         return answer.text
 
     async def answers(self, path: str, seconds: float) -> bool:
@@ -108,6 +110,32 @@ class Wire:
             return (await self._send("GET", path, timeout=seconds)).status_code == 200
         except LostError:
             return False
+
+    def _read(self, path: str, answer: httpx.Response) -> Any:
+        self._check(path, answer)
+        try:
+            return answer.json()
+        except ValueError:
+            raise GateError(f"{path} was answered with something that is not JSON", where="rollout") from None
+
+    def _check(self, path: str, answer: httpx.Response) -> None:
+        told = f"{path} was answered with {answer.status_code}: {answer.text[:SHOWN]}"
+        if answer.status_code in (401, 403):
+            raise CredentialsError(
+                f"{answer.request.url.host}:{answer.request.url.port} refuses this run: {told}",
+                where=self._where,
+                fix="name the environment variable with its key in apiKeyEnv, or other headers that it asks for",
+            )
+        if answer.is_redirect:
+            raise UnsupportedError(
+                f"{path} was redirected to {answer.headers.get('location')}, where no key is sent",
+                where=self._where,
+                fix="write the address that answers by itself",
+            )
+        if answer.status_code >= 500:
+            raise LostError(told)
+        if answer.status_code != 200:
+            raise GateError(told, where="rollout")
 
     async def _send(self, method: str, path: str, **how: Any) -> httpx.Response:
         try:
@@ -137,26 +165,6 @@ async def adapter_names(wire: Wire) -> frozenset[str]:
     return frozenset(str(model["id"]) for model in models if model.get("parent"))
 
 
-def _check(path: str, answer: httpx.Response) -> None:
-    told = f"{path} was answered with {answer.status_code}: {answer.text[:SHOWN]}"
-    if answer.status_code in (401, 403):
-        raise CredentialsError(
-            f"{answer.request.url.host}:{answer.request.url.port} refuses this run: {told}",
-            where="spec.rollout.endpoints",
-            fix="name the environment variable with its key in apiKeyEnv, or other headers that it asks for",
-        )
-    if answer.is_redirect:
-        raise UnsupportedError(
-            f"{path} was redirected to {answer.headers.get('location')}, where no key is sent",
-            where="spec.rollout.endpoints",
-            fix="write the address that answers by itself",
-        )
-    if answer.status_code >= 500:
-        raise LostError(told)
-    if answer.status_code != 200:
-        raise GateError(told, where="rollout")
-
-
 def _event(path: str, text: str) -> dict[str, Any]:
     try:
         event = json.loads(text)
@@ -173,11 +181,3 @@ def _event(path: str, text: str) -> dict[str, Any]:
     if isinstance(code, int) and code >= 500:
         raise LostError(told)
     raise GateError(told, where="rollout")
-
-
-def _read(path: str, answer: httpx.Response) -> Any:
-    _check(path, answer)
-    try:
-        return answer.json()
-    except ValueError:
-        raise GateError(f"{path} was answered with something that is not JSON", where="rollout") from None

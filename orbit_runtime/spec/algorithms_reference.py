@@ -108,6 +108,7 @@ def _teacher(teacher: Teacher) -> str:
         "Adapter": str(teacher.uri),
         "Average": f"its own average, decay {teacher.decay}",
         "Lagged": f"itself, at most {teacher.every_steps} steps ago",
+        "Served": "the model behind its endpoints",
     }
     return f"teacher: {who[teacher.type]}, {teacher.coefficient:g} * {kind} over {over[teacher.over]}"
 

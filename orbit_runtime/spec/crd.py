@@ -18,6 +18,7 @@ LIST_TYPES: dict[str, Schema] = {
     "spec.adapter.targets": {"x-kubernetes-list-type": "set"},
     "spec.environment.rewards": {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
     "spec.rollout.endpoints": {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["url"]},
+    "spec.algorithm.teacher.endpoints": {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["url"]},
     "spec.evaluation.environments": {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
     "spec.evaluation.environments[].environment.rewards": {
         "x-kubernetes-list-type": "map",

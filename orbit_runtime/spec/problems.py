@@ -28,12 +28,16 @@ _OBJECT_NAME = "the name of a Kubernetes object: lower-case letters, digits, `-`
 _LABEL_VALUE = "letters, digits, `-`, `_` and `.`, with a letter or digit at both ends"
 _QUANTITY = "a number of bytes such as `512Mi` or `64Gi`"
 _VARIABLE = "the name of an environment variable, not its value: letters, digits and `_`"
+_SERVER_HINTS = {
+    "url": "`http://host:port`, without a path",
+    "apiKeyEnv": _VARIABLE,
+    "headers[].name": "letters, digits and `-`",
+    "headers[].value": "printable ASCII without spaces",
+    "headers[].valueEnv": _VARIABLE,
+}
 _HINTS = {
-    "spec.rollout.endpoints[].url": "`http://host:port`, without a path",
-    "spec.rollout.endpoints[].apiKeyEnv": _VARIABLE,
-    "spec.rollout.endpoints[].headers[].name": "letters, digits and `-`",
-    "spec.rollout.endpoints[].headers[].value": "printable ASCII without spaces",
-    "spec.rollout.endpoints[].headers[].valueEnv": _VARIABLE,
+    **{f"spec.rollout.endpoints[].{field}": hint for field, hint in _SERVER_HINTS.items()},
+    **{f"spec.algorithm.teacher.endpoints[].{field}": hint for field, hint in _SERVER_HINTS.items()},
     "spec.rollout.adapterFolder": "an absolute path",
     "spec.observability.notify[].url": "`https://host/path`",
     "spec.observability.notify[].urlEnv": _VARIABLE,

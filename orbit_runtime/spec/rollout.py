@@ -6,7 +6,7 @@ Belongs here: the engine and the distribution. Does not belong here: generation 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue
@@ -98,16 +98,13 @@ class Header(Block):
             yield Contradiction(("value",), (("name",),), message, "name the variable that holds it in `valueEnv`")
 
 
-class Endpoint(Block):
-    """A server that is there already."""
+class Server(Block):
+    """A server that somebody else runs."""
 
     url: Annotated[
         str, LAYOUT, Field(min_length=1, max_length=1024, pattern=URL_PATTERN, examples=["http://engine:30000"])
     ]
     """Address of SGLang, or of vLLM's OpenAI server, without a path."""
-    adapter_method: Annotated[Literal["Auto", "Folder", "Upload"], LAYOUT] = "Auto"
-    """How adapters get there: `Folder`, as a path that the server sees too, or `Upload`, LoRA's tensors in the request,
-    which only SGLang takes. `Auto` is `Folder` on this machine and where `adapterFolder` is set, else `Upload`."""
     api_key_env: Annotated[
         str | None, LAYOUT, Field(max_length=256, pattern=VARIABLE_PATTERN, examples=["ENGINE_API_KEY"])
     ] = None
@@ -125,6 +122,22 @@ class Endpoint(Block):
             yield Contradiction(("apiKeyEnv",), (("headers",),), message, "remove one of the two")
         if len(set(names)) < len(names):
             yield Contradiction(("headers",), (), "a header stands here twice", "name each once")
+
+
+def check_named_once(endpoints: Sequence[Server]) -> Iterator[Contradiction]:
+    """As a list of `endpoints` is a map in the CRD."""
+    urls = [endpoint.url for endpoint in endpoints]
+    for index, url in enumerate(urls):
+        if urls[:index].count(url) == 1:
+            yield Contradiction(("endpoints", index), (), f"`{url}` stands here twice", "name each once")
+
+
+class Endpoint(Server):
+    """A server that samples for this run."""
+
+    adapter_method: Annotated[Literal["Auto", "Folder", "Upload"], LAYOUT] = "Auto"
+    """How adapters get there: `Folder`, as a path that the server sees too, or `Upload`, LoRA's tensors in the request,
+    which only SGLang takes. `Auto` is `Folder` on this machine and where `adapterFolder` is set, else `Upload`."""
 
 
 class Rollout(Block):
@@ -221,7 +234,4 @@ class Rollout(Block):
             yield Contradiction(("engineArguments",), (("engine",),), message, fix)
         for name, message, fix in argument_problems(self.engine_arguments):
             yield Contradiction(("engineArguments", name), (), message, fix)
-        urls = [endpoint.url for endpoint in self.endpoints]
-        for index, url in enumerate(urls):
-            if urls[:index].count(url) == 1:
-                yield Contradiction(("endpoints", index), (), f"`{url}` stands here twice", "name each once")
+        yield from check_named_once(self.endpoints)

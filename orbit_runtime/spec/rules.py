@@ -6,44 +6,22 @@ Does not belong here: what the schema says without them (`crd`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Iterator
 
 from orbit_runtime.spec.adapter import COFT_EPS, NEUMANN_TERMS
-from orbit_runtime.spec.algorithm import BUFFER_SHARE, IDLE_WITHOUT_REWARD, TRUNCATION_CAP, UNREWARDED
 from orbit_runtime.spec.block import LABEL_KEY, MAX_LABEL_KEY
 from orbit_runtime.spec.data import PROMPT_SCHEMES
 from orbit_runtime.spec.environment import CODE_SCHEMES
 from orbit_runtime.spec.lifecycle import Lifecycle
 from orbit_runtime.spec.model import MODEL_SCHEMES
-from orbit_runtime.spec.objectives import CORRECTIONS, OBJECTIVES
 from orbit_runtime.spec.rollout import TOKEN_ID_PATTERN
+from orbit_runtime.spec.rule import Rule, uri_rule
+from orbit_runtime.spec.rules_algorithm import algorithm_rules, correction_rules, dynamic_rounds, teacher_rules
 from orbit_runtime.spec.run import NAME_LENGTH, NAME_PATTERN, RunSpec
 from orbit_runtime.spec.storage import STORAGE_SCHEMES
-from orbit_runtime.spec.teacher import OWNERS
 
 MUTABLE = ("suspend", "queueName", "ttlSecondsAfterFinished")
 """Of `spec.lifecycle`: what may change, `queueName` only while the run is suspended."""
-
-
-class Rule(NamedTuple):
-    """One of `x-kubernetes-validations`."""
-
-    cel: str
-    message: str
-    """What to do; the server puts the path and the value before it."""
-    field: str = ""
-    """The field to blame, relative to the block: `.oft`."""
-
-
-def _uri_rule(schemes: tuple[str, ...], name: str = "uri") -> Rule:
-    named = "|".join(scheme for scheme in schemes if scheme != "file")
-    return Rule(
-        f"!self.{name}.contains('://') || self.{name}.contains('${{')"
-        f" || self.{name}.matches('^(file:///|({named})://[/]*[^/])')",
-        "allowed: a path, file:///path, " + ", ".join(f"{scheme}://name" for scheme in schemes if scheme != "file"),
-        f".{name}",
-    )
 
 
 def _keys_rule(name: str) -> Rule:
@@ -65,128 +43,28 @@ def _scored_rule(is_free: str) -> Rule:
     )
 
 
-def _by_type(path: str, defaults: Mapping[str, str | float | None]) -> str:
-    """CEL of a field: as it is written, or what its block's type has where it is left out. No default: 0."""
-    types: dict[str, list[str]] = {}
-    for name, value in defaults.items():
-        types.setdefault(f"'{value}'" if isinstance(value, str) else f"{float(value or 0)!r}", []).append(name)
-    (*others, (usual, _)) = sorted(types.items(), key=lambda item: len(item[1]))
-    cases = "".join(f"self.type in {names!r} ? {value} : " for value, names in others)
-    return f"(has(self.{path}) ? self.{path} : {cases}{usual})"
-
-
-def _algorithm_rules() -> tuple[Rule, ...]:
-    def effective(path: str, attribute: str) -> str:
-        return _by_type(path, {name: getattr(row, attribute) for name, row in OBJECTIVES.items()})
-
-    unbounded = [name for name, row in OBJECTIVES.items() if row.clip_low is None]
-    low, high = effective("clip.low", "clip_low"), effective("clip.high", "clip_high")
-    baseline, normalize = (effective(f"advantage.{name}", name) for name in ("baseline", "normalize"))
-    placement, estimator = (effective(f"kl.{name}", f"kl_{name}") for name in ("placement", "estimator"))
-    penalty = effective("overlong.penalty", "overlong_penalty")
-    return (
-        Rule("self.type != 'Custom' || has(self.entrypoint)", "add entrypoint: module:function", ".type"),
-        Rule("self.type == 'Custom' || !has(self.entrypoint)", "remove it, or write type: Custom", ".entrypoint"),
-        *(
-            Rule(
-                f"!has(self.advantage.entrypoint) || !has(self.advantage.{name})",
-                f"remove {name} or entrypoint",
-                f".advantage.{name}",
-            )
-            for name in ("baseline", "normalize")
-        ),
-        Rule(
-            f"!(self.type in {unbounded!r}) || !has(self.clip.low)",
-            "remove it: this type has no lower bound",
-            ".clip.low",
-        ),
-        Rule(
-            f"self.type in {unbounded!r} || {high} < 0.0 || {low} <= {high}",
-            "write low no higher than high, or raise high",
-            ".clip.low",
-        ),
-        Rule(
-            f"has(self.advantage.entrypoint) || !({baseline} in ['None', 'Critic']) || {normalize} != 'Group'",
-            "write normalize: Batch or normalize: None, or another baseline",
-            ".advantage.normalize",
-        ),
-        Rule(
-            f"!has(self.critic) || (!has(self.advantage.entrypoint) && {baseline} == 'Critic')",
-            "remove it, or write type: PPO",
-            ".critic",
-        ),
-        Rule("self.type != 'SFT' || !has(self.teacher)", "remove it, or write type: Distillation", ".teacher"),
-        Rule("self.type != 'Distillation' || has(self.teacher)", "add teacher: {type: Adapter, uri: …}", ".type"),
-        *(
-            Rule(
-                f"!(self.type in {list(UNREWARDED)!r}) || !has(self.{block}.{name})",
-                f"remove {name}, or write another type",
-                f".{block}.{name}",
-            )
-            for block, name in IDLE_WITHOUT_REWARD
-        ),
-        Rule(
-            f"!self.kl.importanceWeighted || ({placement} == 'Loss' && {estimator} != 'K2')",
-            "remove it, or write placement: Loss and estimator: K1 or K3",
-            ".kl.importanceWeighted",
-        ),
-        Rule(
-            f"{penalty} != 0.0 || self.overlong.bufferShare == {BUFFER_SHARE}",
-            "remove it, or write penalty: 1",
-            ".overlong.bufferShare",
-        ),
-        Rule(
-            f"self.groupSize != 1 || {_rounds('self')} <= 0",
-            "write groupSize: 2 or more, or maxRounds: 0",
-            ".dynamicSampling.maxRounds",
-        ),
-    )
-
-
-def _teacher_rules() -> tuple[Rule, ...]:
-    address = _uri_rule(STORAGE_SCHEMES)
-    return (
-        address._replace(cel=f"!has(self.uri) || {address.cel}"),
-        Rule("self.type != 'Adapter' || has(self.uri)", "add uri: runs/<run>/adapters/policy-v…", ".type"),
-        *(
-            Rule(f"!has(self.{name}) || self.type == '{owner}'", f"remove {name}, or write type: {owner}", f".{name}")
-            for name, owner in OWNERS.items()
-        ),
-        Rule("!has(self.topK) || self.over == 'TopK'", "remove topK, or write over: TopK", ".topK"),
-        Rule(
-            "self.over != 'Sampled' || self.beta <= 0.0 || self.beta >= 1.0",
-            "write beta: 0 or beta: 1, or over: Full",
-            ".beta",
-        ),
-    )
-
-
-def _correction_rules() -> tuple[Rule, ...]:
-    cap = _by_type("cap", {name: row.cap for name, row in CORRECTIONS.items()})
-    floor = _by_type("floor", {name: row.floor for name, row in CORRECTIONS.items()})
-    return (
-        Rule(
-            f"self.type != 'None' || !has(self.cap) || self.cap == {TRUNCATION_CAP:.1f}",
-            "remove cap, or write type: TokenTruncated",
-            ".cap",
-        ),
-        Rule("!has(self.floor) || self.type.endsWith('Masked')", "remove floor, or write type: TokenMasked", ".floor"),
-        Rule(
-            f"!self.type.endsWith('Masked') || {cap} <= 0.0 || {floor} <= {cap}",
-            "write floor no higher than cap, or raise cap",
-            ".floor",
-        ),
-        Rule("self.type != 'None' || !has(self.veto)", "remove veto, or write type: TokenTruncated", ".veto"),
-    )
-
-
-def _rounds(block: str) -> str:
-    """CEL of `dynamicSampling.maxRounds`, a whole number; `block` is the algorithm's."""
-    rounds = _by_type("dynamicSampling.maxRounds", {name: row.max_rounds for name, row in OBJECTIVES.items()})
-    return rounds.replace(".0", "").replace("self.", f"{block}.")
-
-
-INITIAL = _uri_rule(STORAGE_SCHEMES, "initFrom")
+SERVER = (
+    Rule(
+        "!has(self.apiKeyEnv) || !has(self.headers) || !self.headers.exists(h, h.name.lowerAscii() == 'authorization')",
+        "remove apiKeyEnv, or the header Authorization",
+        ".apiKeyEnv",
+    ),
+    Rule(
+        "!has(self.headers)"
+        " || self.headers.all(h, self.headers.exists_one(o, o.name.lowerAscii() == h.name.lowerAscii()))",
+        "name each header once",
+        ".headers",
+    ),
+)
+HEADER = (
+    Rule("has(self.value) != has(self.valueEnv)", "write value or valueEnv, and not both", ".name"),
+    Rule(
+        "!has(self.value) || has(self.valueEnv) || self.name.lowerAscii() != 'authorization'",
+        "name the variable that holds it in valueEnv",
+        ".value",
+    ),
+)
+INITIAL = uri_rule(STORAGE_SCHEMES, "initFrom")
 
 CHECKS: dict[str, tuple[Rule, ...]] = {
     "": (
@@ -208,7 +86,7 @@ CHECKS: dict[str, tuple[Rule, ...]] = {
             ".rollout.sampling.maxNewTokens",
         ),
         Rule(
-            f"self.rollout.maxStaleness <= 0 || {_rounds('self.algorithm')} <= 0",
+            f"self.rollout.maxStaleness <= 0 || {dynamic_rounds('self.algorithm')} <= 0",
             "write 0, or algorithm.dynamicSampling.maxRounds: 0",
             ".rollout.maxStaleness",
         ),
@@ -255,7 +133,7 @@ CHECKS: dict[str, tuple[Rule, ...]] = {
             ".lifecycle.queueName",
         ),
     ),
-    "spec.model": (_uri_rule(MODEL_SCHEMES),),
+    "spec.model": (uri_rule(MODEL_SCHEMES),),
     "spec.adapter": (
         Rule("self.type == 'LoRA' || !has(self.lora)", "remove lora, or write type: LoRA", ".lora"),
         Rule("self.type == 'OFT' || !has(self.oft)", "remove oft, or write type: OFT", ".oft"),
@@ -269,10 +147,12 @@ CHECKS: dict[str, tuple[Rule, ...]] = {
         ),
         Rule(f"self.coft || self.coftEps == {COFT_EPS}", "remove coftEps, or write coft: true", ".coftEps"),
     ),
-    "spec.algorithm": _algorithm_rules(),
-    "spec.algorithm.importanceSampling": _correction_rules(),
-    "spec.algorithm.teacher": _teacher_rules(),
-    "spec.data.prompts[]": (_uri_rule(PROMPT_SCHEMES),),
+    "spec.algorithm": algorithm_rules(),
+    "spec.algorithm.importanceSampling": correction_rules(),
+    "spec.algorithm.teacher": teacher_rules(),
+    "spec.algorithm.teacher.endpoints[]": SERVER,
+    "spec.algorithm.teacher.endpoints[].headers[]": HEADER,
+    "spec.data.prompts[]": (uri_rule(PROMPT_SCHEMES),),
     "spec.environment": (
         Rule("!has(self.entrypoint) || self.type == 'MultiTurn'", "remove it, or write type: MultiTurn", ".entrypoint"),
         Rule(
@@ -297,7 +177,7 @@ CHECKS: dict[str, tuple[Rule, ...]] = {
             ".rewards",
         ),
     ),
-    "spec.environment.code": (_uri_rule(CODE_SCHEMES),),
+    "spec.environment.code": (uri_rule(CODE_SCHEMES),),
     "spec.environment.rewards[]": (
         Rule("has(self.type) || has(self.entrypoint)", "add type: ExactMatch, or entrypoint: module:function"),
         Rule("!has(self.type) || !has(self.entrypoint)", "remove type or entrypoint", ".entrypoint"),
@@ -350,31 +230,11 @@ CHECKS: dict[str, tuple[Rule, ...]] = {
             ".logitBias",
         ),
     ),
-    "spec.rollout.endpoints[]": (
-        Rule(
-            "!has(self.apiKeyEnv) || !has(self.headers)"
-            " || !self.headers.exists(h, h.name.lowerAscii() == 'authorization')",
-            "remove apiKeyEnv, or the header Authorization",
-            ".apiKeyEnv",
-        ),
-        Rule(
-            "!has(self.headers)"
-            " || self.headers.all(h, self.headers.exists_one(o, o.name.lowerAscii() == h.name.lowerAscii()))",
-            "name each header once",
-            ".headers",
-        ),
-    ),
+    "spec.rollout.endpoints[]": SERVER,
     "spec.observability.notify[]": (
         Rule("has(self.url) != has(self.urlEnv)", "write url or urlEnv, and not both", ".url"),
     ),
-    "spec.rollout.endpoints[].headers[]": (
-        Rule("has(self.value) != has(self.valueEnv)", "write value or valueEnv, and not both", ".name"),
-        Rule(
-            "!has(self.value) || has(self.valueEnv) || self.name.lowerAscii() != 'authorization'",
-            "name the variable that holds it in valueEnv",
-            ".value",
-        ),
-    ),
+    "spec.rollout.endpoints[].headers[]": HEADER,
     "spec.training": (
         Rule(
             "!has(self.miniBatchPrompts) || self.miniBatchPrompts < 1"
@@ -402,7 +262,7 @@ CHECKS: dict[str, tuple[Rule, ...]] = {
         ),
     ),
     "spec.storage": (
-        _uri_rule(STORAGE_SCHEMES),
+        uri_rule(STORAGE_SCHEMES),
         Rule(
             "!has(self.credentialsSecretName) || !has(self.serviceAccountName)",
             "remove serviceAccountName or credentialsSecretName",

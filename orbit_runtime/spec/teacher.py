@@ -10,13 +10,19 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from orbit_runtime.spec.block import IDENTITY, LAYOUT, Block, Contradiction, Uri, check_scheme
+from orbit_runtime.spec.block import IDENTITY, LAYOUT, AsTuple, Block, Contradiction, Uri, check_scheme
+from orbit_runtime.spec.rollout import Server, check_named_once
 from orbit_runtime.spec.storage import STORAGE_SCHEMES
 
-TeacherType = Literal["Base", "Adapter", "Average", "Lagged"]
+TeacherType = Literal["Base", "Adapter", "Average", "Lagged", "Served"]
 Over = Literal["Full", "TopK", "Sampled"]
 DECAY, EVERY_STEPS, TOP_K = 0.99, 10, 32
-OWNERS: dict[str, TeacherType] = {"uri": "Adapter", "decay": "Average", "everySteps": "Lagged"}
+OWNERS: dict[str, TeacherType] = {
+    "uri": "Adapter",
+    "decay": "Average",
+    "everySteps": "Lagged",
+    "endpoints": "Served",
+}
 """Field → the only type that reads it."""
 
 
@@ -24,10 +30,16 @@ class Teacher(Block):
     """On-policy distillation: a divergence from a teacher, added to the loss of each sampled token."""
 
     type: Annotated[TeacherType, IDENTITY] = "Base"
-    """The base with its adapter off; an adapter that was trained before; a running average of the policy itself; or the
-    policy as it was some steps ago. All of them are the run's one base: none is a second copy of it."""
+    """`Base`: the base with its adapter off. `Adapter`: one that was trained before. `Average`: a running average of
+    the policy. `Lagged`: the policy some steps ago. These share the run's base; none is a second copy of it. `Served`:
+    another model with the same tokenizer, behind `endpoints`; it takes `over: Sampled`."""
     uri: Annotated[Uri | None, LAYOUT, Field(examples=["runs/bigger/adapters/policy-v60"])] = None
     """Folder of the adapter: PEFT's, or a run's `adapters/policy-v…`."""
+    endpoints: Annotated[
+        tuple[Server, ...], AsTuple, Field(max_length=16, examples=[[{"url": "http://teacher:30000"}]])
+    ] = ()
+    """Servers of a `Served` teacher, SGLang or vLLM; all of them serve the same model. Each rollout is sent to the one
+    that has least to do, as token ids."""
     decay: Annotated[float | None, IDENTITY, Field(ge=0, lt=1)] = None
     """Share of the average that a step leaves as it is; unset, 0.99."""
     every_steps: Annotated[int | None, IDENTITY, Field(ge=1, le=1_000_000)] = None
@@ -43,8 +55,8 @@ class Teacher(Block):
     """0: forward KL(teacher || student); 1: reverse KL(student || teacher); in between the generalised Jensen-Shannon
     divergence (GKD, https://arxiv.org/abs/2306.13649, eq. 1)."""
     preflight: Annotated[Literal["Enforce", "Report"], LAYOUT] = "Enforce"
-    """Before the first step an adapter answers prompts as the policy does; one that earns less stops the run (84), or
-    is only reported."""
+    """Before the first step an `Adapter` or a `Served` teacher answers prompts as the policy does; one that earns less
+    stops the run (84), or is only reported."""
     preflight_prompts: Annotated[int, LAYOUT, Field(ge=2, le=100_000)] = 64
     """How many prompts that takes."""
 
@@ -64,13 +76,8 @@ class Teacher(Block):
     @property
     def is_on_ranks(self) -> bool:
         """A trainer that is divided among ranks can ask it: they hold no second adapter, and each only a part of a
-        token's distribution."""
-        return self.type == "Base" and self.is_column
-
-    @property
-    def has_adapter(self) -> bool:
-        """It is a set of adapter parameters beside the policy's."""
-        return self.type != "Base"
+        token's distribution. Servers are asked by the loop, whoever trains."""
+        return self.type in ("Base", "Served") and self.is_column
 
     def contradictions(self) -> Iterator[Contradiction]:
         if self.uri is not None:
@@ -78,7 +85,11 @@ class Teacher(Block):
         if self.type == "Adapter" and self.uri is None:
             fix = "add `uri: runs/<run>/adapters/policy-v…`"
             yield Contradiction(("type",), (("uri",),), "`type: Adapter` needs the adapter that teaches", fix)
-        for name, value in (("uri", self.uri), ("decay", self.decay), ("everySteps", self.every_steps)):
+        yield from self._served_contradictions()
+        given = {
+            "uri": self.uri, "decay": self.decay, "everySteps": self.every_steps, "endpoints": self.endpoints or None,
+        }  # fmt: skip
+        for name, value in given.items():
             owner = OWNERS[name]
             if value is not None and self.type != owner:
                 yield Contradiction(
@@ -100,4 +111,19 @@ class Teacher(Block):
                 (("over",),),
                 "one sampled token says nothing of the mixture of two distributions",
                 "write `beta: 0` or `beta: 1`, or `over: Full`",
+            )
+
+    def _served_contradictions(self) -> Iterator[Contradiction]:
+        yield from check_named_once(self.endpoints)
+        if self.type != "Served":
+            return
+        if not self.endpoints:
+            fix = "add `endpoints: [{url: http://host:port}]`"
+            yield Contradiction(("type",), (("endpoints",),), "`type: Served` needs the servers that teach", fix)
+        if self.over != "Sampled":
+            yield Contradiction(
+                ("over",),
+                (("type",),),
+                "a server tells how likely it finds each sampled token, and no whole distribution",
+                "write `over: Sampled`",
             )

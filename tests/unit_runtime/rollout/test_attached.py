@@ -173,9 +173,9 @@ def test_a_variable_that_is_not_set_is_named_before_anything_is_asked() -> None:
         ({"ENGINE_KEY": "k"}, "headers[0].valueEnv", "TEAM"),
     ):  # fmt: skip
         with pytest.raises(CredentialsError, match=f"{variable} is not set") as caught:
-            endpoint_headers(3, endpoint, environment)
+            endpoint_headers("spec.rollout.endpoints[3]", endpoint, environment)
         assert caught.value.where == f"spec.rollout.endpoints[3].{field}"
-    found = endpoint_headers(0, endpoint, {"ENGINE_KEY": "k", "TEAM": "a"})
+    found = endpoint_headers("spec.rollout.endpoints[0]", endpoint, {"ENGINE_KEY": "k", "TEAM": "a"})
     assert found == {"X-Team": "a", "Authorization": "Bearer k"}
 
 

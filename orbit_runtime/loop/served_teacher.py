@@ -1,0 +1,112 @@
+"""A teacher behind endpoints: attached with the engine, and asked about each rollout as it ends.
+
+Belongs here: from the manifest to its servers, and their log-probs on the rollout. Does not belong here: asking a
+server (`rollout.served_teacher`), whether a teacher is worth learning from (`teacher`), the divergence
+(`algorithms.distillation`).
+
+What it says is part of the rollout: it is paid for once, waits in checkpoints with it, and a replay asks nobody.
+"""
+
+from __future__ import annotations
+
+import os
+from array import array
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from orbit_runtime.environments.episodes import Environment, Episode, Played
+from orbit_runtime.loop.engines import PROBES, endpoint_headers
+from orbit_runtime.planner.sampling import sampling_of
+from orbit_runtime.spec.run import RunSpec
+from orbit_runtime.types import FLOATS, Prompt, Tokenizer, TokenSource
+
+if TYPE_CHECKING:
+    from orbit_runtime.rollout.served_teacher import ServedTeacher
+
+FIELD = "spec.algorithm.teacher.endpoints"
+
+
+def check_servers(spec: RunSpec) -> None:
+    """Raises CredentialsError (77) for a variable of a teacher's endpoints that is not set."""
+    _headers(spec)
+
+
+def attach_teacher(
+    spec: RunSpec, tokenizer: Tokenizer, sequences: Sequence[Sequence[int]], closing: ExitStack
+) -> ServedTeacher | None:
+    """None: the manifest names no servers.
+
+    Args:
+        sequences: token ids of prompts, whose text the servers' tokenizer must agree on.
+
+    Raises:
+        EngineDiedError: (82) one does not answer.
+        UnsupportedError: (78) one is neither SGLang nor vLLM, or takes no sequence of this length.
+        ModelError: (66) one has another tokenizer.
+    """
+    teacher = spec.algorithm.teacher
+    if teacher is None or teacher.type != "Served":
+        return None
+    from orbit_runtime.rollout.attached import Endpoint, Wanted, attach_engine
+    from orbit_runtime.rollout.served_teacher import ServedTeacher
+
+    headers = _headers(spec)
+    endpoints = [Endpoint(each.url, "Folder", own) for each, own in zip(teacher.endpoints, headers, strict=True)]
+    wanted = Wanted(
+        adapter=None,
+        # A server that scores a sequence may want room for one token behind it.
+        max_tokens=spec.model.max_sequence_length + 1,
+        sampling=sampling_of(spec),
+        probes=tuple(tuple(ids) for ids in sequences[:PROBES]),
+        where=FIELD,
+        who="teacher",
+    )
+    engine = attach_engine(
+        endpoints, wanted, tokenizer, folder=Path(), max_running_requests=spec.rollout.max_running_requests
+    )
+    closing.callback(engine.close)
+    return ServedTeacher(engine, FIELD)
+
+
+def _headers(spec: RunSpec) -> list[dict[str, str]]:
+    teacher = spec.algorithm.teacher
+    return [
+        endpoint_headers(f"{FIELD}[{index}]", each, os.environ)
+        for index, each in enumerate(teacher.endpoints if teacher else ())
+    ]
+
+
+class Scores(Protocol):
+    """Says of each token of a sequence how likely it finds it."""
+
+    async def logprobs(self, token_ids_T: Sequence[int]) -> array[float]: ...
+
+
+@dataclass(frozen=True)
+class TaughtEnvironment:
+    """An `Environment` whose rollouts come with what a teacher says of their tokens.
+
+    A rollout waits for it with its rewards: the teacher computes beside sampling, and an episode that is cancelled
+    costs it nothing more.
+    """
+
+    environment: Environment
+    teacher: Scores
+
+    def build_episodes(self, prompts_P: Sequence[Prompt], step: int) -> list[Episode]:
+        return self.environment.build_episodes(prompts_P, step)
+
+    async def play(self, episode: Episode, tokens: TokenSource) -> Played:
+        """A rollout that does not train is nobody's lesson."""
+        played = await self.environment.play(episode, tokens)
+        rollout = played.rollout
+        if not rollout.trains:
+            return played
+        told_T = await self.teacher.logprobs(rollout.token_ids_T)
+        column_T = array(
+            FLOATS, [each if mask else 0.0 for each, mask in zip(told_T, rollout.loss_mask_T, strict=True)]
+        )
+        return replace(played, rollout=replace(rollout, teacher_logprobs_T=column_T))
