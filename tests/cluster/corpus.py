@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.cluster.corpus_algorithm import BAD_ALGORITHM, GOOD_ALGORITHM
+
 EXAMPLES = sorted((Path(__file__).resolve().parents[2] / "examples").glob("*.yaml"))
 NEEDED = {
     "model": "{uri: builtin://tiny-adder}",
@@ -67,33 +69,7 @@ GOOD_BLOCKS: dict[str, tuple[str, ...]] = {
         "{type: OFT, oft: {parametrization: CayleyNeumann, neumannTerms: 6}}",
         "{type: OFT, oft: {coft: true, coftEps: 0.001}}", "{initFrom: runs/sft}", "{initFrom: s3://bucket/runs/sft}",
     ),
-    "algorithm": (
-        "{importanceSampling: {type: TokenTruncated, cap: 5}}", "{clip: {low: 0.2, high: 0.2}}",
-        "{importanceSampling: {cap: 2}}", "{importanceSampling: {cap: 2.0}}",
-        *(
-            f"{{type: {name}}}"
-            for name in (
-                "DrGRPO", "DAPO", "GSPO", "CISPO", "RLOO", "OPO", "ReinforcePlusPlus", "ReinforcePlusPlusBaseline",
-                "PPO",
-            )
-        ),
-        "{type: PPO, groupSize: 1, critic: {learningRate: 0.001, rank: 4, gamma: 0.99, gaeLambda: 0.95}}",
-        "{type: PPO, critic: {valueClip: 0.5, warmupSteps: 3, bootstrapTruncated: true}}",
-        "{advantage: {baseline: Critic, normalize: None}, critic: {}}",
-        "{type: SFT}", "{type: SFT, kl: {coefficient: 0.1}}", "{type: SFT, reduction: Sequence}",
-        "{teacher: {}}", "{type: Distillation, groupSize: 1, teacher: {type: Adapter, uri: s3://bucket/adapter}}",
-        "{teacher: {type: Adapter, uri: runs/a/adapters/policy-v3, over: TopK, topK: 8, beta: 0.5, coefficient: 0.1}}",
-        "{type: RLOO, teacher: {type: Average, decay: 0.999, over: Sampled, beta: 0}}",
-        "{teacher: {type: Lagged, everySteps: 5, preflight: Report, preflightPrompts: 4}}",
-        "{type: Custom, entrypoint: m:f}", "{type: DAPO, clip: {low: 0.28}}", "{type: CISPO, clip: {high: 7}}",
-        "{type: ReinforcePlusPlus, groupSize: 1}", "{type: DAPO, groupSize: 1, dynamicSampling: {maxRounds: 0}}",
-        "{advantage: {baseline: None, normalize: Batch}}", "{advantage: {entrypoint: m:f}}",
-        "{type: ReinforcePlusPlus, advantage: {entrypoint: m:f}}",
-        "{overlong: {penalty: 0.5, bufferShare: 0.1}}", "{type: DAPO, overlong: {bufferShare: 0.5}}",
-        "{kl: {coefficient: 0.1, estimator: K1, importanceWeighted: true}}",
-        "{importanceSampling: {type: TokenMasked, floor: 0.1, cap: 3, veto: 0.0001}}",
-        "{importanceSampling: {type: GeometricMasked, cap: 1.01}}", "{importanceSampling: {type: SequenceTruncated}}",
-    ),
+    "algorithm": GOOD_ALGORITHM,
     "data": (
         "{prompts: [{uri: 'süß/数据.jsonl', promptField: 'вопрос'}], limit: }",
         "{prompts: [{uri: a, completionField: answer, toolsField: tools}], validation: {patience: 3}}",
@@ -187,42 +163,7 @@ BAD_BLOCKS: dict[str, tuple[tuple[str, str], ...]] = {
         ("{type: OFT, oft: {parametrization: Cayley, neumannTerms: 6}}", "oft.neumannTerms"),
         ("{type: OFT, oft: {coftEps: 0.001}}", "oft.coftEps"), ("{initFrom: ftp://a/b}", "initFrom"),
     ),
-    "algorithm": (
-        ("{clip: {low: 0.3, high: 0.2}}", "clip.low"), ("{clip: {low: 0.3}}", "clip.low"),
-        ("{importanceSampling: {cap: 3}}", "importanceSampling.cap"),
-        ("{type: Custom}", "type"), ("{entrypoint: m:f}", "entrypoint"),
-        ("{type: CISPO, clip: {low: 0.1}}", "clip.low"),
-        ("{type: GSPO, clip: {high: 0.0001}}", "clip.low"), ("{type: GSPO, clip: {low: 0.2}}", "clip.low"),
-        ("{advantage: {baseline: None}}", "advantage.normalize"),
-        ("{type: ReinforcePlusPlus, advantage: {normalize: Group}}", "advantage.normalize"),
-        ("{type: PPO, advantage: {normalize: Group}}", "advantage.normalize"),
-        ("{type: SFT, teacher: {}}", "teacher"), ("{type: SFT, clip: {high: 0.3}}", "clip.high"),
-        ("{type: SFT, clip: {low: 0.1}}", "clip.low"),
-        ("{type: SFT, advantage: {baseline: GroupMean}}", "advantage.baseline"),
-        ("{type: Distillation}", "type"), ("{type: Distillation, teacher: {}, clip: {high: 0.3}}", "clip.high"),
-        ("{type: Distillation, teacher: {}, clip: {low: 0.1}}", "clip.low"),
-        ("{type: Distillation, teacher: {}, advantage: {baseline: GroupMean}}", "advantage.baseline"),
-        ("{type: Distillation, teacher: {}, advantage: {normalize: Batch}}", "advantage.normalize"),
-        ("{type: Distillation, teacher: {}, overlong: {penalty: 1}}", "overlong.penalty"),
-        ("{teacher: {type: Adapter}}", "teacher.type"), ("{teacher: {uri: runs/a}}", "teacher.uri"),
-        ("{teacher: {type: Adapter, uri: ftp://a/b}}", "teacher.uri"),
-        ("{teacher: {decay: 0.9}}", "teacher.decay"), ("{teacher: {everySteps: 3}}", "teacher.everySteps"),
-        ("{teacher: {topK: 3}}", "teacher.topK"), ("{teacher: {over: Sampled, beta: 0.5}}", "teacher.beta"),
-        ("{critic: {}}", "critic"), ("{type: PPO, advantage: {baseline: GroupMean}, critic: {gamma: 0.9}}", "critic"),
-        ("{advantage: {entrypoint: m:f, baseline: LeaveOneOut}}", "advantage.baseline"),
-        ("{advantage: {entrypoint: m:f, normalize: None}}", "advantage.normalize"),
-        ("{kl: {importanceWeighted: true, placement: Reward}}", "kl.importanceWeighted"),
-        ("{kl: {importanceWeighted: true, estimator: K2}}", "kl.importanceWeighted"),
-        ("{type: RLOO, kl: {importanceWeighted: true}}", "kl.importanceWeighted"),
-        ("{overlong: {bufferShare: 0.1}}", "overlong.bufferShare"),
-        ("{type: DAPO, groupSize: 1}", "dynamicSampling.maxRounds"),
-        ("{groupSize: 1, dynamicSampling: {maxRounds: 1}}", "dynamicSampling.maxRounds"),
-        ("{importanceSampling: {floor: 0.5}}", "importanceSampling.floor"),
-        ("{importanceSampling: {veto: 0.5}}", "importanceSampling.veto"),
-        ("{importanceSampling: {type: TokenTruncated, floor: 0.5}}", "importanceSampling.floor"),
-        ("{importanceSampling: {type: TokenMasked, cap: 0.25}}", "importanceSampling.floor"),
-        ("{importanceSampling: {type: SequenceMasked, floor: 3}}", "importanceSampling.floor"),
-    ),
+    "algorithm": BAD_ALGORITHM,
     "data": (
         ("{prompts: []}", "prompts"), ("{prompts: uri}", "prompts"), ("{prompts: [null]}", "prompts[0]"),
         ("{prompts: [{uri: a}, {uri: b, heft: 1}]}", "prompts[1].heft"),

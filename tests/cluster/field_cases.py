@@ -37,6 +37,9 @@ AROUND: dict[str, dict[str, Any]] = {
     "spec.algorithm.teacher.decay": {"algorithm": {"teacher": {"type": "Average"}}},
     "spec.algorithm.teacher.everySteps": {"algorithm": {"teacher": {"type": "Lagged"}}},
     "spec.algorithm.teacher.topK": {"algorithm": {"teacher": {"over": "TopK"}}},
+    "spec.algorithm.teacher.endpoints": {
+        "algorithm": {"teacher": {"type": "Served", "over": "Sampled", "endpoints": [{"url": "http://teacher:30000"}]}}
+    },
     "spec.algorithm.critic": {"algorithm": {"type": "PPO", "critic": {}}},
     "spec.algorithm.importanceSampling": {"algorithm": {"importanceSampling": {"type": "TokenMasked"}}},
     "spec.algorithm.overlong.bufferShare": {"algorithm": {"overlong": {"penalty": 1.0}}},
@@ -49,6 +52,18 @@ AROUND: dict[str, dict[str, Any]] = {
     **{
         f"spec.rollout.endpoints[].headers[].{field}": {
             "rollout": {"engine": "OpenAI", "endpoints": [{"url": "http://engine:30000", "headers": [around]}]}
+        }
+        for field, around in (("name", {"value": "a"}), ("value", {"name": "X-Route"}), ("valueEnv", {"name": "X-Key"}))
+    },
+    **{
+        f"spec.algorithm.teacher.endpoints[].headers[].{field}": {
+            "algorithm": {
+                "teacher": {
+                    "type": "Served",
+                    "over": "Sampled",
+                    "endpoints": [{"url": "http://teacher:30000", "headers": [around]}],
+                }
+            }
         }
         for field, around in (("name", {"value": "a"}), ("value", {"name": "X-Route"}), ("valueEnv", {"name": "X-Key"}))
     },
