@@ -21,14 +21,15 @@ ROOT = Path(__file__).parents[2]
 STEPS = 3
 
 
-def train(out: Path) -> Path:
+def train(out: Path, *overrides: str, steps: int = STEPS) -> Path:
     """A few steps of the quickstart with the torch engine; the folder of its newest adapter."""
     command = [sys.executable, "-c", "import sys; from orbit_runtime.cli.main import main; sys.exit(main())",
-               "run", str(ROOT / "examples" / "quickstart.yaml"), "--out", str(out),
-               "--set", f"spec.training.steps={STEPS}"]  # fmt: skip
+               "run", str(ROOT / "examples" / "quickstart.yaml"), "--out", str(out)]  # fmt: skip
+    for override in (f"spec.training.steps={steps}", *overrides):
+        command += ["--set", override]
     done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    return out / "adapters" / f"policy-v{STEPS}"
+    return out / "adapters" / f"policy-v{steps}"
 
 
 def check_attached(adder: Adder, url: str, folder: Path) -> None:
@@ -64,7 +65,32 @@ def test_plain_sglang_gives_the_trainers_logprobs(lora_adder: Adder, tmp_path: P
     with plain_servers(tmp_path, 1, code=code, context=1024) as ((url, server),):
         check_logprobs(url, adapter, canary)
         check_attached(lora_adder, url, tmp_path)
+        check_teacher(url, adapter, tmp_path)
         check_noisy(lora_adder, url, server.pid, code, tmp_path)
+
+
+def check_teacher(url: str, adapter: Path, folder: Path) -> None:
+    """Its base, as a teacher behind an endpoint, says of a policy's tokens what the run's own base says of them."""
+    teachers = {
+        "served": f"{{type: Served, over: Sampled, endpoints: [{{url: '{url}'}}], preflight: Report}}",
+        "own": "{type: Base, over: Sampled}",
+    }
+    seen = {}
+    for name, teacher in teachers.items():
+        train(
+            folder / name,
+            f"spec.algorithm={{type: Distillation, groupSize: 4, teacher: {teacher}}}",
+            f"spec.adapter.initFrom={adapter}",
+            steps=1,
+        )
+        (line,) = (folder / name / "metrics.jsonl").read_text().splitlines()
+        seen[name] = json.loads(line)
+    assert seen["served"]["reward_mean"] == seen["own"]["reward_mean"], "the same rollouts"
+    assert seen["own"]["teacher_divergence"] > 1e-4
+    assert seen["served"]["teacher_divergence"] == pytest.approx(seen["own"]["teacher_divergence"], rel=0.01)
+    measured = json.loads((folder / "served" / "teacher.json").read_text())
+    assert measured["prompts"] == 64
+    assert measured["teacher_reward"] > 0, "the server answered prompts"
 
 
 def check_logprobs(url: str, adapter: Path, canary: dict) -> None:
