@@ -25,8 +25,9 @@ from orbit_runtime.spec import OrbitRun
 from orbit_runtime.storage import open_store
 from orbit_runtime.types import FLOATS, Rollout
 from tests.fakes.fake_servers import FakeServer, once
-from tests.integration.killing import adapter_digests
+from tests.integration.killing import adapter_digests, timeless_rows
 from tests.integration.test_distillation_runs import manifest, rows_of
+from tests.integration.three_processes import run_apart, two_sides
 
 pytestmark = pytest.mark.timeout(600)  # whole runs, on machines that may be busy
 
@@ -117,6 +118,18 @@ def test_a_run_that_lost_its_teacher_goes_on_from_its_checkpoint(server: Teacher
     server.faults.clear()
     assert start(taught(server.url, steps=2), out).ended == "done"
     assert len(rows_of(out)) == 2
+
+
+def test_the_orchestrator_of_three_processes_asks_it(server: Teacher, tmp_path: Path) -> None:
+    asked = taught(server.url, preflightPrompts=4)
+    start(asked, tmp_path / "one")
+    with two_sides(asked) as sides:
+        assert run_apart(asked, tmp_path / "three", sides).ended == "done"
+    one, three = open_store(str(tmp_path / "one")), open_store(str(tmp_path / "three"))
+    assert timeless_rows(three) == timeless_rows(one)
+    assert [each.teacher_logprobs_T for each in rollouts_of(tmp_path / "three", 2)] == [
+        each.teacher_logprobs_T for each in rollouts_of(tmp_path / "one", 2)
+    ]
 
 
 def refused(spec: dict[str, Any], out: Path) -> OrbitError:
