@@ -14,11 +14,11 @@ from orbit_runtime.cli.arguments import AsJson, Manifest, Out, Overrides
 
 TokenFile = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="With the token that the three processes share. [ORBIT_SERVICE_TOKEN]"),
+    typer.Option(metavar="FILE", help="File with the token that the three processes share. [ORBIT_SERVICE_TOKEN]"),
 ]
-Listen = Annotated[str, typer.Option(metavar="HOST:PORT", help="Port 0: any that is free.")]
+Listen = Annotated[str, typer.Option(metavar="HOST:PORT", help="Address to listen on; port 0 takes any free port.")]
 EndWithInput = Annotated[
-    bool, typer.Option("--end-with-input", help="End when standard input does: with whoever started it.")
+    bool, typer.Option("--end-with-input", help="End when standard input is closed, with the process that started it.")
 ]
 
 
@@ -30,7 +30,7 @@ def trainer(
     end_with_input: EndWithInput = False,
     as_json: AsJson = False,
 ) -> None:
-    """Hold the trainer of a run. For `orbit orchestrator`, on this machine or another."""
+    """Run the trainer process of a run. For `orbit orchestrator`, on this machine or another."""
     from orbit_runtime.cli.sides import SideOptions, run_side
 
     options = SideOptions("trainer", file, listen, overrides or [], token_file, end_with_input)
@@ -45,7 +45,7 @@ def inference(
     end_with_input: EndWithInput = False,
     as_json: AsJson = False,
 ) -> None:
-    """Hold the engine of a run. For `orbit orchestrator`, on this machine or another."""
+    """Run the engine process of a run. For `orbit orchestrator`, on this machine or another."""
     from orbit_runtime.cli.sides import SideOptions, run_side
 
     options = SideOptions("inference", file, listen, overrides or [], token_file, end_with_input)
@@ -54,17 +54,19 @@ def inference(
 
 def orchestrator(
     file: Manifest,
-    trainer: Annotated[str, typer.Option(metavar="URL", help="Of `orbit trainer`.")] = "http://127.0.0.1:8101",
-    inference: Annotated[str, typer.Option(metavar="URL", help="Of `orbit inference`.")] = "http://127.0.0.1:8102",
+    trainer: Annotated[str, typer.Option(metavar="URL", help="Address of `orbit trainer`.")] = "http://127.0.0.1:8101",
+    inference: Annotated[
+        str, typer.Option(metavar="URL", help="Address of `orbit inference`.")
+    ] = "http://127.0.0.1:8102",
     out: Out = None,
     overrides: Overrides = None,
     token_file: TokenFile = None,
     patience: Annotated[
-        float, typer.Option(metavar="SECONDS", help="How long a process may be gone before the run ends.")
+        float, typer.Option(metavar="SECONDS", help="How long a process may be unreachable before the run ends.")
     ] = 600.0,
     as_json: AsJson = False,
 ) -> None:
-    """Run the loop beside a trainer and an inference process. Needs no torch."""
+    """Run the loop with separate trainer and engine processes. Needs no torch."""
     from orbit_runtime.cli.sides import run_orchestrator
 
     addresses = {"trainer": trainer, "inference": inference}
@@ -77,7 +79,7 @@ def orchestrator(
 
 
 def rl(file: Manifest, out: Out = None, overrides: Overrides = None, as_json: AsJson = False) -> None:
-    """Train in three processes of this machine. The result is that of `orbit run`; one that dies is started again."""
+    """Train in three processes on this machine. Gives the result of `orbit run`; a process that dies is restarted."""
     from orbit_runtime.cli.sides import run_together
 
     raise typer.Exit(run_together(file, out=out, overrides=overrides or [], as_json=as_json))

@@ -21,5 +21,5 @@ Overrides = Annotated[
     typer.Option("--set", metavar="PATH=VALUE", help="Set a field, such as spec.training.steps=5. Repeatable."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
-Out = Annotated[str | None, typer.Option(metavar="URI", help="The run folder itself; without it, storage.uri/name.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Print every process it would start; start nothing.")]
+Out = Annotated[str | None, typer.Option(metavar="URI", help="The run folder itself; by default, storage.uri/name.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print every process that it would start, and start nothing.")]

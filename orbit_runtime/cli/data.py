@@ -21,14 +21,14 @@ data = typer.Typer(name="data", help="Prepare prompts.", rich_markup_mode=None, 
 
 Columns = Annotated[
     list[str] | None,
-    typer.Option(metavar="COLUMN", help="Repeatable: the first that a row has; a.b is b within a."),
+    typer.Option(metavar="COLUMN", help="Repeatable: the first that a row has is used; a.b is b within a."),
 ]
 
 
 @data.command()
 def prepare(
     source: Annotated[str, typer.Argument(metavar="SOURCE", help="A file or folder: a path, hf://, s3://.")],
-    out: Annotated[Path, typer.Argument(metavar="FILE", help="Where to write JSON lines.")],
+    out: Annotated[Path, typer.Argument(metavar="FILE", help="File to write, in JSON lines.")],
     shape: Annotated[
         str,
         typer.Option("--format", metavar="NAME", help="gsm8k, math, aime, gpqa, mmlu, verl, mbpp, apps or plain."),
@@ -37,30 +37,32 @@ def prepare(
     answer: Columns = None,
     choices: Annotated[
         list[str] | None,
-        typer.Option(metavar="COLUMN", help="One with a list, or one each, the right one first. Repeatable."),
+        typer.Option(
+            metavar="COLUMN", help="One column with a list, or one for each choice, the right one first. Repeatable."
+        ),
     ] = None,
-    tests: Annotated[list[str] | None, typer.Option(metavar="COLUMN", help="With a program's tests.")] = None,
-    keep: Annotated[list[str] | None, typer.Option(metavar="COLUMN", help="Keep this one too. Repeatable.")] = None,
+    tests: Annotated[list[str] | None, typer.Option(metavar="COLUMN", help="Column with a program's tests.")] = None,
+    keep: Annotated[list[str] | None, typer.Option(metavar="COLUMN", help="Keep this column too. Repeatable.")] = None,
     extract: Annotated[
         str | None,
-        typer.Option(metavar="HOW", help="The answer within its column: hash (####), boxed, integer or none."),
+        typer.Option(metavar="HOW", help="How to find the answer in its column: hash (####), boxed, integer or none."),
     ] = None,
     instruction: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="What follows each prompt; '' for nothing. [the format's]")
+        str | None, typer.Option(metavar="TEXT", help="Text after each prompt; '' for none. [the format's]")
     ] = None,
-    seed: Annotated[int, typer.Option(metavar="N", help="Of the order of choices.")] = 0,
-    keep_order: Annotated[bool, typer.Option("--keep-order", help="Leave a list of choices as it is.")] = False,
-    limit: Annotated[int | None, typer.Option(metavar="N", min=1, help="Write only so many rows.")] = None,
+    seed: Annotated[int, typer.Option(metavar="N", help="Seed of the order of choices.")] = 0,
+    keep_order: Annotated[bool, typer.Option("--keep-order", help="Keep the order of a list of choices.")] = False,
+    limit: Annotated[int | None, typer.Option(metavar="N", min=1, help="Write at most this many rows.")] = None,
     deduplicate: Annotated[
-        bool, typer.Option("--deduplicate", help="Leave repeated questions out, case and white space aside.")
+        bool, typer.Option("--deduplicate", help="Leave out repeated questions, ignoring case and white space.")
     ] = False,
     skip_broken: Annotated[
-        bool, typer.Option("--skip-broken", help="Leave rows out that cannot be prepared, and count them.")
+        bool, typer.Option("--skip-broken", help="Leave out rows that cannot be prepared, and count them.")
     ] = False,
-    force: Annotated[bool, typer.Option("--force", help="Replace what another preparation left.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace the output of another preparation.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Make a run's prompts of a well-known file. With digests of both; the same command again does nothing."""
+    """Make a run's prompts from a well-known file. Records digests of both; repeating the command does nothing."""
     from orbit_runtime.data.preparation import Preparation
     from orbit_runtime.data.shapes import Asked
 

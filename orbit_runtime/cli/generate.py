@@ -56,7 +56,7 @@ def render_cli() -> str:
     lines += [
         "",
         "`orbit --install-completion` makes TAB complete commands, options, manifests and local run folders in the",
-        "shell that it is called from (bash, zsh, fish, PowerShell); `orbit --show-completion` prints the script.",
+        "shell from which you call it (bash, zsh, fish, PowerShell); `orbit --show-completion` prints the script.",
     ]
     for name, command in commands.items():
         lines += ["", f"## `orbit {name}`", "", _first(command), "", *_parameters(name, command)]
@@ -109,9 +109,9 @@ def render_environment() -> str:
 def render_metrics() -> str:
     """The page of a step's numbers."""
     lines = [_MADE, "", "# Metrics", "",
-             "One row a step: `metrics/step-000012.json` while the run is under way, all in `metrics.jsonl` at the",
-             "end. A field that does not apply is `null`; NaN and the infinities are texts. The same numbers are on",
-             "`/metrics` for Prometheus, with the labels `namespace`, `run` and `attempt`.", "",
+             "Each step has one row: in `metrics/step-000012.json` while the run is active, and all in `metrics.jsonl`",
+             "at its end. A field that does not apply is `null`; NaN and the infinities are strings. `/metrics` gives",
+             "Prometheus the same numbers, with the labels `namespace`, `run` and `attempt`.", "",
              "| field | unit | meaning | Prometheus |", "|---|---|---|---|"]  # fmt: skip
     for metric in METRICS:
         label = f'{{{metric.label[0]}="{metric.label[1]}"}}' if metric.label else ""
@@ -132,12 +132,12 @@ def render_metrics() -> str:
     )
     times = ", ".join(f"`{metric.name}`" for metric in METRICS if metric.is_time)
     lines += ["", "Two runs of the same manifest on the same CPU, or one that was killed and continued, agree in every",
-              f"field to the last bit, but for {times}.", ""]  # fmt: skip
+              f"field to the last bit, except {times}.", ""]  # fmt: skip
     prefixes = " and ".join(f"`{prefix}:`" for prefix in PREFIXES)
     lines += ["## The engine's", "",
-              "Where an engine runs in servers, `/metrics` asks each of them at every scrape and tells all that it",
-              f"says under {prefixes}, with the run's labels and `{REPLICA_LABEL}`. Of a server that is attached these",
-              "are the numbers of all who use it. Beside them:", "",
+              "If the engine runs in servers, `/metrics` queries each of them at every scrape and passes on all its",
+              f"metrics under {prefixes}, with the run's labels and `{REPLICA_LABEL}`. For an attached server, these",
+              "numbers cover all of its users. In addition:", "",
               "| Prometheus | meaning |", "|---|---|",
               *(f"| `{name}` | {text} |" for name, text in ENGINE_METRICS.items()), ""]  # fmt: skip
     return "\n".join(lines)

@@ -65,7 +65,7 @@ def run(
     dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
-    """Train. Continues by itself where the run folder holds a checkpoint of the same run."""
+    """Train. Continues by itself if the run folder holds a checkpoint of the same run."""
     from orbit_runtime.cli.run import run_manifest
 
     raise typer.Exit(run_manifest(file, out=out, overrides=overrides or [], dry_run=dry_run, as_json=as_json))
@@ -83,8 +83,8 @@ def sft(
     dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
-    """Learn from demonstrations. As `run` does where the manifest says algorithm.type: SFT; the adapter can begin an RL
-    run (adapter.initFrom)."""
+    """Learn from demonstrations. Like `run` with algorithm.type: SFT in the manifest; an RL run can start from the
+    adapter (adapter.initFrom)."""
     from orbit_runtime.cli.run import run_manifest
 
     asked = [*(overrides or []), "spec.algorithm.type=SFT"]
@@ -93,7 +93,7 @@ def sft(
 
 @app.command()
 def validate(file: Manifest, overrides: Overrides = None, as_json: AsJson = False) -> None:
-    """Check a manifest and say everything that is wrong with it. Opens the prompts and rewards that are here."""
+    """Check a manifest and list everything that is wrong with it. Opens local prompts and rewards."""
     from orbit_runtime.cli.validate import run_validate
 
     run_validate(file, overrides or [], as_json)
@@ -104,12 +104,12 @@ def plan(
     file: Manifest,
     gpu: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Plan for this GPU, such as B200, in place of placement.gpuProduct."),
+        typer.Option(metavar="NAME", help="Plan for this GPU, such as B200, instead of placement.gpuProduct."),
     ] = None,
     overrides: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say what a run takes and whether it fits. Part by part; no GPU and no download needed."""
+    """Show what a run needs and whether it fits. Part by part; needs no GPU and no download."""
     from orbit_runtime.cli.plan import run_plan
 
     raise typer.Exit(run_plan(file, overrides or [], gpu=gpu, as_json=as_json))
@@ -117,9 +117,9 @@ def plan(
 
 @app.command()
 def init(
-    path: Annotated[Path, typer.Argument(metavar="FILE", help="Where to write it.")] = Path("run.yaml"),
-    full: Annotated[bool, typer.Option("--full", help="With every field, as comments with their defaults.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
+    path: Annotated[Path, typer.Argument(metavar="FILE", help="File to write.")] = Path("run.yaml"),
+    full: Annotated[bool, typer.Option("--full", help="Include all fields, as comments with their defaults.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Write a manifest to start from. It runs as it is."""
@@ -131,14 +131,15 @@ def init(
 @app.command()
 def inspect(
     uri: Annotated[
-        str, typer.Argument(metavar="URI", help="A model's folder or address, an adapter's folder, or hf:// of a card.")
+        str,
+        typer.Argument(metavar="URI", help="A model's folder or address, an adapter's folder, or hf:// of a card."),
     ],
     precision: Annotated[
-        str, typer.Option(metavar="FORMAT", help="Which variant of a builtin:// model, such as NVFP4.")
+        str, typer.Option(metavar="FORMAT", help="Variant of a builtin:// model, such as NVFP4.")
     ] = "Auto",
     as_json: AsJson = False,
 ) -> None:
-    """Say what a checkpoint or an adapter holds. And what Orbit would do with it; reads headers only."""
+    """Show what a checkpoint or an adapter holds. Also what Orbit would do with it; reads headers only."""
     from orbit_runtime.cli.inspection import run_inspect
 
     run_inspect(uri, precision=precision, as_json=as_json)
@@ -147,7 +148,7 @@ def inspect(
 @app.command()
 def convert(
     source: Annotated[str, typer.Argument(metavar="SOURCE", help="The model's folder, or builtin://.")],
-    destination: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where to write: a new or empty folder.")],
+    destination: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder to write to, new or empty.")],
     precision: Annotated[
         str, typer.Option(metavar="FORMAT", help="INT4, FP8, NVFP4 or MXFP4; BF16 unpacks a packed model exactly.")
     ],
@@ -155,22 +156,22 @@ def convert(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Another way to write the format: INT4Asymmetric, FP8 (a scale per row), FP8BlockCT, NVFP4ModelOpt.",
+            help="Other layout of the format: INT4Asymmetric, FP8 (a scale per row), FP8BlockCT, NVFP4ModelOpt.",
         ),
     ] = None,
-    group_size: Annotated[int | None, typer.Option(metavar="N", help="INT4: columns under one scale. [32]")] = None,
+    group_size: Annotated[int | None, typer.Option(metavar="N", help="INT4: columns that share a scale. [32]")] = None,
     ignore: Annotated[
         list[str] | None,
         typer.Option(
             metavar="PATTERN",
-            help="Leave these modules in BF16 too: a name, its last part, or re: and an "
-            "expression. Repeatable. Head, embeddings, norms, routers and vision always are.",
+            help="Leave these modules in BF16 too: a name, its last part, or re: and an expression. "
+            "Repeatable. Head, embeddings, norms, routers and vision always stay in BF16.",
         ),
     ] = None,
-    shard_gb: Annotated[float, typer.Option(metavar="GB", help="Largest file.")] = 5.0,
+    shard_gb: Annotated[float, typer.Option(metavar="GB", help="Maximum size of a file.")] = 5.0,
     as_json: AsJson = False,
 ) -> None:
-    """Write a checkpoint in another format. With the error of every module; continues where it was interrupted."""
+    """Write a checkpoint in another format. Reports the error of every module; continues after an interruption."""
     from orbit_runtime.cli.convert import run_convert
 
     run_convert(
@@ -187,27 +188,29 @@ def convert(
 
 @app.command()
 def merge(
-    adapters: Annotated[list[str], typer.Argument(metavar="ADAPTER...", help="Folders or URIs of kept adapters.")],
-    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where to write: a new or empty folder.")],
+    adapters: Annotated[list[str], typer.Argument(metavar="ADAPTER...", help="Folders or URIs of saved adapters.")],
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder to write to, new or empty.")],
     base: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="Merge into this base. Without it: several adapters into one.")
+        str | None,
+        typer.Option(metavar="MODEL", help="Merge into this base. By default, several adapters into one."),
     ] = None,
     precision: Annotated[str, typer.Option(metavar="FORMAT", help="Format of the merged model.")] = "BF16",
     weight: Annotated[
-        list[float] | None, typer.Option(metavar="W", help="LoRA: what each adapter counts, in their order. [1]")
+        list[float] | None, typer.Option(metavar="W", help="LoRA: weight of each adapter, in their order. [1]")
     ] = None,
     measure: Annotated[
         str,
         typer.Option(
-            metavar="FILE", help="Prompts (JSONL) to measure the merge's cost in log-probs on; none: do not measure."
+            metavar="FILE",
+            help="Prompts (JSONL) to measure the cost in log-probs on; none: do not measure.",
         ),
     ] = "built-in",
     unchecked_base: Annotated[
-        bool, typer.Option("--unchecked-base", help="Take adapters that do not name their base.")
+        bool, typer.Option("--unchecked-base", help="Accept adapters that do not name their base.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Merge adapters into their base, or into one adapter. With the measured cost in log-probs."""
+    """Merge adapters into their base, or into one adapter. Measures the cost in log-probs."""
     from orbit_runtime.cli.merge import Options, run_merge
 
     options = Options(base, precision, weight or [], measure, unchecked_base)
@@ -223,7 +226,7 @@ def parity(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Measure how far trainer and engine are apart. Before training; if too far: the first layer, and why."""
+    """Measure how far trainer and engine differ. Before training; if too far, names the first layer, and why."""
     from orbit_runtime.cli.parity import run_parity
 
     raise typer.Exit(run_parity(file, overrides or [], layers=layers, as_json=as_json))
@@ -238,25 +241,25 @@ def serve(
     model: Annotated[str | None, typer.Option(metavar="URI", help="Without a run: the base.")] = None,
     adapter: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=FOLDER", help="An adapter and its model name; a run folder's newest. Repeatable."),
+        typer.Option(metavar="NAME=FOLDER", help="A model name and its adapter, or a run's newest. Repeatable."),
     ] = None,
-    listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="Port 0: any that is free.")] = "127.0.0.1:8000",
+    listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="Port 0 takes any free port.")] = "127.0.0.1:8000",
     token_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="With the token of clients. [ORBIT_SERVE_TOKEN]")
+        Path | None, typer.Option(metavar="FILE", help="File with the token for clients. [ORBIT_SERVE_TOKEN]")
     ] = None,
     updates_from: Annotated[
         list[str] | None,
-        typer.Option(metavar="FOLDER", help="/update_weights may load adapters that lie below it. Repeatable."),
+        typer.Option(metavar="FOLDER", help="/update_weights may load adapters below this folder. Repeatable."),
     ] = None,
     limit: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=VALUE", help="Such as body-bytes=65536. Repeatable.")
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="A limit, such as body-bytes=65536. Repeatable.")
     ] = None,
     engine: Annotated[
-        Literal["Auto", "Torch", "SGLang"], typer.Option(help="What samples. Auto: the run's own engine.")
+        Literal["Auto", "Torch", "SGLang"], typer.Option(help="Engine that samples. Auto: the run's own engine.")
     ] = "Auto",
     as_json: AsJson = False,
 ) -> None:
-    """Serve base and adapters to OpenAI's clients. Weights may change while it serves, with proof."""
+    """Serve base and adapters to OpenAI clients. Weights can change while it serves, with proof."""
     from orbit_runtime.cli.serve import ServeOptions, run_serve
 
     options = ServeOptions(source, model, adapter or [], listen, token_file, updates_from or [], limit or [], engine)
@@ -270,14 +273,14 @@ def chat(
         typer.Argument(metavar="RUN", help="A run folder, or a manifest.", autocompletion=complete_runs),
     ] = None,
     model: Annotated[
-        str | None, typer.Option(metavar="URI", help="Without a run: the base; with --base-url a model's name.")
+        str | None, typer.Option(metavar="URI", help="Without a run: the base; with --base-url: the name of a model.")
     ] = None,
     adapter: Annotated[str | None, typer.Option(metavar="FOLDER", help="An adapter's folder, or a run's.")] = None,
     step: Annotated[int | None, typer.Option(metavar="N", min=0, help="The run's adapter of this version.")] = None,
     base_url: Annotated[str | None, typer.Option(metavar="URL", help="An OpenAI-compatible API.")] = None,
     api_key_env: Annotated[str | None, typer.Option(metavar="NAME", help="Variable that holds the API's key.")] = None,
-    compare: Annotated[bool, typer.Option("--compare", help="Base and adapter, both asked.")] = False,
-    prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="Ask this, and end.")] = None,
+    compare: Annotated[bool, typer.Option("--compare", help="Ask both base and adapter.")] = False,
+    prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="Send this prompt and exit.")] = None,
     max_tokens: Annotated[int | None, typer.Option(metavar="N", min=1)] = None,
     temperature: Annotated[float | None, typer.Option(metavar="T", min=0.0)] = None,
     seed: Annotated[int | None, typer.Option(metavar="N")] = None,
@@ -297,10 +300,10 @@ def replay(
     run: Annotated[
         str, typer.Argument(metavar="DIR", help="A run folder: a path or URI.", autocompletion=complete_runs)
     ],
-    steps: Annotated[int | None, typer.Option(min=1, help="Only the first so many.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Train only this many steps.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Train a run's recorded rollouts again. Without an engine or rewards, every adapter must be the same."""
+    """Train again on a run's recorded rollouts. Needs no engine or rewards; every adapter must be the same."""
     from orbit_runtime.cli.replay import run_replay
 
     raise typer.Exit(run_replay(run, steps=steps, as_json=as_json))
@@ -312,15 +315,15 @@ def evaluate(
         str, typer.Argument(metavar="FILE|DIR", help="A manifest, or a run folder.", autocompletion=complete_runs)
     ],
     out: Annotated[
-        str | None, typer.Option(metavar="URI", help="Where samples and page are kept. Without it, beside the run.")
+        str | None, typer.Option(metavar="URI", help="Where to store samples and report. By default, next to the run.")
     ] = None,
     weights_dir: Annotated[
-        str | None, typer.Option(metavar="DIR", help="The run folder whose kept adapters are measured.")
+        str | None, typer.Option(metavar="DIR", help="The run folder whose saved adapters are measured.")
     ] = None,
     steps: Annotated[
-        str | None, typer.Option(metavar="N,N", help="Only those of these steps. [all that are kept]")
+        str | None, typer.Option(metavar="N,N", help="Only the adapters of these steps. [all that are saved]")
     ] = None,
-    no_eval_base: Annotated[bool, typer.Option("--no-eval-base", help="Leave the bare base out.")] = False,
+    no_eval_base: Annotated[bool, typer.Option("--no-eval-base", help="Leave out the bare base.")] = False,
     adapter: Annotated[str | None, typer.Option(metavar="DIR", help="One adapter, in PEFT's format.")] = None,
     base_url: Annotated[
         str | None, typer.Option(metavar="URL", help="An OpenAI-compatible API, such as http://127.0.0.1:8000/v1.")
@@ -328,12 +331,12 @@ def evaluate(
     model: Annotated[str | None, typer.Option(metavar="NAME", help="The API's model.")] = None,
     api_key_env: Annotated[str | None, typer.Option(metavar="VAR", help="Variable that holds the API's key.")] = None,
     against: Annotated[
-        str | None, typer.Option(metavar="NAME", help="The model that others are compared with. [the first]")
+        str | None, typer.Option(metavar="NAME", help="The model with which others are compared. [the first]")
     ] = None,
     overrides: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure models on prompts. The base, a run's checkpoints, or an API; goes on where it was interrupted."""
+    """Measure models on prompts. The base, a run's checkpoints, or an API; continues after an interruption."""
     from orbit_runtime.cli.evaluate import Models, run_eval
 
     models = Models(weights_dir, steps, not no_eval_base, adapter, base_url, api_key_env, model, against)
@@ -346,10 +349,10 @@ def report(
         list[str], typer.Argument(metavar="DIR", help="Run folders: paths or URIs.", autocompletion=complete_runs)
     ],
     html: Annotated[
-        Path | None, typer.Option(metavar="PATH", help="Write the page here, not into a local run's own folder.")
+        Path | None, typer.Option(metavar="PATH", help="Write the page here instead of into a local run's own folder.")
     ] = None,
     margin: Annotated[
-        float, typer.Option(metavar="REWARD", help="Several runs: the smallest difference that matters.")
+        float, typer.Option(metavar="REWARD", help="For several runs: the smallest difference that matters.")
     ] = 0.0,
     as_json: AsJson = False,
 ) -> None:
@@ -366,7 +369,7 @@ def list_runs(
     ] = "runs",
     as_json: AsJson = False,
 ) -> None:
-    """List the runs in a folder. With step, reward, state, last checkpoint and size."""
+    """List the runs in a folder. Shows step, reward, state, last checkpoint and size."""
     from orbit_runtime.cli.ls import run_ls
 
     run_ls(uri, as_json)
@@ -374,7 +377,7 @@ def list_runs(
 
 @app.command()
 def agent(
-    port: Annotated[int, typer.Option(min=1, max=65535, help="On the loopback device.")] = 9401,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port on the loopback interface.")] = 9401,
 ) -> None:
     """Start engine servers for a run in the pod's other container."""
     from orbit_runtime.workers.server_agent import run_agent
@@ -387,7 +390,7 @@ def doctor(
     store: Annotated[str | None, typer.Option(metavar="URI", help="Also write to and read from this store.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say what this machine can run and what is missing."""
+    """Show what this machine can run and what is missing."""
     from orbit_runtime.cli.doctor import run_doctor
 
     raise typer.Exit(run_doctor(store, as_json))

@@ -40,8 +40,8 @@ class LoRA(Block):
     rslora: Annotated[bool, IDENTITY] = False
     """Scale by `alpha / sqrt(rank)` instead, which suits high ranks, https://arxiv.org/abs/2312.03732."""
     dropout: Annotated[float, IDENTITY, Field(ge=0, lt=1)] = 0.0
-    """Share of the adapter's inputs that a training pass leaves out, drawn for each micro-batch. The engine samples
-    without it, so the trainer's log-probs then differ from the engine's by more than rounding."""
+    """Share of the adapter's inputs that a training pass drops, drawn anew for each micro-batch. The engine samples
+    without dropout, so the trainer's log-probs then differ from the engine's by more than rounding."""
 
 
 class OFT(Block):
@@ -52,11 +52,12 @@ class OFT(Block):
     parametrization: Annotated[Parametrization, IDENTITY] = "CayleyNeumann"
     """How a skew-symmetric matrix becomes a rotation: exactly (`Cayley`) or by a truncated series (`CayleyNeumann`)."""
     neumann_terms: Annotated[int, IDENTITY, Field(ge=1, le=32)] = NEUMANN_TERMS
-    """Terms of the series of `CayleyNeumann`."""
+    """Number of terms in the series of `CayleyNeumann`."""
     coft: Annotated[bool, IDENTITY] = False
     """Keep every block close to the identity: constrained OFT, https://arxiv.org/abs/2306.07280."""
     coft_eps: Annotated[float, IDENTITY, Field(gt=0, le=1)] = COFT_EPS
-    """How close: the norm of a block's parameters is at most this over the root of the number of blocks."""
+    """With `coft`: the norm of a block's parameters is at most this value divided by the root of the number of blocks.
+    """
 
     def contradictions(self) -> Iterator[Contradiction]:
         if self.parametrization == "Cayley" and self.neumann_terms != NEUMANN_TERMS:
@@ -76,11 +77,11 @@ class OFT(Block):
 
 
 class Adapter(Block):
-    """The adapter: the only weights that change, but for `type: Full`."""
+    """The adapter: the only trained weights, except with `type: Full`."""
 
     type: Annotated[AdapterType, IDENTITY] = "LoRA"
-    """Which adapter; its settings stand in the block of the same name. `Full`: none, every weight of the model trains.
-    The model is BF16 then, learns by demonstrations, and in one process."""
+    """Kind of adapter; its settings are in the block of the same name. `Full` has no adapter: every weight of the model
+    trains. The model must then be BF16, learns from demonstrations only, and trains in one process."""
     lora: LoRA | None = Field(default_factory=lambda data: LoRA() if data["type"] == "LoRA" else None)
     """Settings of `type: LoRA`; not allowed otherwise."""
     oft: OFT | None = Field(default_factory=lambda data: OFT() if data["type"] == "OFT" else None)
@@ -91,17 +92,19 @@ class Adapter(Block):
         IDENTITY,
         Field(min_length=1, max_length=64, examples=[["q_proj", "v_proj"]]),
     ] = None
-    """Linear layers that get an adapter, by the end of their module names. One that matches nothing is an error. Unset,
-    the model family's usual ones: every projection of attention and MLPs, but none that engines fold into others."""
+    """Linear layers that get an adapter, given by the end of their module names. A target that matches nothing is an
+    error. If unset, the usual targets of the model family: every projection of attention and MLPs, except those that
+    engines fold into others."""
 
     init_from: Annotated[Uri | None, LAYOUT, Field(examples=["runs/sft"])] = None
-    """A run folder, for its newest adapter, or the folder of one (`…/adapters/policy-v40`, PEFT's): the run begins with
-    it, and with an optimizer of its own. The base and what it says of itself must be as here. It may move on resume: a
-    run knows it by digest. Unset, the first adapter changes nothing."""
+    """Adapter that the run starts from, with a fresh optimiser: a run folder, whose newest adapter is taken, or the
+    folder of one adapter (`…/adapters/policy-v40`, in PEFT's format). Its base and its own settings must match this
+    manifest. It may move on resume, because a run identifies it by digest. If unset, the first adapter changes nothing.
+    """
     experts: Annotated[ExpertLayout, IDENTITY] = "Auto"
-    """Targets among routed experts: an adapter each (`PerExpert`), one for all of a layer (`Shared`), one for the side
-    that faces the hidden state and an inner one each (`SharedOuter`), or `None`. `Auto`: LoRA `SharedOuter`, OFT
-    `Shared`."""
+    """Adapters of routed experts: one for each expert (`PerExpert`), one for all experts of a layer (`Shared`), one
+    matrix for the side that faces the hidden state and an inner one for each expert (`SharedOuter`), or none (`None`).
+    `Auto` is `SharedOuter` for LoRA and `Shared` for OFT."""
 
     @property
     def expert_layout(self) -> Literal["SharedOuter", "Shared", "PerExpert", "None"]:

@@ -52,50 +52,51 @@ class KL(Block):
     coefficient: Annotated[float, IDENTITY, Field(ge=0, le=1000)] = 0.0
     """Weight of the divergence; 0 switches it off."""
     placement: Annotated[KLPlacement | None, IDENTITY] = None
-    """Added to the loss, or subtracted from the reward before the advantage. Unset, as `type` has it."""
+    """Whether it is added to the loss, or subtracted from the reward before the advantage. If unset, the default of
+    `type`."""
     estimator: Annotated[KLEstimator | None, IDENTITY] = None
-    """Per-token estimator of the divergence (J. Schulman, Approximating KL divergence, 2020). Unset, as `type` has it.
-    In the loss `K1` alone pulls nowhere on average: https://arxiv.org/abs/2506.09477."""
+    """Per-token estimator of the divergence (J. Schulman, Approximating KL divergence, 2020). If unset, the default of
+    `type`. In the loss, the gradient of `K1` alone is zero on average: https://arxiv.org/abs/2506.09477."""
     importance_weighted: Annotated[bool, LATER_IDENTITY] = False
-    """In the loss: each term is multiplied by the token's ratio of new to old probability, so that `K1` and `K3` have
-    the gradient of KL(policy || reference): DeepSeek-V3.2, https://arxiv.org/abs/2512.02556."""
+    """In the loss, multiply each term by the token's ratio of new to old probability, so that `K1` and `K3` have the
+    gradient of KL(policy || reference): DeepSeek-V3.2, https://arxiv.org/abs/2512.02556."""
 
 
 class Clip(Block):
     """The ratio of new to old probability is clipped to `[1 - low, 1 + high]`."""
 
     low: Annotated[float | None, IDENTITY, Field(ge=0, lt=1)] = None
-    """How far below 1 the ratio counts. Unset, as `type` has it."""
+    """Distance from 1 to the lower bound of the ratio. If unset, the default of `type`."""
     high: Annotated[float | None, IDENTITY, Field(ge=0, le=100)] = None
-    """How far above 1 the ratio counts. Unset, as `type` has it."""
+    """Distance from 1 to the upper bound of the ratio. If unset, the default of `type`."""
 
 
 class Advantage(Block):
     """How rewards become advantages."""
 
     baseline: Annotated[Baseline | None, later_identity("GroupMean")] = None
-    """What a reward counts against: the mean of its group, the mean of the others in it, their mean weighted by length,
-    a critic's values (GAE), or nothing. Unset, as `type` has it."""
+    """What a reward is compared with: the mean of its group, the mean of the others in the group, the group's mean
+    weighted by length, a critic's values (GAE), or nothing. If unset, the default of `type`."""
     normalize: Annotated[Normalize | None, IDENTITY] = None
-    """Divide by the standard deviation of the group; or take the mean of all the step's tokens off and divide by their
-    deviation; or neither. Unset, as `type` has it."""
+    """Divide by the standard deviation of the group; or subtract the mean over all tokens of the step and divide by
+    their standard deviation; or neither. If unset, the default of `type`."""
     entrypoint: Annotated[Entrypoint | None, LATER_IDENTITY, Field(examples=["my_objective:advantages"])] = None
-    """A function of yours, `module:function`, instead of `baseline` and `normalize`."""
+    """A function of yours, `module:function`, that replaces `baseline` and `normalize`."""
 
 
 class ImportanceSampling(Block):
     """Correction for the difference between the trainer's and the engine's log-probs."""
 
     type: Annotated[CorrectionType, IDENTITY] = "None"
-    """No correction, or each token weighted by the ratio `trainer / engine`: of the token or of its whole sequence,
-    `min(ratio, cap)` or 0 outside `[floor, cap]`. `GeometricMasked` keeps a sequence or drops it, by the geometric mean
-    of its tokens' ratios."""
+    """`None`: no correction. Otherwise each token is weighted by the ratio `trainer / engine` of the token or of its
+    whole sequence, either as `min(ratio, cap)` or as 0 outside `[floor, cap]`. `GeometricMasked` keeps or drops a whole
+    sequence, by the geometric mean of its tokens' ratios."""
     cap: Annotated[float | None, IDENTITY, Field(gt=0, le=1000)] = None
-    """Largest weight, or largest ratio that is kept. Unset, as `type` has it."""
+    """Largest weight, or largest ratio that is kept. If unset, the default of `type`."""
     floor: Annotated[float | None, LATER_IDENTITY, Field(gt=0, le=1000)] = None
-    """Smallest ratio that is kept under the masked types. Unset, as `type` has it."""
+    """Smallest ratio that is kept with the masked types. If unset, the default of `type`."""
     veto: Annotated[float | None, LATER_IDENTITY, Field(gt=0, le=1)] = None
-    """A sequence with one token whose ratio is below this is dropped as a whole; unset, none is."""
+    """A sequence is dropped as a whole if the ratio of any token is below this; if unset, none is."""
 
     @property
     def bounds(self) -> tuple[float, float | None]:
@@ -131,72 +132,76 @@ class ImportanceSampling(Block):
 
 
 class Overlong(Block):
-    """Answers that come near `rollout.sampling.maxNewTokens` pay for it in their reward (DAPO, eq. 13)."""
+    """Penalises the reward of completions that come near `rollout.sampling.maxNewTokens` (DAPO, eq. 13)."""
 
     penalty: Annotated[float | None, later_identity(0.0), Field(ge=0, le=1_000_000)] = None
-    """What is taken off the reward of an answer of `maxNewTokens`; 0: nothing. Unset, as `type` has it."""
+    """Amount subtracted from the reward of a completion of `maxNewTokens`; 0 subtracts nothing. If unset, the default
+    of `type`."""
     buffer_share: Annotated[float, LATER_IDENTITY, Field(gt=0, le=1)] = BUFFER_SHARE
-    """Over the last tokens of this share of `maxNewTokens` the penalty grows from 0 to all of it."""
+    """The penalty grows from 0 to its full amount over the last tokens, which are this share of `maxNewTokens`."""
 
 
 class DynamicSampling(Block):
-    """Groups whose rewards are all equal teach nothing: others are sampled in their place (DAPO, section 3.2)."""
+    """Replaces groups whose rewards are all equal, which teach nothing, by sampling other prompts (DAPO, section 3.2)."""
 
     max_rounds: Annotated[int | None, later_identity(0), Field(ge=0, le=1000)] = None
-    """Times that a step draws further prompts at most; then it trains on what it has. 0: equal groups stay in the
-    batch. Unset, as `type` has it."""
+    """Maximum number of times that a step draws further prompts; after that it trains on what it has. 0 keeps equal
+    groups in the batch. If unset, the default of `type`."""
 
 
 class Critic(Block):
-    """Values for `advantage.baseline: Critic`: a second adapter of the same kind, with a value head, on one base."""
+    """The value model of `advantage.baseline: Critic`: a second adapter of the same kind, with a value head, on the
+    same base."""
 
     learning_rate: Annotated[float | None, LATER_IDENTITY, Field(gt=0, le=1)] = None
-    """Peak rate of its own optimiser, under the schedule of the adapter. Unset, `training.learningRate`."""
+    """Peak learning rate of the critic's own optimiser, with the schedule of the adapter. If unset,
+    `training.learningRate`."""
     rank: Annotated[int | None, LATER_IDENTITY, Field(ge=1, le=1024)] = None
-    """LoRA: rank of its adapter. Unset, the policy's."""
+    """With LoRA: rank of the critic's adapter. If unset, the policy's rank."""
     gamma: Annotated[float, LATER_IDENTITY, Field(ge=0, le=1)] = 1.0
     """Discount from one sampled token to the next."""
     gae_lambda: Annotated[float, LATER_IDENTITY, Field(ge=0, le=1)] = 1.0
-    """0: advantages of one token's step, which lean on the critic; 1: of the whole answer, which do not
-    (arXiv:1506.02438). 1 is what https://arxiv.org/abs/2503.24290 found best, and verl's default."""
+    """0 gives advantages over one token's step, which rely on the critic; 1 gives advantages over the whole completion,
+    which do not (arXiv:1506.02438). 1 is what https://arxiv.org/abs/2503.24290 found best, and verl's default."""
     value_clip: Annotated[float, LATER_IDENTITY, Field(gt=0, le=1_000_000)] = 0.2
-    """A value counts as moved by at most this from what it was before the step."""
+    """A value counts as moved by at most this much from its value before the step."""
     warmup_steps: Annotated[int, LATER_IDENTITY, Field(ge=0, le=1_000_000)] = 0
-    """First steps in which the critic alone learns."""
+    """Number of first steps in which only the critic learns."""
     bootstrap_truncated: Annotated[bool, LATER_IDENTITY] = False
-    """An answer that was cut off is worth its reward and what the critic expects after its last token."""
+    """A truncated completion is worth its reward plus what the critic expects after its last token."""
 
 
 class Algorithm(Block):
     """The learning rule."""
 
     type: Annotated[AlgorithmType, IDENTITY] = "GRPO"
-    """What is computed, and the default of every field below that is unset: docs/reference/algorithms.md."""
+    """The objective, and the default of every field below that is unset: docs/reference/algorithms.md."""
     entrypoint: Annotated[Entrypoint | None, LATER_IDENTITY, Field(examples=["my_objective:loss"])] = None
-    """With `type: Custom`, the loss of each token: a function of yours, `module:function`."""
+    """With `type: Custom`: the loss of each token, a function of yours, `module:function`."""
     group_size: Annotated[int, IDENTITY, Field(ge=1, le=4096)] = 8
-    """Rollouts per prompt. A group of one has no gradient, but under `advantage.baseline: None` and `Critic`."""
+    """Rollouts per prompt. A group of one has no gradient, except with `advantage.baseline: None` and `Critic`."""
     kl: KL = KL()
     """Divergence from the base."""
     clip: Clip = Clip()
     """Limits of the probability ratio."""
     advantage: Advantage = Advantage()
-    """From rewards to advantages."""
+    """How rewards become advantages."""
     reduction: Annotated[Reduction | None, IDENTITY] = None
-    """Mean over all tokens; mean over sequences of each one's mean; or sum over a constant length. Unset, as `type` has
-    it."""
+    """Mean over all tokens; mean over sequences of each sequence's mean; or sum divided by a constant length. If unset,
+    the default of `type`."""
     importance_sampling: ImportanceSampling = ImportanceSampling()
-    """Trainer against engine."""
+    """Correction of trainer against engine."""
     overlong: Overlong = Overlong()
-    """A penalty on length."""
+    """Penalty on length."""
     dynamic_sampling: DynamicSampling = DynamicSampling()
-    """Replacing groups that teach nothing."""
+    """Replacement of groups that teach nothing."""
     critic: Critic | None = None
-    """Of `advantage.baseline: Critic`, which is PPO's. Unset, a critic with defaults where there is one."""
+    """Settings of `advantage.baseline: Critic`, which is PPO's. If unset, a critic with default settings where one is
+    used."""
 
     teacher: Teacher | None = None
-    """On-policy distillation, beside the algorithm's own loss or, with `type: Distillation`, alone. Unset, there is
-    none."""
+    """On-policy distillation, in addition to the algorithm's own loss or, with `type: Distillation`, on its own. If
+    unset, there is no teacher."""
 
     @property
     def decided_teacher(self) -> Teacher | None:

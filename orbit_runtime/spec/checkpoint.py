@@ -10,14 +10,14 @@ from orbit_runtime.spec.block import DISPLAY, IDENTITY, Block
 
 
 class Checkpoint(Block):
-    """What a killed run loses at most, and what stays."""
+    """How much a killed run can lose, and how many checkpoints are kept."""
 
     every_steps: Annotated[int, DISPLAY, Field(ge=1, le=1_000_000)] = 1
-    """A checkpoint after every so many steps, and always after the last one."""
+    """Number of steps between checkpoints; the last step always gets one."""
     keep: Annotated[int, DISPLAY, Field(ge=1, le=1_000_000)] = 3
-    """The newest complete checkpoints that stay; older ones are deleted."""
+    """Number of newest complete checkpoints to keep; older ones are deleted."""
     resume_from: Annotated[
         str | None, IDENTITY, Field(min_length=1, max_length=1024, examples=["s3://bucket/runs/quickstart"])
     ] = None
-    """Another run's folder, or one checkpoint in it (`…/checkpoints/step-000060`): a new run begins with its adapter,
-    its optimizer and its step. The base and `adapter` must be the same; all else may differ."""
+    """Another run's folder, or one checkpoint in it (`…/checkpoints/step-000060`): a new run starts with its adapter,
+    its optimiser and its step. The base and `adapter` must be the same; everything else may differ."""

@@ -28,27 +28,28 @@ class Prompts(Block):
     """One source of prompts."""
 
     uri: Annotated[Uri, LAYOUT, Field(examples=["builtin://two-digit-addition"])]
-    """A file, or a folder of files that are read in the order of their names: a path, `file:///…`,
+    """A file, or a folder whose files are read in the order of their names: a path, `file:///…`,
     `hf://datasets/org/name@revision/file`, `s3://bucket/key` (`s3://bucket/folder/` is a folder), on a cluster
     `pvc://claim/path`, or `builtin://two-digit-addition`, `builtin://sums-of-99`, `builtin://two-digit-multiplication`
-    and `builtin://small-functions`, which ship with Orbit. It may move on resume: a run knows its prompts by digest."""
+    and `builtin://small-functions`, which ship with Orbit. It may move on resume, because a run identifies its prompts
+    by digest."""
     format: Annotated[Literal["Auto", "JSONL", "CSV", "Parquet", "Arrow"], IDENTITY] = "Auto"
-    """`Auto` goes by the end of the name: `.parquet` is Parquet, `.arrow` Arrow, `.csv` CSV with a header, everything
-    else JSON lines; CSV and JSON lines also as `.gz` or `.zst`. A folder that `datasets` saved is Arrow. Cells of CSV
-    are text as they stand."""
+    """`Auto` follows the file extension: `.parquet` is Parquet, `.arrow` Arrow, `.csv` CSV with a header, everything
+    else JSON lines; CSV and JSON lines may be compressed as `.gz` or `.zst`. A folder that `datasets` saved is Arrow.
+    CSV cells are read as text, unchanged."""
     prompt_field: Annotated[str, IDENTITY, Field(min_length=1, max_length=128)] = "prompt"
     """Column with the prompt: text, which becomes one user message, or a list of chat messages."""
     completion_field: Annotated[
         str | None, LATER_IDENTITY, Field(min_length=1, max_length=128, examples=["answer"])
     ] = None
-    """Of `algorithm.type: SFT`: column with the answer to learn, text or chat messages. Unset, `promptField` holds
-    whole conversations. Without SFT it is a column like any other."""
+    """With `algorithm.type: SFT`: column with the completion to learn, text or chat messages. If unset, `promptField`
+    holds whole conversations. Without SFT it is a column like any other."""
     tools_field: Annotated[str | None, LATER_IDENTITY, Field(min_length=1, max_length=128, examples=["tools"])] = None
-    """Of `algorithm.type: SFT`: column with the JSON schemas of the functions that the conversation may call."""
+    """With `algorithm.type: SFT`: column with the JSON schemas of the functions that the conversation may call."""
 
     weight: Annotated[float | None, LATER_IDENTITY, Field(gt=0, le=1_000_000, examples=[3])] = None
-    """Share of the prompts that are drawn from this source, against the others' weights; beside one that has one, a
-    source without counts 1. Each goes through epochs of its own. Unset everywhere, all are drawn as one."""
+    """Weight of this source, relative to the others, when prompts are drawn. If any source has a weight, a source
+    without one counts 1, and each source has epochs of its own. If none has a weight, all are drawn as one source."""
 
     def contradictions(self) -> Iterator[Contradiction]:
         yield from check_scheme("uri", self.uri, PROMPT_SCHEMES)
@@ -60,37 +61,39 @@ class Chat(Block):
     template_arguments: Annotated[
         dict[str, JsonValue], LATER_IDENTITY, Field(max_length=32, examples=[{"enable_thinking": False}])
     ] = Field(default_factory=dict)
-    """What the model's chat template is rendered with besides messages and tools."""
+    """Arguments that the model's chat template is rendered with, besides messages and tools."""
     answers: Annotated[Literal["All", "Last"], LATER_IDENTITY] = "All"
-    """Of `algorithm.type: SFT`: which of a conversation's answers are learned; those before the last are read only."""
+    """With `algorithm.type: SFT`: which answers of a conversation are learned; with `Last`, earlier ones are only read.
+    """
 
 
 class Validation(Block):
-    """Demonstrations that are held out, and what is done with what they say."""
+    """Demonstrations that are held out, and how their loss is used."""
 
     share: Annotated[float, LATER_IDENTITY, Field(gt=0, lt=1)] = 0.05
-    """Share of the rows that is held out, at least one; which ones, `seed` decides."""
+    """Share of the rows that is held out, at least one row; `seed` decides which."""
     every_steps: Annotated[int, LATER_IDENTITY, Field(ge=1, le=1_000_000)] = 50
-    """They are measured before the first step, after every so many, and after the last."""
+    """Interval of measurements, in steps; they are also measured before the first step and after the last."""
     patience: Annotated[int | None, LATER_IDENTITY, Field(ge=1, le=1_000_000)] = None
-    """The run ends after so many measurements in a row that were no better than the best; unset, it does not."""
+    """The run ends after this many measurements in a row that did not improve on the best; if unset, it does not."""
 
 
 class Difficulty(Block):
     """Which prompts are worth sampling, by how often the policy solves them."""
 
     low: Annotated[float, LATER_IDENTITY, Field(ge=0, le=0.5)] = 0.05
-    """Prompts whose running pass rate is lower are passed over."""
+    """Prompts whose running pass rate is below this are skipped."""
     high: Annotated[float, LATER_IDENTITY, Field(ge=0.5, le=1)] = 0.95
-    """So are those whose rate is higher."""
+    """Prompts whose running pass rate is above this are skipped."""
     pass_at: Annotated[float, LATER_IDENTITY, Field(ge=-1_000_000, le=1_000_000)] = 1.0
-    """Reward from which on a rollout passed. The newest visit of a prompt counts as much as all before it."""
+    """Reward from which on a rollout counts as passed. In the running rate, the newest visit of a prompt counts as much
+    as all earlier ones."""
     revisit_epochs: Annotated[int | None, LATER_IDENTITY, Field(ge=1, le=1_000_000)] = None
-    """A prompt that was passed over is sampled once more after so many epochs; unset, never."""
+    """A skipped prompt is sampled once more after this many epochs; if unset, never."""
 
 
 class Data(Block):
-    """The prompts and their order. Every other column of a row goes to the rewards."""
+    """The prompts and their order. Every other column of a row is passed to the rewards."""
 
     prompts: Annotated[
         tuple[Prompts, ...],
@@ -101,16 +104,16 @@ class Data(Block):
     chat: Chat = Chat()
     """How their messages become the model's text."""
     validation: Validation | None = None
-    """Of `algorithm.type: SFT`: what is held out. Then an adapter is written when it is the best so far, else with each
-    checkpoint. Unset, nothing is."""
+    """With `algorithm.type: SFT`: what is held out. An adapter is then written when it is the best so far, otherwise
+    with each checkpoint. If unset, nothing is held out."""
     difficulty: Difficulty | None = None
-    """Of runs with rewards: prompts that the policy always or never solves are passed over. Unset, none is."""
+    """For runs with rewards: skip prompts that the policy always or never solves. If unset, none is skipped."""
     limit: Annotated[int | None, IDENTITY, Field(ge=1, le=2**53)] = None
-    """Use only so many prompts, the first ones; unset, all."""
+    """Number of prompts to use, counted from the first; if unset, all."""
     epochs: Annotated[int | None, IDENTITY, Field(ge=1, le=1_000_000)] = None
-    """Stop when every prompt was used so often; unset, as often as the steps need. With weights a source that was used
-    so often is drawn from no more."""
+    """Stop when every prompt has been used this many times; if unset, as often as the steps need. With weights, a
+    source that has been used this many times is not drawn from again."""
     seed: Annotated[int, IDENTITY, Field(ge=0, le=2**53)] = 0
-    """Seed of the run: of the order of prompts, of sampling and of the adapter's first values."""
+    """Seed of the run: for the order of prompts, sampling, and the adapter's initial values."""
     shuffle: Annotated[bool, IDENTITY] = True
-    """Another order in each epoch; `false` keeps the order of the file."""
+    """Use a different order in each epoch; `false` keeps the order of the file."""

@@ -32,18 +32,18 @@ RewardType = Literal["ExactMatch", "Math", "MultipleChoice", "Pattern", "Length"
 
 
 class Reward(Block):
-    """One function that scores a completion; the reward of a rollout is the weighted sum of all."""
+    """A function that scores a completion; the reward of a rollout is the weighted sum of all rewards."""
 
     name: Annotated[
         str, IDENTITY, Field(min_length=1, max_length=63, pattern=r"^[A-Za-z][A-Za-z0-9_-]*$", examples=["correct"])
     ]
-    """Its name in metrics and rollouts, each once."""
+    """Unique name in metrics and rollouts."""
     type: Annotated[RewardType | None, IDENTITY] = None
-    """A reward that ships with Orbit; or else `entrypoint`."""
+    """A reward that ships with Orbit; alternatively, set `entrypoint`."""
     entrypoint: Annotated[Entrypoint | None, IDENTITY, Field(examples=["my_rewards:brevity"])] = None
-    """A function of yours, `module:function`; or else `type`."""
+    """A function of yours, `module:function`; alternatively, set `type`."""
     weight: Annotated[float, IDENTITY, Field(ge=-1_000_000, le=1_000_000)] = 1.0
-    """Factor of this reward in the sum."""
+    """Weight of this reward in the sum."""
     timeout_seconds: Annotated[float, IDENTITY, Field(gt=0, le=86_400)] = 10.0
     """A call that takes longer is ended and counted as `timeout`, never scored as 0."""
     arguments: Annotated[dict[str, JsonValue], IDENTITY, Field(max_length=64)] = Field(default_factory=dict)
@@ -67,12 +67,12 @@ class Reward(Block):
 
 
 class Code(Block):
-    """Rewards and environments of your own, beside what is installed."""
+    """Rewards and environments of your own, in addition to installed packages."""
 
     uri: Annotated[Uri, LAYOUT, Field(examples=["s3://bucket/my-rewards"])]
-    """A folder or a `.zip` file that is put first where workers look for modules: a path (such as one of the
-    image), `file:///…`, `s3://bucket/prefix`, on a cluster `pvc://claim/path` or `configmap://name`. It may move on
-    resume: a run knows its code by digest."""
+    """A folder or a `.zip` file that workers search first for modules: a path (such as one in the image), `file:///…`,
+    `s3://bucket/prefix`, on a cluster `pvc://claim/path` or `configmap://name`. It may move on resume, because a run
+    identifies its code by digest."""
 
     def contradictions(self) -> Iterator[Contradiction]:
         yield from check_scheme("uri", self.uri, CODE_SCHEMES)
@@ -83,12 +83,12 @@ class Environment(Block):
 
     type: Annotated[EnvironmentType, IDENTITY] = "SingleTurn"
     """`SingleTurn`: one prompt, one completion, scored. `MultiTurn`: the policy uses `tools`, or acts in the
-    environment of yours that `entrypoint` names. The others are environments of these packages, unchanged:
+    environment of yours that `entrypoint` names. The other types are environments of these packages, unchanged:
     docs/guides/environments.md."""
     entrypoint: Annotated[Entrypoint | None, LATER_IDENTITY, Field(examples=["my_games:Guess"])] = None
     """With `type: MultiTurn`: a class of yours, `module:Class`."""
     name: Annotated[str | None, LATER_IDENTITY, Field(min_length=1, max_length=256, examples=["gsm8k"])] = None
-    """With a package's environments: the one of this name, as the package registers it."""
+    """With a package's environments: the name under which the package registers it."""
     arguments: Annotated[dict[str, JsonValue], LATER_IDENTITY, Field(max_length=64)] = Field(default_factory=dict)
     """Keyword arguments of the environment."""
     tools: Annotated[
@@ -99,9 +99,9 @@ class Environment(Block):
     ] = ()
     """With `type: MultiTurn`: functions that the policy may call, `module:function`."""
     limits: EnvironmentLimits = EnvironmentLimits()
-    """What an episode and its processes may take."""
+    """Limits of an episode and its processes."""
     code: Code | None = None
-    """Where the modules of `entrypoint` and `tools` are; unset, on the Python path and beside the manifest."""
+    """Where the modules of `entrypoint` and `tools` are; if unset, on the Python path and next to the manifest."""
     rewards: Annotated[
         tuple[Reward, ...],
         AsTuple,
@@ -111,11 +111,11 @@ class Environment(Block):
             examples=[[{"name": "correct", "type": "ExactMatch", "arguments": {"field": "answer"}}]],
         ),
     ] = ()
-    """Functions that score a completion, which is the last answer of an episode. What an environment gives itself is
-    added, as the part `environment`; beside it the list may be empty."""
+    """Functions that score a completion, which is the last answer of an episode. A reward that the environment itself
+    gives is added, as the part `environment`; with such an environment the list may be empty."""
     failure_limit: Annotated[float, IDENTITY, Field(ge=0, le=1)] = 0.1
-    """Largest share of a step's samples whose reward or environment may time out or crash; above it the run stops
-    (86)."""
+    """Largest share of a step's samples whose reward or environment may time out or crash; above it the run stops (86).
+    """
 
     @property
     def gives_reward(self) -> bool:

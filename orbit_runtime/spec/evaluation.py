@@ -21,14 +21,14 @@ LATER_DISPLAY: Any = Field(json_schema_extra={"orbitSet": "display", "orbitLater
 
 
 class EvaluationEnvironment(Block):
-    """Prompts that no training sees, and what scores their answers."""
+    """Prompts that are never trained on, and how completions for them are scored."""
 
     name: Annotated[
         str,
         LATER_DISPLAY,
         Field(min_length=1, max_length=63, pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", examples=["held-out"]),
     ]
-    """Its name in results, each once."""
+    """Unique name in results."""
     prompts: Annotated[
         tuple[Prompts, ...],
         AsTuple,
@@ -36,7 +36,7 @@ class EvaluationEnvironment(Block):
     ]
     """Sources, read one after the other."""
     environment: Environment | None = None
-    """What answers and scores the policy; unset, the run's own `spec.environment`."""
+    """What the policy acts in and what scores it; if unset, the run's own `spec.environment`."""
 
     def contradictions(self) -> Iterator[Contradiction]:
         if self.environment is not None:
@@ -44,34 +44,35 @@ class EvaluationEnvironment(Block):
 
 
 class Evaluation(Block):
-    """What `orbit eval` asks a policy, and what a run asks its own."""
+    """What `orbit eval` measures of a policy, and what a run measures of its own."""
 
     every_steps: Annotated[int | None, LATER_DISPLAY, Field(ge=1, le=1_000_000)] = None
-    """A run asks its policy before its first step, after every so many, and after its last; unset, never."""
+    """Interval, in steps, at which a run evaluates its policy; also before its first step and after its last. If unset,
+    never."""
     samples: Annotated[int, LATER_DISPLAY, Field(ge=1, le=1024)] = 1
     """Samples of each prompt."""
     temperature: Annotated[float | None, LATER_DISPLAY, Field(ge=0, le=100)] = None
-    """0: the most likely token; unset, as `rollout.sampling` says."""
+    """0 takes the most likely token; if unset, as in `rollout.sampling`."""
     max_new_tokens: Annotated[int | None, LATER_DISPLAY, Field(ge=1, le=1_048_576)] = None
-    """Unset, as `rollout.sampling` says."""
+    """Maximum length of a completion; if unset, as in `rollout.sampling`."""
     limit: Annotated[int | None, LATER_DISPLAY, Field(ge=1, le=2**53)] = None
-    """Only the first so many prompts of each environment; unset, all."""
+    """Number of prompts to use of each environment, counted from the first; if unset, all."""
     seed: Annotated[int, LATER_DISPLAY, Field(ge=0, le=2**53)] = 0
-    """Of sampling. Every policy draws by the same, so that two differ by what they are."""
+    """Seed of sampling. Every policy draws by the same seed, so that two policies differ only by what they are."""
     pass_at: Annotated[float, LATER_DISPLAY, Field(ge=-1_000_000, le=1_000_000)] = 1.0
     """Reward from which on a sample counts as passed, for pass@k."""
     concurrency: Annotated[int, LATER_DISPLAY, Field(ge=1, le=65_536)] = 64
-    """Episodes that ask the model at the same time; as many more may be scored meanwhile."""
+    """Episodes that query the model at the same time; as many more may be scored meanwhile."""
     prompt_price: Annotated[float | None, LATER_DISPLAY, Field(ge=0, le=1_000_000)] = None
-    """Of a million tokens that a model reads: then the cost is told."""
+    """Price of a million tokens that a model reads. If set, the cost is reported."""
     completion_price: Annotated[float | None, LATER_DISPLAY, Field(ge=0, le=1_000_000)] = None
-    """Of a million tokens that it writes."""
+    """Price of a million tokens that a model writes."""
     environments: Annotated[
         tuple[EvaluationEnvironment, ...],
         AsTuple,
         Field(max_length=8, examples=[[{"name": "held-out", "prompts": [{"uri": "held-out.jsonl"}]}]]),
     ] = ()
-    """What is measured; empty, the run's own prompts and environment."""
+    """What is measured; if empty, the run's own prompts and environment."""
 
     def contradictions(self) -> Iterator[Contradiction]:
         names = [each.name for each in self.environments]

@@ -20,27 +20,27 @@ MANAGER_PATTERN = r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?/[A-Za-z0-9]([-A-Za-z0-9_./]*
 
 
 class Lifecycle(Block):
-    """The run's life on a cluster. Without one this block means nothing."""
+    """The lifecycle of the run on a cluster; has no effect elsewhere."""
 
     suspend: Annotated[bool, DISPLAY] = False
-    """`true` stops the run at a checkpoint and gives its GPUs back; `false` goes on from there."""
+    """`true` stops the run at a checkpoint and releases its GPUs; `false` continues it from there."""
     queue_name: Annotated[LabelValue | None, DISPLAY, Field(min_length=1, examples=["team-a"])] = None
-    """Kueue's LocalQueue that decides when the run may start; unset, no queue."""
+    """Kueue LocalQueue that decides when the run may start; if unset, no queue."""
     managed_by: Annotated[
         str | None,
         DISPLAY,
         Field(min_length=3, max_length=63, pattern=MANAGER_PATTERN, examples=["kueue.x-k8s.io/multikueue"]),
     ] = None
-    """Another controller that runs this object, such as `kueue.x-k8s.io/multikueue`; unset, Orbit's operator."""
+    """Another controller that runs this object, such as `kueue.x-k8s.io/multikueue`; if unset, Orbit's operator."""
     ttl_seconds_after_finished: Annotated[int | None, DISPLAY, Field(ge=0, le=LONGEST_SECONDS)] = None
-    """The object is deleted so long after its run ended; what is in `storage.uri` stays. Unset, never."""
+    """The object is deleted this long after its run ended; the content of `storage.uri` stays. If unset, never."""
     active_deadline_seconds: Annotated[int | None, DISPLAY, Field(ge=1, le=LONGEST_SECONDS)] = None
-    """Time that the run's pods may take in all, waiting and suspension not counted; unset, no limit."""
+    """Total time that the run's pods may take, not counting waiting and suspension; if unset, no limit."""
     startup_deadline_seconds: Annotated[int | None, DISPLAY, Field(ge=1, le=LONGEST_SECONDS)] = None
-    """Time from an attempt's pod being placed to its first step: images, model, warm-up. Unset, no limit."""
+    """Time from the placement of an attempt's pod to its first step: images, model, warm-up. If unset, no limit."""
     termination_grace_period_seconds: Annotated[int, DISPLAY, Field(ge=1, le=86_400)] = 300
     """Time for a last checkpoint before the pod is killed."""
     max_user_retries: Annotated[int, DISPLAY, Field(ge=0, le=100)] = 0
-    """New attempts after a failure that the manifest or the user's code caused."""
+    """New attempts after failures that the manifest or the user's code caused."""
     max_infra_restarts: Annotated[int, DISPLAY, Field(ge=0, le=1000)] = 10
-    """New attempts after a failure of node, GPU, network or store."""
+    """New attempts after failures of node, GPU, network or store."""

@@ -23,16 +23,16 @@ class Model(Block):
 
     uri: Annotated[Uri, LAYOUT, Field(examples=["builtin://tiny-adder"])]
     """A folder in Hugging Face format: a path, `file:///…`, `hf://org/name@revision`, `s3://bucket/prefix`, on a
-    cluster `pvc://claim/path`, or `builtin://tiny-adder`, which ships with Orbit. It may move on resume:
-    a run knows its model by digest."""
+    cluster `pvc://claim/path`, or `builtin://tiny-adder`, which ships with Orbit. It may move on resume, because a run
+    identifies its model by digest."""
     precision: Annotated[Precision, IDENTITY] = "Auto"
-    """Checked against the checkpoint, where a mixed one is called by its routed experts' format; for `builtin://` it
-    selects the variant, where `Auto` means `INT4`."""
+    """Checked against the checkpoint; a mixed checkpoint counts as the format of its routed experts. For `builtin://`
+    it selects the variant, and `Auto` means `INT4`."""
     activation_precision: Annotated[ActivationPrecision, IDENTITY] = "WeightOnly"
-    """`WeightOnly`: activations are not rounded. `FP8` (W8A8) and `NVFP4` (W4A4) round the inputs of the linears whose
-    weights are in that format, as an engine does that multiplies in it; the gradient passes straight through."""
+    """`WeightOnly` does not round activations. `FP8` (W8A8) and `NVFP4` (W4A4) round the inputs of linear layers whose
+    weights are in that format, like an engine that multiplies in it; the gradient passes straight through."""
     max_sequence_length: Annotated[int, IDENTITY, Field(ge=2, le=1_048_576)] = 2048
-    """Longest prompt plus completion, in tokens. A longer prompt is an error, a longer completion is cut."""
+    """Maximum length of prompt plus completion, in tokens. A longer prompt is an error, a longer completion is cut."""
 
     def contradictions(self) -> Iterator[Contradiction]:
         yield from check_scheme("uri", self.uri, MODEL_SCHEMES)

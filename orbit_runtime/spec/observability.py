@@ -15,27 +15,27 @@ Event = Literal["Done", "Stopped", "Failed", "Gate"]
 
 
 class Tracker(Block):
-    """A service or a folder that gets every step's numbers as well. One that fails never stops a run."""
+    """A service or a folder that also receives every step's metrics. A tracker that fails never stops a run."""
 
     type: Annotated[TrackerType, DISPLAY, Field(examples=["TensorBoard"])]
-    """Its package is not installed with Orbit: `pip install 'orbit-rl[trackers]'`. Keys come from variables that the
-    service itself reads, such as `WANDB_API_KEY`; on a cluster from a secret of `placement.envFromSecrets`."""
+    """The tracker's package is not installed with Orbit: `pip install 'orbit-rl[trackers]'`. Keys come from variables
+    that the service itself reads, such as `WANDB_API_KEY`; on a cluster from a Secret in `placement.envFromSecrets`."""
     project: Annotated[str, DISPLAY, Field(min_length=1, max_length=128)] = "orbit"
-    """Project of Weights & Biases, experiment of MLflow; the run has the manifest's name in it."""
+    """Project in Weights & Biases, experiment in MLflow; the run in it has the manifest's name."""
     uri: Annotated[Uri | None, DISPLAY] = None
-    """TensorBoard: a local folder, by default `tensorboard` in the run folder where that is local. MLflow and Weights &
-    Biases: the server's address; unset, what their own variables say."""
+    """For TensorBoard a local folder, by default `tensorboard` in the run folder if that is local. For MLflow and
+    Weights & Biases the server's address; if unset, their own variables decide."""
 
 
 class Webhook(Block):
-    """An address that is told by HTTP POST, in JSON, how a run ended."""
+    """An address that is notified of the end of a run, by an HTTP POST in JSON."""
 
     url: Annotated[str | None, DISPLAY, Field(max_length=1024, pattern=r"^https?://")] = None
-    """Or else `urlEnv`."""
+    """The address; alternatively, set `urlEnv`."""
     url_env: Annotated[
         str | None, DISPLAY, Field(max_length=256, pattern=VARIABLE_PATTERN, examples=["SLACK_WEBHOOK"])
     ] = None
-    """Environment variable that holds the address, where that is a secret. On a cluster it comes from a secret of
+    """Environment variable that holds the address, if that is a secret. On a cluster it comes from a Secret in
     `placement.envFromSecrets`."""
     events: Annotated[tuple[Event, ...], AsTuple, DISPLAY, Field(min_length=1, max_length=4)] = (
         "Done",
@@ -54,12 +54,14 @@ class Observability(Block):
     """Metrics and logs."""
 
     metrics_port: Annotated[int, DISPLAY, Field(ge=-1, le=65535)] = 0
-    """Port of `/metrics`, `/status`, `/healthz` and `/readyz`: 0 takes any free one (on a cluster 9400), -1 none."""
+    """Port of `/metrics`, `/status`, `/healthz` and `/readyz`: 0 takes any free port (on a cluster 9400), -1 opens
+    none."""
     log_level: Annotated[Literal["Debug", "Info", "Warning", "Error"], DISPLAY] = "Info"
-    """The least important message that is logged."""
+    """Lowest level that is logged."""
     log_format: Annotated[Literal["Auto", "Text", "JSON"], DISPLAY] = "Auto"
-    """Of progress and log: `Auto` is a live display on a terminal, JSON lines in a pod, and lines of text elsewhere."""
+    """Format of progress and log: `Auto` is a live display on a terminal, JSON lines in a pod, and lines of text
+    elsewhere."""
     trackers: Annotated[tuple[Tracker, ...], AsTuple, DISPLAY, Field(max_length=4)] = ()
-    """Services that get every step's numbers as well."""
+    """Services that also receive every step's metrics."""
     notify: Annotated[tuple[Webhook, ...], AsTuple, DISPLAY, Field(max_length=8)] = ()
-    """Addresses that are told how the run ended."""
+    """Addresses that are notified of the end of the run."""

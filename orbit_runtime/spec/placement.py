@@ -33,25 +33,27 @@ CIDR_PATTERN = r"^[0-9A-Fa-f.:]+/(0|[1-9][0-9]{0,2})$"
 
 
 class Resources(Block):
-    """What the pod asks for besides GPUs. Requests equal limits, so that nothing else on the node takes it away."""
+    """What the pod requests besides GPUs. Requests equal limits, so nothing else on the node can take these resources
+    away."""
 
     cpu: Annotated[int | None, LAYOUT, Field(ge=1, le=1024, examples=[64])] = None
-    """Whole cores; unset, what the chart's values say."""
+    """Whole cores; if unset, the value of the chart."""
     memory: Annotated[Quantity | None, LAYOUT, Field(examples=["1Ti"])] = None
-    """Main memory, `sharedMemory` included; unset, what the chart's values say."""
+    """Main memory, `sharedMemory` included; if unset, the value of the chart."""
     ephemeral_storage: Annotated[Quantity | None, LAYOUT, Field(examples=["200Gi"])] = None
-    """Local disk: logs, `/tmp` and a model cache without a claim; unset, no limit."""
+    """Local disk: logs, `/tmp` and a model cache without a claim; if unset, no limit."""
     shared_memory: Annotated[Quantity, LAYOUT] = "16Gi"
-    """Size of `/dev/shm`, which NCCL and the engine need; it counts as memory where it is used."""
+    """Size of `/dev/shm`, which NCCL and the engine need; what is used of it counts as memory."""
 
 
 class ModelCache(Block):
-    """Where a downloaded model and its prompts are kept."""
+    """Where a downloaded model and its prompts are stored."""
 
     claim_name: Annotated[ObjectName | None, LAYOUT, Field(examples=["model-cache"])] = None
-    """PersistentVolumeClaim in the run's namespace, shared by runs; or else `sizeLimit`."""
+    """PersistentVolumeClaim in the run's namespace, shared by runs; alternatively, set `sizeLimit`."""
     size_limit: Annotated[Quantity | None, LAYOUT, Field(examples=["2Ti"])] = None
-    """Limit of a folder on the node that lives as long as the pod; or else `claimName`. Neither: without a limit."""
+    """Limit of a folder on the node that lives as long as the pod; alternatively, set `claimName`. With neither, there
+    is no limit."""
 
     def contradictions(self) -> Iterator[Contradiction]:
         if self.claim_name is not None and self.size_limit is not None:
@@ -64,18 +66,18 @@ class ModelCache(Block):
 
 
 class Egress(Block):
-    """Connections that the run's network policy allows, besides names (DNS) and HTTPS."""
+    """Connections that the run's network policy allows, besides DNS and HTTPS."""
 
     cidr: Annotated[
         str | None, LAYOUT, Field(min_length=1, max_length=43, pattern=CIDR_PATTERN, examples=["10.0.0.0/8"])
     ] = None
-    """Addresses; or else `namespace`."""
+    """Range of addresses; alternatively, set `namespace`."""
     namespace: Annotated[LabelName | None, LAYOUT, Field(examples=["minio"])] = None
-    """Every pod of a namespace; or else `cidr`."""
+    """Every pod of a namespace; alternatively, set `cidr`."""
     ports: Annotated[
         tuple[Annotated[int, Field(ge=1, le=65535)], ...], AsTuple, LAYOUT, Field(max_length=16, examples=[[9000]])
     ] = ()
-    """TCP ports; empty, all."""
+    """TCP ports; if empty, all."""
 
     def contradictions(self) -> Iterator[Contradiction]:
         if self.cidr is not None and self.namespace is not None:
@@ -98,18 +100,18 @@ class Egress(Block):
 
 
 class Toleration(Block):
-    """A taint that the pod may be placed in spite of; the one of GPU nodes is always tolerated."""
+    """A taint that the pod tolerates; the taint of GPU nodes is always tolerated."""
 
     key: Annotated[str | None, LAYOUT, Field(min_length=1, max_length=317)] = None
-    """Key of the taint; unset, every taint, with `operator: Exists`."""
+    """Key of the taint; if unset, every taint, with `operator: Exists`."""
     operator: Annotated[Literal["Equal", "Exists"], LAYOUT] = "Equal"
-    """`Equal` compares the value, `Exists` takes any."""
+    """`Equal` compares the value, `Exists` accepts any."""
     value: Annotated[LabelValue | None, LAYOUT] = None
-    """Value of the taint under `Equal`; unset, the empty one."""
+    """Value of the taint with `Equal`; if unset, the empty value."""
     effect: Annotated[Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None, LAYOUT] = None
-    """Effect of the taint; unset, every one."""
+    """Effect of the taint; if unset, every effect."""
     toleration_seconds: Annotated[int | None, LAYOUT, Field(ge=0, le=2**31 - 1)] = None
-    """How long `NoExecute` is tolerated; unset, for ever."""
+    """How long `NoExecute` is tolerated; if unset, for ever."""
 
     def contradictions(self) -> Iterator[Contradiction]:
         if self.operator == "Exists" and self.value is not None:
@@ -135,38 +137,40 @@ class Toleration(Block):
 
 
 class Placement(Block):
-    """The run's pod on a cluster. Without one this block means nothing."""
+    """The run's pod on a cluster. Elsewhere a run reads only `layout`, `trainerGpus`, `nodes` and `baseCopies`; `orbit
+    plan` also reads `gpus` and `gpuProduct`."""
 
     layout: Annotated[Literal["Colocated", "Split"], LAYOUT] = "Colocated"
-    """Trainer and engine take turns on all GPUs in one container, or each has GPUs of its own: on a cluster in a
-    container of its own, with half of the pod's memory and cores; on one machine side by side."""
+    """`Colocated`: trainer and engine take turns on all GPUs, in one container. `Split`: each has GPUs of its own; on a
+    cluster also a container of its own, with half of the pod's memory and cores; on one machine they run side by side.
+    """
     gpus: Annotated[int, LAYOUT, Field(ge=0, le=MAX_GPUS)] = 8
-    """GPUs of each node: of the pod, which is on one node. 0 runs on the CPU."""
+    """GPUs of each node, which is all of the pod's GPUs when there is one node. 0 runs on the CPU."""
     nodes: Annotated[int, LAYOUT, Field(ge=1, le=MAX_NODES, examples=[2])] = 1
-    """With more than one, the run and its engine have the first and the trainer's ranks the others, which Ray joins: on
-    a cluster a RayCluster of KubeRay, elsewhere the Ray that `RAY_ADDRESS` names. Without one, a machine is taken as
-    it is."""
+    """With more than one, the first node holds the run and its engine, and the others the trainer's ranks, joined by
+    Ray: on a cluster a KubeRay RayCluster, elsewhere the Ray that `RAY_ADDRESS` names. With neither, Orbit takes the
+    machine as it is."""
     trainer_gpus: Annotated[int | None, LAYOUT, Field(ge=1, le=MAX_GPUS - 1, examples=[1])] = None
-    """With `layout: Split`: the trainer has the first so many GPUs, the engine's servers the others (`replicas`,
-    `tensorParallel`). Unset, half."""
+    """With `layout: Split`: the trainer has this many GPUs, the first ones, and the engine's servers the others
+    (`replicas`, `tensorParallel`). If unset, half."""
     gpu_product: Annotated[LabelValue | None, LAYOUT, Field(min_length=1, examples=["NVIDIA-B200"])] = None
-    """Only nodes whose label `nvidia.com/gpu.product` says so; unset, any."""
+    """Only nodes whose label `nvidia.com/gpu.product` has this value; if unset, any."""
     base_copies: Annotated[Literal["Auto", "Shared", "Two"], LAYOUT] = "Auto"
-    """Whether trainer and engine each hold the base or share one; `Auto`: two where they fit."""
+    """Whether trainer and engine each hold a copy of the base or share one; `Auto` makes two if they fit."""
     image: Annotated[
         str | None,
         LAYOUT,
         Field(min_length=1, max_length=512, pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/@-]*$", examples=["orbit-runtime:1.0"]),
     ] = None
-    """Container image of the run; unset, the chart's."""
+    """Container image of the run; if unset, the chart's."""
     resources: Resources = Resources()
-    """What the pod asks for besides GPUs."""
+    """What the pod requests besides GPUs."""
     model_cache: ModelCache = ModelCache()
-    """Where a downloaded model is kept."""
+    """Where a downloaded model is stored."""
     env_from_secrets: Annotated[tuple[ObjectName, ...], AsTuple, LAYOUT, Field(max_length=16)] = ()
     """Secrets whose keys become environment variables of the run, such as a hub token."""
     egress: Annotated[tuple[Egress, ...], AsTuple, Field(max_length=16, examples=[[{"cidr": "10.0.0.0/8"}]])] = ()
-    """What the run may connect to, besides names (DNS) and HTTPS."""
+    """What the run may connect to, besides DNS and HTTPS."""
     node_selector: Annotated[dict[str, LabelValue], LAYOUT, Field(max_length=16), WithoutEmpty] = Field(
         default_factory=dict
     )
@@ -174,7 +178,7 @@ class Placement(Block):
     tolerations: Annotated[
         tuple[Toleration, ...], AsTuple, Field(max_length=16, examples=[[{"operator": "Exists"}]])
     ] = ()
-    """Taints that the pod may be placed in spite of."""
+    """Taints that the pod tolerates."""
 
     def contradictions(self) -> Iterator[Contradiction]:
         yield from self._check_halves()

@@ -36,13 +36,13 @@ class Sampling(Block):
     temperature: Annotated[float, IDENTITY, Field(gt=0, le=100)] = 1.0
     """Divides the logits; training uses the same distribution."""
     top_p: Annotated[float, IDENTITY, Field(gt=0, le=1)] = 1.0
-    """Draw only from the most likely tokens that together reach this probability, of those that `topK` leaves."""
+    """Draw only from the most likely tokens that together reach this probability, among those that `topK` leaves."""
     top_k: Annotated[int | None, LATER_IDENTITY, Field(ge=2, le=1_000_000)] = None
-    """Draw only from this many most likely tokens. Of one alone nothing would be learned."""
+    """Draw only from this many most likely tokens. With a single token nothing would be learned."""
     min_p: Annotated[float, LATER_IDENTITY, Field(ge=0, lt=1)] = 0.0
     """Draw only from tokens at least this fraction as likely as the most likely one."""
     repetition_penalty: Annotated[float, LATER_IDENTITY, Field(gt=0, le=2)] = 1.0
-    """Divides positive logits, and multiplies negative ones, of tokens that stand in the prompt or in the completion so
+    """Divides positive logits, and multiplies negative ones, of tokens that occur in the prompt or in the completion so
     far; training uses the same distribution."""
     logit_bias: Annotated[
         dict[str, Annotated[float, Field(ge=-100, le=100)]],
@@ -50,26 +50,26 @@ class Sampling(Block):
         Field(max_length=300, examples=[{"198": -5.0}]),
         WithoutEmpty,
     ] = Field(default_factory=dict)
-    """Token id → what is added to its logit, before all else; training uses the same distribution."""
+    """Token id → value added to its logit, before everything else; training uses the same distribution."""
     max_new_tokens: Annotated[int, IDENTITY, Field(ge=1, le=1_048_576)] = 256
-    """A completion is cut at this length."""
+    """Maximum length of a completion; a longer one is cut."""
     stop: Annotated[
         tuple[Annotated[str, Field(min_length=1, max_length=256)], ...],
         AsTuple,
         IDENTITY,
         Field(max_length=16, examples=[["</answer>"]]),
     ] = ()
-    """Texts that end a completion, besides the model's own end tokens."""
+    """Strings that end a completion, in addition to the model's own end tokens."""
     stop_token_ids: Annotated[
         tuple[Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)], ...],
         AsTuple,
         LATER_IDENTITY,
         Field(max_length=16, examples=[[198]]),
     ] = ()
-    """Tokens that end a completion as the model's own end tokens do."""
+    """Tokens that end a completion, in addition to the model's own end tokens."""
     ignore_eos: Annotated[bool, LATER_IDENTITY] = False
-    """The model's own end tokens end nothing: a completion runs to `maxNewTokens`, or to one of `stop` and
-    `stopTokenIds`."""
+    """Ignore the model's own end tokens: a completion runs to `maxNewTokens`, or to one of `stop` and `stopTokenIds`.
+    """
 
     def contradictions(self) -> Iterator[Contradiction]:
         for key in self.logit_bias:
@@ -79,14 +79,14 @@ class Sampling(Block):
 
 
 class Header(Block):
-    """One header of each request to a server."""
+    """One header of every request to a server."""
 
     name: Annotated[str, LAYOUT, Field(min_length=1, max_length=128, pattern=HEADER_PATTERN, examples=["X-Route"])]
-    """Its name."""
+    """Name of the header."""
     value: Annotated[str | None, LAYOUT, Field(min_length=1, max_length=1024, pattern=VALUE_PATTERN)] = None
-    """Its text, which is written to `run.json` too: a secret belongs into `valueEnv`."""
+    """Value of the header, which is also written to `run.json`; use `valueEnv` for a secret."""
     value_env: Annotated[str | None, LAYOUT, Field(max_length=256, pattern=VARIABLE_PATTERN)] = None
-    """Environment variable that holds its text."""
+    """Environment variable that holds the value."""
 
     def contradictions(self) -> Iterator[Contradiction]:
         if (self.value is None) == (self.value_env is None):
@@ -109,11 +109,11 @@ class Server(Block):
         str | None, LAYOUT, Field(max_length=256, pattern=VARIABLE_PATTERN, examples=["ENGINE_API_KEY"])
     ] = None
     """Environment variable that holds the server's key, sent as `Authorization: Bearer …`. On a cluster it comes from a
-    secret of `placement.envFromSecrets`."""
+    Secret in `placement.envFromSecrets`."""
     headers: Annotated[
         tuple[Header, ...], AsTuple, Field(max_length=16, examples=[[{"name": "X-Route", "value": "blue"}]])
     ] = ()
-    """Further headers of each request."""
+    """Additional headers of every request."""
 
     def contradictions(self) -> Iterator[Contradiction]:
         names = [header.name.lower() for header in self.headers]
@@ -136,61 +136,65 @@ class Endpoint(Server):
     """A server that samples for this run."""
 
     adapter_method: Annotated[Literal["Auto", "Folder", "Upload"], LAYOUT] = "Auto"
-    """How adapters get there: `Folder`, as a path that the server sees too, or `Upload`, LoRA's tensors in the request,
-    which only SGLang takes. `Auto` is `Folder` on this machine and where `adapterFolder` is set, else `Upload`."""
+    """How adapters reach the server: `Folder`, as a path that the server sees too, or `Upload`, LoRA's tensors in the
+    request, which only SGLang accepts. `Auto` is `Folder` on this machine and if `adapterFolder` is set, otherwise
+    `Upload`."""
 
 
 class Rollout(Block):
-    """Sampling."""
+    """How completions are sampled."""
 
     engine: Annotated[Literal["Auto", "Torch", "SGLang", "OpenAI"], LAYOUT] = "Auto"
-    """What samples: `Torch` runs in the trainer's process on the same weights; `SGLang` is a server that Orbit starts
-    beside it, for LoRA and OFT; `OpenAI` are the servers of `endpoints`."""
+    """The engine that samples: `Torch` runs in the trainer's process on the same weights; `SGLang` is a server that
+    Orbit starts beside it, for LoRA and OFT; `OpenAI` uses the servers of `endpoints`."""
     replicas: Annotated[int, LAYOUT, Field(ge=1, le=64)] = 1
-    """Servers that Orbit starts, with `engine: SGLang`. One that dies is replaced; the others do its work meanwhile."""
+    """With `engine: SGLang`: number of servers that Orbit starts. One that dies is replaced; meanwhile the others do
+    its work."""
     tensor_parallel: Annotated[int | None, LAYOUT, Field(ge=1, le=64)] = None
-    """GPUs that each of these servers takes; matrices and heads are cut over them. Unset, the machine's GPUs divided by
-    `replicas`, as far as the model can be cut. On a CPU it counts processes, unset 1. Not run on hardware."""
+    """GPUs of each of these servers, over which matrices and heads are split. If unset, the machine's GPUs divided by
+    `replicas`, as far as the model can be split. On a CPU it counts processes; if unset, 1. Not run on hardware."""
     endpoints: Annotated[
         tuple[Endpoint, ...], AsTuple, Field(max_length=64, examples=[[{"url": "http://engine:30000"}]])
     ] = ()
-    """Servers that somebody else runs, with `engine: OpenAI`: all of one version, serving the model of `model.uri`."""
+    """With `engine: OpenAI`: servers that somebody else runs, all of one version, serving the model of `model.uri`."""
     adapter_folder: Annotated[str | None, LAYOUT, Field(min_length=1, max_length=1024, pattern="^/")] = None
-    """With `engine: OpenAI`: a folder that Orbit and the endpoints see under this path, for published adapters."""
+    """With `engine: OpenAI`: a folder for published adapters that Orbit and the endpoints see under this path."""
     adapter_transport: Annotated[Literal["Auto", "File", "SharedMemory", "Broadcast"], LAYOUT] = "Auto"
     """How published adapters reach servers that Orbit starts: as files, in the host's memory, or by one broadcast to
-    all. A server that is not reached so gets files. `Auto` is `SharedMemory`, and in a
-    `Split` pod, whose containers share none, `File`; `endpoints` have `adapterMethod`."""
+    all. A server that cannot be reached that way gets files. `Auto` is `SharedMemory`, or `File` in a `Split` pod,
+    whose containers share no memory; `endpoints` use `adapterMethod` instead."""
     sleep: Annotated[Literal["None", "Cache", "All"], LAYOUT] = "None"
-    """What servers that Orbit starts give back while the trainer works, on a GPU that both use: nothing, the key-value
-    cache, or the weights as well, which meanwhile wait in the host's memory. On a CPU nothing is freed by it."""
+    """What servers that Orbit starts release while the trainer works, on a GPU that both use: nothing, the key-value
+    cache, or also the weights, which meanwhile wait in the host's memory. On a CPU nothing is freed."""
     deterministic: Annotated[bool, LAYOUT] = False
     """The same `data.seed`, policy and prompt give the same completions, whatever else is in the batch, in any order,
-    on any server and after a restart. `SGLang` does it by slower kernels, on GPUs, for BF16 bases; not run on hardware.
-    `Torch` draws by that seed in any case: nothing changes, and another batch may still round otherwise."""
+    on any server and after a restart. `SGLang` does this with slower kernels, on GPUs, for BF16 bases; not run on
+    hardware. `Torch` always draws by that seed: nothing changes, and another batch may still round differently."""
     max_staleness: Annotated[int, LATER_IDENTITY, Field(ge=0, le=64)] = 0
     """How many policy versions a token may be behind when it is trained on. 0: a step is sampled, then trained, and
-    equal runs have equal bits. With k, up to k later steps are sampled meanwhile; a publish moves what is under way to
-    the new version, and checkpoints keep it: docs/guides/asynchrony.md."""
+    equal runs have equal bits. With k, up to k later steps are sampled meanwhile; a publish moves completions in
+    progress to the new version, and checkpoints keep them: docs/guides/asynchrony.md."""
     over_sampling: Annotated[int, LATER_IDENTITY, Field(ge=0, le=1_000_000)] = 0
-    """Prompts that a step draws beyond `training.promptsPerStep`. The first groups to end train; the rest is cancelled
-    and thrown away, so that prompts with long answers train less often: docs/guides/asynchrony.md."""
+    """Prompts that a step draws in addition to `training.promptsPerStep`. The groups that finish first are trained on;
+    the rest is cancelled and discarded, so prompts with long completions train less often: docs/guides/asynchrony.md.
+    """
     router_replay: Annotated[Literal["None", "Record", "Replay"], IDENTITY] = "None"
-    """`Replay`: the trainer sends each token to the experts that sampling chose for it, weighed by its own router, so
-    that rounding cannot send it elsewhere. `Record` only keeps the choice with the rollouts. Both measure parity with
-    and without. Refused for a model without routed experts, for DeepSeek-V4 and with `endpoints`."""
+    """`Replay`: the trainer sends each token to the experts that sampling chose for it, weighted by its own router, so
+    that rounding cannot send it elsewhere. `Record` only stores the choice with the rollouts. Both measure parity with
+    and without replay. Refused for a model without routed experts, for DeepSeek-V4 and with `endpoints`."""
     engine_version: Annotated[Literal["Pinned", "Any"], LAYOUT] = "Pinned"
-    """Servers with Orbit's plug-in must run the version of SGLang that it is made for (78, with both versions); `Any`
-    goes on with another, in which nothing was tested."""
+    """`Pinned`: servers with Orbit's plug-in must run the SGLang version that it was made for (exit 78, naming both
+    versions). `Any` accepts another version, in which nothing was tested."""
     sampling: Sampling = Sampling()
     """The distribution that tokens are drawn from."""
     max_running_requests: Annotated[int, LAYOUT, Field(ge=1, le=1_000_000)] = 512
-    """Completions that are sampled at the same time, by each server; lower it to save memory."""
+    """Completions that each server samples at the same time; lower it to save memory."""
     engine_arguments: Annotated[
         dict[str, JsonValue], LAYOUT, Field(max_length=32, examples=[{"chunked-prefill-size": 4096}])
     ] = Field(default_factory=dict)
-    """Further arguments of SGLang's servers, by their own names without dashes; `true` is a flag without a value. Those
-    that are Orbit's own or would contradict the plan are refused: docs/guides/sglang.md. Not run on hardware."""
+    """Additional arguments of SGLang's servers, by their own names without dashes; `true` sets a flag without a value.
+    Arguments that Orbit sets itself or that contradict the plan are refused: docs/guides/sglang.md. Not run on
+    hardware."""
 
     def contradictions(self) -> Iterator[Contradiction]:
         if self.replicas > 1 and self.engine != "SGLang":

@@ -53,14 +53,14 @@ SERVER_SET = frozenset({
 
 
 class Metadata(Block):
-    """Who the run is."""
+    """Name and labels of the run."""
 
     name: Annotated[
         str, DISPLAY, Field(min_length=1, max_length=NAME_LENGTH, pattern=NAME_PATTERN, examples=["my-run"])
     ]
     """Name of the run and of its folder: lower-case letters, digits and `-`."""
     namespace: Annotated[str | None, DISPLAY, Field(min_length=1, max_length=63, pattern=NAME_PATTERN)] = None
-    """Kubernetes namespace; means nothing outside a cluster."""
+    """Kubernetes namespace; has no effect outside a cluster."""
     labels: Annotated[dict[str, LabelValue], DISPLAY, WithoutEmpty] = Field(default_factory=dict)
     """Kubernetes labels."""
     annotations: Annotated[dict[str, str], DISPLAY, WithoutEmpty] = Field(default_factory=dict)
@@ -82,36 +82,37 @@ class Metadata(Block):
 
 
 class RunSpec(Block):
-    """Everything a run is."""
+    """The complete specification of a run."""
 
     model: Model
     """The frozen base."""
     adapter: Adapter = Adapter()
-    """The part that trains."""
+    """The part that is trained."""
     algorithm: Algorithm = Algorithm()
     """The learning rule."""
     data: Data
     """The prompts."""
     environment: Annotated[Environment, SHOWN] = Environment()
-    """What scores the policy. `algorithm.type: SFT` needs none; `orbit eval` asks it there too."""
+    """What the policy acts in and what scores it. `algorithm.type: SFT` needs none, but `orbit eval` uses it there too.
+    """
     rollout: Rollout = Rollout()
     """How completions are sampled."""
     training: Training
-    """How the adapter changes."""
+    """How the adapter is trained."""
     parity: Parity = Parity()
     """How far trainer and engine may differ."""
     evaluation: Evaluation = Evaluation()
     """What `orbit eval` measures."""
     checkpoint: Checkpoint = Checkpoint()
-    """How often the run is kept."""
+    """How often the run is saved."""
     storage: Storage = Storage()
-    """Where the run is kept."""
+    """Where the run is stored."""
     placement: Placement = Placement()
-    """What it gets on a cluster."""
+    """Nodes, GPUs and pod of the run."""
     lifecycle: Lifecycle = Lifecycle()
-    """When it starts, pauses and is tried again on a cluster."""
+    """When the run starts, pauses and is retried on a cluster."""
     observability: Observability = Observability()
-    """What the run shows."""
+    """Metrics, logs and notifications."""
 
     def contradictions(self) -> Iterator[Contradiction]:
         longest, new = self.model.max_sequence_length, self.rollout.sampling.max_new_tokens
@@ -195,16 +196,16 @@ class RunSpec(Block):
 
 
 class OrbitRun(Block):
-    """One RL run: the object in the file, in the cluster and in Python."""
+    """One RL run: the same object in the file, in the cluster and in Python."""
 
     api_version: Annotated[Literal["orbitrl.dev/v1alpha1"], IDENTITY, Field(examples=[API_VERSION])]
     """Version of this format."""
     kind: Annotated[Literal["OrbitRun"], IDENTITY, Field(examples=["OrbitRun"])]
     """Kind of object."""
     metadata: Metadata
-    """Who the run is."""
+    """Name and labels of the run."""
     spec: RunSpec
-    """Everything the run is."""
+    """The complete specification of the run."""
 
     _folder: Path | None = PrivateAttr(None)
 

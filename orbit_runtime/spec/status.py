@@ -43,14 +43,14 @@ class ParityStatus(Block):
     value: Number | None = None
     """Mean |Δ log-prob| of the newest step."""
     limit: Number | None = None
-    """Above it the run stops."""
+    """Limit above which the run stops."""
 
 
 class CheckpointStatus(Block):
-    """A checkpoint that survives anything."""
+    """A durable checkpoint."""
 
     step: Count | None = None
-    """Step that it was written after."""
+    """Step after which it was written."""
     uri: Annotated[str, Field(max_length=2048)] | None = None
     """Where it is."""
     time: Time | None = None
@@ -58,14 +58,14 @@ class CheckpointStatus(Block):
 
 
 class GPUSeconds(Block):
-    """GPUs times seconds, over all attempts."""
+    """GPUs multiplied by seconds, over all attempts."""
 
     useful: Count | None = None
-    """Spent on steps that a durable checkpoint holds, or that may still get one."""
+    """Spent on steps that a durable checkpoint holds, or that one may still cover."""
     lost: Count | None = None
     """Spent on steps that were lost with their attempt."""
     waiting: Count | None = None
-    """Taken but not training: images, model, warm-up."""
+    """GPUs taken but not training: images, model, warm-up."""
 
 
 class EndingStatus(Block):
@@ -74,106 +74,106 @@ class EndingStatus(Block):
     time: Time | None = None
     """When its pod ended."""
     result: Literal["Succeeded", "Stopped", "Failed"]
-    """Done, checkpointed and stopped on request, or neither."""
+    """Succeeded, stopped on request at a checkpoint, or failed."""
     reason: Reason | None = None
-    """Why, in one word."""
+    """Reason in one word."""
     message: Message | None = None
-    """Why, in a sentence."""
+    """Reason in a sentence."""
     who_acts: WhoActs | None = None
     """Who must act so that it does not happen again."""
     budget: Literal["Free", "Infra", "User"] | None = None
-    """Which budget a new attempt is paid from."""
+    """Budget from which a new attempt is paid."""
     exit_code: ExitCode | None = None
     """Exit code of the run's container."""
     avoid_node: bool | None = None
-    """The next attempt goes to another node."""
+    """Whether the next attempt avoids this node."""
 
 
 class AttemptStatus(Block):
-    """One attempt: the life of one Job."""
+    """One attempt: the lifetime of one Job."""
 
     number: Annotated[int, Field(ge=1, le=MAX_COUNT)]
-    """Counts from 1 and only grows."""
+    """Number of the attempt, from 1, always increasing."""
     job_uid: Annotated[Name | None, Field(alias="jobUID")] = None
-    """Its Job."""
+    """UID of its Job."""
     pod: Name | None = None
     """Its newest pod."""
     pod_uid: Annotated[Name | None, Field(alias="podUID")] = None
-    """The same, unmistakably."""
+    """UID of that pod."""
     node: Name | None = None
-    """Where that pod is."""
+    """Node of that pod."""
     create_time: Time | None = None
-    """When its Job was made."""
+    """When its Job was created."""
     schedule_time: Time | None = None
-    """Since when its GPUs are taken."""
+    """When its GPUs were taken."""
     start_time: Time | None = None
-    """Since when its container runs."""
+    """When its container started."""
     answer_time: Time | None = None
-    """When it first said how it is."""
+    """When it first reported its state."""
     run_time: Time | None = None
-    """Since when it trains."""
+    """When it started training."""
     step: Count | None = None
     """Last step that it finished."""
     checkpoint: CheckpointStatus | None = None
     """Its newest checkpoint."""
     earlier_seconds: Count | None = None
-    """GPUs times seconds of pods that its Job had before the newest one."""
+    """GPU-seconds of the pods that its Job had before the newest one."""
     ending: EndingStatus | None = None
-    """How it ended; unset while it lasts."""
+    """How it ended; unset while it is active."""
 
 
 class Condition(Block):
     """A `metav1.Condition`."""
 
     type: Annotated[str, Field(min_length=1, max_length=MAX_LABEL_KEY - 1, pattern=LABEL_KEY)]
-    """What it is about, such as `Progressing`."""
+    """What the condition is about, such as `Progressing`."""
     status: Literal["True", "False", "Unknown"]
     """Whether it holds."""
     observed_generation: Count | None = None
-    """Generation of the spec that it was decided for."""
+    """Generation of the spec for which it was decided."""
     last_transition_time: Time
     """When `status` last changed."""
     reason: Annotated[str, Field(min_length=1, max_length=1024, pattern=r"^[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?$")]
-    """Why, in one word."""
+    """Reason in one word."""
     message: Annotated[str, Field(max_length=32768)]
-    """Why, in a sentence."""
+    """Reason in a sentence."""
 
 
 class RunStatus(Block):
-    """What was observed of a run; the operator writes it, once per pass."""
+    """The observed state of a run; the operator writes it, once per pass."""
 
     observed_generation: Count | None = None
-    """Generation of the spec that this status is about."""
+    """Generation of the spec to which this status refers."""
     phase: Phase | None = None
-    """Where the run is, in one word, for display."""
+    """State of the run in one word, for display."""
     reason: Reason | None = None
-    """Why it is there, in one word."""
+    """Reason for the phase, in one word."""
     message: Message | None = None
-    """Why it is there, in a sentence, with what to do."""
+    """Reason for the phase, in a sentence, with what to do."""
     who_acts: WhoActs | None = None
-    """Who must act for the run to go on."""
+    """Who must act for the run to continue."""
     step: Count | None = None
-    """Last step that was finished."""
+    """Last finished step."""
     steps: Count | None = None
-    """Steps of the whole run."""
+    """Number of steps of the whole run."""
     reward: Number | None = None
     """Mean reward of that step."""
     parity: ParityStatus | None = None
     """How far trainer and engine differ."""
     policy_version: Count | None = None
-    """Version of the adapter that samples."""
+    """Version of the adapter that is sampled from."""
     adapter_digest: Annotated[str, Field(max_length=128)] | None = None
     """Digest of that adapter."""
     checkpoint: CheckpointStatus | None = None
-    """The newest checkpoint: where a new attempt goes on."""
+    """The newest checkpoint, from which a new attempt continues."""
     tokens_per_second: Number | None = None
-    """Speed of the last step."""
+    """Throughput of the last step."""
     seconds_left: Count | None = None
-    """Estimate of the time to the last step."""
+    """Estimated time to the last step."""
     execution: Count | None = None
-    """Number that the run folder is written under; older writers are refused."""
+    """Execution number under which the run folder is written; older writers are refused."""
     last_report_time: Time | None = None
-    """When the pod last said something new: all the above from `step` on is of then."""
+    """When the pod last reported something new; all of the above from `step` on dates from then."""
     attempt: Count | None = None
     """Number of the newest attempt."""
     node: Name | None = None
@@ -181,22 +181,22 @@ class RunStatus(Block):
     attempts: Annotated[tuple[AttemptStatus, ...], AsTuple, Field(max_length=MAX_ATTEMPTS)] | None = None
     """The newest attempts, oldest first."""
     retired: Annotated[dict[str, Annotated[int, Field(ge=0, le=MAX_COUNT)]], Field(max_length=32)] | None = None
-    """Sums over older attempts that are no longer listed."""
+    """Sums over older attempts, which are no longer listed."""
     user_retries: Count | None = None
     """New attempts paid from `lifecycle.maxUserRetries`."""
     infra_restarts: Count | None = None
     """New attempts paid from `lifecycle.maxInfraRestarts`."""
     free_restarts: Count | None = None
-    """New attempts that cost neither: suspension, preemption, a stop on request."""
+    """New attempts that cost neither budget: suspension, preemption, a stop on request."""
     next_attempt_time: Time | None = None
-    """When the next attempt starts, while it waits for its back-off."""
+    """When the next attempt starts, during its back-off."""
     start_time: Time | None = None
     """When the run first had its GPUs."""
     completion_time: Time | None = None
     """When it ended for good."""
     active_seconds: Count | None = None
-    """Time that its pods have taken, which `lifecycle.activeDeadlineSeconds` limits."""
+    """Time that the run's pods have taken, which `lifecycle.activeDeadlineSeconds` limits."""
     gpu_seconds: GPUSeconds | None = None
-    """What it has cost."""
+    """GPU-seconds that the run has taken."""
     conditions: Annotated[tuple[Condition, ...], AsTuple, Field(max_length=MAX_CONDITIONS)] | None = None
-    """What holds and what does not: the part for programs."""
+    """Conditions of the run, for programs."""

@@ -13,17 +13,20 @@ STORAGE_SCHEMES = ("file", "s3", "gs", "az")
 
 
 class Storage(Block):
-    """Where the run folder goes."""
+    """Where the run folder is stored."""
 
     uri: Annotated[Uri, DISPLAY] = "runs"
-    """The run is kept in `<uri>/<metadata.name>`: a path (from the current folder), `file:///…` or `s3://bucket/prefix`."""
+    """The run is stored in `<uri>/<metadata.name>`: a path (relative to the current folder), `file:///…` or
+    `s3://bucket/prefix`."""
 
     credentials_secret_name: Annotated[ObjectName | None, DISPLAY, Field(examples=["orbit-store"])] = None
-    """On a cluster: the Secret whose keys become the store's environment variables; or else `serviceAccountName`."""
+    """On a cluster: the Secret whose keys become the store's environment variables; alternatively, set
+    `serviceAccountName`."""
     service_account_name: Annotated[ObjectName | None, DISPLAY, Field(examples=["orbit-runs"])] = None
-    """On a cluster: the service account that the store knows (workload identity); or else `credentialsSecretName`."""
+    """On a cluster: the service account that the store recognises (workload identity); alternatively, set
+    `credentialsSecretName`."""
     deletion_policy: Annotated[Literal["Retain", "Delete"], DISPLAY] = "Retain"
-    """On a cluster: what becomes of the run folder when the object is deleted."""
+    """On a cluster: what happens to the run folder when the object is deleted."""
 
     def contradictions(self) -> Iterator[Contradiction]:
         yield from check_scheme("uri", self.uri, STORAGE_SCHEMES)

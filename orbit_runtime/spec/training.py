@@ -20,11 +20,11 @@ class Schedule(Block):
     """The learning rate over the steps."""
 
     type: Annotated[Literal["Constant", "Linear", "Cosine"], IDENTITY] = "Constant"
-    """What follows the warm-up: no change, or a fall to 0 at `decaySteps`."""
+    """Course of the rate after the warm-up: constant, or falling to 0 at `decaySteps`."""
     warmup_steps: Annotated[int, IDENTITY, Field(ge=0, le=100_000_000)] = 0
     """Steps over which the rate rises from 0 to `learningRate`."""
     decay_steps: Annotated[int | None, IDENTITY, Field(ge=1, le=100_000_000)] = None
-    """Step at which `Linear` and `Cosine` reach 0; unset, `steps` as it was at the first start."""
+    """Step at which `Linear` and `Cosine` reach 0; if unset, `steps` as it was at the first start."""
 
     def contradictions(self) -> Iterator[Contradiction]:
         if self.type == "Constant" and self.decay_steps is not None:
@@ -44,63 +44,58 @@ class Schedule(Block):
 
 
 class Parallel(Block):
-    """How a model and its samples are divided among ranks, a process for each GPU. Unset, the planner chooses; on the
-    CPU, where ranks are as many as these sizes need, unset is 1."""
+    """How a model and its samples are divided among ranks, one process for each GPU. If a size is unset, the planner
+    chooses it; on the CPU, which has as many ranks as these sizes need, an unset size is 1."""
 
     tensor: Annotated[int | None, LAYOUT, Field(ge=1, le=1024)] = None
-    """Ways that matrices are divided, the experts' apart; it must divide the number of heads."""
+    """Number of parts into which matrices are divided, except those of experts; it must divide the number of heads."""
     expert: Annotated[int | None, LAYOUT, Field(ge=1, le=1024)] = None
-    """Ways that a layer's experts are divided; it must divide their number."""
+    """Number of parts into which the experts of a layer are divided; it must divide their number."""
     pipeline: Annotated[int | None, LAYOUT, Field(ge=1, le=1024)] = None
-    """Stages that hold a run of the layers each. They work on different micro-batches at a time, so that a step wants
-    several for each stage."""
+    """Number of stages, each with a run of consecutive layers. Stages work on different micro-batches at a time, so a
+    step should have several for each stage."""
     context: Annotated[int | None, LAYOUT, Field(ge=1, le=1024)] = None
-    """Ways that the tokens of a micro-batch are divided, keys and values apart: for sequences too long for one GPU."""
+    """Number of parts into which the tokens of a micro-batch are divided, except keys and values: for sequences too
+    long for one GPU."""
     data: Annotated[int | None, LAYOUT, Field(ge=1, le=1024)] = None
-    """Replicas, which train on other samples of a step. Unset, what remains of the GPUs, and on the CPU 1, or as many
-    as `expert` needs."""
+    """Number of replicas, which train on different samples of a step. If unset, what remains of the GPUs; on the CPU 1,
+    or as many as `expert` needs."""
 
 
 class Training(Block):
     """Batches and the optimiser (AdamW)."""
 
     trainer: Annotated[Literal["Auto", "Torch", "Megatron"], LAYOUT] = "Auto"
-    """What trains: `Torch` is one process with the whole model; `Megatron` are ranks that hold it in parts, over
-    Megatron-Core, beside an engine of their own. The result is the same to rounding, and a run may change it on resume.
-
-    `Auto` is `Torch` where one GPU is enough, and on the CPU.
-    """
+    """`Torch` is one process with the whole model. `Megatron` is ranks that each hold a part of it, over Megatron-Core,
+    with a separate engine. The result is the same up to rounding, and a run may change it on resume. `Auto` is `Torch`
+    if one GPU is enough, and on the CPU."""
     steps: Annotated[int, DISPLAY, Field(ge=1, le=100_000_000, examples=[100])]
-    """Steps of the whole run: collect, train, publish, checkpoint. May grow on resume."""
+    """Number of steps of the whole run, each of collect, train, publish and checkpoint. May grow on resume."""
     prompts_per_step: Annotated[int, IDENTITY, Field(ge=1, le=1_000_000)] = 32
-    """Prompts of one step; each is sampled `algorithm.groupSize` times."""
+    """Prompts per step; each is sampled `algorithm.groupSize` times."""
     mini_batch_prompts: Annotated[int | None, IDENTITY, Field(ge=1, le=1_000_000)] = None
-    """Prompts of one optimiser update; it must divide `promptsPerStep`. Unset, one update per step."""
+    """Prompts per optimiser update; it must divide `promptsPerStep`. If unset, one update per step."""
     update_epochs: Annotated[int, IDENTITY, Field(ge=1, le=1000)] = 1
-    """How often a step's samples are trained on."""
+    """Number of times that a step's samples are trained on."""
     learning_rate: Annotated[float, IDENTITY, Field(gt=0, le=1)] = 1e-4
-    """Peak rate; adapters usually take 1e-5 to 2e-3."""
+    """Peak learning rate; adapters usually take 1e-5 to 2e-3."""
     schedule: Schedule = Schedule()
     """The learning rate over the steps."""
     weight_decay: Annotated[float, IDENTITY, Field(ge=0, le=1)] = 0.0
     """AdamW's decoupled weight decay of the adapter."""
     max_grad_norm: Annotated[float, IDENTITY, Field(gt=0, le=1_000_000)] = 1.0
-    """A longer gradient is scaled down to this norm."""
+    """A gradient with a larger norm is scaled down to this norm."""
     micro_batch_tokens: Annotated[int, LAYOUT, Field(ge=1, le=100_000_000)] = 16384
-    """Tokens of one forward pass; lower it to save memory, the result stays the same."""
+    """Tokens per forward pass; lower it to save memory, the result stays the same."""
     parallel: Parallel = Parallel()
     """How `Megatron` divides the model among ranks."""
     attention: Annotated[Literal["Auto", "Eager", "SDPA", "Chunked"], LAYOUT] = "Auto"
-    """Attention kernels: `Eager` is plain matrix products, `SDPA` torch's fused attention, with a mask of a sequence's
-    length squared where answers share a prompt; `Chunked` needs none, in memory that grows with the length.
-
-    `Auto` takes `Chunked` where sequences may have 8192 tokens or more, and `SDPA` below.
-    """
+    """Attention kernels: `Eager` is plain matrix products. `SDPA` is torch's fused attention; if completions share a
+    prompt, its mask has the size of the sequence length squared. `Chunked` needs no mask, and its memory grows with the
+    length. `Auto` is `Chunked` if sequences may have 8192 tokens or more, otherwise `SDPA`."""
     recompute: Annotated[Literal["Auto", "None", "Selective", "PerLayer"], LAYOUT] = "Auto"
-    """What the backward pass computes again to save memory: nothing, all but products with packed weights, or layers.
-
-    `Auto` takes the first of these that the plan says fits. The result stays the same.
-    """
+    """What the backward pass recomputes to save memory: nothing, everything except products with packed weights, or
+    whole layers. `Auto` takes the first of these that fits, according to the plan. The result stays the same."""
 
     def decided_attention(self, max_sequence: int) -> Literal["Eager", "SDPA", "Chunked"]:
         """With `Auto` decided for sequences of at most so many tokens."""

@@ -65,7 +65,7 @@ def release(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Shell
     for target in TARGETS:
         cluster.import_image(build_product_image(target)[1])
     shell = Shell(cluster, tmp_path_factory.mktemp("shell"))
-    shell.follow("install", "Where")
+    shell.follow("install", "Install the chart")
     return shell
 
 

@@ -114,7 +114,7 @@ def start_run(shell: Shell, name: str, changes: dict[str, str]) -> None:
 
 
 def test_helm_test_agrees(release: Shell) -> None:
-    printed = release.follow("install", "Is it well?")
+    printed = release.follow("install", "Check the installation")
     for check in ("check_crd", "check_rights", "check_metrics", "check_dry_run"):
         assert f"ok: {check}" in printed
 
@@ -308,7 +308,7 @@ def test_suspend_resume_and_drain_cost_no_retry(quickstart: Story, release: Shel
 
 @pytest.mark.usefixtures("real_story_ahead")
 def test_the_commands_of_the_operations_guide(quickstart: Story, release: Shell, cluster: Cluster) -> None:
-    printed = release.follow("operations", "Look")
+    printed = release.follow("operations", "Look at runs")
     assert "CredentialsInvalid" in printed
     # Without a pod: the GPUs are the real runs'.
     start_run(release, "alone", {"spec:\n": "spec:\n  lifecycle: {suspend: true}\n"})
@@ -316,7 +316,7 @@ def test_the_commands_of_the_operations_guide(quickstart: Story, release: Shell,
         "operations", "kubectl annotate orun NAME --namespace team-a orbitrl.dev/reconcile=disabled", NAME="alone"
     )
     release.say("operations", "kubectl annotate orun NAME --namespace team-a orbitrl.dev/reconcile-", NAME="alone")
-    release.follow("operations", "Take a run or the operator out")
+    release.follow("operations", "Pause a run or the operator")
     release.say("operations", "orbit doctor --store URI", URI="s3://orbit-runs/doctor")
     release.run("kubectl delete orun alone denied --namespace team-a --wait=true --timeout=3m")
 
@@ -334,7 +334,7 @@ def test_a_deleted_run_takes_everything_along_but_its_folder(
 def test_a_namespaces_owner_installs_with_helm_3_and_removes_everything(release: Shell, cluster: Cluster) -> None:
     release.use_helm("helm3")
     try:
-        release.follow("install", "With little rights")
+        release.follow("install", "With limited rights")
         rights = cluster.get("clusterroles", "-l", "app.kubernetes.io/managed-by=Helm")["items"]
         owners = {role["metadata"]["annotations"]["meta.helm.sh/release-namespace"] for role in rights}
         assert owners == {"orbit-system"}, "the little one has none"
@@ -345,5 +345,5 @@ def test_a_namespaces_owner_installs_with_helm_3_and_removes_everything(release:
 
 def test_the_crd_is_upgraded_apart_and_a_release_goes_back(quickstart: Story, release: Shell) -> None:
     release.follow("upgrade", "The CRD")
-    release.follow("upgrade", "Back")
+    release.follow("upgrade", "Roll back")
     assert __version__ in release.run("kubectl get deployment orbit-operator --namespace orbit-system -o wide")

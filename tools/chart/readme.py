@@ -29,9 +29,10 @@ Guides: [install](../../docs/guides/cluster/install.md), [run](../../docs/guides
 [operations](../../docs/guides/cluster/operations.md), [security](../../docs/guides/cluster/security.md),
 [upgrade](../../docs/guides/cluster/upgrade.md).
 
-What it installs: the operator (Deployment, one replica, *restricted* pod security), the CRD (kept at uninstall), a Role
-and a RoleBinding for each watched namespace with no verb on secrets, NetworkPolicies, a Service for `/metrics`, a
-PodDisruptionBudget; on request a ServiceMonitor, a PodMonitor, a PrometheusRule and two Grafana dashboards.
+The chart installs the operator (Deployment, one replica, *restricted* pod security), the CRD (kept at uninstall), a
+Role and a RoleBinding for each watched namespace without any verb on secrets, NetworkPolicies, a Service for
+`/metrics` and a PodDisruptionBudget; optionally also a ServiceMonitor, a PodMonitor, a PrometheusRule and two Grafana
+dashboards.
 
 # Values
 
