@@ -164,8 +164,8 @@ LIMITS: tuple[Limit, ...] = (
         trainer=("Megatron",), critic=True,
     ),
     Limit(
-        "missing", "ranks hold no second adapter, and none a whole distribution: their teacher is the base, by sampled "
-        "tokens",
+        "missing", "ranks hold no second adapter, and none a whole distribution: their teacher is the base or a served "
+        "model, by sampled tokens",
         "write training.trainer: Torch where one GPU is enough, or algorithm.teacher: {type: Base, over: Sampled}",
         "training.trainer",
         trainer=("Megatron",), teacher=True,
