@@ -1,4 +1,5 @@
-"""Every named algorithm on the quickstart's task, with the same number of samples and several seeds: does it learn?
+"""Every named algorithm of rewards on the quickstart's task, with the same number of samples and several seeds: does it
+learn?
 
     python -m benchmarks.objectives                             every algorithm, three seeds: an hour on two cores
     python -m benchmarks.objectives --seeds 0 --types GRPO DAPO
@@ -26,12 +27,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.harness import ROOT, Measured, run
 from orbit_runtime.observability.progress import SilentProgress
+from orbit_runtime.spec.algorithm import UNREWARDED
 from orbit_runtime.spec.load import load_manifest
 from orbit_runtime.spec.objectives import OBJECTIVES
 
 MEASURES = ("orbit_runtime/algorithms", "orbit_runtime/spec/objectives.py", "orbit_runtime/training/updater.py")
 QUICKSTART = ROOT / "examples" / "quickstart.yaml"
-NAMED = [name for name in OBJECTIVES if name != "Custom"]
+NAMED = [name for name in OBJECTIVES if name != "Custom" and name not in UNREWARDED]
 PROMPTS, GROUP, STEPS, POINTS = 32, 16, 60, 6
 
 
@@ -52,7 +54,9 @@ def curve(name: str, seed: int, steps: int, prompts: int) -> list[float]:
     ]  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         manifest = load_manifest(QUICKSTART, settings)
-        train(manifest, out=f"{folder}/run", progress=SilentProgress(), manifest_folder=QUICKSTART.parent)
+        ended = train(manifest, out=f"{folder}/run", progress=SilentProgress(), manifest_folder=QUICKSTART.parent).ended
+        if ended != "done":
+            raise SystemExit(f"{name} with seed {seed}: the run ended as {ended!r}, and not with its last step")
         lines = Path(folder, "run", "metrics.jsonl").read_text().splitlines()
     return parts_of([json.loads(line) for line in lines], total=steps * prompts)
 
