@@ -142,8 +142,7 @@ class Overlong(Block):
 
 
 class DynamicSampling(Block):
-    """Replaces groups whose rewards are all equal, which teach nothing, by sampling other prompts (DAPO, section
-    3.2)."""
+    """Replaces groups whose rewards are all equal, which teach nothing, by other prompts (DAPO, section 3.2)."""
 
     max_rounds: Annotated[int | None, later_identity(0), Field(ge=0, le=1000)] = None
     """Maximum number of times that a step draws further prompts; after that it trains on what it has. 0 keeps equal
