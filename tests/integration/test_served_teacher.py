@@ -88,7 +88,7 @@ def test_every_trained_token_is_scored_once_and_a_replay_asks_nobody(server: Tea
 
 
 def test_the_divergence_is_that_of_the_recorded_numbers(server: Teacher, tmp_path: Path) -> None:
-    """K3 of Schulman (http://joschu.net/blog/kl-approx.html) over the sampled tokens, as the first step found them."""
+    """K3 of Schulman, Approximating KL Divergence (2020), over the sampled tokens, as the first step found them."""
     start(taught(server.url, steps=1, preflightPrompts=4), tmp_path / "run")
     differences = [
         taught - own
