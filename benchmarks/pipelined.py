@@ -51,7 +51,7 @@ def manifest(folder: Path, staleness: int, steps: int, options: argparse.Namespa
         "spec": {
             "model": {"uri": str(folder), "precision": "BF16", "maxSequenceLength": 512},
             "adapter": {"type": "LoRA", "lora": {"rank": 16, "alpha": 32.0}},
-            "algorithm": {"type": "GRPO", "groupSize": 2 if small else GROUP},
+            "algorithm": {"type": "GRPO", "groupSize": 2 if small else options.group},
             "data": {"prompts": [{"uri": "builtin://two-digit-addition"}]},
             "environment": {
                 "type": "MultiTurn",
@@ -59,8 +59,8 @@ def manifest(folder: Path, staleness: int, steps: int, options: argparse.Namespa
                 "arguments": {"seconds": 0.01 if small else options.tool_seconds, "turns": TURNS},
                 "rewards": [],
             },
-            "rollout": {"maxStaleness": staleness, "sampling": {"maxNewTokens": 4 if small else TOKENS}},
-            "training": {"steps": steps, "promptsPerStep": 2 if small else PROMPTS, "learningRate": LEARNING_RATE},
+            "rollout": {"maxStaleness": staleness, "sampling": {"maxNewTokens": 4 if small else options.tokens}},
+            "training": {"steps": steps, "promptsPerStep": 2 if small else options.prompts, "learningRate": LEARNING_RATE},
             "observability": {"metricsPort": -1},
         },
     })  # fmt: skip
@@ -68,6 +68,9 @@ def manifest(folder: Path, staleness: int, steps: int, options: argparse.Namespa
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tool-seconds", type=float, default=SECONDS, help="what the tool takes")
+    parser.add_argument("--prompts", type=int, default=PROMPTS, help="of a step")
+    parser.add_argument("--group", type=int, default=GROUP, help="answers to each")
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="of an answer at most")
 
 
 def measure(options: argparse.Namespace) -> Measured:
@@ -93,8 +96,8 @@ def measure(options: argparse.Namespace) -> Measured:
     return Measured(
         [row],
         figures={"steps an hour": {f"k = {k}": 3600.0 / statistics.median(each) for k, each in times.items()}},
-        facts={"prompts": PROMPTS, "group": GROUP, "tool seconds": options.tool_seconds, "tokens at most": TOKENS,
-               "stolen_seconds": stolen_seconds() - stolen},
+        facts={"prompts": options.prompts, "group": options.group, "tool seconds": options.tool_seconds,
+               "tokens at most": options.tokens, "stolen_seconds": stolen_seconds() - stolen},
     )  # fmt: skip
 
 
