@@ -158,7 +158,7 @@ class _Generation:
         self._over.set()
 
     def rest(self) -> None:
-        """Lets a member that joins now, because its server reloads a name by itself, return without the next publish."""
+        """Lets a member that joins now, because its server reloads a name itself, return without the next publish."""
         self._opening.announce("")
 
     def send(self, publish: str, parts: Sequence[Buffer]) -> Future[None]:

@@ -104,7 +104,7 @@ class TorchEngine:
             remove_slot(self._policy.injected.layers, name)
 
     def adopt(self, name: str, version: int) -> None:
-        """Samples from a slot that the trainer filled, until `release`; no bytes were published, so there is no proof."""
+        """Samples from a slot that the trainer filled, until `release`; nothing was published, so there is no proof."""
         self._slots[name] = Slot(version, "", b"")
 
     def release(self, name: str) -> None:
