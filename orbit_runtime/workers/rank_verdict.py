@@ -1,10 +1,10 @@
-"""From what is left of a group of ranks to the one error that the run ends with.
+"""Derives the one error that the run ends with from what is left of a group of ranks.
 
-Pure. Belongs here: which rank's failure is the cause where several failed, its class, and its words. Does not belong
-here: gathering the facts (`ray_driver`).
+Pure. Belongs here: which of several failures is the cause, its class, and its wording. Does not belong here: gathering
+the facts (`ray_driver`).
 
-A rank that dies breaks the collectives of the others, so their errors arrive first and say the least: a death comes
-before an error, and any error before one of a collective.
+A rank that dies breaks the collectives of the others, so their errors arrive first and say the least. A death therefore
+takes precedence over an error, and any error over one of a collective.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class RankTrace(Exception):
 
 
 def judge(evidence: Evidence) -> OrbitError:
-    """The error to end with; `about` says which rank, device, stage, collective and last step."""
+    """The error to end with; `about` gives rank, device, stage, collective and last step."""
     if evidence.lost is not None:
         first = evidence.ranks[0] if evidence.ranks else None
         error: OrbitError = CollectiveError(
@@ -89,7 +89,7 @@ def _death(evidence: Evidence, lost: list[RankEnd]) -> OrbitError:
 
 
 def _stall(evidence: Evidence) -> OrbitError:
-    """No rank failed, and the call does not end."""
+    """The error if no rank failed and the call does not end."""
     pending = [each for each in evidence.ranks if each.ending == "pending"]
     stopped = [each for each in pending if each.rank in evidence.stopped or (each.seen and each.seen.state == "T")]
     waiting = [each for each in pending if each not in stopped and _collective(each)]
@@ -151,7 +151,7 @@ def _while(evidence: Evidence, end: RankEnd | None) -> str:
 
 
 def _collective(end: RankEnd) -> str | None:
-    """By its failure where it failed, else where it stands."""
+    """The collective from its failure if it failed, else the one it is in."""
     if end.failure is not None and end.failure.collective:
         return end.failure.collective
     return end.seen.collective if end.seen else None
