@@ -66,7 +66,7 @@ def main(calls_fd: int, results_fd: int, stacks_fd: int, parent_pid: int) -> int
 
 
 def confine_rewards() -> None:
-    """Keeps rewards, and what they start, from inspecting the run's and its engine's processes or reading their token."""
+    """Keeps rewards, and what they start, from inspecting processes of run and engine, and from reading their token."""
     token = os.environ.pop(TOKEN_VARIABLE, None)
     # In a pod the seccomp profile forbids mounting in any case.
     confine(Path(token).parent if token else None, may_mount="ORBIT_ATTEMPT" not in os.environ)
