@@ -7,8 +7,8 @@
     POST /close          ends the session
 
 A long call is answered with 202 after a while and asked for again by its number, which tells a machine that is
-gone from one that computes. Belongs here: sessions, numbers, threads. Does not belong here: what a call does (`trainer_host`,
-`engine_host`).
+gone from one that computes. Belongs here: sessions, numbers, threads. Does not belong here: what a call does
+(`trainer_host`, `engine_host`).
 """
 
 from __future__ import annotations
