@@ -182,7 +182,7 @@ class MultiTurn:
 
     def _append(self, state: _State, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> None:
         if not messages:
-            raise EnvironmentFailed("crash", "the environment answered nothing, and is not done")
+            raise EnvironmentFailed("crash", "the environment returned no messages, and is not done")
         last = len(state.messages) - 1
         state.messages += messages
         last_id = state.track.token_ids_T[-1] if state.track.token_ids_T else None

@@ -44,7 +44,7 @@ class Keeper:
         self._pool.shutdown()
         for each in self._pending:
             if error := each.exception():
-                _log.warning("what the run would have kept of its last step was lost: %s", error)
+                _log.warning("results of the run's last step were not saved: %s", error)
         self._pending = []
 
     def _carry_out(self, work: Callable[[], object]) -> None:

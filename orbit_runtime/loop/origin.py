@@ -66,7 +66,7 @@ def find_origin(run: OrbitRun, before: Mapping[str, Any] | None) -> Origin | Non
     origin = Origin(store.uri, bundle, origin_run)
     if run.spec.training.steps <= origin.step:
         raise UsageError(
-            f"{FIELD} is at step {origin.step} already, and {run.spec.training.steps} are asked for",
+            f"{FIELD} is at step {origin.step} already, and {run.spec.training.steps} steps were requested",
             where="spec.training.steps",
             fix=f"write more than {origin.step}: steps are counted from the first run's first",
         )
@@ -110,7 +110,7 @@ def begin_from(parts: RunParts, state: RunState, origin: Origin) -> None:
         )
     adapter = OrbitRun.model_validate(origin.run["resolved"]).spec.adapter
     if adapter != parts.spec.adapter:
-        raise UsageError("that run's `adapter` is another", where=FIELD, fix="write the `spec.adapter` of that run")
+        raise UsageError("that run's `adapter` is different", where=FIELD, fix="write the `spec.adapter` of that run")
     parts.trainer.load_state(origin.bundle.parts)
     state.step, state.policy_version = origin.step, int(facts["policy_version"])
     if origin.run["names"]["model"] == parts.names.model:

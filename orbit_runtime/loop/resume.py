@@ -48,7 +48,7 @@ def check_same_run(store: Store, before: Mapping[str, Any], resolved: Resolved) 
     if refused:
         lines = "".join(f"\n  {each.path}: {each.old!r} then, {each.new!r} now" for each in refused)
         raise OutputError(
-            f"the folder holds a run that differs in what changes its numbers:{lines}",
+            f"the folder holds a run with other settings that affect its numbers:{lines}",
             where=store.uri,
             fix="restore those fields to continue it, or choose another --out for a new run",
         )

@@ -164,7 +164,7 @@ def _tell(show: Show, patience: Patience, _done: int, _all: int) -> None:
     """Called between conversations. Raises StoppedOnRequest if the run is to stop."""
     show.status.beat()
     if patience.stop():
-        raise StoppedOnRequest("stopped while demonstrations were tokenised; the same command begins again")
+        raise StoppedOnRequest("stopped while demonstrations were tokenised; the same command starts again")
 
 
 def _told(encoded: Sequence[Encoded]) -> str:

@@ -114,7 +114,7 @@ class Answer:
         if reason == "abort":
             if self.wanted is None:
                 raise GateError(
-                    f"the engine ended request {self.request.request_id} before its time, and nobody asked it to",
+                    f"the engine ended request {self.request.request_id} early, although nothing aborted it",
                     where="rollout",
                 )
             reason = self.wanted

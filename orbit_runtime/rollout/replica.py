@@ -100,7 +100,7 @@ class Replica:
         found = await self.api.about()
         if found.plugin is not None and found.plugin != FACTS_VERSION:
             raise EngineDiedError(
-                f"{self.name} runs Orbit's plug-in of another version ({found.plugin}, this Orbit reads "
+                f"{self.name} runs another version of Orbit's plug-in ({found.plugin}, this Orbit reads "
                 f"{FACTS_VERSION})",
                 fix="install the same version of Orbit beside the server",
             )
@@ -189,7 +189,7 @@ class Replica:
             raise
         except GateError:
             if self.restarts != restarts:
-                raise LostError("it was restarted meanwhile, and did not yet hold what it must") from None
+                raise LostError("it was restarted meanwhile, and did not hold its adapters yet") from None
             if needs is None or await self._holds(needs):
                 raise
             self.begin_revival()

@@ -134,7 +134,7 @@ class ServedCopy:
                 (scored,) = self._engine.call(replica.ask(partial(replica.api.score, token_ids_T, [adapter])))
                 return told(), scored
         except FileNotFoundError:
-            raise GateError("the plug-in told nothing of the pass that it was asked for", where="rollout") from None
+            raise GateError("the plug-in reported nothing about the requested pass", where="rollout") from None
 
     def _facts(self) -> Mapping[str, Mapping[str, Any]]:
         return self._engine.call(self._replica.ask(self._replica.facts))

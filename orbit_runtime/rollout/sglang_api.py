@@ -276,10 +276,10 @@ def _read_experts(meta: Mapping[str, Any], routed: RoutedLayers, inputs: int) ->
         raise GateError("/generate was answered without routed_experts", where="rollout")
     flat = np.frombuffer(base64.b64decode(text), np.dtype("<i4"))
     if flat.size != inputs * routed.num_layers * routed.experts_per_token:
-        raise GateError(f"the engine told {flat.size} experts for {inputs} tokens", where="rollout")
+        raise GateError(f"the engine reported {flat.size} experts for {inputs} tokens", where="rollout")
     chosen_TLC = flat.reshape(inputs, routed.num_layers, routed.experts_per_token)[:, routed.with_experts]
     if chosen_TLC.size and chosen_TLC.min() < 0:
-        raise GateError("the engine did not tell every token's experts", where="rollout")
+        raise GateError("the engine did not report every token's experts", where="rollout")
     return pack_experts(chosen_TLC)
 
 
@@ -303,7 +303,7 @@ def _read_alternatives(entries: Sequence[Any], tokens: int, count: int) -> Alter
     if not count:
         return None
     if len(entries) != tokens:
-        raise GateError(f"the engine told alternatives of {len(entries)} tokens for {tokens}", where="rollout")
+        raise GateError(f"the engine reported alternatives of {len(entries)} tokens for {tokens}", where="rollout")
     ids, logprobs = array(TOKENS), array(FLOATS)
     for entry in entries:
         pairs = [(int(each[1]), float(each[0])) for each in entry or () if each[0] is not None]

@@ -57,7 +57,7 @@ def check_experts(adapter: AdapterConfig, layers: Collection[str], device: str, 
     dense = {name.rpartition(".")[2] for name in layers} - targets
     if left_out := ", ".join(name for name in PROJECTIONS if name in dense):
         raise UnsupportedError(
-            f"SGLang looks for targets by their last name alone: with {left_out} of other layers, experts need it too",
+            f"SGLang matches targets by their last name alone: with {left_out} in other layers, experts need it too",
             where="spec.adapter.targets", fix=f"write {left_out} for all, or adapter.experts: None",
         )  # fmt: skip
     if device != "cpu":
@@ -113,7 +113,7 @@ def _check_lora(adapter: AdapterConfig, targets: Collection[str]) -> None:
 def _check_gpu(adapter: AdapterConfig, targets: Collection[str], formats: Collection[str]) -> None:
     if adapter.type == "OFT" and "down_proj" in targets:
         raise UnsupportedError(
-            "on a GPU routed experts are one kernel, and nothing can turn the input of down_proj inside of it",
+            "on a GPU routed experts are one kernel, and the input of down_proj cannot be rotated inside it",
             where="spec.adapter.targets", fix="leave down_proj out, or write adapter.experts: None",
         )  # fmt: skip
     unknown = sorted(set(formats) - MOE_RUNNERS.keys())

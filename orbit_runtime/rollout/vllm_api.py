@@ -151,7 +151,7 @@ class VllmApi:
             seen.append(max((value for value in top[0].values()), default=0.0))
         if abs(seen[0] - seen[1]) < 1e-6:
             raise UnsupportedError(
-                "this vLLM tells log-probs before the temperature divides the logits",
+                "this vLLM reports log-probs from before the temperature is applied",
                 where=f"spec.rollout.sampling.{shaping[0]}",
                 fix=f"start it with --logprobs-mode processed_logprobs, or remove {' and '.join(shaping)}",
             )

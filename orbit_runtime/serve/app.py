@@ -230,12 +230,12 @@ class Routes:
         limits = self._limits
         count = len(prompts) * asked.n
         if not 0 < count <= limits.choices:
-            raise APIError(400, f"{count} completions are asked for, and 1 to {limits.choices} may be", param="n")
+            raise APIError(400, f"{count} completions were requested, and 1 to {limits.choices} are allowed", param="n")
         longest = max(map(len, prompts))
         if min(map(len, prompts)) == 0:
             raise APIError(400, "a prompt is empty", param="prompt")
         if min(map(min, prompts)) < 0 or max(map(max, prompts)) >= self._vocabulary:
-            raise APIError(400, f"tokens are from 0 to {self._vocabulary - 1}", param="prompt")
+            raise APIError(400, f"token ids are from 0 to {self._vocabulary - 1}", param="prompt")
         left = limits.sequence - longest
         wanted = min(limits.max_tokens, left) if tokens is None else tokens
         if wanted > left or wanted < 1:
@@ -246,12 +246,14 @@ class Routes:
                 code="context_length_exceeded",
             )
         if wanted > limits.max_tokens:
-            raise APIError(400, f"`max_tokens` is {wanted}, and {limits.max_tokens} may be", param="max_tokens")
+            raise APIError(
+                400, f"`max_tokens` is {wanted}, and at most {limits.max_tokens} is allowed", param="max_tokens"
+            )
         sampling = asked.sampling(wanted)
         check_given(self._kind, sampling, asked)
         known = (*sampling.stop_token_ids, *(token for token, _ in sampling.logit_bias))
         if not all(0 <= token < self._vocabulary for token in known):
-            raise APIError(400, f"tokens are from 0 to {self._vocabulary - 1}", param="logit_bias")
+            raise APIError(400, f"token ids are from 0 to {self._vocabulary - 1}", param="logit_bias")
         return [
             Choice(tuple(prompt), choice_key(asked.seed, at, sample), sampling, asked.alternatives)
             for at, prompt in enumerate(prompts)

@@ -119,7 +119,9 @@ class Engine:
             raise APIError(503, "the engine has failed; the server must be restarted", code="engine_failed")
         if self.under_way + len(choices) > self._concurrent:
             raise APIError(
-                429, f"{self.under_way} completions are under way, and {self._concurrent} may be", code="overloaded"
+                429,
+                f"{self.under_way} completions are in flight, and at most {self._concurrent} may be",
+                code="overloaded",
             )
         first, self._next_id = self._next_id, self._next_id + len(choices)
         job = Job(range(first, self._next_id), is_streamed=is_streamed, abort=self._request_abort)

@@ -65,7 +65,7 @@ def open_servers(
     """
     if adapters >= MOST_ADAPTERS:
         raise UsageError(
-            f"{adapters} adapters are asked for, and SGLang's servers hold {MOST_ADAPTERS - 1} beside each other",
+            f"{adapters} adapters were requested, and SGLang's servers hold at most {MOST_ADAPTERS - 1}",
             where="--adapter",
             fix="serve fewer, or start another server for the others",
         )

@@ -101,7 +101,8 @@ def open_models(asked: Asked, limits: Limits, note: Callable[[str], None]) -> Op
     """
     if (asked.source is None) == (asked.model is None):
         raise UsageError(
-            "what is served is a run or a model", fix="name a run folder, a manifest's file, or --model with --adapter"
+            "name either a run or a model to serve",
+            fix="name a run folder, a manifest's file, or --model with --adapter",
         )
     source = _of_model(asked, note) if asked.source is None else _of_run(asked, note)
     template = source.resolved.run.spec.data.chat.template_arguments if source.resolved else {}

@@ -152,7 +152,7 @@ class Policies:
         most, held = self.base.most_adapters, len(self._engine.adapters())
         if most is not None and held >= most:
             raise ModelError(
-                f"the engine holds {held} adapters, as many as it can beside each other",
+                f"the engine holds {held} adapters, as many as it can",
                 fix="serve fewer names, or wait until requests under adapters that were replaced have ended",
             )
 
@@ -178,7 +178,7 @@ class Policies:
             raise ModelError(
                 f"the adapter is {_words(config)}, and this server's are {_words(self.base.config)}",
                 where=folder.place,
-                fix="serve it by a server of its own",
+                fix="serve it with a separate server",
             )
         files = folder.files
         if not folder.facts and config.type == "LoRA":
@@ -208,7 +208,7 @@ class Policies:
         for copy in self._engine.copies():
             if scores is None and not copy.reads_back:
                 raise GateError(
-                    f"no trainer wrote down what this adapter does, and {copy.name} cannot tell what stands in its "
+                    f"no trainer recorded what this adapter does, and {copy.name} cannot read back its "
                     "slots: nothing could be proven",
                     where="publish",
                     fix="serve an adapter of a run, or servers with Orbit's plug-in",
@@ -311,7 +311,7 @@ def _recorded(facts: Mapping[str, Any], vocabulary: int) -> tuple[tuple[int, ...
         adapted = tuple(float(value) for value in canary["logprobs"])
         base = tuple(float(value) for value in canary["base_logprobs"])
     except (TypeError, KeyError, ValueError):
-        raise ModelError("the manifest's canary is not one", fix="copy the adapter again") from None
+        raise ModelError("the manifest's canary is invalid", fix="copy the adapter again") from None
     is_whole = len(ids) > 1 and len(ids) == len(adapted) == len(base)
     if not is_whole or not all(0 <= token < vocabulary for token in ids) or not all(map(math.isfinite, adapted + base)):
         raise ModelError("the manifest's canary is not one of this model", fix="copy the adapter again")

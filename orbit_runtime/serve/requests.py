@@ -110,9 +110,9 @@ class SamplingBody(_Body):
 
     def sampling(self, max_new_tokens: int) -> Sampling:
         if len(self.stops) > 16 or not all(self.stops):
-            raise APIError(400, "`stop` is up to 16 texts, none of them empty", param="stop")
+            raise APIError(400, "`stop` must be up to 16 non-empty texts", param="stop")
         if self.temperature is not None and 0 < self.temperature < LEAST_TEMPERATURE:
-            message = f"`temperature` is 0, for the most likely token, or from {LEAST_TEMPERATURE:g} on"
+            message = f"`temperature` must be 0, for the most likely token, or at least {LEAST_TEMPERATURE:g}"
             raise APIError(400, message, param="temperature")
         try:
             bias = tuple((int(token), value) for token, value in (self.logit_bias or {}).items())
@@ -190,7 +190,7 @@ class ChatBody(SamplingBody):
         functions = [tool.get("function") for tool in self.offered]
         names = [each.get("name") if isinstance(each, dict) else None for each in functions]
         if not all(isinstance(name, str) and name for name in names):
-            raise APIError(400, "each tool is a function with a name", param="tools")
+            raise APIError(400, "each tool must be a function with a name", param="tools")
         return names
 
 
@@ -222,7 +222,7 @@ def parse_body[Body: _Body](kind: type[Body], data: bytes) -> Body:
     kept = {name: value for name, value in fields.items() if name not in UNREAD}
     for name, allowed in ONLY.items():
         if name in kept and name not in kind.model_fields and kept.pop(name) not in allowed:
-            raise APIError(400, f"this server does not compute with that value of `{name}`", param=name)
+            raise APIError(400, f"this server does not support that value of `{name}`", param=name)
     # A null field counts as not set.
     given = {name: value for name, value in kept.items() if value is not None}
     try:
@@ -251,11 +251,9 @@ def check_given(kind: Kind, sampling: Sampling, asked: SamplingBody) -> None:
         raise APIError(400, error.message, param=param) from None
     if asked.alternatives and kind == "vLLM":
         param = "top_logprobs" if isinstance(asked, ChatBody) else "logprobs"
-        raise APIError(400, "this server's engine tells the sampled tokens' log-probs alone", param=param)
+        raise APIError(400, "this server's engine reports log-probs of the sampled tokens only", param=param)
     if asked.seed is not None and kind not in SEEDED and sampling.temperature > 0:
-        raise APIError(
-            400, "this server's engine does not draw by a seed; leave it out, or ask at temperature 0", param="seed"
-        )
+        raise APIError(400, "this server's engine does not support seeds; omit it, or use temperature 0", param="seed")
 
 
 def choice_key(seed: int | None, prompt: int, sample: int) -> int:
@@ -273,10 +271,10 @@ def _message(index: int, message: dict[str, Any]) -> dict[str, Any]:
     content = message.get("content")
     if isinstance(content, list):
         if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
-            raise APIError(400, f"messages[{index}]: parts of a content are texts", param="messages")
+            raise APIError(400, f"messages[{index}]: parts of a content must be text", param="messages")
         content = "".join(part["text"] for part in content)
     if content is not None and not isinstance(content, str):
-        raise APIError(400, f"messages[{index}]: a content is a text", param="messages")
+        raise APIError(400, f"messages[{index}]: a content must be text", param="messages")
     made = {**message, "content": content or ""}
     if isinstance(message.get("tool_calls"), list):
         made["tool_calls"] = [_with_parsed_arguments(index, call) for call in message["tool_calls"]]
@@ -304,6 +302,6 @@ def _with_parsed_arguments(index: int, call: Any) -> dict[str, Any]:
         if not isinstance(name, str) or not isinstance(arguments, dict):
             raise TypeError
     except (TypeError, KeyError, ValueError):
-        message = f"messages[{index}]: a call of a tool is a function with a name, and arguments as JSON in a text"
+        message = f"messages[{index}]: a tool call is a function with a name, and arguments as a JSON string"
         raise APIError(400, message, param="messages") from None
     return {**call, "function": {**function, "arguments": arguments}}

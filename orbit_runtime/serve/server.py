@@ -86,7 +86,7 @@ def start_serving(opened: Opened, host: str, port: int, token: str | None) -> Se
         sampler.is_heard.wait(START_SECONDS)
         ready = sampler.ready
         if ready is None:
-            raise EngineDiedError("the process that speaks HTTP did not start", fix="read what it wrote above")
+            raise EngineDiedError("the process that speaks HTTP did not start", fix="see its output above")
         if ready.refusal:
             raise OutputError(ready.refusal)
     except BaseException:

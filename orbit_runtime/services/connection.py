@@ -161,7 +161,7 @@ class Connection:
                 continue
             self._number += 1
             self.restarts += 1
-            self.note(f"the {self.kind} at {self.url} was restarted, and is where it was")
+            self.note(f"the {self.kind} at {self.url} was restarted, and its state is restored")
             return
 
     def _open(self) -> None:

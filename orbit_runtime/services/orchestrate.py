@@ -107,7 +107,7 @@ def check_pair(trainer: Mapping[str, Any], inference: Mapping[str, Any]) -> None
         one, other = trainer["rounding"].get(name), inference["rounding"].get(name)
         if one != other:
             raise UsageError(
-                f"trainer and inference round otherwise: {name} {one} and {other}",
+                f"trainer and inference round differently: {name} {one} and {other}",
                 where=f"rounding.{name}",
                 fix="start both with the same OMP_NUM_THREADS"
                 if name == "threads"

@@ -42,7 +42,7 @@ def load_object(target: str) -> Any:
         TargetError: names the missing module or attribute, and the folders that were searched.
     """
     if target == FROM_PYTHON:
-        raise TargetError("this function was given from Python: only the program that gave it can go on with the run")
+        raise TargetError("this function was given from Python: only the program that gave it can continue the run")
     module_name, separator, attribute = target.partition(":")
     if not separator or not module_name or not attribute:
         raise TargetError(f"{target!r} is not of the form 'module:function'")

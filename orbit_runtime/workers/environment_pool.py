@@ -224,7 +224,7 @@ class EnvironmentPool:
             ours.close()
             stacks.close()
             raise RewardsFailingError(
-                "the process that environments are copies of ended",
+                "the process that environments are forked from ended",
                 where="spec.environment",
                 fix="look for code that ends or replaces its parent, and for the kernel's out-of-memory killer",
             ) from error

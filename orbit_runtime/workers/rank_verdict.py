@@ -31,7 +31,7 @@ def judge(evidence: Evidence) -> OrbitError:
         first = evidence.ranks[0] if evidence.ranks else None
         error: OrbitError = CollectiveError(
             f"{evidence.lost}{_while(evidence, first)}; all ranks were ended",
-            fix="start again: the run continues from its newest checkpoint; where it repeats, look at the node",
+            fix="start again: the run continues from its newest checkpoint; if it happens again, look at the node",
         )
         return _about(error, evidence, None)
     lost = [each for each in evidence.ranks if each.ending == "lost"]
@@ -109,13 +109,13 @@ def _stall(evidence: Evidence) -> OrbitError:
         missing = ", ".join(f"rank {each.rank}" for each in done) or "no rank"
         error = CollectiveError(
             f"{_collective(end)} did not end{long}{_while(evidence, end)}: {missing} did not take part{wait or ''}",
-            fix=f"{stacks}; where each rank stands in another collective, they took different ways: report it",
+            fix=f"{stacks}; if each rank is in another collective, they diverged: report it",
         )
     else:
         end = (computing or list(evidence.ranks))[0]
         error = StalledError(
             f"{_who(end)} did not get on{long}{_while(evidence, end)}{wait}",
-            fix=f"{stacks}; where it is only slow, allow it more time",
+            fix=f"{stacks}; if it is only slow, allow it more time",
         )
     return _about(error, evidence, end)
 

@@ -252,9 +252,9 @@ def run_agent(port: int) -> None:
     named = os.environ.get(TOKEN_VARIABLE)
     if not named:
         raise UsageError(
-            "the agent obeys only who knows the run's token, and no place for it is named",
+            "the agent needs the run's token, and no file for it is named",
             where=TOKEN_VARIABLE,
-            fix="name a file in a folder that the run's container and this one share, here and there",
+            fix="name a file in a folder shared with the run's container, the same in both",
         )
     token = shared_token(Path(named))
     with TemporaryDirectory(prefix="orbit-agent-") as folder:
