@@ -1,6 +1,6 @@
 """Completions in flight at servers: the tokens received for each, checked as they arrive.
 
-Belongs here: one request's tokens so far. Does not belong here: which server gets it (`served_engine`), the format of
+Belongs here: one request's tokens so far. Does not belong here: which server gets it (`answer_queue`), the format of
 its events (`sglang_api`, `vllm_api`).
 """
 

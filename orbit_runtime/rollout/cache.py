@@ -1,7 +1,7 @@
 """Keys and values of the rows being decoded, and the attention plan over them.
 
 Belongs here: one preallocated block per engine; rows are packed densely so that a decode step reads views, not copies.
-Does not belong here: which request a row serves (`torch_engine`).
+Does not belong here: which request a row serves (`rows`).
 
 Legend: `Y` layers, `B` rows, `K` key/value heads, `S` positions, `D` head size, `H` query heads.
 """

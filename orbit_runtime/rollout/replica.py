@@ -1,6 +1,6 @@
 """One copy of an engine: a server, the adapters it must hold, and how it is brought back when lost.
 
-Belongs here: everything about one server. Does not belong here: the choice among several (`served_engine`, `routing`),
+Belongs here: everything about one server. Does not belong here: the choice among several (`answer_queue`, `routing`),
 the API of each kind of server (`sglang_api`, `vllm_api`).
 
 A lost server gets no work until it responds again and holds every adapter that it must, each one verified: through the

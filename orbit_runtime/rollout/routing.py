@@ -1,6 +1,6 @@
 """Chooses the server for a prompt: the one that has most of it in its cache, unless that one is too busy.
 
-Belongs here: the choice. Does not belong here: sending, waiting or knowing which servers are up (`served_engine`).
+Belongs here: the choice. Does not belong here: sending, waiting or knowing which servers are up (`answer_queue`).
 
 A prompt is cut into blocks; a block's hash covers everything before it and the adapter, as the keys of KV caches do.
 Loads are bounded as in consistent hashing with bounded loads (Mirrokni, Thorup, Zadimoghaddam, 2018): no server gets

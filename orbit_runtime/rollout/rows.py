@@ -1,7 +1,7 @@
 """The rows of a decode batch: the request that each serves, its position, and what it has sampled.
 
 Belongs here: row bookkeeping as dense arrays; later rows overwrite finished ones, so live rows stay `[0, n)`. Does not
-belong here: the model, the cache's contents, the order of admission (`torch_engine`).
+belong here: the model, the cache's contents, the order of admission (`decoding`).
 
 Legend: `B` live rows, `C` row capacity, `T` new tokens.
 """

@@ -192,7 +192,7 @@ def _run_of(source: _Source, limits: Limits) -> Resolved:
 
 
 def _of_run(asked: Asked, note: Callable[[str], None]) -> _Source:
-    """Reads the manifest, the inputs of its first start, its run folder, and the base of its relative paths."""
+    """The source that a run folder or a manifest describes."""
     assert asked.source is not None
     run, inputs, uri, folder = _read_run(asked.source)
     resolved = resolve(_for_serving(run, asked.engine), machine_facts(), folder=folder)
@@ -226,6 +226,7 @@ def _for_serving(run: OrbitRun, engine: EngineName) -> OrbitRun:
 
 
 def _read_run(source: str) -> tuple[OrbitRun, Mapping[str, object], str, Path | None]:
+    """The manifest, the inputs of its first start, its run folder, and the base of its relative paths."""
     path = Path(source)
     if path.is_file():
         manifest = load_manifest(path, [])
