@@ -53,7 +53,7 @@ def asked_facts(
     """
     name, seconds = secrets.token_hex(8), FACTS_SECONDS + seconds_for(num_bytes)
     asked = {"name": name, "token_ids": list(token_ids_T), "adapters": list(adapters), "standing": list(standing)}
-    # The server's own process waits half as long for the others as it is waited for itself.
+    # A server process waits half as long for the other ones as this side waits for it.
     asked["seconds"] = seconds / 2
     answer = folder / FACTS.format(name=name)
     _write(folder / FACTS_REQUEST, asked)

@@ -24,7 +24,7 @@ from orbit_runtime.types import FLOATS, TOKENS, FinishReason, Tokenizer
 REASONS = {"stop": "stop", "length": "length", "deadline": "length", "abort": "abort"}
 _UNFINISHED_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 _LONGEST_CHARACTER = 16
-"""Tokens: if so many still do not form a character, they are none."""
+"""Tokens after which bytes that form no character are sent as they are."""
 
 
 @dataclass(slots=True)

@@ -156,7 +156,7 @@ class Connection:
                 self._open()
                 self.on_restart()
             except _LostError as lost:
-                # The side was only partly restored, so the next process to answer is told everything.
+                # The side was only partly restored, so the next process to answer is restored from the start.
                 why, self._boot = str(lost), ""
                 continue
             self._number += 1
