@@ -27,7 +27,8 @@ from orbit_runtime.observability.progress import SilentProgress
 from orbit_runtime.spec import OrbitRun
 
 MEASURES = ("orbit_runtime/loop", "orbit_runtime/environments", "orbit_runtime/rollout", "orbit_runtime/training")
-PROMPTS, GROUP, TURNS, SECONDS, TOKENS = 8, 8, 2, 0.5, 128
+PROMPTS, GROUP, TURNS, SECONDS, TOKENS = 4, 4, 2, 0.5, 64
+"""More or longer answers keep both cores busy all the time, and then there is nothing to overlap."""
 WARMUP_STEPS, STEPS = 2, 8
 TARGET = 1.5
 
@@ -60,7 +61,9 @@ def manifest(folder: Path, staleness: int, steps: int, options: argparse.Namespa
                 "rewards": [],
             },
             "rollout": {"maxStaleness": staleness, "sampling": {"maxNewTokens": 4 if small else options.tokens}},
-            "training": {"steps": steps, "promptsPerStep": 2 if small else options.prompts, "learningRate": LEARNING_RATE},
+            "training": {
+                "steps": steps, "promptsPerStep": 2 if small else options.prompts, "learningRate": LEARNING_RATE,
+            },
             "observability": {"metricsPort": -1},
         },
     })  # fmt: skip

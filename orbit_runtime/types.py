@@ -1,4 +1,4 @@
-"""The nouns of a run and the small Protocols between its parts.
+"""The records of a run and the small Protocols between its parts.
 
 Belongs here: frozen, torch-free records that travel between packages, in memory, over HTTP and in files. Does not
 belong here: behaviour, configuration (`spec`), or imports from outside the standard library and `digests`.
@@ -16,25 +16,25 @@ from typing import Any, Literal, Protocol
 from orbit_runtime.digests import Pieces, tree_digest
 
 FinishReason = Literal["stop", "length", "abort", "deadline"]
-"""`abort` and `deadline` end a completion before its time: it can be continued."""
+"""`abort` and `deadline` end a completion early: it can be continued."""
 Outcome = Literal["value", "wrong", "timeout", "crash"]
 Probe = Literal["identity", "random"]
-"""An adapter that nobody trained, for measuring the two sides with."""
+"""An untrained adapter for comparing the two sides."""
 ColumnName = Literal["sampled", "advantage", "reference", "stale", "value", "return", "teacher"]
-"""What a sample says of each token. `sampled`: its log-prob on the sampling side; `reference`: under the bare base;
-`stale`: 1 where an older policy than the one that is trained sampled it; `value`: what the critic expected before it;
-`return`: what the critic is to expect; `teacher`: its log-prob under the teacher."""
+"""What a sample's column holds for each token. `sampled`: its log-prob on the sampling side; `reference`: its log-prob
+under the bare base; `stale`: 1 if a policy older than the trained one sampled it; `value`: the critic's prediction
+before it; `return`: the critic's target; `teacher`: its log-prob under the teacher."""
 
 BASE_VERSION = -1
-"""Stands for the bare base where a policy version is told."""
+"""Stands for the bare base in place of a policy version."""
 TEACHER_SLOT = "teacher"
-"""An adapter that teaches: averaged masters, or what was loaded. All other slots of an engine hold published bytes."""
+"""Slot of an adapter that teaches: averaged masters, or what was loaded. All other slots hold published bytes."""
 TOKENS, FLAGS, FLOATS = "i", "b", "f"
 """Type codes of columns: int32, int8, fp32: 13 bytes a token instead of 88 as Python objects, and no copy for numpy."""
 
 
 def _hold_arrays(record: object, **codes: str) -> None:
-    """Fields of a frozen record become arrays of these types; one that is one already is not copied."""
+    """Turns fields of a frozen record into arrays of these types; a field that is one already is not copied."""
     for name, code in codes.items():
         value = getattr(record, name)
         if value is not None and not (isinstance(value, array) and value.typecode == code):
@@ -49,13 +49,13 @@ class Prompt:
     """
 
     prompt_id: str
-    """Stable over runs: the source's name and the row's number in it."""
+    """Stable across runs: the source's name and the row's number in it."""
     visit: int
-    """How often this prompt was drawn before (the epoch, from 0): the second visit samples other tokens."""
+    """How often this prompt was drawn before (the epoch, from 0): each visit samples other tokens."""
     messages: tuple[Mapping[str, Any], ...]
-    """Chat messages: `role`, `content` (text or a list of parts), and what else the chat template reads."""
+    """Chat messages: `role`, `content` (text or a list of parts), and any other fields that the chat template reads."""
     fields: Mapping[str, Any] = field(default_factory=dict)
-    """Every other column of the row; rewards receive it."""
+    """Every other column of the row; passed to rewards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,72 +63,72 @@ class Sampling:
     """The distribution that tokens are drawn from, and what ends a completion."""
 
     temperature: float = 1.0
-    """0: the most likely token."""
+    """0: always the most likely token."""
     top_p: float = 1.0
     max_new_tokens: int = 256
     stop: tuple[str, ...] = ()
     top_k: int = 0
-    """0: not cut by it."""
+    """0: no limit."""
     min_p: float = 0.0
     repetition_penalty: float = 1.0
-    """Of tokens of the prompt, and of the completion so far."""
+    """Applies to tokens of the prompt, and of the completion so far."""
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """Token id and what is added to its logit; ids are distinct."""
+    """Pairs of token id and bias added to its logit; ids are distinct."""
     stop_token_ids: tuple[int, ...] = ()
-    """End tokens besides the model's own."""
+    """End tokens in addition to the model's own."""
     ignore_eos: bool = False
-    """The model's own end tokens are tokens like any other."""
+    """Treat the model's own end tokens like any other token."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One completion to sample. `key` names it in every random draw, so a batch's composition changes nothing."""
+    """One completion to sample. `key` identifies it in every random draw, so a batch's composition has no effect."""
 
     request_id: int
-    """The caller's handle; comes back in the completion. No two requests under way share one."""
+    """The caller's handle, returned in the completion. No two requests in flight share one."""
     key: int
-    """64-bit stream key of (seed, purpose, prompt, visit, sample, turn); position is the counter."""
+    """64-bit stream key of (seed, purpose, prompt, visit, sample, turn); the position is the counter."""
     prompt_ids_T: tuple[int, ...]
     sampling: Sampling
     adapter: str | None
     """Slot name such as `policy-v3`; `None` is the bare base."""
     so_far: Completion | None = None
-    """An unfinished completion to continue, under any adapter: its tokens count, and come back with the new ones."""
+    """An unfinished completion to continue, under any adapter; its tokens count, and are returned with the new ones."""
     deadline_seconds: float | None = None
-    """From `submit` on. A completion that is not done by then comes back as far as it got, as `deadline`."""
+    """From `submit` on. A completion that is not done by then is returned as it is, as `deadline`."""
     alternatives: int = 0
-    """Most probable tokens told for each place."""
+    """Most probable tokens to report for each position."""
     is_streamed: bool = False
-    """Its tokens are told as they come, by an engine that can (`rollout.news`)."""
+    """Report its tokens as they come, if the engine supports it (`rollout.news`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoutedExperts:
-    """The experts that sampling sent tokens to, of every token but the last, which was nobody's input."""
+    """The experts of each token during sampling; the last token is missing, because it was never an input."""
 
     shape: tuple[int, int, int]
-    """Tokens, layers with routed experts, experts that a token goes to in each."""
+    """Tokens, layers with routed experts, experts per token in each layer."""
     data: bytes
     """See `data.routing`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What the engine answers: sampled tokens only, each with its log-prob and the policy version that sampled it."""
+    """The engine's result: sampled tokens only, each with its log-prob and the policy version that sampled it."""
 
     request_id: int
     token_ids_T: array[int]
     logprobs_T: array[float]
     """Under the distribution they were drawn from (`algorithms.distribution`); at temperature 0 the model's own."""
     versions_T: array[int]
-    """Read from the slot that the forward pass applied, not from the request; `BASE_VERSION` without one."""
+    """Read from the slot that the forward pass applied, not from the request; `BASE_VERSION` for the base."""
     finish_reason: FinishReason
     text: str
-    """Decoded, without the stop string or the token that ended it."""
+    """Decoded text, without the stop string or the token that ended it."""
     routed_experts: RoutedExperts | None = None
-    """Of the prompt's tokens and the sampled ones; None: nobody asked for them."""
+    """Experts of the prompt's tokens and the sampled ones; None if not asked for."""
     alternatives: tuple[array[int], array[float]] | None = None
-    """`Request.alternatives` of each token, one token's after another's: ids and log-probs; -1 where there is none."""
+    """`Request.alternatives` for each token, flattened: ids and log-probs; id -1 for a missing one."""
 
     def __post_init__(self) -> None:
         _hold_arrays(self, token_ids_T=TOKENS, logprobs_T=FLOATS, versions_T=TOKENS)
@@ -191,9 +191,9 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What trains: a rollout's tokens with their mask, and columns that say something of each token.
+    """A training sample: a rollout's tokens with their mask, and columns with one number for each token.
 
-    Samples with equal `prefix_id` start with the same `prefix_length` unmasked tokens: a batch computes them once.
+    Samples with equal `prefix_id` start with the same `prefix_length` unmasked tokens, which a batch computes once.
 
     Example: `Sample([5, 6, 7], [0, 1, 1], {"sampled": [0, -0.5, -0.1], "advantage": [0, 1.0, 1.0]}, 0, 1)`
     """
@@ -214,14 +214,14 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class AdapterManifest:
-    """What a publish wrote: every file of the adapter by the digests of its pieces."""
+    """What a publish wrote: every file of the adapter, with the digests of its pieces."""
 
     files: Mapping[str, Pieces]
-    """By name: `adapter_config.json`, `adapter_model.safetensors` and, for OFT, `rotations.safetensors`."""
+    """By file name: `adapter_config.json`, `adapter_model.safetensors` and, for OFT, `rotations.safetensors`."""
 
     @property
     def digest(self) -> str:
-        """Of the adapter: the root over all of them."""
+        """Digest of the adapter: the root over all files."""
         return tree_digest(self.files)
 
 
@@ -238,31 +238,31 @@ class AdapterMemory(Protocol):
 
 
 class AdapterSink(Protocol):
-    """Takes the files of one adapter while they are made, so that they are never held twice."""
+    """Receives the files of one adapter while they are made, so that they are never held twice."""
 
     def write(self, name: str, size: int, pieces: Iterable[Buffer]) -> Pieces:
-        """One file of `size` bytes, whole; returns the digest of each piece.
+        """Writes one whole file of `size` bytes; returns the digest of each piece.
 
-        The pieces are those of `digests`, in their order. Each is taken before the next is asked for.
+        The pieces are those of `digests`, in order. Each is consumed before the next is requested.
         """
         ...
 
 
 class StateWriter(Protocol):
-    """Takes a trainer's state, and reads it beside the next step."""
+    """Receives a trainer's state, and reads it while the next step runs."""
 
     def write(self, name: str, size: int, pieces: Callable[[], Iterable[Buffer]]) -> None:
-        """One part of `size` bytes. Its pieces may be asked for more than once, by another thread, until `wait`."""
+        """Adds a part of `size` bytes. Another thread may request its pieces, more than once, until `wait` returns."""
         ...
 
     def wait(self) -> None:
-        """Returns once nothing is read any more, whether it was written or could not be."""
+        """Returns once nothing is read any more, whether writing succeeded or failed."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterFiles:
-    """A published adapter: exact file bytes under their PEFT names, and the digest of them all."""
+    """A published adapter: exact file bytes under their PEFT names, and the digest over all of them."""
 
     version: int
     files: Mapping[str, Buffer]
@@ -270,18 +270,18 @@ class AdapterFiles:
     digest: str
     """`AdapterManifest.digest`."""
     pieces: Mapping[str, Pieces] | None = None
-    """`AdapterManifest.files`; None: not known, and made anew by whoever needs them."""
+    """`AdapterManifest.files`; None if not known, and then recomputed on demand."""
     memory: AdapterMemory | None = None
-    """What `files` are views of; None: they are ordinary bytes of this process."""
+    """The memory that `files` are views of; None if they are ordinary bytes of this process."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cached:
-    """Log-probs of the end of given tokens after a prefix that the engine may have had in its cache."""
+    """Log-probs of the last of the given tokens, after a prefix that the engine may have had in its cache."""
 
     logprobs_T: tuple[float, ...]
     tokens: int
-    """How many of the first tokens came from the cache; 0: the reading says nothing."""
+    """Number of leading tokens that came from the cache; 0: the reading says nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,18 +291,18 @@ class Scored:
     logprobs_T: tuple[float, ...]
     """Entry t is log p(token t | tokens before t) at temperature 1; entry 0 is 0.0."""
     applied_digest: str | None
-    """Digest of the adapter tensors that the layers multiplied by in these very passes; `None`: none was applied."""
+    """Digest of the adapter tensors that the layers multiplied by in these very passes; `None` if none was applied."""
     cached: Cached | None = None
-    """The tokens after `prefix_length` once more, behind a prefix from the cache; None: not asked for, or no such."""
+    """The tokens after `prefix_length` again, after a cached prefix; None if not asked for or not supported."""
     top_T: tuple[int, ...] | None = None
-    """Entry t is the most probable token given those before t; entry 0 is -1. None: it was not told."""
+    """Entry t is the most probable token given those before t; entry 0 is -1. None if not reported."""
     routed_experts: RoutedExperts | None = None
-    """Of every token but the last; None: not noted."""
+    """Experts of every token but the last; None if not recorded."""
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateResult:
-    """Numbers of one step's training, already reduced over its samples."""
+    """Metrics of one step's training, already reduced over its samples."""
 
     metrics: Mapping[str, float]
     """`loss kl entropy grad_norm clip_fraction learning_rate` and the `parity_*` statistics."""
@@ -319,7 +319,7 @@ class Tokenizer(Protocol):
     def encode_many(
         self, conversations: Sequence[Sequence[Mapping[str, Any]]], *, tools: Sequence[Mapping[str, Any]] = ()
     ) -> list[list[int]]:
-        """Ids of each conversation up to where the assistant's answer starts. `tools`: schemas for the template."""
+        """Ids of each conversation up to the start of the assistant's message. `tools`: schemas for the template."""
         ...
 
     def encode_continuation(
@@ -330,21 +330,21 @@ class Tokenizer(Protocol):
         *,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> list[int]:
-        """Ids of what follows the sampled message `answered`, which ended with `last_id`, up to the next answer."""
+        """Ids from the end of the sampled message `answered`, which ended with `last_id`, to the start of the next."""
         ...
 
     def decode(self, token_ids: Sequence[int]) -> str: ...
 
 
 class Copy(Protocol):
-    """One place that samples: a publish is proven on each that an engine has."""
+    """One place that samples: a publish is proven on each copy of an engine."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def reads_back(self) -> bool:
-        """It can tell what stands in its slots; else a proof rests on log-probs alone, and says so."""
+        """Whether it can report its slots' contents; if not, a proof rests on log-probs alone, and says so."""
         ...
 
     def score(
@@ -354,78 +354,78 @@ class Copy(Protocol):
         prefix_length: int | None = None,
         standing: Sequence[str] = (),
     ) -> list[Scored]:
-        """One reading of the same tokens per adapter, all in one batch, by the passes that sampling uses.
+        """One reading of the same tokens per adapter, all in one batch, by the same passes as sampling.
 
         Args:
-            prefix_length: the tokens after this many are scored once more, with the first ones from the prefix cache,
-                where it holds them since an earlier call.
-            standing: other adapters whose digests will be asked for: a server tells them with these readings.
+            prefix_length: score the tokens after this many again, with the leading ones from the prefix cache if it
+                holds them from an earlier call.
+            standing: other adapters whose digests will be asked for: a server reports them with these readings.
         """
         ...
 
     def adapter_digest(self, name: str) -> str | None:
-        """Digest recomputed from what stands in the slot now; None where it cannot be read back."""
+        """Digest recomputed from the slot's present contents; None if it cannot be read back."""
         ...
 
     def explain_slot(self, name: str, published: AdapterFiles) -> str:
-        """How what stands in the slot differs from what was published, in words; empty where it does not."""
+        """Describes how the slot's contents differ from what was published; empty if they do not."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ServerReading:
-    """How one of an engine's servers stands."""
+    """The state of one of an engine's servers."""
 
     replica: str
     is_up: bool
     restarts: int
     missed: int
-    """Adapters that did not reach it as they were meant to, and came as files."""
+    """Adapters that did not arrive by the intended transport, and were loaded from files."""
     exposition: str
-    """Its own metrics in Prometheus' text format; empty where it does not answer."""
+    """Its own metrics in Prometheus' text format; empty if it does not respond."""
     memory_bytes: int | None
-    """What its device holds, or on a CPU its processes; None: another machine's, or not known here."""
+    """Memory in use on its device, or on a CPU by its processes; None if it is on another machine or unknown."""
 
 
 class Engine(Protocol):
-    """Answers prompts. Slots hold published adapters under their names; a name once retired cannot come back.
+    """Completes prompts. Slots hold published adapters under their names; a retired name cannot come back.
 
-    Requests belong to one thread: `submit`, `completions` and `abort`. Another may load, score and unload meanwhile.
+    `submit`, `completions` and `abort` belong to one thread. Another may load, score and unload meanwhile.
     """
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Puts requests into the queue and returns at once; what is submitted together may share its prefill.
+        """Queues requests and returns at once; requests submitted together may share their prefill.
 
         Raises:
-            GateError: an adapter is not loaded, an id is under way already, or `so_far` is a finished completion.
+            GateError: an adapter is not loaded, an id is already in flight, or `so_far` is a finished completion.
             DataError: a prompt is empty.
         """
         ...
 
     def completions(self) -> AsyncGenerator[Completion]:
-        """What was submitted, each completion as it ends, in no promised order; also what is submitted meanwhile.
+        """Yields each completion as it ends, in no guaranteed order, including requests submitted meanwhile.
 
-        Stops when nothing is under way. For one consumer, which may change threads only between two calls.
+        Stops when nothing is in flight. For one consumer, which may change threads only between two calls.
 
         Raises:
-            GateError: an answer does not fit its request.
-            EngineDiedError: servers died again and again.
+            GateError: a result does not fit its request.
+            EngineDiedError: servers died too many times.
         """
         ...
 
     def abort(self, request_ids: Collection[int] | None = None) -> None:
-        """Ends these requests, or all, where they are: each comes back through `completions` with the tokens it has.
+        """Aborts these requests, or all: each is returned through `completions` with the tokens it has.
 
-        One that has ended by itself meanwhile comes back as that; an id that is not under way is ignored.
+        A request that ended by itself meanwhile keeps its finish reason; an id that is not in flight is ignored.
         """
         ...
 
     def load_adapter(self, name: str, adapter: AdapterFiles) -> None:
-        """On every copy."""
+        """Loads it on every copy."""
         ...
 
     def unload_adapter(self, name: str) -> None:
-        """Raises GateError where a request under way still samples from it."""
+        """Raises GateError if a request in flight still samples from it."""
         ...
 
     def adapters(self) -> tuple[str, ...]: ...
@@ -435,28 +435,28 @@ class Engine(Protocol):
         ...
 
     def sleep(self) -> None:
-        """Gives memory back, as the engine was made to. Until `wake` nothing else may be asked of it."""
+        """Releases memory, as the engine was configured to. Until `wake`, no other method may be called."""
         ...
 
     def wake(self) -> None:
-        """Holds again what it held: every adapter that can be read back was."""
+        """Restores what it held; every adapter that can be read back was checked."""
         ...
 
     def read_servers(self) -> Sequence[ServerReading]:
-        """What its servers tell of themselves, none for an engine without servers. May be called from any thread."""
+        """Its servers' own readings; empty for an engine without servers. May be called from any thread."""
         ...
 
     def close(self) -> None: ...
 
 
 class TokenSource(Protocol):
-    """Where an episode of an environment gets its tokens from: the engine, under the policy of the step."""
+    """Where an episode gets its tokens from: the engine, under the step's policy."""
 
     async def sample(self, prompt_ids_T: Sequence[int], sampling: Sampling, *, key: int) -> Completion:
-        """One completion of these tokens. `key` as in `Request`.
+        """Samples one completion of these tokens. `key` as in `Request`.
 
-        A policy that is published meanwhile samples what is left of it: each token carries its own version. An episode
-        that is played again after a kill gets the completions that it had, as long as it asks the same.
+        If a policy is published meanwhile, it samples the rest: each token carries its own version. An episode replayed
+        after a kill gets its earlier completions, as long as it asks for the same.
         """
         ...
 
@@ -467,15 +467,15 @@ class Trainer(Protocol):
     def update(self, samples_D: Sequence[Sample]) -> UpdateResult: ...
 
     def publish(self, sink: AdapterSink) -> AdapterManifest:
-        """Writes the adapter as it is now into the sink, one file after the other."""
+        """Writes the current adapter to the sink, one file after the other."""
         ...
 
     def score(self, token_ids_T: Sequence[int]) -> tuple[Scored, Scored]:
-        """The same tokens with the adapter and with the bare base."""
+        """Scores the same tokens with the adapter and with the bare base."""
         ...
 
     def logprobs(self, samples_D: Sequence[Sample]) -> list[array[float]]:
-        """Of each sample's trained tokens under the policy as it is now, 0.0 elsewhere."""
+        """Log-probs of each sample's trained tokens under the current policy, 0.0 elsewhere."""
         ...
 
     def reference_logprobs(self, samples_D: Sequence[Sample]) -> list[array[float]]:
@@ -483,17 +483,17 @@ class Trainer(Protocol):
         ...
 
     def values(self, samples_D: Sequence[Sample]) -> list[array[float]]:
-        """The column `value` of each sample, by the critic as it is now. Only where the algorithm has one."""
+        """The column `value` of each sample, by the current critic. Only if the algorithm has one."""
         ...
 
     def teacher_logprobs(self, samples_D: Sequence[Sample]) -> list[array[float]]:
-        """The column `teacher` of each sample, by the teacher as it is now. Only where the algorithm has one."""
+        """The column `teacher` of each sample, by the current teacher. Only if the algorithm has one."""
         ...
 
     def save_state(self, writer: StateWriter) -> None:
         """Hands over checkpoint parts (safetensors) from which `load_state` continues bit for bit.
 
-        They are read after this returned: whatever changes the trainer's state waits for `writer` first.
+        They are read after this returns: anything that changes the trainer's state must wait for `writer` first.
         """
         ...
 

@@ -1,7 +1,7 @@
-"""What the policy acts in: from prompts to requests, from completions and scores to rollouts.
+"""Environments of the policy: from prompts to requests, from completions and scores to rollouts.
 
-Belongs here: environments and the rewards that ship with Orbit. Does not belong here: sampling
-(`rollout`), processes (`workers`).
+Belongs here: environments, and the rewards that ship with Orbit. Does not belong here: sampling (`rollout`), processes
+(`workers`).
 """
 
 from orbit_runtime.workers.environment_protocol import Step

@@ -1,4 +1,4 @@
-"""What a manifest asks of prompts and rewards: which functions, which columns, and whether those of this machine exist.
+"""Prompts and rewards that a manifest asks for: which functions, which columns, and whether local ones exist.
 
 Belongs here: reading `spec.data` and `spec.environment`, without torch. Does not belong here: fetching inputs, or
 scoring (`workers`).
@@ -27,7 +27,7 @@ from orbit_runtime.workers.reward_protocol import RewardTarget
 
 
 def reward_targets(spec: RunSpec, functions: Mapping[str, Callable[..., Any]]) -> list[RewardTarget]:
-    """One per reward of the manifest; `functions` replace those of their name."""
+    """One target for each reward of the manifest; `functions` replace rewards of the same name."""
     return [
         RewardTarget(
             reward.name,
@@ -44,13 +44,13 @@ BRIDGES = {
     "SkyRLGym": "orbit_runtime.environments.bridges.skyrl:SkyRLEpisode",
     "Verifiers": "orbit_runtime.environments.bridges.verifiers_rollout:VerifiersEpisode",
 }
-"""`environment.type` → what plays such a package's environments."""
+"""`environment.type` → the class that plays environments of that package."""
 EXTRAS = {"Gymnasium": ("gymnasium", "gym"), "SkyRLGym": ("skyrl_gym", "gym"), "Verifiers": ("verifiers", "verifiers")}
-"""The module that it needs, and the extra that brings it."""
+"""The module that a bridge needs, and the extra that installs it."""
 
 
 def environment_target(spec: RunSpec) -> EnvironmentTarget | None:
-    """What the processes of the environment import; None: the policy is answered by nothing."""
+    """What the environment's processes import; None for a single turn, where nothing responds to the policy."""
     environment = spec.environment
     if environment.type == "SingleTurn":
         return None
@@ -75,28 +75,28 @@ def process_limits(spec: RunSpec) -> EnvironmentLimits:
 
 
 READS = {"ExactMatch": "answer", "Math": "answer", "MultipleChoice": "answer", "Code": "tests"}
-"""Shipped reward → the column that it reads where its arguments name none."""
+"""Shipped reward → the column that it reads unless its arguments name one."""
 
 
 def fields_read(spec: RunSpec, functions: Mapping[str, Callable[..., Any]]) -> dict[str, str]:
-    """Column → the reward that reads it. Known of the shipped rewards only; what a user's function reads is its own."""
+    """Column → the reward that reads it. Covers only shipped rewards; what a user's function reads is unknown."""
     shipped = [each for each in spec.environment.rewards if each.type and each.name not in functions]
     read = [(each.arguments.get("field", READS.get(str(each.type))), each.name) for each in shipped]
     return {str(field): name for field, name in read if field is not None}
 
 
 def check_local_inputs(spec: RunSpec, folders: Sequence[str]) -> list[str]:
-    """Opens the prompts and imports the reward functions that this machine holds; returns what it left unopened.
+    """Opens the prompts and imports the reward functions that are on this machine; returns the URIs left unopened.
 
-    Nothing is downloaded, and no code of the user's runs in this process: a reward worker imports it.
+    Nothing is downloaded, and no user code runs in this process: a reward worker imports it.
 
     Args:
-        spec: with absolute paths.
-        folders: where entry points are looked for, after `environment.code`.
+        spec: has absolute paths.
+        folders: folders searched for entry points after `environment.code`.
 
     Raises:
         DataError: prompts are missing, unreadable, or lack a column.
-        ManifestError, UsageError: a reward function, or the folder of its code, is not there or cannot be called.
+        ManifestError, UsageError: a reward function, or the folder of its code, is missing or cannot be called.
     """
     here = [each for each in spec.data.prompts if _is_here(each.uri) and can_open(_source(each))]
     unopened = [each.uri for each in spec.data.prompts if each not in here]
@@ -121,7 +121,7 @@ def check_local_inputs(spec: RunSpec, folders: Sequence[str]) -> list[str]:
 
 
 def can_open(source: PromptSource) -> bool:
-    """False of Parquet and Arrow where nothing reads them: a light install checks and plans all the same."""
+    """False for Parquet and Arrow without pyarrow: a light install still checks and plans the rest."""
     return find_spec("pyarrow") is not None or not needs_arrow(source)
 
 
@@ -130,10 +130,10 @@ def _source(prompts: Prompts) -> PromptSource:
 
 
 def code_path(spec: RunSpec) -> list[str]:
-    """Where this machine holds the code that the manifest names; empty where it names none, or it is elsewhere.
+    """The local path of the code that the manifest names; empty if it names none, or the code is elsewhere.
 
     Raises:
-        UsageError: it is not there.
+        UsageError: the path does not exist.
     """
     code = spec.environment.code
     if code is None or not _is_here(code.uri):

@@ -1,4 +1,4 @@
-"""The environment that a manifest asks for, and who scores in it.
+"""Builds the environment and the scorer that a manifest asks for.
 
 Belongs here: choosing among those of this folder and its workers. Does not belong here: starting processes and loading
 models (`loop`).
@@ -24,7 +24,7 @@ from orbit_runtime.workers.reward_protocol import RewardScorer
 def build_scorer(
     spec: RunSpec, functions: Mapping[str, Callable[..., Any]], search_path: Sequence[str]
 ) -> RewardScorer:
-    """Who scores: processes, or threads of this one where functions were given from Python, by reward name."""
+    """The scorer: worker processes, or threads of this process if functions (by reward name) were given from Python."""
     targets = reward_targets(spec, functions)
     if functions:
         from orbit_runtime.workers.reward_threads import RewardThreads
@@ -43,7 +43,7 @@ def build_environment(
     pool: EnvironmentPool | None,
     sampling: Sampling,
 ) -> Environment:
-    """Args: pool: of what `asked.environment_target` says; None where that is None."""
+    """Args: pool: processes for `asked.environment_target`; None if that is None."""
     weights = {reward.name: reward.weight for reward in spec.environment.rewards}
     if pool is None:
         return SingleTurn(run, tokenizer, scorer, weights, sampling, spec.algorithm.group_size, spec.data.seed)

@@ -1,7 +1,7 @@
-"""Episodes, and what becomes of them: the nouns that every environment shares.
+"""Episodes and their results: the types that every environment shares.
 
 Belongs here: the rollout of a played episode, and how its rewards add up. Does not belong here: playing (`single_turn`,
-`multi_turn`), which step an episode is of (`loop`).
+`multi_turn`), which step an episode belongs to (`loop`).
 
 Legend: `_P` prompts, `_T` tokens.
 """
@@ -25,40 +25,40 @@ class Episode:
     """One rollout to be played."""
 
     step: int
-    """That its rollout trains in."""
+    """The step that its rollout trains in."""
     prompt: Prompt
     sample_index: int
     prompt_ids_T: tuple[int, ...]
-    """Empty where the environment says what comes first."""
+    """Empty if the environment provides the first message."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stopped:
-    """Evidence of what gave nothing for as long as its stage may take: who is only slow has answered by then."""
+    """Evidence of an episode that gave no result within its stage's time limit, set so that slow code still answers."""
 
     stage: str
     """`environment`, or `reward` and its name."""
     reason: str
     stack: str
-    """Where its process stood before it was ended; empty where it could not tell."""
+    """Stack of its process before it was ended; empty if it could not report one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """A rollout that has ended and is scored."""
+    """A finished, scored rollout."""
 
     rollout: Rollout
     reasons: tuple[str, ...] = ()
-    """Of rewards, or of the environment, that timed out or crashed."""
+    """Why rewards, or the environment, timed out or crashed."""
     stopped: Stopped | None = None
-    """The first of these that timed out."""
+    """The first of these timeouts."""
 
 
 class Environment(Protocol):
-    """Builds episodes of prompts, and plays each: any number of them at the same time, in one event loop."""
+    """Builds episodes from prompts and plays them, any number at a time, in one event loop."""
 
     def build_episodes(self, prompts_P: Sequence[Prompt], step: int) -> list[Episode]:
-        """As many of each prompt as a group has, in the prompts' order."""
+        """One episode for each sample of each prompt's group, in the prompts' order."""
         ...
 
     async def play(self, episode: Episode, tokens: TokenSource) -> Played: ...
@@ -75,8 +75,8 @@ def build_played(
 ) -> Played:
     """
     Args:
-        results, weights: of each reward, in one order; a reward's name → its factor in the sum.
-        stopped: of the environment.
+        results, weights: in the same order; `weights` maps a reward's name to its factor in the sum.
+        stopped: evidence of the environment's timeout.
     """
     reward, outcome = combine(results, list(weights.values()))
     rollout = Rollout(
@@ -108,9 +108,9 @@ def build_played(
 
 
 def combine(results: Sequence[RewardResult], weights: Sequence[float]) -> tuple[float | None, Outcome]:
-    """Weighted sum of a rollout's rewards. One failed part fails it; one wrong part makes it wrong, and it trains.
+    """Weighted sum of a rollout's rewards. One failed part fails it; one wrong part makes it wrong, but it trains.
 
-    A sum that overflows is a crash, as an infinite reward is.
+    A sum that overflows is a crash, like an infinite reward.
 
     Example: values 1.0 and 0.5 with weights 1.0 and 0.2 give `(1.1, "value")`.
     """

@@ -1,10 +1,10 @@
-"""Episodes of several turns: the policy answers, something answers it, until one of them is done or a limit is reached.
+"""Episodes of several turns: policy and opponent take turns until one of them is done or a limit is reached.
 
-Belongs here: the order of turns, limits, and the rollout that comes of them. Does not belong here: what answers the
-policy (`tool_turns`, an environment's process), sampling (`rollout`), which step an episode is of (`loop`).
+Belongs here: the order of turns, limits, and the resulting rollout. Does not belong here: the opponents (`opponents`),
+sampling (`rollout`), which step an episode belongs to (`loop`).
 
-Token in, token out: what the policy sampled goes into the next prompt as the tokens that it was. Only the text between,
-which the chat template writes, is encoded.
+Token in, token out: sampled tokens enter the next prompt unchanged. Only the text between them, which the chat template
+writes, is encoded.
 
 Legend: `_P` prompts, `_T` tokens.
 """
@@ -25,26 +25,26 @@ from orbit_runtime.workers.environment_protocol import EnvironmentFailed
 from orbit_runtime.workers.reward_protocol import RewardCall, RewardResult, RewardScorer
 
 OWN_PART = "environment"
-"""Name of what the environment itself gives, among the parts of a reward."""
+"""Name of the environment's own reward among the parts of a reward."""
 
 
 @dataclass(frozen=True, slots=True)
 class EpisodeLimits:
-    """What one episode may take; whichever is reached first ends it, and it is scored as it is."""
+    """Limits of one episode; the first one reached ends it, and it is scored as it is."""
 
     turns: int = 8
-    """Answers of the policy."""
+    """Completions of the policy."""
     tokens: int | None = None
-    """That the policy samples; None: as many as the model's context leaves."""
+    """Tokens that the policy samples; None: as many as the model's context allows."""
     context: int = 4096
-    """Longest sequence of the model."""
+    """Maximum sequence length of the model."""
     seconds: float = 3600.0
-    """Looked at between turns: a turn under way is finished."""
+    """Checked between turns: a turn in progress is finished."""
 
 
 @dataclass(frozen=True, slots=True)
 class EpisodeSettings:
-    """What all episodes of a run share."""
+    """Settings that all episodes of a run share."""
 
     run: str
     sampling: Sampling
@@ -52,12 +52,12 @@ class EpisodeSettings:
     group_size: int
     seed: int
     gives_reward: bool
-    """The opponent's own rewards count, as the part `environment`."""
+    """Whether the opponent's own rewards count, as the part `environment`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """What an answer of the policy was answered with."""
+    """The opponent's response to a completion of the policy."""
 
     messages: Sequence[Mapping[str, Any]] = ()
     reward: float = 0.0
@@ -68,7 +68,7 @@ class Answered:
 
 
 class Opponent(Protocol):
-    """What answers the policy in one episode. Every method may raise EnvironmentFailed."""
+    """The other side of an episode, which responds to the policy. Every method may raise EnvironmentFailed."""
 
     async def reset(self, prompt: Prompt, seed: int) -> Answered:
         """What the policy reads first."""
@@ -77,20 +77,20 @@ class Opponent(Protocol):
     async def step(self, completion: str) -> Answered: ...
 
     async def finish(self) -> Answered:
-        """A limit has ended the episode: what it is worth besides."""
+        """Called when a limit has ended the episode; returns its final reward."""
         ...
 
     async def close(self) -> None: ...
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """Calls of tools, and those that failed; empty where it has none."""
+        """Numbers of tool calls and of failed ones; empty without tools."""
         ...
 
 
 @dataclass
 class _State:
-    """An episode that is being played."""
+    """An episode in progress."""
 
     track: Trajectory
     messages: list[Mapping[str, Any]]
@@ -99,7 +99,7 @@ class _State:
 
 
 class MultiTurn:
-    """Builds episodes of prompts, and plays each: any number of them at the same time, in one event loop."""
+    """Builds episodes from prompts and plays them, any number at a time, in one event loop."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class MultiTurn:
         weights: Mapping[str, float],
         opponent: Callable[[], Opponent],
     ) -> None:
-        """Args: opponent: makes one for each episode."""
+        """Args: opponent: makes a new opponent for each episode."""
         self._settings = settings
         self._tokenizer = tokenizer
         self._scoring = Scoring(scorer)
@@ -125,7 +125,7 @@ class MultiTurn:
         ]
 
     async def play(self, episode: Episode, tokens: TokenSource) -> Played:
-        """Plays it to its end and has it scored. An opponent that fails ends it without a score."""
+        """Plays an episode to its end and has it scored. A failing opponent ends it without a score."""
         state = _State(Trajectory(), [])
         opponent = self._opponent()
         lost: RewardResult | None = None
@@ -146,7 +146,7 @@ class MultiTurn:
         prompt, limits, track = episode.prompt, self._settings.limits, state.track
         started = time.monotonic()
         keys = (self._settings.seed, "sample", prompt.prompt_id, prompt.visit, episode.sample_index)
-        # Episodes of one group start alike: their rewards are compared.
+        # All episodes of a group start with the same seed, because their rewards are compared.
         first = await opponent.reset(
             prompt, stream_key(self._settings.seed, "environment", prompt.prompt_id, prompt.visit)
         )
@@ -171,7 +171,7 @@ class MultiTurn:
             state.messages.append({"role": "assistant", "content": completion.text})
             turn += 1
             if completion.finish_reason != "stop":
-                # What it would have said is not known, and so nothing answers it.
+                # The completion is cut off, so there is nothing complete to respond to.
                 self._count(state, await opponent.finish())
                 return
             answered = await opponent.step(completion.text)
@@ -182,7 +182,7 @@ class MultiTurn:
 
     def _append(self, state: _State, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> None:
         if not messages:
-            raise EnvironmentFailed("crash", "the environment answered nothing, and is not done")
+            raise EnvironmentFailed("crash", "the environment returned no messages, and is not done")
         last = len(state.messages) - 1
         state.messages += messages
         last_id = state.track.token_ids_T[-1] if state.track.token_ids_T else None
@@ -194,7 +194,7 @@ class MultiTurn:
         state.parts |= answered.parts
 
     async def _score(self, prompt: Prompt, state: _State) -> list[RewardResult]:
-        """Rewards of the manifest see the last answer as the completion, and all before it as the prompt."""
+        """The manifest's rewards see the last message of the policy as completion, and everything before as prompt."""
         is_answered = bool(state.messages) and state.messages[-1]["role"] == "assistant"
         completion = _content(state.messages[-1]) if is_answered else ""
         before = state.messages[:-1] if is_answered else state.messages
@@ -218,7 +218,7 @@ def _text(messages: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _content(message: Mapping[str, Any]) -> str:
-    """The text of a message; of parts, that of those which are text."""
+    """The text of a message; of a list of parts, the text parts."""
     content = message.get("content") or ""
     if isinstance(content, str):
         return content

@@ -1,4 +1,4 @@
-"""What answers the policy: tools, or an environment in a process of its own.
+"""Opponents of the policy: tools, or an environment in its own process.
 
 Belongs here: the two opponents of `multi_turn`. Does not belong here: processes (`workers`), the order of turns.
 """
@@ -17,9 +17,9 @@ from orbit_runtime.workers.environment_protocol import ToolResult
 
 
 class ToolUse:
-    """Makes the calls that an answer holds, all at once, and is done with the answer that holds none.
+    """Makes all calls of a completion at once; a completion without calls ends the episode.
 
-    A call that cannot be made, or fails, is answered by an error for the policy to read.
+    A call that fails or cannot be made returns an error for the policy to read.
     """
 
     def __init__(self, pool: EnvironmentPool) -> None:
@@ -58,7 +58,7 @@ class ToolUse:
 
 
 class OwnProcess:
-    """An environment in a process that this episode has for itself."""
+    """An environment in a process reserved for this episode."""
 
     def __init__(self, process: EpisodeProcess) -> None:
         self._process = process

@@ -1,4 +1,4 @@
-"""Scores for episodes: what is asked for in one turn of the event loop travels to the reward workers together.
+"""Scores for episodes: calls made in one turn of the event loop go to the reward workers together.
 
 Belongs here: joining calls, and giving each episode its results. Does not belong here: running rewards (`workers`).
 """
@@ -16,14 +16,14 @@ from orbit_runtime.workers.reward_protocol import RewardCall, RewardResult, Rewa
 
 
 class Scoring:
-    """Asked by many episodes of one event loop at the same time."""
+    """Collects scoring calls of many concurrent episodes of one event loop."""
 
     def __init__(self, scorer: RewardScorer) -> None:
         self._scorer = scorer
         self._waiting: list[tuple[Sequence[RewardCall], asyncio.Future[list[RewardResult]]]] = []
 
     async def score(self, calls: Sequence[RewardCall]) -> list[RewardResult]:
-        """Results in the order of the calls. Raises what ended the scorer."""
+        """Results in the order of the calls. Raises the error that ended the scorer."""
         loop = asyncio.get_running_loop()
         if not self._waiting:
             loop.call_soon(self._submit)
@@ -47,7 +47,7 @@ _Asked = Sequence[tuple[Sequence[RewardCall], asyncio.Future[list[RewardResult]]
 
 
 def _bring_back(loop: asyncio.AbstractEventLoop, asked: _Asked, submitted: Future[list[RewardResult]]) -> None:
-    """In the scorer's thread. Rewards may end after everything that waited for them: then nobody listens."""
+    """Runs in the scorer's thread. If the event loop has closed meanwhile, nothing waits for the rewards any more."""
     with suppress(RuntimeError):
         loop.call_soon_threadsafe(_hand_out, asked, submitted)
 
@@ -58,7 +58,7 @@ def _hand_out(asked: _Asked, submitted: Future[list[RewardResult]]) -> None:
     for calls, future in asked:
         mine = [next(results) for _ in calls] if not error else []
         if future.done():
-            # Its episode was ended meanwhile.
+            # Its episode was cancelled meanwhile.
             continue
         if error:
             future.set_exception(error)

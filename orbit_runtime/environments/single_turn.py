@@ -1,7 +1,7 @@
 """One prompt, one completion, scored.
 
-Belongs here: from prompts to episodes, and from completions and scores to rollouts.
-Does not belong here: sampling (`rollout`), running reward code (`workers`), which step an episode is of (`loop`).
+Belongs here: from prompts to episodes, and from completions and scores to rollouts. Does not belong here: sampling
+(`rollout`), running reward code (`workers`), which step an episode belongs to (`loop`).
 
 Legend: `_P` prompts, `_T` tokens.
 """
@@ -19,7 +19,7 @@ from orbit_runtime.workers.reward_protocol import RewardCall, RewardScorer
 
 
 class SingleTurn:
-    """Builds episodes of prompts, and plays each: any number of them at the same time, in one event loop."""
+    """Builds episodes from prompts and plays them, any number at a time, in one event loop."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class SingleTurn:
         ]
 
     async def play(self, episode: Episode, tokens: TokenSource) -> Played:
-        """Asks for the episode's completion and has it scored."""
+        """Samples the episode's completion and has it scored."""
         prompt = episode.prompt
         key = stream_key(self._seed, "sample", prompt.prompt_id, prompt.visit, episode.sample_index, 0)
         completion = await tokens.sample(episode.prompt_ids_T, self._sampling, key=key)

@@ -1,6 +1,6 @@
-"""Calls of tools in a completion, in the format of Hermes and Qwen: `<tool_call>{"name": …}</tool_call>`.
+"""Tool calls in a completion, in the format of Hermes and Qwen: `<tool_call>{"name": …}</tool_call>`.
 
-Belongs here: text → calls, and what is wrong with one, in words for the policy. Does not belong here: making the calls
+Belongs here: text to calls, and errors in them worded for the policy. Does not belong here: making the calls
 (`workers`).
 """
 
@@ -14,30 +14,30 @@ from typing import Any
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 MAX_CALL_CHARACTERS = 1 << 16
 MAX_CALLS = 32
-"""In one completion; the others are answered by an error."""
+"""Maximum calls in one completion; further ones get an error."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One call that the policy wrote, in its order.
+    """One call that the policy wrote.
 
     Example: `ToolCall("add", {"a": 1, "b": 2})`, or `ToolCall("ad", {}, "no tool is called 'ad'; there are: add")`
     """
 
     name: str
-    """As far as it can be read; else empty."""
+    """The tool's name as far as it can be read, else empty."""
     arguments: Mapping[str, Any]
     error: str = ""
-    """Why it cannot be made."""
+    """Why the call cannot be made."""
 
 
 def parse_tool_calls(text: str, names: Collection[str]) -> list[ToolCall]:
-    """All calls of a completion. Empty: it calls nothing, and so is the last answer.
+    """All calls of a completion. Empty if it calls nothing, which makes it the last one of the episode.
 
-    A call that ends with the text is one too: a stop string may have cut its closing tag off.
+    A call at the end of the text needs no closing tag: a stop string may have cut it off.
 
     Args:
-        names: of the tools that there are.
+        names: names of the available tools.
     """
     calls: list[ToolCall] = []
     for piece in text.split(OPEN)[1:]:
@@ -50,7 +50,7 @@ def parse_tool_calls(text: str, names: Collection[str]) -> list[ToolCall]:
 
 
 def write_tool_call(name: str, arguments: Any) -> str:
-    """As `parse_tool_calls` reads it."""
+    """Writes a call in the form that `parse_tool_calls` reads."""
     return f"{OPEN}\n{json.dumps({'name': name, 'arguments': arguments}, ensure_ascii=False)}\n{CLOSE}"
 
 

@@ -1,6 +1,6 @@
-"""An episode's tokens while it is played: what the policy sampled, and what was put between.
+"""An episode's tokens while it is played: those that the policy sampled, and those in between.
 
-Belongs here: columns that are right by construction. Does not belong here: who writes next (`multi_turn`).
+Belongs here: columns that are consistent by construction. Does not belong here: whose turn it is (`multi_turn`).
 
 Legend: `_T` tokens.
 """
@@ -14,9 +14,9 @@ from orbit_runtime.types import FLAGS, FLOATS, TOKENS, Completion, FinishReason,
 
 
 class Trajectory:
-    """Grows by answers, which train, and by everything else, which does not. Nothing in it is ever encoded again.
+    """Grows by completions, which train, and by other tokens, which do not. Nothing in it is ever encoded again.
 
-    Example: after `add_given("user", "hi", [5, 6])` and an answer of `[7]`, `loss_mask_T` is `[0, 0, 1]`.
+    Example: after `add_given("user", "hi", [5, 6])` and a completion of `[7]`, `loss_mask_T` is `[0, 0, 1]`.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class Trajectory:
         self.versions_T: array[int] = array(TOKENS)
 
     def add_given(self, role: str, text: str, ids_T: Sequence[int]) -> None:
-        """Tokens of the prompt, of the environment, of the template."""
+        """Adds tokens of the prompt, the environment or the template."""
         start, count = len(self.token_ids_T), len(ids_T)
         self.token_ids_T.extend(ids_T)
         self.loss_mask_T.extend(bytes(count))
@@ -38,7 +38,7 @@ class Trajectory:
         self.turns.append(Turn(role, start, start + count, text))
 
     def add_answer(self, completion: Completion) -> None:
-        """What the policy sampled after everything that is here."""
+        """Adds the policy's completion of everything before it."""
         start, count = len(self.token_ids_T), len(completion.token_ids_T)
         self.token_ids_T.extend(completion.token_ids_T)
         self.loss_mask_T.extend(b"\1" * count)
@@ -46,7 +46,7 @@ class Trajectory:
         self.versions_T.extend(completion.versions_T)
         self.turns.append(Turn("assistant", start, start + count, completion.text))
         self.finish_reason = completion.finish_reason
-        # Of everything before it as well.
+        # Covers everything before it as well.
         self.routed_experts = completion.routed_experts
 
     @property

@@ -1,7 +1,7 @@
-"""The run itself: collect, train, publish with proof, keep; again until the last step.
+"""The run itself: collect, train, publish with proof and keep, repeated until the last step.
 
 Belongs here: the order of stages, composition, resuming, recording. Only this package saves anything.
-Does not belong here: any stage's arithmetic.
+Does not belong here: the arithmetic of any stage.
 """
 
 from orbit_runtime.loop.run import RunResult, run

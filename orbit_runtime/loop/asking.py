@@ -1,7 +1,7 @@
-"""Episodes and the engine: many episodes wait for tokens at the same time, one stream of completions serves them all.
+"""Connects episodes to the engine: many episodes wait for tokens at once, and one stream of completions serves them.
 
-Belongs here: which completion is whose, and under which policy what is left of it is sampled. Does not belong here:
-what an episode does with its tokens (`environments`).
+Belongs here: which completion belongs to which episode, and which policy samples the rest of an interrupted one. Does
+not belong here: what an episode does with its tokens (`environments`).
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from orbit_runtime.types import TOKENS, Completion, Engine, Request, Sampling
 
 
 class Sampled(Protocol):
-    """The policy that samples: a publication, or what an evaluation measures."""
+    """The policy that samples: a published one, or the one that an evaluation measures."""
 
     @property
     def name(self) -> str | None:
-        """Of its slot; None: the bare base."""
+        """Name of its slot; None for the bare base."""
         ...
 
     @property
@@ -34,7 +34,7 @@ class Sampled(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class OnePolicy:
-    """The only one that samples, as long as it is asked."""
+    """A policy that stays the same for as long as the engine is asked."""
 
     name: str | None
     version: int
@@ -42,7 +42,7 @@ class OnePolicy:
 
 @asynccontextmanager
 async def asking_one(engine: Engine, policy: Sampled) -> AsyncIterator[Asking]:
-    """An engine that nobody else asks meanwhile, under one policy."""
+    """Gives exclusive use of the engine, under one policy."""
     asking = Asking(engine)
     serving = asyncio.create_task(asking.serve())
     try:
@@ -56,7 +56,7 @@ async def asking_one(engine: Engine, policy: Sampled) -> AsyncIterator[Asking]:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeTokens:
-    """The `TokenSource` of one episode: what was paid for it already, and then the engine."""
+    """The `TokenSource` of one episode: first the tokens that were already paid for, then the engine's."""
 
     asking: Asking
     buffer: RolloutBuffer
@@ -66,7 +66,7 @@ class EpisodeTokens:
     async def sample(self, prompt_ids_T: Sequence[int], sampling: Sampling, *, key: int) -> Completion:
         prompt = tuple(prompt_ids_T)
         paid = self.buffer.paid(self.step, self.number, key)
-        # An environment may answer otherwise the second time: then what followed is of no use.
+        # On replay an environment may respond differently; the completions of the first run are then useless.
         so_far = paid.completion if paid is not None and paid.prompt_ids_T == prompt else None
         who = (self.step, self.number)
         self._check_wanted()
@@ -80,7 +80,7 @@ class EpisodeTokens:
         return so_far
 
     def _check_wanted(self) -> None:
-        """An episode that its step goes on without ends here as one whose task is cancelled."""
+        """Raises CancelledError if the step no longer needs this episode, as if its task had been cancelled."""
         if self.buffer.is_cancelled(self.step, self.number):
             raise asyncio.CancelledError
 
@@ -94,33 +94,33 @@ class _Question:
     answer: asyncio.Future[Completion]
     who: Hashable = None
     policy: Sampled | None = None
-    """That samples, once it was submitted."""
+    """The policy that samples it; set on submission."""
     asked: float = field(default_factory=time.monotonic)
 
 
 @dataclass(frozen=True, slots=True)
 class Unanswered:
-    """Who waited for tokens when the engine failed."""
+    """A request that was waiting for tokens when the engine failed."""
 
     who: Hashable
     seconds: float
-    """Since it asked, or asked for the rest."""
+    """Seconds since the request, or the request for the rest, was made."""
     text: str
-    """That it had by then."""
+    """Text sampled so far."""
 
 
 class Asking:
-    """Asks an engine, for one event loop, always under the newest policy.
+    """Sends requests from one event loop to an engine, always under the newest policy.
 
-    Requests of all episodes that ask before the engine's next step are submitted together, in the order they asked:
-    the samples of a prompt share its prefill, and the same episodes make the same batches.
+    All requests made before the engine's next step are submitted together, in the order they were made. The samples of
+    a prompt then share its prefill, and the same episodes form the same batches.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.answered: dict[int, float] = {}
-        """When the newest completion came, by step."""
+        """Time of the newest completion, by step."""
         self.unanswered: tuple[Unanswered, ...] = ()
-        """Of an engine that failed, who waited longest first."""
+        """Requests that a failed engine left unanswered, longest wait first."""
         self._engine = engine
         self._policy: Sampled | None = None
         self._asked = 0
@@ -142,48 +142,48 @@ class Asking:
         so_far: Completion | None,
         who: Hashable = None,
     ) -> Completion:
-        """Until it ends or is ended; as `abort` it comes back where the policy changed meanwhile, or by `end`.
+        """Waits for a completion. It comes back as `abort` if the policy changed meanwhile or `end` was called.
 
         Args:
-            who: by what name `end` knows who asks.
+            who: the name by which `end` finds this request.
 
         Raises:
-            GateError: a token does not carry the version that was asked for.
-            OrbitError: what ended the engine.
+            GateError: a token carries another policy version than the one asked for.
+            OrbitError: the error that ended the engine.
         """
         await self._may_ask.wait()
         if self._failure is not None:
             raise self._failure
         loop = asyncio.get_running_loop()
         if not self._new:
-            # After whoever else asks in this turn of the event loop, and before the engine looks again.
+            # Runs after all other requests of this turn of the event loop, and before the engine looks again.
             loop.call_soon(self._submit)
         question = _Question(prompt_ids_T, sampling, key, so_far, loop.create_future(), who)
         self._new.append(question)
         return _checked(await question.answer, question)
 
     async def switch(self, policy: Sampled) -> None:
-        """From now on everything is sampled by this policy; returns when nothing samples from an older one.
+        """Samples everything under this policy from now on; returns when nothing samples from an older one.
 
-        What is under way ends where it is, and its episode asks for the rest: keys and values of the tokens so far are
-        computed anew, so that no token depends on those of another policy.
+        Requests in flight are aborted, and their episodes ask for the rest. Keys and values of the tokens so far are
+        then recomputed, so no token depends on keys and values of another policy.
         """
         self._policy = policy
         self._may_ask.set()
         await self._end(self._open)
 
     async def pause(self) -> None:
-        """Ends what is under way where it is; who asks waits."""
+        """Aborts requests in flight; callers wait until the next `switch`."""
         self._may_ask.clear()
         self._submit()
         await self._end(self._open)
 
     def who_waits(self) -> set[Hashable]:
-        """For tokens that are being sampled."""
+        """Names of those whose tokens are being sampled."""
         return {question.who for question in self._open.values()}
 
     async def end(self, who: Collection[Hashable]) -> None:
-        """Ends what is sampled for these where it is; returns when nothing is any more."""
+        """Aborts these callers' requests in flight; returns when none of them is sampled any more."""
         await self._end({number: question for number, question in self._open.items() if question.who in who})
 
     async def _end(self, request_ids: dict[int, _Question]) -> None:
@@ -203,7 +203,7 @@ class Asking:
         requests = []
         for question in new:
             if question.answer.done():
-                # Its episode was ended before it came to this.
+                # Its episode was cancelled before the request was submitted.
                 continue
             question.policy = self._policy
             self._open[self._asked] = question
@@ -224,7 +224,7 @@ class Asking:
                 self._open.pop(request.request_id).answer.set_exception(error)
 
     async def serve(self) -> None:
-        """Hands completions to the episodes that wait for them, for as long as it is let."""
+        """Hands completions to the episodes that wait for them, until it is cancelled or the engine fails."""
         try:
             while True:
                 await self._has_new.wait()
@@ -248,7 +248,7 @@ class Asking:
 
 
 def _checked(completion: Completion, question: _Question) -> Completion:
-    """Raises GateError where the engine tells another version than it was asked for, or changed what was there."""
+    """Raises GateError if new tokens carry another version than asked for, or if the earlier ones changed."""
     assert question.policy is not None
     asked = question.policy.version
     before = question.so_far.versions_T if question.so_far else array(TOKENS)
@@ -256,6 +256,6 @@ def _checked(completion: Completion, question: _Question) -> Completion:
     if told[: len(before)] != before or set(told[len(before) :]) - {asked}:
         raise GateError(f"tokens carry versions {sorted(set(told))}, not {asked}", where="collect")
     if completion.finish_reason == "abort" and len(told) >= question.sampling.max_new_tokens:
-        # Ended in the very step in which it would have ended.
+        # Aborted in the very step in which it would have ended by itself.
         return replace(completion, finish_reason="length")
     return completion

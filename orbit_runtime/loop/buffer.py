@@ -1,6 +1,7 @@
-"""Rollouts of steps that are not trained yet: who is under way, who has ended, and every token that was paid for.
+"""Rollouts of steps that are not trained yet: episodes in flight, episodes that ended, and every token paid for.
 
-Belongs here: what a checkpoint keeps of them, and its bytes. Does not belong here: playing episodes (`collector`).
+Belongs here: what a checkpoint keeps of them, and its serialisation. Does not belong here: playing episodes
+(`collector`).
 """
 
 from __future__ import annotations
@@ -22,40 +23,40 @@ from orbit_runtime.types import Completion, RoutedExperts
 
 @dataclass(frozen=True, slots=True)
 class Paid:
-    """A completion, or as much of one as there is, and what it was asked for."""
+    """A completion, whole or as far as it got, and the request that it answers."""
 
     key: int
-    """As in `Request`: it names the turn."""
+    """As in `Request`; it identifies the turn."""
     prompt_ids_T: tuple[int, ...]
     completion: Completion
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """One episode as a checkpoint keeps it."""
+    """One episode as stored in a checkpoint."""
 
     step: int
     number: int
-    """Among the step's episodes, from 0."""
+    """Index among the step's episodes, from 0."""
     name: tuple[str, int, int]
     """Prompt, visit, sample."""
     played: Played | None
     paid: tuple[Paid, ...] = ()
-    """Of an episode that has not ended: it is played again from its beginning, and given these."""
+    """Completions of an unfinished episode, which is replayed from its beginning and given these again."""
     cancelled: int | None = None
-    """Of an episode that its step went on without: tokens that were sampled for it, and thrown away."""
+    """Tokens sampled for a cancelled episode and thrown away; None if it was not cancelled."""
 
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """A step's rollouts, and what it went on without."""
+    """A step's rollouts, and a count of what was cancelled."""
 
     played: tuple[Played, ...]
     groups: tuple[int, ...]
-    """Which of the step's prompts these are of, in their order."""
+    """Indices of the step's prompts that these rollouts belong to, in order."""
     prompts_cancelled: int = 0
     tokens_cancelled: int = 0
-    """That had been sampled for those."""
+    """Tokens that had been sampled for the cancelled prompts."""
 
 
 @dataclass
@@ -65,20 +66,20 @@ class _Place:
     paid: dict[int, Paid] = field(default_factory=dict)
     is_cancelled: bool = False
     before: int = 0
-    """Tokens that an earlier execution had sampled for it when it was cancelled."""
+    """Tokens that an earlier execution had sampled for this episode when it was cancelled."""
 
     @property
     def tokens(self) -> int:
-        """Sampled for it so far."""
+        """Tokens sampled for this episode so far."""
         ended = sum(self.played.rollout.loss_mask_T) if self.played else 0
         return self.before + ended + sum(len(each.completion.token_ids_T) for each in self.paid.values())
 
 
 class _Step:
-    """Its places, those of a prompt together, and which prompts have ended."""
+    """The places of one step, grouped by prompt, and which prompts are complete."""
 
     def __init__(self, places: Sequence[_Place], wanted: int | None) -> None:
-        """Args: wanted: groups that are enough; None: all."""
+        """Args: wanted: number of groups that suffice; None for all."""
         self.places = places
         self.groups = [list(group) for _, group in groupby(places, key=lambda place: place.name[:2])]
         self.wanted = len(self.groups) if wanted is None else min(wanted, len(self.groups))
@@ -88,17 +89,17 @@ class _Step:
 
     @property
     def whole(self) -> list[int]:
-        """Prompts of which every episode has ended."""
+        """Indices of prompts whose episodes have all ended."""
         return [index for index, left in enumerate(self._left) if not left]
 
     def end(self, number: int) -> list[int]:
-        """As `RolloutBuffer.end`."""
+        """See `RolloutBuffer.end`."""
         group = self._group_of[number]
         self._left[group] -= 1
         return [] if self._left[group] else self.close()
 
     def close(self) -> list[int]:
-        """Cancels all other groups, once enough have ended; returns the episodes of these that have not."""
+        """Cancels all other groups once enough have ended; returns the unfinished episodes of those groups."""
         if self._left.count(0) < self.wanted:
             return []
         for left, group in zip(self._left, self.groups, strict=True):
@@ -108,17 +109,17 @@ class _Step:
 
 
 class RolloutBuffer:
-    """For one thread. Steps begin one after the other and are taken in the same order, each once and whole.
+    """Holds the rollouts of steps in progress. Steps begin in order and are taken in order, each once and whole.
 
-    A step may have more prompts than it trains: the moment that enough of its groups have ended, all its other episodes
-    are cancelled. Which these are is decided once, and kept: a run that continues does not decide it again.
+    Not thread-safe. A step may have more prompts than it trains on: the moment enough of its groups have ended, all
+    its other episodes are cancelled. That choice is made once and kept; a resumed run does not make it again.
     """
 
     def __init__(self, taken: int = 0, restored: Sequence[Kept] = ()) -> None:
         """
         Args:
             taken: the newest step that was trained.
-            restored: what a checkpoint kept, for when those steps begin again.
+            restored: episodes that a checkpoint kept, used when their steps begin again.
         """
         self.taken = taken
         self._steps: dict[int, _Step] = {}
@@ -127,11 +128,11 @@ class RolloutBuffer:
     def begin(self, step: int, episodes: Sequence[Episode], wanted: int | None = None) -> None:
         """
         Args:
-            episodes: those of a prompt one after the other.
-            wanted: groups that are enough; None: all.
+            episodes: the episodes of each prompt must be consecutive.
+            wanted: number of groups that suffice; None for all.
 
         Raises:
-            DataError: a checkpoint kept rollouts of other prompts for this step.
+            DataError: the checkpoint kept rollouts of other prompts for this step.
         """
         assert step == max(self._steps, default=self.taken) + 1, "steps begin in order"
         places = []
@@ -152,7 +153,7 @@ class RolloutBuffer:
         self._steps[step] = _Step(places, wanted)
 
     def is_open(self, step: int, number: int) -> bool:
-        """Whether its episode is still to be played to its end."""
+        """Whether this episode still has to be played to its end."""
         place = self._steps[step].places[number]
         return place.played is None and not place.is_cancelled
 
@@ -166,16 +167,16 @@ class RolloutBuffer:
         return self._steps[step].places[number].paid.get(key)
 
     def pay(self, step: int, number: int, paid: Paid) -> None:
-        """Notes what the engine gave. Of one completion more each time, of the same beginning."""
+        """Records a completion from the engine. A later call with the same key holds more of the same completion."""
         place = self._steps[step].places[number]
         assert place.played is None, "the episode has ended"
         place.paid[paid.key] = paid
 
     def end(self, step: int, number: int, played: Played) -> list[int]:
-        """An episode has ended. One that was cancelled meanwhile stays so.
+        """Records that an episode has ended. An episode cancelled meanwhile stays cancelled.
 
         Returns:
-            episodes that are being played and that the step goes on without, from now on.
+            Numbers of the running episodes that this ending cancels.
         """
         place = self._steps[step].places[number]
         assert place.played is None, "the episode has ended"
@@ -185,7 +186,7 @@ class RolloutBuffer:
         return self._steps[step].end(number)
 
     def take(self, step: int) -> Taken:
-        """The step's rollouts, which leave: nobody can train on them again."""
+        """Removes and returns the step's rollouts, so that nothing can train on them twice."""
         assert step == self.taken + 1, "steps are taken in order"
         taken = self._steps[step]
         chosen, groups = taken.whole, taken.groups
@@ -200,20 +201,20 @@ class RolloutBuffer:
         )
 
     def reopen(self, step: int) -> None:
-        """The step that was taken last begins once more, with other episodes."""
+        """Lets the step that was taken last begin once more, with other episodes."""
         assert step == self.taken, "only the newest step can have more"
         assert not self._steps, "a later step has begun"
         self.taken = step - 1
 
     @property
     def counts(self) -> tuple[int, int]:
-        """Episodes that have ended, and that have not; without those that were cancelled."""
+        """Numbers of ended and of unfinished episodes; cancelled ones are not counted."""
         places = [place for step in self._steps.values() for place in step.places if not place.is_cancelled]
         ended = sum(place.played is not None for place in places)
         return ended, len(places) - ended
 
     def keep(self) -> tuple[Kept, ...]:
-        """Everything that is here, as it is now; the records are frozen."""
+        """A snapshot of everything in the buffer; the records are frozen."""
         return (
             *(
                 Kept(step, number, place.name, None, cancelled=place.tokens)
@@ -227,7 +228,7 @@ class RolloutBuffer:
         )
 
     def check_integrity(self) -> None:
-        """Raises AssertionError for what must not be."""
+        """Raises AssertionError if an invariant is violated."""
         steps = list(self._steps)
         assert steps == list(range(self.taken + 1, self.taken + 1 + len(steps))), f"{steps} after {self.taken}"
         assert all(step > max([self.taken, *steps]) for step, _ in self._restored), "kept for a step that has begun"
@@ -248,7 +249,7 @@ class RolloutBuffer:
 
 
 def dump_kept(kept: Sequence[Kept]) -> bytes:
-    """One JSON object a line, compressed."""
+    """Compressed JSON Lines, one object for each episode."""
     return zstandard.ZstdCompressor(level=3).compress(b"".join(_to_line(each) + b"\n" for each in kept))
 
 
@@ -258,7 +259,7 @@ def load_kept(data: bytes, *, where: str) -> tuple[Kept, ...]:
         with zstandard.ZstdDecompressor().stream_reader(data) as reader:
             return tuple(_from_line(line) for line in reader.read().split(b"\n") if line)
     except (zstandard.ZstdError, orjson.JSONDecodeError, KeyError, TypeError, ValueError) as error:
-        raise DataError(f"no rollouts that a checkpoint keeps: {error}", where=where) from error
+        raise DataError(f"not the rollouts of a checkpoint: {error}", where=where) from error
 
 
 def _to_line(kept: Kept) -> bytes:

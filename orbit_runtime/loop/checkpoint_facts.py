@@ -1,7 +1,7 @@
-"""What servers have to know of a model that no process of ours holds: from the checkpoint's headers alone.
+"""What inference servers need to know about a model that no process of ours loads, read from checkpoint headers alone.
 
-Belongs here: the `PolicyFacts` that a loaded policy tells, as far as engines read them. Does not belong here: reading
-headers (`model_info`), which layers a loaded model adapts (`adapters.inject`).
+Belongs here: the `PolicyFacts` of a loaded policy, as far as engines read them. Does not belong here: reading headers
+(`model_info`), which layers a loaded model adapts (`adapters.inject`).
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ EXPERTS = f".{EXPERT}."
 def facts_of_checkpoint(folder: Path, adapter: AdapterConfig, compute_dtype: str) -> PolicyFacts:
     """
     Args:
-        adapter: without targets, it gets the family's usual ones.
+        adapter: if it has no targets, it gets the family's default ones.
 
     Raises:
-        ModelError: the folder is incomplete, or of a family that is not known.
+        ModelError: the folder is incomplete, or its model family is unknown.
         ManifestError: (64) a target names no linear layer.
     """
     headers = folder_headers(folder)
@@ -69,5 +69,5 @@ def _is_named(weight: Weight, target: str) -> bool:
 
 
 def _module(weight: Weight) -> str:
-    """As a loaded policy calls it: all experts of a layer are one module."""
+    """The name that a loaded policy gives it: all experts of a layer are one module."""
     return weight.module.replace(EXPERTS, ".")

@@ -1,7 +1,7 @@
-"""What was collected for a step, and whether it may train.
+"""The rollouts collected for a step, and whether they may be trained on.
 
-Belongs here: groups in the prompts' order, too many failed rewards. Does not belong here: playing episodes
-(`collector`), how old their tokens are (`staleness`).
+Belongs here: groups in the order of their prompts, the limit on failed rewards. Does not belong here: playing episodes
+(`collector`), the staleness of their tokens (`staleness`).
 
 Legend: `_P` prompts, `_G` the rollouts of one prompt.
 """
@@ -16,12 +16,12 @@ from orbit_runtime.errors import RewardsFailingError
 from orbit_runtime.types import Group, Prompt, Rollout
 
 MAX_STOPPED = 20
-"""Of a step that are kept: they tend to stand in one place."""
+"""Stopped episodes kept as evidence for each step: they tend to have stopped in one place."""
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """Of one episode that stopped, to be looked into."""
+    """Evidence of one episode that stopped, for debugging."""
 
     prompt_id: str
     sample_index: int
@@ -34,29 +34,29 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Collected:
-    """A step's groups, prompts in the order they were drawn, and what collecting them took."""
+    """A step's groups, with prompts in the order they were drawn, and the cost of collecting them."""
 
     groups_P: tuple[Group, ...]
     reasons: tuple[str, ...]
-    """First reasons of rewards that timed out or crashed."""
+    """The first distinct reasons of rewards that timed out or crashed."""
     seconds_collect: float
-    """That the loop waited for tokens."""
+    """Seconds the loop waited for tokens."""
     seconds_score: float
-    """That it waited for rewards, behind the last token."""
+    """Seconds the loop then waited for rewards, after the last token."""
     waiting: int = 0
-    """Rollouts of later steps that had ended by then."""
+    """Rollouts of later steps that had already ended."""
     unfinished: int = 0
-    """Those that had begun, and not ended."""
+    """Rollouts of later steps that had begun but not ended."""
     prompts_cancelled: int = 0
-    """Prompts that the step went on without, as enough others had ended."""
+    """Prompts that the step dropped because enough others had ended."""
     tokens_cancelled: int = 0
-    """That had been sampled for these."""
+    """Tokens that had been sampled for the dropped prompts."""
     stopped: tuple[Evidence, ...] = ()
-    """Of episodes whose environment or reward gave nothing for as long as it may take."""
+    """Evidence of episodes whose environment or reward gave no result in the time allowed."""
 
 
 def build_groups(prompts_P: Sequence[Prompt], rollouts: Sequence[Rollout]) -> tuple[Group, ...]:
-    """Args: rollouts: as many of each prompt, in the prompts' order."""
+    """Args: rollouts: in the prompts' order, the same number for each prompt."""
     size = len(rollouts) // max(1, len(prompts_P))
     return tuple(
         Group(prompt, tuple(rollouts[index * size : (index + 1) * size])) for index, prompt in enumerate(prompts_P)
@@ -64,7 +64,7 @@ def build_groups(prompts_P: Sequence[Prompt], rollouts: Sequence[Rollout]) -> tu
 
 
 def gather_stopped(played: Sequence[Played]) -> tuple[Evidence, ...]:
-    """The first of a step."""
+    """Evidence of the first `MAX_STOPPED` episodes of a step that stopped."""
     stopped = [(each.rollout, each.stopped) for each in played if each.stopped is not None]
     return tuple(
         Evidence(
@@ -76,7 +76,7 @@ def gather_stopped(played: Sequence[Played]) -> tuple[Evidence, ...]:
 
 
 def check_failures(collected: Collected, limit: float) -> None:
-    """Raises RewardsFailingError (86) where the share of failed rewards is above `limit`."""
+    """Raises RewardsFailingError (86) if the share of failed rewards exceeds `limit`."""
     rollouts = [rollout for group in collected.groups_P for rollout in group.rollouts_G]
     failed = sum(1 for rollout in rollouts if rollout.outcome in ("timeout", "crash"))
     if failed > limit * len(rollouts):
@@ -84,5 +84,5 @@ def check_failures(collected: Collected, limit: float) -> None:
             f"{failed} of {len(rollouts)} rewards of this step failed, the limit is {limit:.0%}: "
             + "; ".join(collected.reasons[:3]),
             where="spec.environment.failureLimit",
-            fix="mend the reward; a timeout is raised with timeoutSeconds; the rollouts are kept in failures/",
+            fix="fix the reward, or raise timeoutSeconds if it needs longer; the rollouts are kept in failures/",
         )

@@ -1,6 +1,6 @@
-"""The task that plays episodes while the loop trains: a thread with an event loop of its own.
+"""Plays episodes while the loop trains, in a thread with an event loop of its own.
 
-Belongs here: which steps are under way, and handing them over. Does not belong here: an episode (`environments`), its
+Belongs here: which steps are in progress, and handing them over. Does not belong here: an episode (`environments`), its
 tokens (`asking`), when a step may begin (`steps`).
 """
 
@@ -24,9 +24,9 @@ from orbit_runtime.loop.signals import StopFlag
 from orbit_runtime.types import Engine, Prompt
 
 STOP_SECONDS = 0.2
-"""How often a stop request is looked for; an answer may take hours, a pod's grace period is short."""
+"""How often to look for a stop request: a completion may take hours, and a pod's grace period is short."""
 END_SECONDS = 60.0
-"""What ending may take: a decode step, or servers that are told to end what they sample."""
+"""Limit for shutting down: long enough for a decode step, or for servers to abort what they sample."""
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,11 @@ class _Step:
 
 
 class Collector:
-    """Plays the episodes of several steps at the same time.
+    """Plays the episodes of several steps at once.
 
     Consumes: prompts of steps that may begin (`begin`). Waits for: tokens and scores. Unblocked by: `switch`, with the
-    policy that samples from then on. Produces: steps, whole and in order, for `take`. It holds no more steps than were
-    begun and not taken: that bounds what waits, and how old it is.
+    policy that samples from then on. Produces: steps, whole and in order, for `take`. It holds only steps that were
+    begun and not yet taken, which bounds both the number of waiting rollouts and their staleness.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Collector:
         """
         Args:
             taken: the newest step that was trained.
-            restored: what a checkpoint kept of later ones.
+            restored: what a checkpoint kept of later steps.
         """
         self._environment = environment
         self._buffer = RolloutBuffer(taken, restored)
@@ -69,29 +69,29 @@ class Collector:
     # --- the loop's thread ---
 
     def begin(self, step: int, prompts_P: Sequence[Prompt], wanted: int | None = None) -> None:
-        """Starts the step's episodes, and returns at once.
+        """Starts the step's episodes and returns at once.
 
         Args:
-            wanted: groups that are enough: once so many have ended, the other episodes are cancelled. None: all.
+            wanted: number of groups that suffice: once so many have ended, all other episodes are cancelled. None: all.
         """
         episodes = self._environment.build_episodes(prompts_P, step)
         self._start(self._begin(step, episodes, wanted)).result()
         self._steps[step] = _Step(prompts_P, self._start(self._play_all(step, episodes)))
 
     def begin_again(self, step: int, prompts_P: Sequence[Prompt], wanted: int | None = None) -> None:
-        """More prompts of the step that was taken last, while no later one is under way."""
+        """Adds prompts to the step that was taken last, while no later step is in progress."""
         self._start(self._reopen(step)).result()
         self.begin(step, prompts_P, wanted)
 
     def switch(self, policy: Publication) -> None:
-        """From now on `policy` samples; returns when nothing samples from an older one any more."""
+        """Makes `policy` the one that samples; returns when nothing samples from an older policy any more."""
         self._start(self._asking.switch(policy)).result()
 
     def take(self, step: int, stop: StopFlag) -> Collected | None:
-        """Waits for the step's rollouts, which leave; None: `stop` was set before they were there.
+        """Waits for the step's rollouts and removes them; None if `stop` was set first.
 
         Raises:
-            OrbitError: what an episode or the engine raised first.
+            OrbitError: the first error of an episode or of the engine.
         """
         waited = time.monotonic()
         playing = self._steps[step].playing
@@ -117,9 +117,9 @@ class Collector:
         )
 
     def play(self, work: Callable[[Asking], Coroutine[Any, Any, None]], stop: StopFlag) -> bool:
-        """Carries out `work` among the episodes that are under way; False: it was ended, as `stop` was set.
+        """Runs `work` on the event loop, among the episodes in flight; False if `stop` ended it early.
 
-        While the caller waits here it does not `switch`: one policy samples from the first token to the last.
+        The caller waits here and so cannot `switch`: one policy samples from the first token to the last.
 
         Raises:
             OrbitError: what `work` raised.
@@ -138,11 +138,11 @@ class Collector:
         return "sampling" if self._asking.is_sampling else "being scored"
 
     def keep(self) -> tuple[Kept, ...]:
-        """Everything that was paid for and is not taken, as it is now."""
+        """A snapshot of everything that was paid for and is not taken yet."""
         return self._start(self._keep()).result()
 
     def unanswered(self) -> tuple[Evidence, ...]:
-        """Episodes that waited for tokens when the engine failed, who waited longest first; none where it did not."""
+        """Episodes that waited for tokens when the engine failed, longest wait first; none if it did not fail."""
         found = []
         for each in self._asking.unanswered[:MAX_STOPPED]:
             if isinstance(each.who, tuple):
@@ -152,11 +152,11 @@ class Collector:
         return tuple(found)
 
     def pause(self) -> None:
-        """Ends what is sampled where it is, for a last `keep`."""
+        """Aborts requests in flight, before a last `keep`."""
         self._start(self._asking.pause()).result(END_SECONDS)
 
     def close(self) -> None:
-        """Ends everything that is under way. Safe to call twice."""
+        """Ends everything in progress. Safe to call twice."""
         if self._loop.is_closed():
             return
         with suppress(TimeoutError):
@@ -178,7 +178,7 @@ class Collector:
         self._buffer.begin(step, episodes, wanted)
 
     async def _play_all(self, step: int, episodes: Sequence[Episode]) -> None:
-        """Until each has ended or is cancelled: then nothing of the step is under way."""
+        """Returns when each episode has ended or was cancelled, so that nothing of the step is in flight."""
         playing: dict[int, asyncio.Task[None]] = {}
         for number, episode in enumerate(episodes):
             if self._buffer.is_open(step, number):
@@ -200,7 +200,7 @@ class Collector:
             await self._cancel(step, {each: playing[each] for each in cancelled})
 
     async def _cancel(self, step: int, playing: Mapping[int, asyncio.Task[None]]) -> None:
-        """Ends these episodes: in mid-answer at the engine, whose tokens are counted; elsewhere where they are."""
+        """Cancels these episodes: those waiting for the engine through an abort, whose tokens count; others at once."""
         asked = self._asking.who_waits()
         for number, task in playing.items():
             if (step, number) not in asked:

@@ -1,6 +1,6 @@
-"""What a run reads, by digest: files may move, their content may not change under a run.
+"""Identifies what a run reads by digest: files may move, but their content may not change during a run.
 
-Belongs here: naming that content, the names that the first start gave it, and refusing another content on resume.
+Belongs here: naming that content, keeping the names given at the first start, and refusing other content on resume.
 Does not belong here: settings of the manifest (`resume`), reading files (`data`, `policy`).
 """
 
@@ -23,17 +23,17 @@ from orbit_runtime.model_info.content import file_digests
 from orbit_runtime.spec import Resolved
 
 PREFIX = "content."
-"""Of every name; with it they stand in `run.json` beside the identity fields of the manifest."""
+"""Prefix of every content name, which sets it apart from the manifest's identity fields in `run.json`."""
 
 WEIGHTS = f"{PREFIX}model.tensors"
-"""Of every tensor as it lies on disk, so that it is the same however a trainer divides the model."""
+"""Digest over every tensor as stored on disk, so it is the same however a trainer shards the model."""
 OLDER_WEIGHTS = f"{PREFIX}model.weights"
-"""What older versions had in its place: the weights as one process had loaded them."""
+"""What older versions recorded instead: a digest of the weights as loaded by one process."""
 
 
 @dataclass(frozen=True)
 class Names:
-    """What the first start called its inputs. They stand in prompt ids and in published files, so they stay."""
+    """Names given to the inputs at the first start. Prompt ids and published files contain them, so they must stay."""
 
     model: str
     prompts: tuple[str, ...]
@@ -43,19 +43,19 @@ class Names:
 
 
 def resolve_names(resolved: Resolved, before: Mapping[str, Any] | None) -> Names:
-    """Those of `run.json`, or at the first start the manifest's."""
+    """The names in `run.json`, or those of the manifest at the first start."""
     kept = (before or {}).get("names")
     if kept:
         return Names(str(kept["model"]), tuple(map(str, kept["prompts"])))
     spec = resolved.run.spec
-    # In published files PEFT reads it: a repository goes by its name on the hub there.
+    # PEFT reads this name in published files; a hub repository goes by its repository name there.
     uri = spec.model.uri
     model = uri.removeprefix("hf://").split("@")[0] if uri.startswith("hf://") else uri
     return Names(model, tuple(source_name(each.uri) for each in spec.data.prompts))
 
 
 def content_digests(folder: Path, table: PromptTable, weights: str, code_digest: str | None) -> dict[str, str]:
-    """Name → digest of the model, every prompts file and `environment.code`, e.g. `content.model.config.json`."""
+    """Name → digest of the model, each prompts file and `environment.code`, e.g. `content.model.config.json`."""
     digests = {f"{PREFIX}model.{name}": digest for name, digest in file_digests(folder).items()}
     return (
         {WEIGHTS: weights}
@@ -66,7 +66,7 @@ def content_digests(folder: Path, table: PromptTable, weights: str, code_digest:
 
 
 def given_digests(given: Given) -> dict[str, str]:
-    """Name → digest of each function's own source; of what it calls or closes over nothing is known."""
+    """Name → digest of each function's own source; what it calls or closes over is not covered."""
     functions = {f"environment.rewards.{name}": function for name, function in (given.rewards or {}).items()}
     functions |= {
         f"algorithm.{name}": function
@@ -80,13 +80,13 @@ def _source_digest(function: Callable[..., Any]) -> str:
     try:
         source = textwrap.dedent(inspect.getsource(inspect.unwrap(function)))
     except (OSError, TypeError):
-        # Such as from the interpreter's prompt, or an object that is called.
+        # A function typed at the interpreter's prompt, for example, or a callable object.
         return "unknown"
     return f"sha256:{hashlib.sha256(source.encode()).hexdigest()}"
 
 
 def check_content(uri: str, before: Mapping[str, Any], now: Mapping[str, str]) -> None:
-    """Raises OutputError (73) naming everything that differs from what the run in `run.json` read."""
+    """Raises OutputError (73) and names all content that differs from what the run in `run.json` read."""
     then = {path: value for path, value in before.get("identity", {}).items() if path.startswith(PREFIX)}
     check_weights_known(uri, then)
     changed = [path for path in sorted({*then, *now}) if then.get(path) != now.get(path)]
@@ -100,13 +100,13 @@ def check_content(uri: str, before: Mapping[str, Any], now: Mapping[str, str]) -
 
 
 def check_digest_scheme(uri: str, digest: str) -> None:
-    """Raises OutputError (73) where a digest was made as older versions made them: equal bytes have another one now."""
+    """Raises OutputError (73) for a digest in the older scheme: equal bytes have a different digest now."""
     if is_older_scheme(digest):
         raise _written_by_older(uri, digest)
 
 
 def check_weights_known(uri: str, identity: Mapping[str, Any]) -> None:
-    """Raises OutputError (73) where `run.json` tells the weights by a digest that this version does not compute."""
+    """Raises OutputError (73) if `run.json` records the weights by a digest that this version does not compute."""
     if OLDER_WEIGHTS in identity:
         raise _written_by_older(uri, str(identity[OLDER_WEIGHTS]))
 

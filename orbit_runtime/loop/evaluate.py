@@ -1,6 +1,6 @@
-"""Models of this machine as an evaluation asks them: the base, and adapters that a run kept, on the torch engine.
+"""Local models that an evaluation measures on the torch engine: the base, and adapters that a run kept.
 
-Belongs here: loading them, and one policy at a time in the engine. Does not belong here: what they are asked
+Belongs here: loading them, and putting one policy at a time into the engine. Does not belong here: what they are asked
 (`evaluation`), a run's own evaluations (`measure`).
 """
 
@@ -36,13 +36,13 @@ from orbit_runtime.types import BASE_VERSION, AdapterFiles, Engine
 
 @dataclass(frozen=True)
 class LocalSubject:
-    """A policy of this machine. Only within `asking` does its adapter stand in the engine."""
+    """A policy on this machine. Its adapter is in the engine only within `asking`."""
 
     name: str
     tokenizer: ChatTokenizer
     engine: Engine
     weights: str
-    """Digest of the base's files."""
+    """Digest of the base model's files."""
     version: int = BASE_VERSION
     adapter: AdapterFiles | None = None
 
@@ -72,25 +72,25 @@ class Kept:
 
 
 def kept_steps(store: Store, steps: Sequence[int] | None, *, first: bool) -> list[Kept]:
-    """The adapters that a run keeps, by step: those asked for, or all.
+    """The adapters that a run kept, by step: those asked for, or all.
 
     Args:
-        first: also that of step 0, where nobody asked for steps: it is not the bare base.
+        first: whether to include step 0 if no steps are given; its adapter is not the bare base.
 
     Raises:
-        UsageError: the folder keeps none, or not one that was asked for.
+        UsageError: the folder holds no adapter, or lacks one that was asked for.
     """
     kept = sorted(int(name.rstrip("/").rpartition("policy-v")[2]) for name in list_bundles(store, "adapters/"))
     if not kept:
         raise UsageError(
-            "there is no kept adapter here", where=store.uri, fix="name the folder of a run that has begun"
+            "this folder holds no adapter", where=store.uri, fix="name the folder of a run that has started"
         )
     lacking = sorted({*(steps or ())} - {*kept})
     if lacking:
         raise UsageError(
-            f"no adapter is kept of step {', '.join(map(str, lacking))}; there are: {', '.join(map(str, kept))}",
+            f"the run keeps no adapter of step {', '.join(map(str, lacking))}; it keeps: {', '.join(map(str, kept))}",
             where=f"{store.uri}, --steps",
-            fix="ask for those; a run keeps more with a larger spec.checkpoint.keep",
+            fix="choose from those; a larger spec.checkpoint.keep keeps more",
         )
     wanted = [step for step in kept if step or first] if steps is None else sorted({*steps})
     return [Kept(f"step-{step}", f"{store.uri}/adapters/{adapter_name(step)}") for step in wanted]
@@ -99,14 +99,14 @@ def kept_steps(store: Store, steps: Sequence[int] | None, *, first: bool) -> lis
 def open_models(
     run: OrbitRun, tasks: Sequence[EvalTask], kept: Sequence[Kept], *, base: bool, note: Callable[[str], None]
 ) -> list[LocalSubject]:
-    """The base, where it is asked for, and every adapter, on one engine.
+    """The base, if asked for, and every adapter, all on one engine.
 
     Args:
-        run: with absolute paths; its `adapter` is that of every adapter.
+        run: has absolute paths; its `adapter` describes every adapter.
 
     Raises:
         DataError: a prompt leaves no room for an answer.
-        ModelError: the base or an adapter cannot be used, or they do not belong together.
+        ModelError: the base or an adapter is unusable, or they do not belong together.
     """
     resolved = resolve(run, machine_facts())
     spec = resolved.run.spec

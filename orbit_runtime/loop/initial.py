@@ -1,7 +1,8 @@
-"""Beginning a run with an adapter that another training made: `spec.adapter.initFrom`.
+"""Beginning a run with an adapter from another training: `spec.adapter.initFrom`.
 
-Belongs here: finding it, holding it against this run's base and `adapter`, and the trainer's first state from it. Does
-not belong here: continuing another run with its optimizer and steps (`origin`), what files hold (`checkpoints`).
+Belongs here: finding the adapter, checking it against this run's base and `adapter`, and making the trainer's first
+state from it. Does not belong here: continuing another run with its optimizer and steps (`origin`), the content of
+files (`checkpoints`).
 """
 
 from __future__ import annotations
@@ -25,31 +26,31 @@ if TYPE_CHECKING:
 
 FIELD = "spec.adapter.initFrom"
 CONTENT = "content.adapter"
-"""Of its name among the digests of what a run reads."""
+"""Name of the adapter's digest among the digests of what a run reads."""
 
 
 @dataclass(frozen=True)
 class Initial:
-    """The adapter, as it was read."""
+    """The adapter, as read at the start."""
 
     folder: AdapterFolder
     digest: str
-    """Of its files."""
+    """Digest of the adapter's files."""
 
     def to_json(self) -> dict[str, Any]:
-        """For `run.json`; a start before the first checkpoint takes the same one."""
+        """For `run.json`; a restart before the first checkpoint uses the same adapter."""
         return {"uri": self.folder.place, "digest": self.digest}
 
 
 def open_initial(spec: RunSpec, before: Mapping[str, Any] | None) -> Initial | None:
-    """None: the run begins with an adapter that changes nothing.
+    """The adapter to begin with; None if the run begins with one that changes nothing.
 
     Args:
         before: this run's own `run.json`, if it was started before.
 
     Raises:
-        ModelError: (66) there is no adapter, one that Orbit does not compute with, or not the one that `spec.adapter`
-            describes.
+        ModelError: (66) there is no adapter, Orbit does not compute with its kind, or it is not the one that
+            `spec.adapter` describes.
     """
     asked = spec.adapter.init_from
     if asked is None:
@@ -68,7 +69,7 @@ def open_initial(spec: RunSpec, before: Mapping[str, Any] | None) -> Initial | N
 
 
 def initial_digest(initial: Initial | None, before: Mapping[str, Any] | None) -> dict[str, str]:
-    """Name → digest, for the run's identity; of a run that goes on without it, what its first start read."""
+    """Name → digest, for the run's identity; without an adapter now, the digest that the first start recorded."""
     if initial is not None:
         return {CONTENT: initial.digest}
     known = (before or {}).get("identity", {}).get(CONTENT)
@@ -76,7 +77,7 @@ def initial_digest(initial: Initial | None, before: Mapping[str, Any] | None) ->
 
 
 def check_adapter(adapter: Adapter, folder: AdapterFolder) -> None:
-    """Raises ModelError (66) where `spec.adapter` describes another adapter than this one."""
+    """Raises ModelError (66) if `spec.adapter` does not describe this adapter."""
     wanted: dict[str, Any] = {"type": adapter.type}
     found: dict[str, Any] = {"type": folder.type}
     if adapter.lora is not None and folder.type == "LoRA":
@@ -93,17 +94,17 @@ def check_adapter(adapter: Adapter, folder: AdapterFolder) -> None:
     differ = [f"{name} {found[name]}, this run's is {wanted[name]}" for name in wanted if found[name] != wanted[name]]
     if differ:
         raise ModelError(
-            f"the adapter {folder.place} is another: {'; '.join(differ)}",
+            f"the adapter {folder.place} does not match spec.adapter: {'; '.join(differ)}",
             where=FIELD,
             fix="write the `spec.adapter` of the run that made it",
         )
 
 
 def begin_with(parts: RunParts, state: RunState, initial: Initial) -> None:
-    """Gives the trainer that adapter, before its first step.
+    """Gives the adapter to the trainer, before its first step.
 
     Raises:
-        ModelError: (66) it is another base's, or its tensors are not those of this run's adapter.
+        ModelError: (66) it belongs to another base, or its tensors are not those of this run's adapter.
     """
     initial.folder.check_base(
         parts.content[WEIGHTS],
@@ -113,22 +114,22 @@ def begin_with(parts: RunParts, state: RunState, initial: Initial) -> None:
         fix="write the model and precision that it was trained on, or take an adapter of this base",
     )
     if initial.folder.base_weights is None:
-        state.warn(f"{FIELD}: nothing tells which base that adapter was trained on; only its shapes were compared")
+        state.warn(f"{FIELD}: the adapter does not record its base; only its shapes were compared")
     parts.side.begin(initial.folder, initial.digest)
     parts.show.note(f"beginning with the adapter {initial.folder.place}")
 
 
 def initial_state(outline: Outline, adapter: AdapterFolder) -> dict[str, bytes]:
-    """What a trainer loads: the adapter's values as its masters, and an optimizer that has not begun.
+    """The state that a trainer loads: the adapter's values as masters, and an optimizer that has not begun.
 
-    Published values are BF16, and so are the masters' first ones.
+    Published values are BF16, so the masters start from BF16 values.
 
     Args:
-        outline: what the trainer's adapter consists of.
+        outline: the parts of the trainer's adapter.
 
     Raises:
-        ModelError: (66) the adapter goes around other modules, lays out experts in another way, has other shapes than
-            this base, is not finite, or gives layers that share a rotation different ones.
+        ModelError: (66) the adapter wraps other modules, lays out experts differently, has shapes that do not fit this
+            base, is not finite, or has different rotations for layers that share one.
     """
     import torch
 

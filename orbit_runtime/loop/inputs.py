@@ -1,6 +1,7 @@
-"""What a run reads, on this machine: each input fetched just before it is needed, with a line of progress.
+"""What a run reads, on this machine: each input is fetched just before it is needed, with a line of progress.
 
-Belongs here: who is told, when to stop, what the first start used. Does not belong here: fetching (`storage.inputs`).
+Belongs here: reporting progress, stopping, what the first start used. Does not belong here: fetching
+(`storage.inputs`).
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ class Inputs:
     """
 
     spec: RunSpec
-    """With absolute paths."""
+    """Must have absolute paths."""
     before: Mapping[str, Any]
-    """What `run.json` of the first start says under `inputs`: a branch of a hub stays at the commit it was then."""
+    """The `inputs` of the first start's `run.json`: a hub branch stays at the commit it had then."""
     patience: Patience
     folders: Sequence[str]
-    """Where entry points are looked for after `environment.code`."""
+    """Folders searched for entry points after `environment.code`."""
     fetched: dict[str, Fetched] = field(default_factory=dict)
 
     def model(self) -> Path:
@@ -54,8 +55,8 @@ class Inputs:
         return self._fetch(uri, "prompts", f"spec.data.prompts[{index}].uri").path
 
     def search_path(self) -> list[str]:
-        """Folders and archives that entry points are imported from: rewards by their workers, an own loss or own
-        advantages by this process."""
+        """Folders and archives that entry points are imported from: rewards by their workers, a custom loss or
+        advantage function by this process."""
         code = self.spec.environment.code
         found = [] if code is None else [str(self._fetch(code.uri, "code", "spec.environment.code.uri").path)]
         return [*found, *self.folders]
@@ -65,7 +66,7 @@ class Inputs:
         return None if code is None else code.digest
 
     def to_json(self) -> dict[str, Any]:
-        """Field → what was read: address, commit and digest."""
+        """Field → address, commit and digest of what was read."""
         return {where: each.to_json() for where, each in self.fetched.items()}
 
     def _fetch(self, uri: str, kind: Kind, where: str) -> Fetched:
@@ -83,7 +84,7 @@ def build_patience(
     sleep: Callable[[float], None] = time.sleep,
     monotonic: Callable[[], float] = time.monotonic,
 ) -> Patience:
-    """Tells the reader every ten seconds, and gives up within a nap of a request to stop."""
+    """Reports progress every ten seconds, and gives up within a nap of a stop request."""
 
     def nap(seconds: float) -> None:
         until = monotonic() + seconds

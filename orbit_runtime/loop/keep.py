@@ -1,6 +1,6 @@
-"""Making a step durable: rollouts, metrics row, then the checkpoint whose manifest is written last.
+"""Making a step durable: rollouts, metrics row, then the checkpoint, whose manifest is written last.
 
-Belongs here: what a checkpoint holds and in which order it is written. Does not belong here: how bytes are stored.
+Belongs here: the content of a checkpoint and the order in which it is written. Does not belong here: storing bytes.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from orbit_runtime.storage import (
 from orbit_runtime.types import Group, Trainer
 
 ROLLOUTS, ROLLOUTS_AT_END = "rollouts.jsonl.zst", "rollouts-at-end.jsonl.zst"
-"""Parts of a checkpoint: rollouts of later steps when its step ended, and when the run was stopped."""
+"""Parts of a checkpoint: rollouts of later steps at the end of its step, and at the time the run was stopped."""
 MAX_REFERENCE = 2000
-"""Characters of an expected answer that are kept for the report; rewards see all of it."""
+"""Characters of an expected answer kept for the report; rewards see all of it."""
 
 
 def step_name(step: int) -> str:
@@ -57,12 +57,12 @@ def keep_step(
     reference_fields: Sequence[str],
     advantages: Mapping[tuple[str, int, int], float],
 ) -> None:
-    """The step's rollouts, its metrics row, and evidence of what stopped; overwritten if the step runs again.
+    """Stores the step's rollouts, its metrics row and evidence of stopped episodes; overwritten if the step reruns.
 
     Args:
-        advantages: what each rollout was trained with, by prompt, visit and sample; kept with it for the report.
-        before: the row of the step before it, which is stored again with what its checkpoint took.
-        reference_fields: columns of the prompts that hold what is expected; stored for the report.
+        advantages: the advantage each rollout was trained with, by prompt, visit and sample; stored for the report.
+        before: the previous step's row, stored again with the cost of its checkpoint.
+        reference_fields: columns of the prompts that hold the expected answer; stored for the report.
 
     Raises:
         OutputError: another execution took over; its rows are not touched.
@@ -79,7 +79,7 @@ def keep_step(
 
 
 def build_references(groups_P: Sequence[Group], fields: Sequence[str]) -> dict[str, str]:
-    """Prompt id → what its row expects, for people: shortened, and left out where the row says nothing."""
+    """Prompt id → the expected answer of its row, for people: shortened, and omitted if the row has none."""
     references = {}
     for group in groups_P:
         values = [group.prompt.fields[field] for field in fields if group.prompt.fields.get(field) is not None]
@@ -90,33 +90,33 @@ def build_references(groups_P: Sequence[Group], fields: Sequence[str]) -> dict[s
 
 
 def keep_rows(store: Store, execution: Execution, rows: Sequence[MetricsRow]) -> None:
-    """Rows of steps that leave no rollouts, or the last step's, complete."""
+    """Stores rows of steps that leave no rollouts, or the complete row of the last step."""
     execution.check()
     store.put_many([_row_file(row) for row in rows])
 
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """Where a run's checkpoints go, and how."""
+    """Writes a run's checkpoints."""
 
     store: Store
     execution: Execution
     keeper: Keeper
     trainer: Trainer
     identity: str
-    """Digest of all that changes the run's numbers."""
+    """Digest of everything that affects the run's numbers."""
     keep: int
-    """How many stay; 0: all."""
+    """Number of checkpoints to keep; 0 for all."""
 
     def begin(self, state: RunState, cursor: Mapping[str, Any], kept: Sequence[Kept]) -> None:
-        """Everything an exact resume needs, under one manifest; older checkpoints and adapters beyond `keep` go.
+        """Writes everything an exact resume needs, under one manifest, and prunes checkpoints and adapters to `keep`.
 
         Args:
-            cursor: behind the prompts of this step; those of later ones are drawn again.
+            cursor: position after the prompts of this step; those of later steps are drawn again.
             kept: rollouts of later steps.
 
-        It is written beside the next step. Order: the adapter is stored by its publish, rollouts and row by
-        `keep_step`; only then does the step exist.
+        Writing overlaps the next step. The publish stores the adapter first, and `keep_step` the rollouts and the row;
+        only then does the step exist.
         """
         prefix, name = checkpoint_prefix(state.step), adapter_name(state.version)
         facts = _facts(state, cursor, self.identity)
@@ -133,17 +133,17 @@ class Checkpoints:
             for folder in (ADAPTERS, MODELS):
                 prune_bundles(self.store, folder, self.keep + 1 if self.keep else 0, newest=f"{folder}{name}")
 
-        # Where it is not even begun, because the adapter could not be stored, nobody reads either.
+        # If the write never begins because the adapter could not be stored, nothing reads the parts either.
         self.keeper.submit(write).add_done_callback(lambda _: parts.is_read.set())
         state.checkpoint_begun = state.step
 
     def settle(self, state: RunState) -> None:
-        """Until the newest publish and checkpoint are durable. Raises what kept them from it."""
+        """Waits until the newest publish and checkpoint are durable. Raises the error that prevented it."""
         self.keeper.wait()
         state.checkpoint_step = state.checkpoint_begun
 
     def restate(self, state: RunState, cursor: Mapping[str, Any], kept: Sequence[Kept]) -> None:
-        """The newest checkpoint with what is known by now, `kept` among it; its parts stay."""
+        """Rewrites the newest checkpoint's manifest with the current facts and `kept`; its other parts stay."""
         assert state.checkpoint_step == state.step
         facts = _facts(state, cursor, self.identity)
         parts = {ROLLOUTS_AT_END: dump_kept(kept)} if kept else {}
@@ -151,7 +151,7 @@ class Checkpoints:
 
 
 def load_rollouts(bundle: Bundle) -> tuple[Kept, ...]:
-    """Of later steps than the checkpoint's: the newest that it holds."""
+    """The newest rollouts of later steps that the checkpoint holds."""
     for name in (ROLLOUTS_AT_END, ROLLOUTS):
         if name in bundle.parts:
             return load_kept(bytes(bundle.parts[name]), where=f"{bundle.prefix}/{name}")
@@ -159,10 +159,10 @@ def load_rollouts(bundle: Bundle) -> tuple[Kept, ...]:
 
 
 class CheckpointParts:
-    """A `StateWriter`: what a checkpoint is to hold, until it was read."""
+    """A `StateWriter` that collects the parts of a checkpoint until they are read."""
 
     def __init__(self, folder: str) -> None:
-        """Args: folder: the checkpoint's."""
+        """Args: folder: the checkpoint's folder."""
         self.folder = folder
         self.contents: dict[str, Content] = {}
         self.is_read = threading.Event()
@@ -171,7 +171,7 @@ class CheckpointParts:
         self.contents[name] = Content(size, pieces)
 
     def stand(self, parts: Mapping[str, Part]) -> None:
-        """Another process wrote them to the folder."""
+        """Adds parts that another process wrote to the folder."""
         self.contents |= {name: standing_content(part) for name, part in parts.items()}
 
     def wait(self) -> None:
@@ -198,12 +198,12 @@ def keep_failure(
     collected: Collected | None,
     unanswered: Sequence[Evidence] = (),
 ) -> None:
-    """Evidence of a step that stopped the run: its rollouts, what was wrong with it, and what gave nothing any more.
+    """Stores evidence of a step that stopped the run: its rollouts, the error, and the episodes that hung.
 
-    Args: unanswered: episodes that waited for the engine when that failed.
+    Args: unanswered: episodes that waited for the engine when it failed.
 
-    Where the store itself is the trouble, or another execution owns the folder, nothing is written; and an error while
-    writing never hides the one that is being told.
+    Nothing is written if the store itself failed or another execution owns the folder. An error while writing never
+    hides the error being reported.
     """
     if isinstance(error, (OutputError, StorageError)):
         return
@@ -219,7 +219,7 @@ def stopped_name(step: int) -> str:
 
 
 def _stopped_file(step: int, stopped: Sequence[Evidence]) -> list[tuple[str, bytes]]:
-    """One JSON object a line; no file where nothing stopped."""
+    """JSON Lines, one object for each stopped episode; no file if none stopped."""
     lines = [json.dumps(asdict(each), ensure_ascii=False).encode(errors="replace") + b"\n" for each in stopped]
     return [(stopped_name(step), b"".join(lines))] if lines else []
 

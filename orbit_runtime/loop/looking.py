@@ -1,7 +1,7 @@
-"""Looking into both sides for what makes them differ: the trainer's ranks, and the layers of every copy of the engine.
+"""Inspects both sides to find why they differ: the trainer's ranks, and the layers of every copy of the engine.
 
-Belongs here: whom to ask, and in which order. Does not belong here: measuring whether they differ (`parity`), comparing
-what they tell (`parity.locate`).
+Belongs here: what to ask, and in which order. Does not belong here: measuring whether they differ (`parity`), comparing
+the readings (`parity.locate`).
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ if TYPE_CHECKING:
     from orbit_runtime.policy.snapshot import Snapshot
 
 COPIES = 3
-"""Rows of the trainer's second snapshot: another batch shape, for its floor."""
+"""Rows in the trainer's second snapshot: a different batch shape, to measure the trainer's noise floor."""
 
 
 @dataclass(frozen=True)
 class Bisect:
-    """The two sides of a run, and the tokens that both are looked at with."""
+    """The two sides of a run, and the tokens used to compare them."""
 
     engine: Engine
     token_ids_T: tuple[int, ...]
     compute_dtype: str
     snapshot: Callable[..., Snapshot] | None = None
-    """As `TrainerSide.snapshot`."""
+    """See `TrainerSide.snapshot`."""
     explain: Callable[[Mapping[str, Buffer]], str] | None = None
-    """As `TrainerSide.explain`."""
+    """See `TrainerSide.explain`."""
     group: int | None = None
     """Columns of the packed base that share a scale."""
 
     def find(self, name: str, adapter: AdapterFiles) -> Location | None:
-        """The first layer in which the two sides part: with the bare base, and where that agrees, with the policy.
+        """Finds the first layer where the two sides differ: with the bare base or, if that agrees, with the policy.
 
-        None where no copy's layers can be looked at, as where the engine computes with the trainer's own.
+        None if no copy's layers can be inspected, for example because the engine computes with the trainer's own.
 
         Args:
-            name: of the adapter in the engine.
+            name: the adapter's name in the engine.
         """
         if self.snapshot is None:
             return None
@@ -56,18 +56,18 @@ class Bisect:
         return found
 
     def explain_trainer(self, adapter: AdapterFiles) -> list[str]:
-        """Where the trainer applied something else than was published: what and on which rank, in words."""
+        """Describes how what the trainer applied differs from what was published, and on which rank."""
         how = "" if self.explain is None else self.explain(adapter.files)
         return [f"the trainer did not apply what was published: {how}"] if how else []
 
     def explain_layers(self, name: str, adapter: AdapterFiles) -> list[str]:
-        """Where the two sides part, in words."""
+        """Describes where the two sides differ."""
         try:
             location = self.find(name, adapter)
         except OrbitError as error:
-            # A copy that has lost the adapter cannot be looked at with it. The proof has said so already.
-            return [f"layers could not be looked at: {error.message}"]
-        return [f"the two sides part {location.sentence()}"] if location and location.found else []
+            # A copy that has lost the adapter cannot be inspected with it. The proof has already reported that.
+            return [f"layers could not be inspected: {error.message}"]
+        return [f"the two sides differ {location.sentence()}"] if location and location.found else []
 
     def _find_in(self, copy: Tapped, name: str, adapter: AdapterFiles) -> Location:
         import torch
@@ -79,7 +79,7 @@ class Bisect:
         assert self.snapshot is not None
         for theirs_is, slot in ((None, None), (name, TRAINER_SLOT)):
             theirs = copy.snapshot(tokens, theirs_is)
-            # Where the engine tells them: a token that goes to other experts by a hair's breadth is no layer's fault.
+            # Use the engine's routing if known: a token routed elsewhere by a hair's breadth is no layer's fault.
             routed = theirs.routed_TLC
             ours = self.snapshot(tokens, slot, files, routed_TLC=routed)
             again = self.snapshot(tokens, slot, files, copies=COPIES, routed_TLC=routed)

@@ -1,6 +1,6 @@
-"""What this machine has: the facts that `Auto` is resolved from, and those that a run's last bits depend on.
+"""Facts about this machine: those that `Auto` is resolved from, and those that a run's last bits depend on.
 
-Belongs here: asking torch, if it is there. Does not belong here: deciding (`spec.resolve`).
+Belongs here: asking torch, if it is installed. Does not belong here: decisions (`spec.resolve`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from orbit_runtime.workers.sglang_launch import AGENT_VARIABLE
 
 
 def machine_facts() -> MachineFacts:
-    """GPUs of this machine, none where torch is not installed; and whether other nodes are at hand."""
+    """GPUs of this machine (none if torch is not installed), and whether other nodes can be joined."""
     joins_nodes = ray_address() is not None
     if find_spec("torch") is None:
         return MachineFacts(has_cuda=False, num_gpus=0, joins_nodes=joins_nodes)
@@ -33,10 +33,10 @@ def machine_facts() -> MachineFacts:
 
 
 def gpu_machine(placement: Placement) -> Machine:
-    """The GPUs that the run has, as torch counts them; in a `Split` pod those of both containers, and as many on each
-    of several nodes. Not run on hardware.
+    """The run's GPUs, as torch counts them; in a `Split` pod those of both containers, and with several nodes the same
+    number on each. Not run on hardware.
 
-    Only where there are GPUs.
+    Call it only on a machine with GPUs.
     """
     import torch
 
@@ -51,7 +51,7 @@ def gpu_machine(placement: Placement) -> Machine:
 
 
 def planned_machine(placement: Placement, device: str) -> Machine:
-    """What the run is planned for: its GPUs, or on the CPU its memory, in a `Split` pod that of both containers."""
+    """The machine to plan for: its GPUs, or on a CPU its memory; in a `Split` pod the memory of both containers."""
     if device == "cuda":
         return gpu_machine(placement)
     memory = usable_memory()
@@ -60,7 +60,7 @@ def planned_machine(placement: Placement, device: str) -> Machine:
 
 
 def rounding_facts() -> dict[str, str]:
-    """What decides the order of sums in this process, hence a run's last bits: on a CPU equal facts give equal bits.
+    """Facts that decide the order of sums, hence a run's last bits: on a CPU, equal facts give equal bits.
 
     Needs torch.
     """
@@ -78,12 +78,12 @@ def rounding_facts() -> dict[str, str]:
 
 
 def add_rounding_facts(before: Sequence[Mapping[str, str]], now: Mapping[str, str]) -> list[Mapping[str, str]]:
-    """`run.json`'s list of every kind of place where the run was computed, the newest last."""
+    """The `rounding` list of `run.json`: one entry for each change of these facts, newest last."""
     return [*before] if before and before[-1] == now else [*before, now]
 
 
 def explain_rounding(before: Sequence[Mapping[str, str]], now: Mapping[str, str]) -> list[str]:
-    """One line for each fact in which a place where a run was computed differs from this one; none where all agree."""
+    """One line for each fact that differs between an earlier start of the run and this process; none if all agree."""
     if not before:
         return ["threads and processor of the run were not recorded"]
     lines = [
@@ -96,7 +96,7 @@ def explain_rounding(before: Sequence[Mapping[str, str]], now: Mapping[str, str]
 
 
 def _processor() -> str:
-    """The model's name where the system tells it."""
+    """The processor's model name, if the system reports one."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,10 +1,10 @@
-"""A run's own evaluations: the same held-out prompts asked before, during and after its training.
+"""A run's own evaluations: the same held-out prompts, asked before, during and after training.
 
-Belongs here: when one is due, asking beside the episodes of training, what is kept of it. Does not belong here: playing
-and scores (`evaluation`), models that no run holds (`evaluate`).
+Belongs here: when an evaluation is due, asking while training episodes run, what is kept of it. Does not belong here:
+playing and scoring (`evaluation`), models outside a run (`evaluate`).
 
-`evaluation/step-000010/` is the folder of an evaluation (`evaluation.journal`) of one policy; its `summary.json`,
-written last, makes it whole. Then its samples leave memory, which a run's evaluations together may not fit.
+`evaluation/step-000010/` is the folder (`evaluation.journal`) of one policy's evaluation. Its `summary.json`, written
+last, makes it complete. The samples then leave memory, which might not hold all evaluations of a run.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SUMMARY = "summary.json"
 
 @dataclass
 class EngineEpisode:
-    """The tokens of one episode, counted."""
+    """Token source of one episode that counts its usage."""
 
     asking: Asking
     _usage: dict[str, int] = field(default_factory=lambda: dict.fromkeys(Usage.__dataclass_fields__, 0))
@@ -64,7 +64,7 @@ class EngineEpisode:
 
 @dataclass(frozen=True)
 class _RunsPolicy:
-    """A `Subject`: the policy that samples for the run."""
+    """A `Subject`: the run's current policy."""
 
     name: str
     tokenizer: Tokenizer
@@ -81,7 +81,7 @@ class _RunsPolicy:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """What a run's policy is measured on."""
+    """The held-out tasks that a run's policy is measured on."""
 
     tasks: tuple[EvalTask, ...]
     tokenizer: Tokenizer
@@ -97,13 +97,13 @@ def open_held_out(
     tokenizer: Tokenizer,
     closing: ExitStack,
 ) -> HeldOut | None:
-    """None where `spec.evaluation.everySteps` is not set.
+    """The held-out tasks; None if `spec.evaluation.everySteps` is not set.
 
     Args:
-        run: with absolute paths.
+        run: has absolute paths.
 
     Raises:
-        OrbitError: prompts, rewards or environment cannot be used, or the engine does not sample so.
+        OrbitError: prompts, rewards or environment are unusable, or the engine does not support the sampling settings.
     """
     spec = run.spec
     if spec.evaluation.every_steps is None:
@@ -123,13 +123,13 @@ def open_held_out(
 
 
 def measure(parts: Parts, state: RunState, collector: Collector, stop: StopFlag, *, is_last: bool = False) -> None:
-    """Asks the policy that stands, where that is due after the run's newest step and was not done.
+    """Evaluates the current policy, if an evaluation is due after the newest step and is not done yet.
 
-    It samples beside what is under way for training, and by draws of its own: nothing of that changes.
+    It samples alongside the requests of training, with random draws of its own, so training is not affected.
 
     Raises:
-        StoppedOnRequest: before every answer was there; those that were are kept.
-        OrbitError: what ended the engine or the store.
+        StoppedOnRequest: a stop came before all completions did; those that arrived are kept.
+        OrbitError: the error that ended the engine or the store.
     """
     every, held_out = parts.spec.evaluation.every_steps, parts.held_out
     if held_out is None or every is None or not (is_last or state.step % every == 0):
@@ -147,7 +147,7 @@ def _folder(step: int) -> str:
 
 
 def read_evaluation(store: Store, step: int) -> dict[str, Any] | None:
-    """What came of the one behind a step; None where it was not ended."""
+    """The summary of the evaluation after a step; None if it is not complete."""
     try:
         return dict(json.loads(store.get(f"{_folder(step)}{SUMMARY}")))
     except (NotFound, ValueError):
@@ -164,7 +164,7 @@ def _ask(
     parts.execution.check()
     before = read_asked(parts.store, folder)
     if before is not None and before != json.loads(json.dumps({"settings": settings, "subjects": {name: subject}})):
-        parts.show.note(f"the evaluation behind step {state.step} begins anew: it was asked otherwise before")
+        parts.show.note(f"the evaluation after step {state.step} starts over: its settings have changed")
         parts.store.delete(parts.store.list(folder))
     keep_asked(parts.store, settings, {name: subject}, folder)
     with Journal(parts.store, parts.execution, folder) as journal:
@@ -197,7 +197,7 @@ def _ask(
 
 
 def _changes(first: Mapping[str, Any] | None, settings: Mapping[str, Any], scores: Sequence[Score]) -> dict[str, Any]:
-    """Environment → this policy minus the first one, prompt by prompt, where both were asked the same."""
+    """Environment → this policy minus the first one, paired by prompt, if both were asked with the same settings."""
     if first is None:
         return {}
     asked = json.loads(json.dumps(settings))
@@ -210,7 +210,7 @@ def _changes(first: Mapping[str, Any] | None, settings: Mapping[str, Any], score
 
 
 def _tell(parts: Parts, state: RunState, found: Mapping[str, Any]) -> None:
-    """Into the row of its step, which is stored already, and into the metrics."""
+    """Adds the scores to the metrics and to the step's row, which is already stored."""
     fields = evaluation_fields(found)
     parts.show.evaluation(build_row(step=state.step, **fields))
     row = state.row if state.row is not None else _stored_row(parts, state.step)
@@ -222,7 +222,7 @@ def _tell(parts: Parts, state: RunState, found: Mapping[str, Any]) -> None:
 
 
 def _stored_row(parts: Parts, step: int) -> MetricsRow | None:
-    """Of a step that an earlier execution trained."""
+    """The row of a step that an earlier execution trained."""
     try:
         return parse_row(parts.store.get(f"metrics/{step_name(step)}.json"))
     except (NotFound, ValueError):
@@ -230,7 +230,7 @@ def _stored_row(parts: Parts, step: int) -> MetricsRow | None:
 
 
 def evaluation_fields(found: Mapping[str, Any]) -> dict[str, Value]:
-    """The row's fields of one evaluation."""
+    """The row fields of one evaluation."""
     fields: dict[str, Value] = {"seconds_evaluate": found["seconds"]}
     for score in found["scores"]:
         name, average = score["environment"], score["average"]

@@ -1,4 +1,4 @@
-"""Memory that ran out while a run computed: in which stage, and what of the manifest takes less there."""
+"""Running out of memory: the error names the stage of the run, and the manifest field that reduces its memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from orbit_runtime.loop.show import Show
 FIELDS = {
     "preflight": (
         "spec.model.maxSequenceLength",
-        "lower it, or sampling.maxNewTokens: both sides first compute the longest sequence that there can be",
+        "lower it, or sampling.maxNewTokens: both sides first compute the longest possible sequence",
     ),
     "collect": ("spec.rollout.maxRunningRequests", "lower it, or sampling.maxNewTokens"),
     "train": (
@@ -24,7 +24,7 @@ OTHERS = ("spec.model.uri", "`orbit plan` shows what each phase takes; choose a 
 
 @contextmanager
 def told_where_memory_ran_out(show: Show) -> Iterator[None]:
-    """Raises OutOfMemoryError (79) in place of torch's or Python's own error, with the stage of the run."""
+    """Replaces torch's or Python's error by OutOfMemoryError (79), which names the stage of the run."""
     try:
         yield
     except (MemoryError, RuntimeError, OSError) as error:

@@ -1,6 +1,6 @@
 """Beginning a new run from another run's checkpoint: `spec.checkpoint.resumeFrom`.
 
-Belongs here: finding that checkpoint, and what of it a new run takes over. Does not belong here: continuing a run in
+Belongs here: finding that checkpoint, and what a new run takes over from it. Does not belong here: continuing a run in
 its own folder (`resume`).
 """
 
@@ -24,7 +24,7 @@ FOLDER = "checkpoints/"
 
 @dataclass(frozen=True)
 class Origin:
-    """A checkpoint of another run, and what that run's `run.json` says."""
+    """A checkpoint of another run, and that run's `run.json`."""
 
     uri: str
     bundle: Bundle
@@ -35,13 +35,13 @@ class Origin:
         return int(self.bundle.facts["step"])
 
     def to_json(self) -> dict[str, Any]:
-        """For `run.json` of the new run; a start before its first own checkpoint begins from the same one."""
+        """For `run.json` of the new run; a restart before its first own checkpoint uses the same origin."""
         digest = self.bundle.facts["adapter_digest"]
         return {"uri": self.uri, "checkpoint": self.bundle.prefix.rstrip("/"), "adapter_digest": digest}
 
 
 def find_origin(run: OrbitRun, before: Mapping[str, Any] | None) -> Origin | None:
-    """None where the manifest names no other run.
+    """The checkpoint to begin from; None if the manifest names no other run.
 
     Args:
         before: this run's own `run.json`, if it was started before.
@@ -66,7 +66,7 @@ def find_origin(run: OrbitRun, before: Mapping[str, Any] | None) -> Origin | Non
     origin = Origin(store.uri, bundle, origin_run)
     if run.spec.training.steps <= origin.step:
         raise UsageError(
-            f"{FIELD} is at step {origin.step} already, and {run.spec.training.steps} are asked for",
+            f"{FIELD} is at step {origin.step} already, and {run.spec.training.steps} steps were requested",
             where="spec.training.steps",
             fix=f"write more than {origin.step}: steps are counted from the first run's first",
         )
@@ -94,7 +94,7 @@ def _read(store: Store, prefix: str | None) -> Bundle:
 
 
 def begin_from(parts: RunParts, state: RunState, origin: Origin) -> None:
-    """Brings trainer and counters to the other run's checkpoint, and prompts too where they are the same.
+    """Restores trainer and counters from the other run's checkpoint, and the prompt cursor if the prompts are the same.
 
     Raises:
         UsageError: its adapter is of another kind, or belongs to another base.
@@ -110,18 +110,18 @@ def begin_from(parts: RunParts, state: RunState, origin: Origin) -> None:
         )
     adapter = OrbitRun.model_validate(origin.run["resolved"]).spec.adapter
     if adapter != parts.spec.adapter:
-        raise UsageError("that run's `adapter` is another", where=FIELD, fix="write the `spec.adapter` of that run")
+        raise UsageError("that run's `adapter` is different", where=FIELD, fix="write the `spec.adapter` of that run")
     parts.trainer.load_state(origin.bundle.parts)
     state.step, state.policy_version = origin.step, int(facts["policy_version"])
     if origin.run["names"]["model"] == parts.names.model:
-        # The published files name the model: under another name they have another digest.
+        # The published files contain the model's name, so another name gives another digest.
         state.expected_digest = str(facts["adapter_digest"])
     taken = _of_prompts(then) == _of_prompts({**identity_fields(parts.run), **parts.content})
     if taken:
         parts.prompts.restore(facts["cursor"])
     parts.show.note(
         f"beginning from step {origin.step} of {origin.uri}"
-        + ("" if taken else "; its prompts were others, so these are drawn from their first"),
+        + ("" if taken else "; its prompts differ, so these are drawn from the first"),
         origin=origin.to_json(),
     )
 

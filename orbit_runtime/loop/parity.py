@@ -1,6 +1,6 @@
-"""Trainer against engine, on a run's own parts: at the start of a run, and alone for `orbit parity`.
+"""Compares trainer and engine on a run's own parts: at the start of a run, and alone for `orbit parity`.
 
-Belongs here: asking with the run's prompts, precision and limits. Does not belong here: what is measured (`parity`).
+Belongs here: comparing on the run's prompts, precision and limits. Does not belong here: the measurement (`parity`).
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ if TYPE_CHECKING:
     from orbit_runtime.parity.locate import Location
 
 COMPLETIONS, COMPLETION_TOKENS = 4, 256
-"""Prompts that the engine answers before both sides are measured, and the longest answer."""
+"""Number of prompts that the engine completes before both sides are measured, and the longest completion in tokens."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What `orbit parity` found."""
+    """The result of `orbit parity`."""
 
     engine: str
     precision: str
     preflight: Preflight
     location: Location | None
-    """None: nothing was looked for, or this engine's layers cannot be looked at."""
+    """None if no search was made, or this engine's layers cannot be inspected."""
     seconds: float
-    """Of the measurement alone; models and servers were up."""
+    """Seconds of the measurement alone, with models and servers already up."""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -65,7 +65,7 @@ class Comparison:
 
 
 def measure_parity(parts: Parts, publication: Publication, when: str = "preflight") -> list[Preflight]:
-    """With the adapter that stands in the engine's slot; of every copy."""
+    """Measures every copy with the adapter that its slot holds now."""
     return measure_preflight(
         parts.engine,
         parts.trainer,
@@ -79,7 +79,7 @@ def measure_parity(parts: Parts, publication: Publication, when: str = "prefligh
 
 
 def _sequences(parts: Parts, adapter: str) -> tuple[tuple[int, ...], ...]:
-    """What both sides are measured on: prompts as training sees them, completions, and the longest sequence."""
+    """Sequences to measure: prompts as training sees them, completions, and one of the maximum length."""
     asked = parts.spec.rollout.sampling
     tokens = min(asked.max_new_tokens, COMPLETION_TOKENS)
     sampling = replace(sampling_of(parts.spec), max_new_tokens=tokens)
@@ -88,13 +88,13 @@ def _sequences(parts: Parts, adapter: str) -> tuple[tuple[int, ...], ...]:
         for index, prompt in enumerate(parts.sequences[:COMPLETIONS])
     ]
     completions = {each.request_id: each.token_ids_T for each in sample(parts.engine, requests)}
-    # A server takes one token less than its context, for the one that it could sample.
+    # A server accepts one token less than its context, to leave room for one to sample.
     longest = max(map(len, parts.sequences)) + asked.max_new_tokens
     return build_sequences(parts.sequences, completions, min(longest, parts.spec.model.max_sequence_length - 1))
 
 
 def absolute_limits(parts: Parts) -> ParityLimits:
-    """The manifest's, or the precision's."""
+    """The manifest's limits, or the defaults of the precision."""
     asked = parts.spec.parity
     return build_limits(
         parts.facts.precision,
@@ -106,15 +106,15 @@ def absolute_limits(parts: Parts) -> ParityLimits:
 
 
 def step_limits(parts: Parts, state: RunState) -> ParityLimits:
-    """Of a step's own rollouts: the mean's limit is the one that the run started with."""
+    """Limits for a step's own rollouts; the limit of the mean is the one the run started with."""
     return replace(absolute_limits(parts), mean=state.parity_limit)
 
 
 def check_again(parts: Parts, state: RunState, step: int) -> None:
-    """Measures both sides anew after every `parity.everySteps`-th step, as before the first.
+    """Repeats the first measurement of both sides after every `parity.everySteps`-th step.
 
     Raises:
-        GateError: as `check_sides` does.
+        GateError: see `check_sides`.
     """
     every = parts.spec.parity.every_steps
     if every is not None and step % every == 0:
@@ -123,15 +123,15 @@ def check_again(parts: Parts, state: RunState, step: int) -> None:
 
 
 def worst(preflights: Sequence[Preflight]) -> int:
-    """Index of the first that fails, else 0."""
+    """Index of the first failed measurement, else 0."""
     return next((index for index, each in enumerate(preflights) if each.failures), 0)
 
 
 def check_sides(parts: Parts, state: RunState, when: str) -> None:
-    """Measures every copy against the trainer and keeps the figures as `parity/{when}-e…json`.
+    """Measures every copy against the trainer and stores the results as `parity/{when}-e…json`.
 
     Raises:
-        GateError: they differ by more than the manifest allows; with the first layer that does, where that can be seen.
+        GateError: they differ by more than the manifest allows; names the first layer that does, if it can be found.
     """
     assert state.publication is not None
     measured = measure_parity(parts, state.publication, when)
@@ -140,7 +140,7 @@ def check_sides(parts: Parts, state: RunState, when: str) -> None:
         key = f"parity/{when}-e{parts.execution.number:06d}{f'-{index}' if index else ''}.json"
         parts.store.put(key, json.dumps({**each.to_json(), "engine": copy.name}, indent=1).encode())
     index = worst(measured)
-    # A resumed run keeps the limit it started with, so that its rows equal those of an uninterrupted one.
+    # A resumed run keeps the limit it started with, so its rows equal those of an uninterrupted run.
     state.parity_limit = state.parity_limit or measured[index].limit
     if not measured[index].failures:
         return
@@ -156,13 +156,13 @@ def check_sides(parts: Parts, state: RunState, when: str) -> None:
 def compare_sides(
     spec: OrbitRun, *, progress: Progress, manifest_folder: Path | None = None, layers: bool = False
 ) -> Comparison:
-    """Builds both sides as the run would, measures, and ends them. Leaves nothing behind.
+    """Builds both sides as a run would, measures them and shuts them down. Leaves nothing behind.
 
     Args:
-        layers: look into the layers also where the gates hold.
+        layers: search the layers even if all gates hold.
 
     Raises:
-        OrbitError: as `run` does before its first step.
+        OrbitError: the same errors that `run` raises before its first step.
     """
     resolved = resolve(spec, machine_facts(), folder=manifest_folder)
     with ExitStack() as closing:

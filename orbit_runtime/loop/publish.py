@@ -1,7 +1,7 @@
 """One publish: bytes to the store, bytes to the engine, proof.
 
-Belongs here: the order of these acts. Does not belong here: what the proof checks (`parity.liveness`), which version
-is sampled from and when an older one leaves (`versions`).
+Belongs here: the order of these steps. Does not belong here: what the proof checks (`parity.liveness`), which version
+samples and when an older one is unloaded (`versions`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from orbit_runtime.storage import Content, Execution, Store, Stored, standing_co
 from orbit_runtime.types import AdapterFiles, Copy, Engine, Scored, Trainer
 
 ADAPTERS, MODELS = "adapters/", "models/"
-"""Where a run folder keeps what was published: adapters, or where the whole of it trains, models."""
+"""Where a run folder keeps what was published: adapters, or models if all weights train."""
 
 
 def adapter_name(version: int) -> str:
@@ -36,14 +36,14 @@ def adapter_name(version: int) -> str:
 
 @dataclass(frozen=True)
 class Publication:
-    """What stands in the engine now, with its evidence."""
+    """The policy that the engine holds now, with its evidence."""
 
     adapter: AdapterFiles
     proofs: tuple[Proof, ...]
-    """One per copy of the engine."""
+    """One for each copy of the engine."""
     readings: tuple[Reading, ...]
     unproven: int = 0
-    """Publishes in a row, this one included, that noise kept from being proven."""
+    """Consecutive publishes, including this one, that could not be proven because of noise."""
 
     @property
     def is_proven(self) -> bool:
@@ -51,7 +51,7 @@ class Publication:
 
     @property
     def proof(self) -> Proof:
-        """The one that came closest to its limit; there is one wherever an engine is."""
+        """The proof with the smallest margin to its limit; there is at least one if there is an engine."""
         return max(self.proofs, key=lambda proof: proof.change_error)
 
     @property
@@ -65,40 +65,40 @@ class Publication:
 
 @dataclass(frozen=True)
 class Publisher:
-    """The two sides and the canary; the same for a whole run."""
+    """The two sides and the canary, which stay the same for a whole run."""
 
     store: Store
     execution: Execution
     keeper: Keeper
-    """Writes the adapter beside its load and its proof; the publish is durable once the keeper was waited for."""
+    """Writes the adapter while it is loaded and proven; the publish is durable once `keeper.wait` returns."""
     engine: Engine
     trainer: Trainer
     canary_T: tuple[int, ...]
     change_limit: float
     base_weights: str
-    """Digest of the base's files; it travels with the adapter, which is good for no other base."""
+    """Digest of the base's files; stored with the adapter, which fits no other base."""
     bisect: Bisect
-    """What looks for rank, layer and tensor where a proof failed."""
+    """Finds the rank, layer and tensor at fault when a proof fails."""
     base_limit: float = math.inf
-    """Of the mean |d| on the canary with no adapter."""
+    """Limit for the mean |d| on the canary with no adapter."""
     max_unproven: int = 0
-    """Publishes in a row that noise may keep from being proven."""
+    """Consecutive publishes that noise may leave unproven."""
 
     def publish(self, version: int, previous: Publication | None) -> Publication:
-        """Publishes the trainer's adapter as `policy-v{version}` and proves it on every copy, beside `previous`.
+        """Publishes the trainer's adapter as `policy-v{version}` and proves it on every copy, alongside `previous`.
 
-        The engine is filled from the published bytes, never from the trainer's tensors.
+        The engine loads the published bytes, never the trainer's tensors.
 
         Raises:
-            GateError: a check failed, or too many publishes in a row were unproven; the evidence is stored and
-                `previous` still stands.
+            GateError: a check failed, or too many consecutive publishes were unproven; the evidence is stored and
+                `previous` stays active.
         """
         adapter = publishable(self.trainer, version)
         adapted, base = self.trainer.score(self.canary_T)
         facts = adapter_facts(adapter, self.canary_T, (adapted, base), self.base_weights)
         self.keeper.submit(partial(write_adapter_bundle, self.store, self.execution, adapter, facts))
         assert adapter.pieces is not None
-        # The same for every copy, and nothing that a server should wait for.
+        # The same for every copy; computed before any server waits for it.
         expected = expected_applied_digest(adapter.files, adapter.pieces)
         told = self.bisect.explain_trainer(adapter) if adapted.applied_digest != expected else []
         try:
@@ -113,7 +113,7 @@ class Publisher:
         pairs = [*zip(copies, previous.readings if previous else (None,) * len(copies), strict=True)]
         prove_one = partial(self._prove, adapter, expected, (adapted, base))
         if len(pairs) == 1:
-            # It may compute in this process, and how many threads torch takes is a setting of the caller's thread.
+            # The copy may compute in this process, and torch's thread count is a setting of the calling thread.
             found = [prove_one(pairs[0])]
         else:
             # Each copy is another server, and most of a proof is waiting for it.
@@ -146,8 +146,8 @@ class Publisher:
 def adapter_facts(
     adapter: AdapterFiles, canary_T: Sequence[int], scores: tuple[Scored, Scored], base_weights: str
 ) -> dict[str, Any]:
-    """What travels with an adapter: whose base it is for, and what `serve` needs to repeat the effect check with no
-    trainer. Args: scores: of the canary, with the adapter and without."""
+    """Facts stored with an adapter: the base it is for, and what `serve` needs to repeat the effect check without a
+    trainer. Args: scores: scores of the canary, with the adapter and without."""
     adapted, base = scores
     canary = {"token_ids": canary_T, "logprobs": adapted.logprobs_T, "base_logprobs": base.logprobs_T}
     of_base = {"weights": base_weights}
@@ -155,7 +155,7 @@ def adapter_facts(
 
 
 def write_adapter_bundle(store: Store, execution: Execution, adapter: AdapterFiles, facts: Mapping[str, Any]) -> None:
-    """`adapters/policy-v…/`, under PEFT's names."""
+    """Writes `adapters/policy-v…/`, with PEFT's file names."""
     assert adapter.pieces is not None
     if isinstance(adapter.files, Stored):
         parts = {name: standing_content(part) for name, part in adapter.files.parts.items()}
@@ -167,7 +167,7 @@ def write_adapter_bundle(store: Store, execution: Execution, adapter: AdapterFil
 def write_model_bundle(
     store: Store, execution: Execution, model: AdapterFiles, beside: Mapping[str, bytes], facts: Mapping[str, Any]
 ) -> None:
-    """`models/policy-v…/`, which transformers loads. Args: beside: its other files (`whole_files`)."""
+    """Writes `models/policy-v…/`, which transformers loads. Args: beside: its other files (`whole_files`)."""
     assert model.pieces is not None
     parts = {name: _content(data, model.pieces[name]) for name, data in model.files.items()}
     write_bundle(
@@ -176,7 +176,7 @@ def write_model_bundle(
 
 
 def whole_files(folder: Path) -> dict[str, bytes]:
-    """What a model's folder holds besides weights, for one of the same structure in BF16."""
+    """The files of a model folder other than weights, adjusted for a BF16 model of the same structure."""
     files = {name: (folder / name).read_bytes() for name in FILES if (folder / name).is_file()}
     config = json.loads(files["config.json"])
     for name in ("dtype", "torch_dtype"):
@@ -186,12 +186,12 @@ def whole_files(folder: Path) -> dict[str, bytes]:
 
 
 def _content(data: Buffer, pieces: Pieces) -> Content:
-    """A file that was hashed when it was made, and lies in memory."""
+    """A file in memory that was hashed when it was made."""
     return Content(memoryview(data).nbytes, lambda: split(data, pieces), pieces)
 
 
 def _evidence(failed: Sequence[tuple[Proof, Reading]]) -> dict[str, Any]:
-    """The first failed copy's numbers, and those of the others below `others`."""
+    """Numbers of the first failed copy, with those of the other failed copies under `others`."""
     told = [
         proof.to_json() | {"trainer_logprobs": reading.trainer_T, "engine_logprobs": reading.engine_T}
         for proof, reading in failed

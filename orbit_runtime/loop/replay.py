@@ -1,6 +1,6 @@
-"""Training a run's recorded rollouts again, with no engine and no rewards: the same adapter comes out, bit for bit.
+"""Trains on a run's recorded rollouts again, without engine or rewards, to get the same adapter bit for bit.
 
-Belongs here: reading back what a run kept, and comparing. Does not belong here: how a batch trains (`training`).
+Belongs here: reading what a run recorded, and comparing. Does not belong here: how a batch trains (`training`).
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from orbit_runtime.types import Group, Prompt, Rollout
 
 @dataclass(frozen=True)
 class Replay:
-    """The steps that were trained again, and whether they could have the run's bits."""
+    """The replayed steps, and whether this process can reproduce the run's bits."""
 
     steps: tuple[ReplayedStep, ...]
     elsewhere: tuple[str, ...]
-    """In what this process differs from those that trained the run, of what decides how sums are rounded."""
+    """Differences between this process and those that trained the run, in facts that decide how sums are rounded."""
 
     @property
     def is_equal(self) -> bool:
@@ -49,7 +49,7 @@ class Replay:
 
 @dataclass(frozen=True)
 class ReplayedStep:
-    """One step, then and now."""
+    """One step, as recorded and as replayed."""
 
     step: int
     recorded: str
@@ -64,18 +64,18 @@ class ReplayedStep:
 def replay(
     store: Store, *, steps: int | None, show: Callable[[int, int], None], search_path: Sequence[str] = ()
 ) -> Replay:
-    """Ends at the first step that differs: every later one would.
+    """Replays steps in order, and ends at the first that differs, because all later ones would too.
 
     Args:
         store: a run folder; nothing is written to it.
-        steps: replay only so many.
-        show: is told after each step how many are done, of how many.
-        search_path: folders that an own loss or own advantages are imported from, after `environment.code`.
+        steps: maximum number of steps to replay.
+        show: called after each step with the number of steps done and the total.
+        search_path: folders that a custom loss or advantage function is imported from, after `environment.code`.
 
     Raises:
         UsageError: there is no run, or the checkpoint that it began from is gone.
-        ModelError: the base is another one now.
-        DataError: rollouts or row of a step are missing or unreadable.
+        ModelError: the base has changed.
+        DataError: rollouts or the row of a step are missing or unreadable.
     """
     before = read_run_file(store)
     rows = _rows(store)
@@ -95,11 +95,11 @@ def replay(
     folder = inputs.model()
     check_weights_known(store.uri, before["identity"])
     if kept_weights_digest(folder, Cache(default_cache(os.environ))) != before["identity"][WEIGHTS]:
-        raise ModelError("the base has other bytes than when the run began", where=spec.model.uri)
+        raise ModelError("the base has changed since the run began", where=spec.model.uri)
     policy = build_policy(resolved, folder, decide_division(resolved, folder).recompute, lambda _: None)
     teacher = open_teacher(spec)
     if teacher_digest(teacher).get(CONTENT) != before["identity"].get(CONTENT):
-        raise ModelError("the teacher is another adapter than when the run began", where=f"{FIELD}.uri")
+        raise ModelError("the teacher's adapter has changed since the run began", where=f"{FIELD}.uri")
     trainer = build_trainer(resolved, policy, loss, teacher, base_model=before["names"]["model"])
     origin = find_origin(resolved.run, before)
     if origin is not None:
@@ -109,7 +109,7 @@ def replay(
         from orbit_runtime.training.megatron.outline import outline_of
 
         if before["identity"].get(INITIAL_CONTENT) != initial.digest:
-            raise ModelError("the adapter has other bytes than when the run began with it", where=INITIAL_FIELD)
+            raise ModelError("the adapter has changed since the run began with it", where=INITIAL_FIELD)
         trainer.load_state(initial_state(outline_of(policy.injected), initial.folder))
     done: list[ReplayedStep] = []
     for row in rows[:steps]:
@@ -125,7 +125,7 @@ def replay(
 
 
 def _in_one_process(manifest: Mapping[str, Any]) -> OrbitRun:
-    """Whoever trained the run: what ranks make of it differs in the last bits, and `rounding` says so."""
+    """The manifest with the Torch trainer. If ranks trained the run, the last bits differ, and `rounding` says so."""
     spec = manifest["spec"]
     training = {**spec["training"], "trainer": "Torch"}
     return OrbitRun.model_validate({**manifest, "spec": {**spec, "training": training}})
@@ -135,7 +135,7 @@ def _rows(store: Store) -> list[MetricsRow]:
     try:
         return [parse_row(line) for line in store.get("metrics.jsonl").splitlines()]
     except NotFound:
-        # The run is under way, or was killed.
+        # The run is in progress, or was killed.
         return [parse_row(store.get(key)) for key in sorted(store.list("metrics/"))]
 
 
@@ -154,6 +154,6 @@ def _groups(store: Store, step: int) -> list[Group]:
 
 
 def _group(rollouts: Sequence[Rollout]) -> Group:
-    """What trained needs no text of the prompt: its tokens stand in every rollout."""
+    """A group without the prompt's text, which training does not need: each rollout contains the prompt's tokens."""
     nothing: dict[str, Any] = {}
     return Group(Prompt(rollouts[0].prompt_id, 0, (), nothing), tuple(rollouts))

@@ -1,6 +1,6 @@
-"""Dynamic sampling: groups that teach nothing are replaced by those of further prompts, up to a bound.
+"""Dynamic sampling: replaces uninformative groups by groups of further prompts, up to a bound.
 
-Belongs here: when more is drawn, and what is told of it. Does not belong here: sampling (`collector`), which
+Belongs here: when more prompts are drawn, and what is reported. Does not belong here: sampling (`collector`), which
 groups train (`advantages`).
 """
 
@@ -22,14 +22,14 @@ def collect_informative(
     max_rounds: int,
     extra: int = 0,
 ) -> Collected:
-    """Collects as many further prompts as groups taught nothing, at most `max_rounds` times.
+    """Collects one further prompt for each group that taught nothing, at most `max_rounds` times.
 
     Args:
-        collect: the first so many groups of these prompts that end.
-        extra: prompts that each round draws besides.
+        collect: returns the first groups of these prompts to end, as many as the second argument says.
+        extra: prompts that each round draws in addition.
 
-    Every group that was sampled comes back, those that teach nothing too: they are recorded and counted like any other
-    (DAPO, arXiv:2503.14476 section 3.2). It ends early where no prompts are left.
+    All sampled groups are returned, including those that teach nothing: they are recorded and counted like any other
+    (DAPO, arXiv:2503.14476 section 3.2). Ends early if no prompts are left.
     """
     wanted = len(collected.groups_P)
     for _ in range(max_rounds):
@@ -42,7 +42,7 @@ def collect_informative(
 
 
 def teaches(group: Group) -> bool:
-    """Two of its rollouts differ in their reward."""
+    """Whether two of its rollouts have different rewards."""
     return is_informative([rollout.reward for rollout in group.rollouts_G])
 
 
@@ -61,13 +61,13 @@ def _joined(one: Collected, other: Collected) -> Collected:
 
 @dataclass(frozen=True, slots=True)
 class GroupCounts:
-    """Of a step: all groups that were sampled, and those that teach nothing."""
+    """Counts over a step: all sampled groups, and those that teach nothing."""
 
     groups: int
     equal: int
-    """Two rewards or more, all of them equal."""
+    """Groups with two rewards or more, all of them equal."""
     masked: int
-    """No rollout trains: each timed out, crashed or is empty."""
+    """Groups without a rollout to train on: each timed out, crashed or is empty."""
 
 
 def count_groups(groups_P: Sequence[Group]) -> GroupCounts:
@@ -78,7 +78,7 @@ def count_groups(groups_P: Sequence[Group]) -> GroupCounts:
 
 
 def what_is_missing(groups_P: Sequence[Group], samples_D: Sequence[Sample], *, wanted: int, max_rounds: int) -> str:
-    """What is to be said of a step that has less to learn from than it should; empty for any other."""
+    """A message for a step that has less to learn from than it should; empty for any other."""
     counts = count_groups(groups_P)
     seen = f"of {counts.groups} groups {counts.equal} have equal rewards, {counts.masked} no rollout that trains"
     if not any(any(sample.columns["advantage"]) for sample in samples_D):

@@ -1,6 +1,6 @@
-"""Continuing a run from its folder: is it the same run, and from which checkpoint.
+"""Continuing a run from its folder: whether it is the same run, and from which checkpoint.
 
-Belongs here: comparing what was asked then and now, choosing a checkpoint, restoring every part from it.
+Belongs here: comparing the manifests of then and now, choosing a checkpoint, restoring every part from it.
 Does not belong here: reading and verifying bytes (`storage`).
 """
 
@@ -26,7 +26,7 @@ MOVABLE = re.compile(
 
 
 def read_run_file(store: Store) -> dict[str, Any] | None:
-    """`run.json` of the folder, or `None` where no run was started here."""
+    """The folder's `run.json`; `None` if no run was started there."""
     try:
         return dict(json.loads(store.get(RUN_FILE)))
     except NotFound:
@@ -36,19 +36,19 @@ def read_run_file(store: Store) -> dict[str, Any] | None:
 
 
 def check_same_run(store: Store, before: Mapping[str, Any], resolved: Resolved) -> list[str]:
-    """Refuses another run's settings; returns what changed and may change, one line each.
+    """Refuses the settings of a different run; returns one line for each setting that changed and may change.
 
-    That a model, prompts or code lie elsewhere is no other run; `content` tells whether they are still the same.
+    A new location of model, prompts or code does not make a different run; `content` checks that they are the same.
 
     Raises:
-        OutputError: an identity field differs, each named with both values.
+        OutputError: identity fields differ; the message gives both values of each.
     """
     changed = differences(before["resolved"], resolved.run.to_manifest())
     refused = [each for each in changed if each.set == "identity"]
     if refused:
         lines = "".join(f"\n  {each.path}: {each.old!r} then, {each.new!r} now" for each in refused)
         raise OutputError(
-            f"the folder holds a run that differs in what changes its numbers:{lines}",
+            f"the folder holds a run with other settings that affect its numbers:{lines}",
             where=store.uri,
             fix="restore those fields to continue it, or choose another --out for a new run",
         )
@@ -57,13 +57,13 @@ def check_same_run(store: Store, before: Mapping[str, Any], resolved: Resolved) 
         if MOVABLE.fullmatch(each.path)
         else f"{each.path}: {each.old!r} then, {each.new!r} now"
         for each in changed
-        # What is left to the plan has not changed.
+        # A field left to the plan has not changed.
         if each.new != "Auto"
     ]
 
 
 def find_checkpoint(store: Store, *, in_place: bool = False) -> tuple[Bundle | None, tuple[str, ...]]:
-    """The newest checkpoint that verifies, and why newer ones do not. Args: in_place: another process reads it."""
+    """The newest valid checkpoint, and why newer ones are invalid. Args: in_place: another process reads it."""
     return newest_readable(store, "checkpoints/", in_place=in_place)
 
 
@@ -77,7 +77,7 @@ def restored_wrongly(found: str, state: RunState) -> GateError:
 
 
 def restore(parts: RunParts, state: RunState, bundle: Bundle) -> None:
-    """Brings trainer, prompts and counters to the checkpoint; the engine follows by the publish that comes next.
+    """Restores trainer, prompts and counters from the checkpoint; the engine follows with the next publish.
 
     Raises:
         OutputError: the checkpoint belongs to another run.
@@ -85,7 +85,7 @@ def restore(parts: RunParts, state: RunState, bundle: Bundle) -> None:
     facts = bundle.facts
     if facts["identity"] != parts.identity:
         raise OutputError(
-            f"{bundle.prefix} was written by a run of another identity",
+            f"{bundle.prefix} was written by a different run",
             where=parts.store.uri,
             fix="choose another --out",
         )

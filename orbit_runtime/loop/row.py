@@ -1,6 +1,6 @@
-"""A step's metrics row from the results of its stages, and the gate on its parity.
+"""Builds a step's metrics row from the results of its stages, and checks the parity of its rollouts.
 
-Belongs here: gathering numbers under their names. Does not belong here: what the names mean (`observability.metrics`).
+Belongs here: collecting numbers under their names. Does not belong here: their meaning (`observability.metrics`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def step_row(
     seconds_publish: float,
     seconds_total: float,
 ) -> MetricsRow:
-    """The row as it is written before the step's checkpoint: `seconds_checkpoint` is unknown, the total without it."""
+    """The row before the step's checkpoint: `seconds_checkpoint` is unknown, and not part of the total."""
     assert state.publication is not None
     rollouts = [rollout for group in collected.groups_P for rollout in group.rollouts_G]
     rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
@@ -83,12 +83,12 @@ def step_row(
 def prompt_numbers(
     prompts: PromptStream, cursor: Mapping[str, Any], groups_P: Sequence[Group]
 ) -> dict[str, float | None]:
-    """Pass rates and sources. `cursor`: behind the prompts of the step."""
+    """Pass rates and statistics by source. `cursor`: position after the prompts of the step."""
     return {**pass_rates(prompts), **by_source(prompts.epochs(cursor), groups_P)}
 
 
 def pass_rates(prompts: PromptStream) -> dict[str, float]:
-    """Of runs that keep them."""
+    """Counts of a run that keeps pass rates; empty for others."""
     if prompts.rates is None:
         return {}
     tried, too_hard, too_easy = prompts.rates.counts()
@@ -96,7 +96,7 @@ def pass_rates(prompts: PromptStream) -> dict[str, float]:
 
 
 def by_source(epochs_of: Mapping[str, float], groups_P: Sequence[Group]) -> dict[str, float | None]:
-    """Field → each source's mean reward, groups and epochs in the step, where sources have weights."""
+    """Field → each source's mean reward, groups and epochs in the step; empty unless sources have weights."""
     found: dict[str, float | None] = {}
     for name, epochs in epochs_of.items():
         own_P = [group for group in groups_P if group.prompt.prompt_id.rpartition("/")[0] == name]
@@ -115,20 +115,20 @@ def _mean(numbers: Iterable[float]) -> float | None:
 
 
 def reward_parts(rollouts: Sequence[Rollout]) -> dict[str, float | None]:
-    """Field → mean of each of several rewards over the scored rollouts: times their weights they add up to
-    `reward_mean`. Empty for one reward, which is the mean itself but for its weight."""
+    """Field → mean of each reward over the scored rollouts; weighted, these add up to `reward_mean`. Empty for a single
+    reward, whose mean is `reward_mean` up to its weight."""
     names = list(rollouts[0].reward_parts) if rollouts else []
     if len(names) < 2:
         return {}
     scored = [rollout.reward_parts for rollout in rollouts if rollout.reward is not None]
-    # A part without a value in a scored rollout was no answer, which counts 0 in the sum as well.
+    # A scored rollout without a value for a part had no answer there, which counts as 0 in the sum as well.
     return {
         part_field(name): statistics.fmean(parts[name] or 0.0 for parts in scored) if scored else None for name in names
     }
 
 
 def with_checkpoint(row: MetricsRow, seconds: float) -> MetricsRow:
-    """The row with `seconds` more of making its step durable."""
+    """The row with `seconds` more spent on making its step durable."""
     total = (row.number("seconds_total") or 0.0) + seconds
     tokens = row.number("tokens") or 0.0
     kept = (row.number("seconds_checkpoint") or 0.0) + seconds
@@ -137,7 +137,7 @@ def with_checkpoint(row: MetricsRow, seconds: float) -> MetricsRow:
 
 
 def check_parity(result: UpdateResult, limits: ParityLimits, *, enforce: bool) -> None:
-    """Raises GateError (84) where this step's own rollouts differ from the trainer by more than the limits."""
+    """Raises GateError (84) if engine and trainer differ on this step's rollouts by more than the limits."""
     if "parity_mean" not in result.metrics or not enforce:
         return
     found = {name: result.metrics[f"parity_{name}"] for name in ("mean", "p99", "k3", "outside", "tokens")}

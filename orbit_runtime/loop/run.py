@@ -1,6 +1,6 @@
-"""`run`: a manifest in, a run folder out. Opens, continues, runs, reports and closes, whatever happens in between.
+"""`run`: a manifest in, a run folder out. Opens, continues, runs, reports and closes, also after an error.
 
-Belongs here: the life of one execution. Does not belong here: the order of a step (`steps`), wiring (`build`).
+Belongs here: the life cycle of one execution. Does not belong here: the order of a step (`steps`), wiring (`build`).
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ from orbit_runtime.spec import OrbitRun, Resolved, identity_fields, keep_decisio
 from orbit_runtime.storage import Execution, Store, claim_execution, compact_rows, open_store
 
 ATTEMPT_VARIABLE = "ORBIT_ATTEMPT"
-"""Set by the operator: the attempt's name. Such a start takes over from an execution that still looks alive."""
+"""Name of the attempt, set by the operator. Such a start takes over from an execution that still looks alive."""
 
 
 _MISTAKES = (DataError, ManifestError, ModelError, UnsupportedError, UsageError)
-"""What the user mends in the manifest and starts again; `withdraw` keeps a folder that holds more than the claim."""
+"""Errors that the user fixes before starting again; `withdraw` spares a folder that holds more than the claim."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,8 @@ class RunResult:
     """How a run ended."""
 
     ended: str
-    """`done`, `exhausted` (no prompts left), `converged` (SFT that got no better) or `stopped` (on request,
-    resumable)."""
+    """`done`, `exhausted` (no prompts left), `converged` (SFT that no longer improves) or
+    `stopped` (on request, resumable)."""
     uri: str
     report: Mapping[str, Any]
     """The content of `report.json`."""
@@ -93,15 +93,15 @@ def run(
     manifest_folder: Path | None = None,
     sides: Sides | None = None,
 ) -> RunResult:
-    """Trains until the last step, a stop request or an error; continues where the folder's newest checkpoint stands.
+    """Trains until the last step, a stop request or an error; continues from the folder's newest checkpoint.
 
     Args:
-        out: the run folder itself; else `<storage.uri>/<name>`.
+        out: the run folder; default `<storage.uri>/<name>`.
         rewards: functions by reward name, used instead of the manifest's. Such a run can resume only with the same
-            functions, which the report says.
-        loss, advantages: likewise, in the place of `algorithm.entrypoint` and `algorithm.advantage.entrypoint`.
-        manifest_folder: what relative paths and entry points of the manifest refer to; the working folder unless given.
-        sides: trainer and engine in other processes; None: in this one, or started by it.
+            functions; the report says so.
+        loss, advantages: likewise, instead of `algorithm.entrypoint` and `algorithm.advantage.entrypoint`.
+        manifest_folder: base of the manifest's relative paths and entry points; default: the working folder.
+        sides: trainer and engine in other processes; None: in this process, or started by it.
 
     Raises:
         OrbitError: with the exit code of its kind; the run folder then holds the last durable step.
@@ -129,7 +129,7 @@ def run(
             with told_where_memory_ran_out(show):
                 ended, report = _run(resolved, store, execution, show, stop, given, closing)
         except StoppedOnRequest as request:
-            # Before the first step, such as in mid-download.
+            # Stopped before the first step, for example during a download.
             ended = "stopped"
             show.status.update(phase="Stopped", message=str(request), exit_code=EXIT_STOPPED)
             raise
@@ -185,7 +185,7 @@ def _run(
     elif initial is not None:
         begin_with(parts, state, initial)
     for reason in skipped:
-        state.warn(f"a damaged checkpoint was passed over: {reason}")
+        state.warn(f"skipped a damaged checkpoint: {reason}")
     for change in changes:
         show.note(f"changed since the last start: {change}")
     _warn(parts, state, given.functions)
@@ -209,7 +209,7 @@ def _run(
 
 
 def _nothing_left(done: int, total: int) -> str:
-    """For a run that already has the steps its manifest asks for, or more: nothing of it is undone."""
+    """Message for a run that already has as many steps as its manifest asks for, or more; none is undone."""
     if done > total:
         return (
             f"nothing left to train: spec.training.steps is {total}, and {done} steps are done already; all of them "
@@ -219,9 +219,9 @@ def _nothing_left(done: int, total: int) -> str:
 
 
 def _start_policy(parts: Parts, state: RunState, *, is_new: bool) -> None:
-    """Publishes the current policy with proof, then measures parity on real prompts, before a token is sampled.
+    """Publishes the current policy with proof, then measures parity on real prompts, before any token is sampled.
 
-    Args: is_new: no step of the run is done, so that a teacher is to be asked first.
+    Args: is_new: no step of the run is done yet, so a teacher is checked first.
     """
     parts.show.stage("preflight")
     state.publication = parts.publisher.publish(state.policy_version, None)
@@ -268,7 +268,7 @@ def _build_show(
 
 
 SMALLEST_USUAL_RATE = 5e-6
-"""Rates below are those of training all weights, about a tenth of an adapter's (LoRA Without Regret, 2025)."""
+"""Lower rates suit training all weights, about a tenth of an adapter's (LoRA Without Regret, 2025)."""
 
 
 def _warn(parts: Parts | SftParts, state: RunState, functions: Sequence[str]) -> None:
@@ -282,7 +282,7 @@ def _warn(parts: Parts | SftParts, state: RunState, functions: Sequence[str]) ->
         _warn_of_rollouts(parts, state)
     if functions:
         state.warn(
-            f"given from Python: {', '.join(functions)}. The run goes on with the same functions only; they are "
+            f"given from Python: {', '.join(functions)}. The run can resume only with the same functions; they are "
             "compared by their own source, not by what they call"
         )
     for warning in state.warnings:
@@ -296,8 +296,8 @@ def _warn_of_rollouts(parts: Parts, state: RunState) -> None:
     kl = (algorithm.kl.coefficient > 0, objective.kl_placement, objective.kl_estimator)
     if kl == (True, "Loss", "K1") and not algorithm.kl.importance_weighted:
         state.warn(
-            "the gradient of K1 in the loss is 0 on average, so it holds the policy to nothing (arXiv:2506.09477): set "
-            "algorithm.kl.importanceWeighted, or estimator: K2, or placement: Reward"
+            "the gradient of K1 in the loss is 0 on average, so it does not constrain the policy (arXiv:2506.09477): "
+            "set algorithm.kl.importanceWeighted, or estimator: K2, or placement: Reward"
         )
     if parts.resolved.engine == "SGLang" and parts.resolved.device == "cpu" and parts.facts.precision != "BF16":
         state.warn(f"on a CPU SGLang serves the {parts.facts.precision} base dequantised to BF16 (the same values)")
@@ -309,8 +309,8 @@ def _warn_of_rollouts(parts: Parts, state: RunState) -> None:
     for copy in parts.engine.copies():
         if not copy.reads_back:
             state.warn(
-                f"{copy.name} cannot tell what stands in its slots (Orbit's plug-in does not run in it): a publish is "
-                "proven there by the canary's log-probs alone"
+                f"{copy.name} cannot read its slots back (it runs without Orbit's plug-in): a publish is proven there "
+                "by the canary's log-probs alone"
             )
 
 
@@ -323,7 +323,7 @@ def _write_run_file(
     initial: Initial | None,
     started: float,
 ) -> None:
-    """`run.json`: what was asked, what it was resolved to, digests, versions, the seed, and where it was computed."""
+    """Writes `run.json`: the manifest as given and as resolved, digests, versions, seed, and where it was computed."""
     content = {
         "name": parts.run.name,
         **parts.resolved.to_json(),
@@ -349,7 +349,7 @@ def _write_run_file(
 
 
 def _finish(store: Store, ended: str) -> Mapping[str, Any]:
-    """Compacts the rows and writes the report; what it says comes from the folder, not from memory."""
+    """Compacts the rows and writes the report, from the folder's content and not from memory."""
     compact_rows(store, "metrics/", "metrics.jsonl")
     report = build_report(store, ended=ended)
     store.put("report.json", json.dumps(report.to_json(), indent=1).encode())

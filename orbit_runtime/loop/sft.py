@@ -1,10 +1,10 @@
-"""Supervised fine-tuning, one screen: take demonstrations → train → measure what was held out → keep.
+"""Supervised fine-tuning on one screen: take demonstrations → train → measure held-out loss → keep.
 
-Belongs here: what such a run is made of, and the order of its steps. Does not belong here: demonstrations themselves
-(`data.demonstrations`), how a batch trains (`training`), the life of a run (`run`).
+Belongs here: the parts of such a run, and the order of its steps. Does not belong here: demonstrations themselves
+(`data.demonstrations`), how a batch trains (`training`), the life cycle of a run (`run`).
 
-Nothing is sampled, so there is no engine: an adapter is written, with what whoever loads it needs to prove that it
-arrived, and is proven by the run, server or evaluation that does.
+Nothing is sampled, so there is no engine. The adapter is written together with what a loader needs to prove that it
+arrived, and the run, server or evaluation that loads it proves it.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ from orbit_runtime.types import AdapterFiles, Prompt, Sample, UpdateResult
 from orbit_runtime.workers.garbage_collection import gc_paused, unfreeze_objects
 
 ROWS_SECONDS = 5.0
-"""Rows are stored together: a step may take milliseconds, and a store's answer more than that."""
+"""Interval at which rows are stored together: a step may take milliseconds, and a write to the store longer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,14 +75,14 @@ class SftParts(RunParts):
     """Everything that supervised fine-tuning needs, built and checked."""
 
     encoded: Mapping[str, Encoded]
-    """By prompt id."""
+    """Encoded demonstrations by prompt id."""
     held_out: tuple[Encoded, ...]
-    """What the policy is measured on, and never trained on."""
+    """Demonstrations that the policy is measured on and never trained on."""
     canary_T: tuple[int, ...]
     weights: str
     """Digest of the base's files."""
     whole_files: Mapping[str, bytes] | None
-    """Where the whole of the model trains: what stands beside its weights. None: an adapter does."""
+    """Files to publish beside the weights if all weights train; None if an adapter trains."""
 
     @property
     def validation(self) -> Validation:
@@ -100,9 +100,9 @@ def build_sft(
     names: Names,
     closing: ExitStack,
 ) -> SftParts:
-    """Fetches and reads demonstrations and model, and wires them. What must be closed is pushed on `closing`.
+    """Fetches and reads demonstrations and model, and wires them. Pushes everything to be closed on `closing`.
 
-    Args: sides: the trainer in another process.
+    Args: sides: set if the trainer is in another process.
     """
     spec = resolved.run.spec
     if spec.training.trainer == "Megatron":
@@ -161,10 +161,10 @@ def build_sft(
 
 
 def _tell(show: Show, patience: Patience, _done: int, _all: int) -> None:
-    """Between two of many conversations. Raises StoppedOnRequest where the run is to stop."""
+    """Called between conversations. Raises StoppedOnRequest if the run is to stop."""
     show.status.beat()
     if patience.stop():
-        raise StoppedOnRequest("stopped while demonstrations were tokenised; the same command begins again")
+        raise StoppedOnRequest("stopped while demonstrations were tokenised; the same command starts again")
 
 
 def _told(encoded: Sequence[Encoded]) -> str:
@@ -175,15 +175,15 @@ def _told(encoded: Sequence[Encoded]) -> str:
 def run_sft(parts: SftParts, state: RunState, stop: StopFlag) -> str:
     """Runs steps until the last one; returns why it ended: `done`, `exhausted`, `converged` or `stopped`.
 
-    Where demonstrations are held out, an adapter is written whenever it is the best so far, so that the newest is the
-    one to hand on; else with every checkpoint.
+    With held-out demonstrations, an adapter is written whenever it is the best so far, so the newest is the one to use.
+    Without, an adapter is written with every checkpoint.
     """
     training, checkpoint = parts.spec.training, parts.spec.checkpoint
     rows = _Rows(parts)
     first, ended = state.step, "done"
     if parts.held_out and state.validated.first is None:
         loss = _measure(parts, state)
-        parts.show.note(f"before training, the held-out answers cost {loss:.4f} nats a token")
+        parts.show.note(f"before training, the held-out loss is {loss:.4f} nats per token")
     try:
         while state.step < training.steps:
             if stop:
@@ -205,7 +205,7 @@ def run_sft(parts: SftParts, state: RunState, stop: StopFlag) -> str:
                 row = build_row(**{**row, "validation_loss": loss, "seconds_evaluate": time.monotonic() - started})
             rows.add(row)
             if state.step % checkpoint.every_steps == 0 and not is_last:
-                # Only then does the step exist: none that a resume continues from is without its row.
+                # Only then does the step exist: every step that a resume continues from has its row.
                 rows.flush()
                 row = with_checkpoint(row, _keep(parts, state))
                 rows.add(row)
@@ -215,8 +215,8 @@ def run_sft(parts: SftParts, state: RunState, stop: StopFlag) -> str:
         rows.flush()
     if ended == "converged":
         parts.show.note(
-            f"ended early: in the last {state.validated.since} measurements no better than the "
-            f"{state.validated.best:.4f} nats a token after step {state.validated.best_step}"
+            f"ended early: the last {state.validated.since} measurements did not improve on "
+            f"{state.validated.best:.4f} nats per token after step {state.validated.best_step}"
         )
     if state.step > first:
         _keep_newest(parts, state)
@@ -225,7 +225,7 @@ def run_sft(parts: SftParts, state: RunState, stop: StopFlag) -> str:
 
 
 def _measure(parts: SftParts, state: RunState) -> float:
-    """The loss of what was held out. Where none was lower, the adapter is written."""
+    """Returns the held-out loss. Publishes the adapter if the loss is the lowest so far."""
     parts.show.stage("evaluate", state.step)
     loss = validation_loss(parts)
     if state.validated.take(state.step, loss):
@@ -235,7 +235,7 @@ def _measure(parts: SftParts, state: RunState) -> float:
 
 
 def validation_loss(parts: SftParts) -> float:
-    """Mean cross-entropy of the held-out answers' tokens, in nats."""
+    """Mean cross-entropy over the tokens of held-out answers, in nats."""
     samples_D = build_demonstration_samples(parts.held_out)
     tokens = sum(sum(each.loss_mask_T) for each in parts.held_out)
     return -math.fsum(math.fsum(column) for column in parts.trainer.logprobs(samples_D)) / tokens
@@ -247,7 +247,7 @@ def _has_converged(parts: SftParts, state: RunState) -> bool:
 
 
 def _keep(parts: SftParts, state: RunState) -> float:
-    """Begins the step's checkpoint, once the one before is durable; returns the seconds that this took of the loop."""
+    """Begins the step's checkpoint once the previous one is durable; returns the seconds that the loop spent on it."""
     started = time.monotonic()
     _settle(parts, state)
     if not parts.held_out:
@@ -257,8 +257,8 @@ def _keep(parts: SftParts, state: RunState) -> float:
 
 
 def _keep_newest(parts: SftParts, state: RunState) -> None:
-    """However it ended, the newest step is durable, and says that the base is still the one it started on."""
-    # The whole of a model that trains leaves no base behind.
+    """Makes the newest step durable, however the run ended, and records the base digest again."""
+    # If all weights train, no base is left to compare.
     state.base_digest_after = None if parts.whole_files is not None else parts.side.base_digest()
     if state.checkpoint_begun != state.step:
         _keep(parts, state)
@@ -268,7 +268,7 @@ def _keep_newest(parts: SftParts, state: RunState) -> None:
 
 
 def _publish(parts: SftParts, state: RunState) -> None:
-    """The trainer's adapter, or model, as `policy-v{step}`, for whoever loads it next."""
+    """Writes the trainer's adapter, or model, as `policy-v{step}`."""
     parts.show.stage("publish", state.step)
     made = publishable(parts.trainer, state.step)
     if parts.whole_files is None:
@@ -287,11 +287,11 @@ def _settle(parts: SftParts, state: RunState) -> None:
 
 
 def check_restored(parts: SftParts, state: RunState) -> None:
-    """A resumed trainer holds the very adapter that its checkpoint names, where that is the one of its step. Without
-    a checkpoint, nothing is to be checked.
+    """Checks that a resumed trainer holds the adapter named by its checkpoint, if that adapter is of the same step.
+    Without a checkpoint there is nothing to check.
 
     Raises:
-        GateError: it holds another.
+        GateError: it holds another adapter.
     """
     expected, version = state.expected_digest, state.policy_version
     if expected is None:

@@ -1,4 +1,4 @@
-"""What a run shows while it runs: terminal, status port and metrics, fed from one place.
+"""What a run displays while it runs: terminal, status port and metrics, fed from one place.
 
 Belongs here: passing the same facts to every display. Does not belong here: how they look (`observability`).
 """
@@ -18,21 +18,21 @@ from orbit_runtime.observability.trackers import Tracking
 
 
 class Show:
-    """The run's displays. Safe to call from the loop's thread only, but for `stopping`."""
+    """The run's displays. Call them from the loop's thread only, except for `stopping`."""
 
     def __init__(
         self, progress: Progress, status: RunStatus, metrics: RunMetrics, *, keeps_rollouts: bool = False
     ) -> None:
-        """Args: keeps_rollouts: a stop keeps those of a step that is not complete."""
+        """Args: keeps_rollouts: whether a stop keeps the rollouts of an incomplete step."""
         self.keeps_rollouts = keeps_rollouts
         self.progress = progress
         self.status = status
         self.metrics = metrics
         self.trackers: Sequence[Tracking] = ()
         self.current = "start"
-        """The stage that the run is in."""
+        """The run's current stage."""
         self.step_now: int | None = None
-        """The step that this stage is of; None: of the start."""
+        """The step that the stage belongs to; None during the start."""
 
     def stage(self, name: str, step: int | None = None) -> None:
         self.current = name
@@ -44,7 +44,7 @@ class Show:
         self.progress.note(message, **facts)
 
     def stopping(self) -> None:
-        """What a request to stop leads to, said at once. Safe to call from any thread."""
+        """Announces at once what a stop request leads to. Safe to call from any thread."""
         self.progress.note(stop_sentence(self.current, self.step_now, keeps_rollouts=self.keeps_rollouts))
 
     def step(self, row: MetricsRow, state: RunState) -> None:
@@ -56,7 +56,7 @@ class Show:
         self._track(row)
 
     def evaluation(self, row: MetricsRow) -> None:
-        """What was evaluated behind this row's step, which may have been shown already."""
+        """Shows the evaluation after this row's step; the step itself may have been shown already."""
         self.metrics.observe_evaluation(row)
         self.metrics.set_progress(time.time())
         self._track(row)
@@ -66,7 +66,7 @@ class Show:
             tracker.row(row)
 
     def checkpoint(self, state: RunState) -> None:
-        """The newest step that is durable."""
+        """Shows the newest durable step."""
         kept = state.checkpoint_step
         if kept:
             self.status.update(last_checkpoint_step=kept, last_checkpoint=checkpoint_prefix(kept))
@@ -81,9 +81,9 @@ def stop_sentence(stage: str, step: int | None, *, keeps_rollouts: bool = False)
     if step is None:
         return f"stopping as soon as this is done: {stage}; press Ctrl-C again to end it at once"
     if stage == "collect" and keeps_rollouts:
-        return "stopping: what was sampled of later steps is kept, finished or not"
+        return "stopping: the rollouts of later steps are kept, finished or not"
     if stage == "collect":
-        return f"stopping: step {step} is dropped, as its answers are not complete; the steps before it are kept"
+        return f"stopping: step {step} is dropped, as its rollouts are not complete; the steps before it are kept"
     if stage == "evaluate":
-        return f"stopping: the evaluation behind step {step} goes on where it is when the run does"
+        return f"stopping: the evaluation after step {step} continues when the run does"
     return f"stopping: finishing step {step} ({stage}) first; press Ctrl-C again to drop it"

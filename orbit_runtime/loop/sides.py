@@ -1,6 +1,6 @@
-"""Where trainer and engine are, and what else the caller of a run gives beside its manifest.
+"""Where trainer and engine run, and what the caller of a run passes besides its manifest.
 
-Belongs here: the seam for sides that other processes hold. Does not belong here: those processes (`services`), building
+Belongs here: the interface to sides in other processes. Does not belong here: those processes (`services`), building
 sides in this one (`trainers`, `engines`).
 """
 
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """The run that asks for its sides."""
+    """The run that opens its sides."""
 
     model: str
-    """Named in published files."""
+    """The model's name in published files."""
     store: Store
     """The run folder."""
     execution: Execution
     teacher: str | None = None
-    """Digest of the adapter that teaches."""
+    """Digest of the teacher's adapter; None if there is none."""
 
 
 class Sides(Protocol):
@@ -38,44 +38,44 @@ class Sides(Protocol):
 
     @property
     def machine(self) -> MachineFacts:
-        """What `Auto` is decided from: theirs."""
+        """Facts of their machines, from which `Auto` is resolved."""
         ...
 
     def watch(self, stop: StopFlag, note: Callable[[str], None]) -> None:
-        """Whom to tell, and when to give up waiting."""
+        """Sets where to send progress notes, and the flag on which to stop waiting."""
         ...
 
     def open(self, resolved: Resolved, opened: Opened, closing: ExitStack) -> TrainerSide:
-        """The sides as a run's first step finds them.
+        """Brings the sides into the state that a run's first step expects.
 
         Raises:
-            OrbitError: a side is not there, or is not this manifest's.
+            OrbitError: a side is unreachable, or belongs to another manifest.
         """
         ...
 
     @property
     def engine(self) -> Engine:
-        """Not of a run that samples nothing."""
+        """The engine; not available for a run that samples nothing."""
         ...
 
 
 @dataclass(frozen=True)
 class Given:
-    """Beside the manifest."""
+    """What a caller passes besides the manifest."""
 
     rewards: Mapping[str, Callable[..., Any]] | None = None
     """Functions by reward name."""
     loss: Callable[..., Any] | None = None
-    """Instead of the one that `spec.algorithm.entrypoint` names."""
+    """Replaces the function that `spec.algorithm.entrypoint` names."""
     advantages: Callable[..., Any] | None = None
-    """Instead of those that `spec.algorithm.advantage.entrypoint` names."""
+    """Replaces the function that `spec.algorithm.advantage.entrypoint` names."""
     search_path: Sequence[str] = field(default=())
-    """Folders of entry points, after `environment.code`."""
+    """Folders searched for entry points after `environment.code`."""
     sides: Sides | None = None
-    """None: both are in this process, or are started by it."""
+    """None if both run in this process or are started by it."""
 
     @property
     def functions(self) -> list[str]:
-        """What was given from Python, in words."""
+        """Descriptions of the functions given from Python."""
         found = [f"reward {name}" for name in sorted(self.rewards or {})]
         return [*found, *(name for name in ("loss", "advantages") if getattr(self, name) is not None)]

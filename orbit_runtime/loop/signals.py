@@ -1,6 +1,6 @@
 """SIGINT and SIGTERM as a flag that the loop reads between stages.
 
-Belongs here: turning signals into a request to stop. Does not belong here: what stopping does (`steps`).
+Belongs here: turning signals into a stop request. Does not belong here: what stopping does (`steps`).
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from types import FrameType
 
 
 class StopFlag:
-    """Set once, never cleared. A second signal means now: the process ends as Python ends on an interrupt."""
+    """Set once, never cleared. A second signal interrupts at once, as Python does on Ctrl-C."""
 
     def __init__(self) -> None:
         self.reason: str | None = None
         self.on_request: Callable[[], None] = lambda: None
-        """Called once, by a thread of its own, as soon as the first signal arrives."""
+        """Called once, from a thread of its own, as soon as the first signal arrives."""
 
     def request(self, reason: str) -> None:
         self.reason = self.reason or reason
@@ -30,8 +30,8 @@ class StopFlag:
 
 @contextmanager
 def interrupt_on_terminate() -> Iterator[None]:
-    """Within it, SIGTERM ends what runs as Ctrl-C does, so that what was started is ended too; `stop_on_signals` inside
-    has its own say. Outside the main thread nothing changes."""
+    """While active, SIGTERM raises KeyboardInterrupt as Ctrl-C does, so that child processes are ended too. A nested
+    `stop_on_signals` takes precedence. Has no effect outside the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -48,7 +48,7 @@ def interrupt_on_terminate() -> Iterator[None]:
 
 @contextmanager
 def stop_on_signals() -> Iterator[StopFlag]:
-    """Within it, SIGINT and SIGTERM set the flag. Outside the main thread, which has no signals, it stays unset."""
+    """While active, SIGINT and SIGTERM set the flag. Outside the main thread, which gets no signals, it stays unset."""
     flag = StopFlag()
     if threading.current_thread() is not threading.main_thread():
         yield flag
@@ -70,10 +70,10 @@ def stop_on_signals() -> Iterator[StopFlag]:
 
 
 def _tell_of_first(flag: StopFlag) -> Callable[[], None]:
-    """Starts the thread that calls `flag.on_request`; returns what ends it.
+    """Starts the thread that calls `flag.on_request`; returns the function that ends it.
 
-    A handler of Python's waits until the main thread returns from C, such as from a whole backward pass. Python writes
-    a signal's number to its wake-up descriptor at once.
+    A Python signal handler runs only once the main thread returns from C, for example after a whole backward pass. But
+    Python writes the signal's number to its wake-up descriptor at once.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
@@ -82,7 +82,7 @@ def _tell_of_first(flag: StopFlag) -> Callable[[], None]:
     def wait() -> None:
         is_told = False
         with os.fdopen(reader, "rb", buffering=0) as pipe:
-            # To its end: a second signal is written as well, and Python complains of a pipe that nobody reads.
+            # Read to the end: a second signal is written as well, and Python complains about a pipe nobody reads.
             while number := pipe.read(1):
                 if number[0] in (signal.SIGINT, signal.SIGTERM) and not is_told:
                     is_told = True

@@ -1,7 +1,7 @@
-"""The engine sleeps while the trainer works on the same device; parity is checked after its first wake.
+"""Puts the engine to sleep while the trainer works on the same device; parity is checked after its first wake.
 
-Belongs here: when it sleeps, what that is worth, and the check of the first wake. Does not belong here: how a server
-does it (`rollout`).
+Belongs here: when it sleeps, how much memory that frees, and the check after the first wake. Does not belong here: how
+a server sleeps (`rollout`).
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from orbit_runtime.loop.state import RunState
 
 @contextmanager
 def engine_asleep(parts: Parts, state: RunState) -> Iterator[None]:
-    """`rollout.sleep` of the manifest; `None` changes nothing.
+    """Applies `rollout.sleep` of the manifest; the value `None` means no sleep.
 
     Raises:
-        GateError: an adapter that a server holds is another one after its sleep.
+        GateError: a server holds a different adapter after its sleep.
     """
     if parts.spec.rollout.sleep == "None":
         yield
@@ -36,14 +36,14 @@ def engine_asleep(parts: Parts, state: RunState) -> Iterator[None]:
 
 
 def _give_back() -> None:
-    """What torch keeps on a GPU for its next pass: the engine's cache is planned in the same memory."""
+    """Frees torch's cached GPU memory, which the engine's cache is planned to use."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def check_first_wake(parts: Parts, state: RunState) -> None:
-    """Parity anew, once, with the policy that was just published. Raises GateError."""
+    """Measures parity again, once, with the policy just published. Raises GateError."""
     if parts.spec.rollout.sleep != "None" and not state.woken:
         parts.show.stage("parity after the first wake")
         check_sides(parts, state, "wake")

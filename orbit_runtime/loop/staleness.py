@@ -1,7 +1,7 @@
-"""How many policy versions behind a step's tokens are when they are trained on.
+"""Staleness: how many policy versions old a step's tokens are when they are trained on.
 
 Belongs here: measuring it, the bound, and which tokens say nothing about parity. Does not belong here: when a step may
-begin, which is what keeps the bound (`steps`).
+begin, which is what enforces the bound (`steps`).
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from orbit_runtime.types import FLOATS, Group, Sample
 
 @dataclass(frozen=True)
 class Staleness:
-    """Of the sampled tokens of one step."""
+    """Staleness of the sampled tokens of one step, in policy versions."""
 
     mean: float
     max: int
 
 
 def measure_staleness(groups_P: Sequence[Group], version: int) -> Staleness:
-    """Args: version: of the policy that is trained."""
+    """Args: version: version of the policy that is trained."""
     found: Counter[int] = Counter()
     for group in groups_P:
         for rollout in group.rollouts_G:
@@ -37,7 +37,7 @@ def measure_staleness(groups_P: Sequence[Group], version: int) -> Staleness:
 
 
 def check_staleness(staleness: Staleness, limit: int) -> None:
-    """Raises GateError (84): steps begin late enough that this cannot be."""
+    """Raises GateError (84) above the limit, which the start times of steps should rule out."""
     if staleness.max > limit:
         raise GateError(
             f"a token of this step is {staleness.max} policy versions old",
@@ -47,7 +47,7 @@ def check_staleness(staleness: Staleness, limit: int) -> None:
 
 
 def with_stale(samples_D: Sequence[Sample], groups_P: Sequence[Group], version: int) -> list[Sample]:
-    """The samples, with the column `stale` where a token of the step is."""
+    """The samples, with the column `stale` if any token of the step is stale."""
     rollouts = [rollout for group in groups_P for rollout in group.rollouts_G if rollout.trains]
     if all(each in (version, -1) for rollout in rollouts for each in set(rollout.versions_T)):
         return list(samples_D)

@@ -1,6 +1,6 @@
-"""What changes while a run runs, and the part of it that a checkpoint keeps as facts.
+"""What changes during a run, and the part of it that a checkpoint stores as facts.
 
-Belongs here: counters and the current publication. Does not belong here: tensors (`trainer`), prompts' cursor (`data`).
+Belongs here: counters and the current publication. Does not belong here: tensors (`trainer`), prompt cursor (`data`).
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from orbit_runtime.observability.metrics import MetricsRow
 
 @dataclass
 class Validated:
-    """What was held out, measured as the run went on."""
+    """Held-out loss over the course of a run."""
 
     first: float | None = None
-    """Before training."""
+    """Loss before training."""
     best: float = math.inf
     best_step: int = 0
     since: int = 0
-    """Measurements since then."""
+    """Measurements since the best one."""
 
     def take(self, step: int, loss: float) -> bool:
-        """Whether it is the best so far."""
+        """Records a loss; returns whether it is the best so far."""
         self.first = loss if self.first is None else self.first
         if loss < self.best:
             self.best, self.best_step, self.since = loss, step, 0
@@ -52,24 +52,24 @@ class RunState:
     """Digest of the checkpoint's adapter: a resumed trainer must publish exactly these bytes."""
     publication: Publication | None = None
     checkpoint_step: int = 0
-    """Newest step that is durable."""
+    """Newest durable step."""
     checkpoint_begun: int = 0
-    """Newest step whose checkpoint is written, or being written."""
+    """Newest step whose checkpoint is written or being written."""
     kept: tuple[Kept, ...] = ()
-    """Rollouts of later steps, as the checkpoint that this execution began with had them."""
+    """Rollouts of later steps, from the checkpoint that this execution began with."""
     row: MetricsRow | None = None
-    """The newest step's row with what keeping it took; it is stored with the step after it, or at the end."""
+    """The newest step's row, including the cost of keeping it; stored with the next step, or at the end."""
     parity_limit: float = 0.0
     base_digest: str = ""
     base_digest_after: str | None = None
     trainable_parameters: int = 0
     warnings: list[str] = field(default_factory=list)
     validated: Validated = field(default_factory=Validated)
-    """What held-out demonstrations said so far."""
+    """Results on held-out demonstrations so far."""
     sleep: dict[str, int] | None = None
-    """Bytes that the engine held before it first slept, and meanwhile; of this execution."""
+    """Bytes that the engine held before its first sleep and during it, in this execution."""
     woken: bool = False
-    """Parity was measured after the first wake of this execution."""
+    """Whether parity was measured after the first wake of this execution."""
 
     @property
     def version(self) -> int:
@@ -80,7 +80,7 @@ class RunState:
             self.warnings.append(message)
 
     def facts(self) -> dict[str, Any]:
-        """For the report; `restore` reads back what a resumed run continues."""
+        """For the report; `restore` reads back what a resumed run continues from."""
         return {
             "publishes": self.publishes,
             "publishes_proven": self.publishes_proven,

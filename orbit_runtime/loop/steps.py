@@ -1,6 +1,6 @@
-"""The loop, one screen: collect → advantages → train → publish → keep.
+"""The loop on one screen: collect → advantages → train → publish → keep.
 
-Belongs here: the order of a step, and when a later one may begin. Does not belong here: anything a stage does.
+Belongs here: the order of a step, and when a later one may begin. Does not belong here: the work of any stage.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from orbit_runtime.types import Prompt
 def run_steps(parts: Parts, state: RunState, stop: StopFlag) -> str:
     """Runs steps until the last one; returns why it ended: `done`, `exhausted` or `stopped`.
 
-    A step is finished or dropped, never half kept: on a stop request the newest finished step is made durable.
+    A step is finished or dropped, never kept by half: on a stop request the newest finished step is made durable.
     """
     assert state.publication is not None
     with Collector(parts.environment, parts.engine, taken=state.step, restored=state.kept) as collector:
@@ -55,7 +55,7 @@ def run_steps(parts: Parts, state: RunState, stop: StopFlag) -> str:
 def _run(
     parts: Parts, state: RunState, stop: StopFlag, collector: Collector, cursors: dict[int, Mapping[str, Any]]
 ) -> str:
-    """Args: cursors: of the prompts behind each step that has begun."""
+    """Args: cursors: prompt cursor after each step that has begun."""
     training, checkpoint = parts.spec.training, parts.spec.checkpoint
     rounds = parts.spec.algorithm.objective.max_rounds
     while state.step < training.steps:
@@ -70,7 +70,7 @@ def _run(
             _begin_steps(parts, state, collector, cursors)
             if step not in cursors:
                 if parts.prompts.passed_over:
-                    parts.show.note("no prompt is left whose pass rate lies within spec.data.difficulty")
+                    parts.show.note("no prompt is left with a pass rate within spec.data.difficulty")
                 return _end(parts, state, stop, collector, "exhausted")
             parts.show.stage("collect", step)
             collected = collect_informative(
@@ -98,7 +98,7 @@ def _run(
                 result = parts.trainer.update(with_stale(samples_D, groups, state.version))
             check_parity(result, step_limits(parts, state), enforce=parts.spec.parity.preflight == "Enforce")
 
-            # The step before was written beside this one so far; this one is kept once that one is durable.
+            # The previous step was being written until here; this one is kept once that one is durable.
             settling_started = time.monotonic()
             _settle(parts, state)
             parts.show.stage("publish", step)
@@ -149,7 +149,7 @@ def _run(
 
 
 def _end(parts: Parts, state: RunState, stop: StopFlag, collector: Collector, ended: str) -> str:
-    """Behind the last step: the last evaluation, which a request to stop may end first."""
+    """Runs the last evaluation, which a stop request may cut short."""
     try:
         measure(parts, state, collector, stop, is_last=True)
     except StoppedOnRequest as request:
@@ -159,11 +159,11 @@ def _end(parts: Parts, state: RunState, stop: StopFlag, collector: Collector, en
 
 
 def _begin_steps(parts: Parts, state: RunState, collector: Collector, cursors: dict[int, Mapping[str, Any]]) -> None:
-    """Starts every step that may begin by now.
+    """Starts every step that may begin now.
 
-    Step s trains the policy that s - 1 updates made. With `maxStaleness` k it begins once s - 1 - k of them are
-    published, so that none of its tokens can be more than k versions old when it is its turn: nothing that was paid for
-    is ever dropped for its age.
+    Step s trains the policy that resulted from s - 1 updates. With `maxStaleness` k it begins once s - 1 - k of them
+    are published, so none of its tokens is more than k versions old when it trains: no tokens that were paid for are
+    ever dropped for their age.
     """
     training = parts.spec.training
     last = min(training.steps, state.step + 1 + parts.spec.rollout.max_staleness)
@@ -176,7 +176,7 @@ def _begin_steps(parts: Parts, state: RunState, collector: Collector, cursors: d
 
 
 def _take(parts: Parts, collector: Collector, step: int, stop: StopFlag) -> Collected:
-    """Raises StoppedOnRequest where the run is to stop before the step's rollouts are there."""
+    """Raises StoppedOnRequest if the run is to stop before the step's rollouts are complete."""
     collected = collector.take(step, stop)
     if collected is None:
         fate = "its rollouts are kept" if parts.spec.rollout.max_staleness else "the step is dropped"
@@ -192,7 +192,7 @@ def _take_more(
 
 
 def _settle(parts: Parts, state: RunState) -> None:
-    """Waits until the newest finished step is durable; its row says what that took of the loop's time."""
+    """Waits until the newest finished step is durable, and adds the time that took to its row."""
     started = time.monotonic()
     parts.show.stage("checkpoint", state.step)
     parts.checkpoints.settle(state)
@@ -202,7 +202,7 @@ def _settle(parts: Parts, state: RunState) -> None:
 
 
 def _keep_newest(parts: Parts, state: RunState, cursor: Mapping[str, Any], kept: Sequence[Kept]) -> None:
-    """However it ended, the newest finished step is durable, and says that the base is still the one it started on."""
+    """Makes the newest finished step durable, however the run ended, and records the base digest again."""
     assert state.row is not None
     state.base_digest_after = parts.side.base_digest()
     if state.checkpoint_step == state.step:

@@ -1,6 +1,6 @@
-"""Episodes that stopped: what gave nothing for as long as its stage may take, told once a step.
+"""Reports stopped episodes, which gave no result within their stage's time limit, once for each step.
 
-Belongs here: the sentence. Does not belong here: deadlines (`workers`), evidence (`collect`) and its file (`keep`).
+Belongs here: the message. Does not belong here: deadlines (`workers`), evidence (`collect`) and its file (`keep`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from orbit_runtime.loop.show import Show
 
 
 def tell_stopped(show: Show, step: int, collected: Collected) -> None:
-    """Says which stages stopped, and where the evidence lies; nothing where none did."""
+    """Names the stages that stopped and the file with the evidence; silent if no episode stopped."""
     if not collected.stopped:
         return
     stages = Counter((each.stage, each.reason) for each in collected.stopped)

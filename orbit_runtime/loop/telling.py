@@ -1,7 +1,7 @@
-"""Whom else a run tells: trackers of every step, webhooks of its end.
+"""Reports outside the run: to trackers after every step, to webhooks at the end.
 
-Belongs here: from the manifest to those, and which rows a start sends again. Does not belong here: the kinds and how
-they are told (`observability`).
+Belongs here: building both from the manifest, and which rows a start sends again. Does not belong here: their kinds and
+protocols (`observability`).
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ ROWS_READ = 256
 
 
 def asked_trackers(run: OrbitRun, store: Store, started: float) -> list[Asked]:
-    """Args: started: when the run began, the same in each start.
+    """Args: started: when the run first began, the same at each start.
 
     Raises:
-        UnsupportedError: one cannot work. CredentialsError: one has no key.
+        UnsupportedError: a tracker cannot work. CredentialsError: a tracker has no key.
     """
     marked = hashlib.sha256(f"{run.name} {started!r}".encode()).hexdigest()[:12]
     is_local = "://" not in store.uri
@@ -50,7 +50,7 @@ def asked_trackers(run: OrbitRun, store: Store, started: float) -> list[Asked]:
 
 
 def start_trackers(asked: list[Asked], store: Store, show: Show, step: int, closing: ExitStack) -> None:
-    """Sends what is known up to `step`, and from then on every row that is shown."""
+    """Sends all rows up to `step`, and from then on every row that is shown."""
     earlier = partial(_rows_until, store, step)
     show.trackers = [Tracking(each.kind, partial(open_tracker, each), show.note, earlier) for each in asked]
     for tracking in show.trackers:
@@ -58,7 +58,7 @@ def start_trackers(asked: list[Asked], store: Store, show: Show, step: int, clos
 
 
 def _rows_until(store: Store, step: int) -> Iterator[MetricsRow]:
-    """The evaluation before the first step, which has no row, and the rows; some hundred at a time in memory."""
+    """Yields the evaluation before the first step, which has no row, then the rows, reading `ROWS_READ` at a time."""
     if (found := read_evaluation(store, 0)) is not None:
         yield build_row(step=0, **evaluation_fields(found))
     for first in range(1, step + 1, ROWS_READ):
@@ -69,7 +69,7 @@ def _rows_until(store: Store, step: int) -> Iterator[MetricsRow]:
 
 
 def tell_the_end(webhooks: list[Webhook], show: Show, uri: str, kind: type[BaseException] | None) -> None:
-    """Args: kind: of the error that ended the run. Who interrupts it a second time is there, and waits for nothing."""
+    """Args: kind: type of the error that ended the run. Nothing is sent after a second interrupt: the user is there."""
     if kind is not None and issubclass(kind, KeyboardInterrupt):
         return
     status: Mapping[str, Any] = show.status.snapshot()

@@ -1,7 +1,7 @@
-"""Policy versions that stand in the engine: which one samples, and when its predecessor's slot is given back.
+"""Policy versions that the engine holds: which one samples, and when the slot of its predecessor is freed.
 
-Belongs here: activating and retiring. Does not belong here: publishing and proving (`publish`), moving what is sampled
-to a new version (`asking`).
+Belongs here: activating and retiring. Does not belong here: publishing and proving (`publish`), moving requests in
+flight to a new version (`asking`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from orbit_runtime.types import Engine
 
 @dataclass
 class PolicyVersions:
-    """For one thread. A version is added proven, made the active one, and leaves when its successor is."""
+    """Not thread-safe. A version is added proven, activated, and unloaded when its successor is activated."""
 
     engine: Engine
     _active: Publication | None = field(default=None)
@@ -27,7 +27,7 @@ class PolicyVersions:
         return self._active
 
     def activate(self, publication: Publication) -> None:
-        """Its predecessor leaves the engine: nothing may sample from that any more.
+        """Activates it and unloads its predecessor, which nothing may sample from any more.
 
         Raises:
             GateError: it is not newer than the active one. A policy never goes back.
@@ -37,7 +37,7 @@ class PolicyVersions:
             raise GateError(
                 f"version {version} would replace {before.adapter.version}: versions only grow", where="publish"
             )
-        # Out of here first: a version whose slot could not be given back is not sampled from either.
+        # Switch before unloading: a version whose slot could not be freed is not sampled from either.
         self._active = publication
         if before is not None:
             self.engine.unload_adapter(before.name)

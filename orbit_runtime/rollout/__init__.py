@@ -1,7 +1,7 @@
-"""Engines: they answer prompts under a named adapter and say which policy version sampled every token.
+"""Engines: they complete prompts under a named adapter and report which policy version sampled each token.
 
-Belongs here: the torch engine with its key/value cache, and the engine over servers (SGLang of our own, SGLang and vLLM
-of others). Does not belong here: the model (`policy`), what a completion is worth (`environments`), when to publish
+Belongs here: the torch engine with its KV cache, and the engine over servers (SGLang started by Orbit, SGLang and vLLM
+started by others). Does not belong here: the model (`policy`), scoring completions (`environments`), when to publish
 (`loop`).
 """
 
@@ -13,5 +13,5 @@ if TYPE_CHECKING:
     from orbit_runtime.rollout.torch_engine import TorchEngine
 
 __all__ = ["TorchEngine"]
-# Only who asks for these imports torch.
+# Torch is imported only when one of these is used.
 __getattr__ = lazily(__name__, {"TorchEngine": "orbit_runtime.rollout.torch_engine"})

@@ -1,14 +1,14 @@
-"""The queue of an engine over servers: which server is asked for what, and what becomes of servers that are lost.
+"""The request queue of an engine over servers: which server gets which request, and what happens when one is lost.
 
-Belongs here: from requests to completions, over several servers. Does not belong here: one server's life (`replica`),
-the choice among servers (`routing`), a completion's tokens (`answers`).
+Belongs here: from requests to completions, over several servers. Does not belong here: one server's life cycle
+(`replica`), the choice among servers (`routing`), a completion's tokens (`answers`).
 
-The samples of one prompt are one call, so that they share its prefill; prompts with one short answer each are asked
-together. Where a server is lost, its completions go on at another from the tokens that had come: no token is sampled
-twice, none is lost, and hours of sampling are not either.
+The samples of one prompt form one call, so they share its prefill; prompts with one short completion each are sent
+together. If a server is lost, its completions continue on another from the tokens received so far: no token is sampled
+twice, none is lost, and neither are hours of sampling.
 
-Methods say whose thread they are for: the caller's, which submits and takes completions, or the client's, on which
-HTTP runs.
+Methods are grouped by thread: the caller's, which submits requests and takes completions, and the client's, which runs
+HTTP.
 """
 
 from __future__ import annotations
@@ -30,50 +30,50 @@ from orbit_runtime.rollout.served import Call, LostError, Piece
 from orbit_runtime.types import FLOATS, TOKENS, Completion, FinishReason, Tokenizer
 
 CALL_TOKENS, MOST_PROMPTS = 512, 16
-"""Of one call with several prompts."""
+"""Limits of one call with several prompts."""
 AGAIN_SECONDS = 1.0
-"""A server that is told to end what it has not begun may forget it: it is told again."""
+"""A server that is told to abort a request it has not begun may forget that, so it is told again after this time."""
 
 
 @dataclass(frozen=True)
 class Failed:
-    """Requests that nothing will come of any more, and why."""
+    """Requests that will never be completed, and why."""
 
     request_ids: tuple[int, ...]
     error: Exception
 
 
 class AnswerQueue:
-    """Requests under way at an engine's servers."""
+    """Requests in flight at an engine's servers."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, tokenizer: Tokenizer, capacity: int) -> None:
         """
         Args:
-            loop: the client's, which runs already.
-            capacity: completions that one server samples at the same time.
+            loop: the client's event loop, already running.
+            capacity: completions that one server samples at a time.
         """
         self.under_way: dict[int, str | None] = {}
-        """Adapter by request id. The caller's."""
+        """Adapter by request id. Belongs to the caller's thread."""
         self._ended: deque[Completion | Failed] = deque()
         self._pieces: deque[tuple[int, array[int], array[float], Alternatives | None]] = deque()
-        """Of streamed requests, not told yet."""
+        """Pieces of streamed requests that were not reported yet."""
         self._tell: Callable[[], None] | None = None
         self._wake: Callable[[], object] | None = None
-        """Wakes who waits for completions."""
+        """Wakes the consumer that waits for completions."""
         self._loop = loop
         self._tokenizer = tokenizer
         self._eos = tuple(tokenizer.eos_ids)
         self._capacity = capacity
         self._replicas: tuple[Replica, ...] = ()
         self._answers: dict[int, Answer] = {}
-        """Of the client, as is all below."""
+        """This and all fields below belong to the client's thread."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._loads: list[int] = []
         self._router = PrefixRouter(0, 1)
         self._changed = asyncio.Condition()
 
     def attach(self, replicas: Sequence[Replica]) -> None:
-        """The servers; once."""
+        """Sets the servers; call it once."""
         self._replicas = tuple(replicas)
         self._loads = [0] * len(replicas)
         self._router = PrefixRouter(len(replicas), self._capacity)
@@ -116,7 +116,7 @@ class AnswerQueue:
         self._wake = partial(asyncio.get_running_loop().call_soon_threadsafe, arrived.set)
         try:
             while True:
-                # Who was just given a completion may ask for the next one.
+                # Consumers that just received a completion may first submit their next request.
                 await asyncio.sleep(0)
                 arrived.clear()
                 if self._pieces and self._tell is not None:
@@ -146,7 +146,7 @@ class AnswerQueue:
                 answer.timer = self._loop.call_later(
                     request.deadline_seconds, self._end_early, [request.request_id], "deadline"
                 )
-        # Of several servers each prompt goes to the one that knows its beginning.
+        # With several servers, each prompt goes to the one that has its beginning in the cache.
         together = len(self._replicas) == 1 and self._replicas[0].api.takes_prompts
         for group in group_answers(answers, self._capacity, CALL_TOKENS if together else 0):
             self._spawn(group)
@@ -164,11 +164,11 @@ class AnswerQueue:
             answer.wanted = reason
             if answer.at is None or not answer.at.api.ends_one:
                 self._finish(answer)
-        # Who waits for a server may have nothing left to ask it.
+        # A task that waits for a server may have nothing left to ask for.
         self._loop.create_task(self._notify())
 
     def _finish(self, answer: Answer) -> None:
-        """Hands it over, as it has ended or as it was wanted to."""
+        """Hands the completion over, with its own finish reason or the requested one."""
         answer.finish_reason = answer.finish_reason or answer.wanted
         self._forget(answer)
         self._hand_over(answer.completion(self._tokenizer))
@@ -185,12 +185,12 @@ class AnswerQueue:
     def _notice(self) -> None:
         wake = self._wake
         if wake is not None:
-            # Where the consumer's event loop has ended meanwhile, the next one finds it.
+            # If the consumer's event loop has ended, the next consumer finds the completion.
             with suppress(RuntimeError):
                 wake()
 
     async def _run(self, group: list[Answer]) -> None:
-        """Until each has ended; what goes wrong is raised where completions are taken."""
+        """Runs until each completion has ended; errors are raised where completions are taken."""
         losses = 0
         try:
             while left := _unended(group):
@@ -212,7 +212,7 @@ class AnswerQueue:
                         else:
                             answer.ask_again()
                     if is_further:
-                        # They no longer begin alike, so they are no longer asked together.
+                        # Their inputs now differ, so each is sent on its own.
                         for answer in _unended(left):
                             self._spawn([answer])
                         return
@@ -230,7 +230,7 @@ class AnswerQueue:
         )
 
     async def _stream(self, replica: Replica, answers: list[Answer]) -> None:
-        """Raises LostError where the stream ends before they do."""
+        """Raises LostError if the stream ends before its completions do."""
         for answer in answers:
             answer.at = replica
         ending = self._loop.create_task(self._end_asked(replica, answers))
@@ -252,7 +252,7 @@ class AnswerQueue:
             raise GateError(f"asked for {len(answers)} completions, the engine answered one more", where="rollout")
         answer = answers[piece.index]
         if answer.finish_reason is not None:
-            # What was given up here goes on there until its whole call ends.
+            # A completion given up here continues at the server until its whole call ends.
             return
         answer.add(piece)
         if answer.finish_reason is not None:
@@ -262,7 +262,7 @@ class AnswerQueue:
             self._notice()
 
     async def _end_asked(self, replica: Replica, answers: Sequence[Answer]) -> None:
-        """Tells the server which of them are to end before their time, until they have."""
+        """Tells the server which completions to end early, and repeats it until they have ended."""
         while True:
             async with self._changed:
                 await self._changed.wait()
@@ -272,10 +272,10 @@ class AnswerQueue:
                 await asyncio.sleep(AGAIN_SECONDS)
 
     async def _take(self, answers: Sequence[Answer]) -> int | None:
-        """Waits for a copy that lives and has room; None: they have all ended meanwhile.
+        """Waits for a live replica with room; None if all of the completions ended meanwhile.
 
         Raises:
-            OrbitError: a server did not come back, which ends the run.
+            OrbitError: a server could not be brought back, which ends the run.
         """
         async with self._changed:
             while left := _unended(answers):
@@ -314,10 +314,10 @@ def _unended(answers: Sequence[Answer]) -> list[Answer]:
 
 
 def group_answers(answers: Sequence[Answer], capacity: int, tokens: int) -> list[list[Answer]]:
-    """One group per prompt; a prompt with more samples than a server runs at the same time is asked in several.
+    """One group for each prompt; a prompt with more samples than a server runs at a time is split into several.
 
-    Prompts with one sample each are asked together as long as their answers stay below `tokens`: each that arrives
-    alone would be a prefill of its own. Long answers are not: a call ends with its longest, the others' places empty.
+    Prompts with one sample each are sent together as long as their completions stay below `tokens`, because each alone
+    would need its own prefill. Long ones are not: a call ends with its longest, and the others' places stay empty.
     """
     grouped: dict[object, list[Answer]] = {}
     for answer in answers:

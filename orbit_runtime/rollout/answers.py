@@ -1,7 +1,7 @@
-"""Completions under way at servers: what has come of each, checked as it comes.
+"""Completions in flight at servers: the tokens received for each, checked as they arrive.
 
-Belongs here: one request's tokens so far. Does not belong here: which server is asked (`served_engine`), what its
-events look like (`sglang_api`, `vllm_api`).
+Belongs here: one request's tokens so far. Does not belong here: which server gets it (`answer_queue`), the format of
+its events (`sglang_api`, `vllm_api`).
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _NUMBERS = count()
 
 
 class Answer:
-    """A completion under way. Only the client's thread touches it."""
+    """A completion in flight. Only the client's thread touches it."""
 
     def __init__(self, request: Request, version: int) -> None:
-        """Args: version: of the slot that the request names."""
+        """Args: version: policy version of the slot that the request names."""
         self.request = request
         self.version = version
         so_far = request.so_far
@@ -43,21 +43,21 @@ class Answer:
         )
         self.finish_reason: FinishReason | None = None
         self.wanted: FinishReason | None = None
-        """Why it is to end before its time: `abort` or `deadline`."""
+        """Why it should end early: `abort` or `deadline`."""
         self.at: Replica | None = None
-        """Where it is sampled just now."""
+        """The replica that samples it now."""
         self.timer: asyncio.TimerHandle | None = None
-        """Its deadline's."""
+        """Timer of its deadline."""
         self.ask = self._next_ask()
         self._before = len(self.tokens)
-        """Tokens that were there before the present ask."""
+        """Tokens received before the current ask."""
         self._told = len(self.tokens)
-        """Tokens that whoever listens has."""
+        """Tokens already reported to the listener."""
 
     def ask_again(self) -> None:
-        """For what is left of it: tokens that came before the server was lost were sampled, and stay.
+        """Asks for the rest of the completion: tokens received before the server was lost are kept.
 
-        Where only the word that it has ended is missing, its last token is asked for again.
+        If only the finish reason is missing, the last token is sampled again.
         """
         if len(self.tokens) == self.request.sampling.max_new_tokens:
             for column in (self.tokens, self.logprobs, self.versions):
@@ -67,8 +67,8 @@ class Answer:
         self.ask, self._before = self._next_ask(), len(self.tokens)
 
     def take_fresh(self) -> tuple[array[int], array[float], Alternatives | None] | None:
-        """Tokens that nobody was told of. The last that there may be is told with the completion alone: where the
-        server is lost before it says that this was the end, that one is sampled again."""
+        """Tokens not yet reported. The last possible token is reported with the completion only, because it is sampled
+        again if the server is lost before it sends the finish reason."""
         start, end = self._told, min(len(self.tokens), self.request.sampling.max_new_tokens - 1)
         if end <= start:
             return None
@@ -81,8 +81,8 @@ class Answer:
         return Ask(f"{_PREFIX}-{next(_NUMBERS)}", self.request, tuple(self.tokens))
 
     def add(self, piece: Piece) -> None:
-        """Raises GateError where a token was skipped or told twice, where there are more than were asked for, or where
-        the completion has none."""
+        """Raises GateError if a token was skipped or repeated, if there are more tokens than asked for, or if a
+        finished completion has none."""
         if piece.total is not None and piece.total != len(self.tokens) - self._before + len(piece.token_ids_T):
             raise GateError(
                 f"the engine counts {piece.total} tokens of request {self.request.request_id}, but told "
@@ -114,7 +114,7 @@ class Answer:
         if reason == "abort":
             if self.wanted is None:
                 raise GateError(
-                    f"the engine ended request {self.request.request_id} before its time, and nobody asked it to",
+                    f"the engine ended request {self.request.request_id} early, although nothing aborted it",
                     where="rollout",
                 )
             reason = self.wanted

@@ -1,7 +1,7 @@
-"""Keys and values of the rows that are being decoded, and the attention plan over them.
+"""Keys and values of the rows being decoded, and the attention plan over them.
 
-Belongs here: one preallocated block per engine, rows packed densely so that a decode step reads views, never copies.
-Does not belong here: which request a row serves (`torch_engine`).
+Belongs here: one preallocated block per engine; rows are packed densely so that a decode step reads views, not copies.
+Does not belong here: which request a row serves (`rows`).
 
 Legend: `Y` layers, `B` rows, `K` key/value heads, `S` positions, `D` head size, `H` query heads.
 """
@@ -17,10 +17,10 @@ from orbit_runtime.policy.packed import PackedBatch, PackedPlan
 
 
 class KVCache:
-    """`[Y, 2, B, K, S, D]`, allocated at the first prefill that tells the heads' sizes; rows `[0, n)` are live.
+    """`[Y, 2, B, K, S, D]`, allocated at the first prefill, which gives the head sizes; rows `[0, n)` are live.
 
-    Where keys and values are of different sizes (MLA), the smaller ones leave the end of D unused.
-    A position that was not written yet holds zeros or another run's values: finite, which is all a masked one must be.
+    Where keys and values have different sizes (MLA), the smaller ones leave the end of D unused. Positions not written
+    yet hold zeros or values of an earlier request: finite, which is all that masked positions need.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class KVCache:
         self._block: torch.Tensor | None = None
 
     def reserve(self, num_rows: int, num_positions: int, *, live: int) -> None:
-        """Room for so much. A block that is large enough stays: touching new memory costs time.
+        """Makes room. A block that is large enough is kept, because touching new memory costs time.
 
         Args:
             live: rows whose contents must survive.
@@ -52,7 +52,7 @@ class KVCache:
         _batch: PackedBatch,
         plan: PackedPlan,
     ) -> None:
-        """What a prefill with `plan` captured."""
+        """Stores what a prefill with `plan` captured."""
         assert plan.captured is not None
         self.write_prompts(first_row, prompt_of_row, starts_P, lengths_P, plan.captured)
 
@@ -98,7 +98,7 @@ class KVCache:
 class DecodePlan:
     """Attention of one new token per row over its cached past.
 
-    What every layer needs is cut from the block once, in one operation each: a decode step costs by the operation.
+    The views that layers need are made once, in one operation each: a decode step's cost grows with its operations.
     """
 
     layout = (-1, 1)
@@ -129,7 +129,7 @@ class DecodePlan:
         return self._length
 
     def _mask(self, window: int | None) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """What rows see, `[B, 1, 1, S]`, and what they do not, `[B·K, 1, S]`; None where all see all."""
+        """What rows see, `[B, 1, 1, S]`, and what they do not see, `[B·K, 1, S]`; None if every row sees everything."""
         if window not in self._masks:
             keys, newest = np.arange(self._length), self._positions_B[:, None]
             visible = keys <= newest
@@ -151,7 +151,7 @@ class DecodePlan:
     def attend_tokens(
         self, layer: int, q_BHD: torch.Tensor, k_BKD: torch.Tensor, v_BKD: torch.Tensor, look: Look
     ) -> torch.Tensor:
-        """Returns `[B, H·D]`, D that of the values."""
+        """Returns `[B, H·D]`, with D of the values."""
         key_size, value_size = k_BKD.shape[-1], v_BKD.shape[-1]
         size = max(key_size, value_size)
         if key_size != value_size:
@@ -170,7 +170,7 @@ class DecodePlan:
             visible = mask[0] if mask is not None else None
             out = attend_rows(q_BHD.unsqueeze(2), keys, values, visible_B1QS=visible, look=look, kernel=self._kernel)
             return out.reshape(len(q_BHD), -1)
-        # One query per row: two products over rows and heads at once. `G`: query heads of a key head.
+        # One query per row: two products over rows and heads at once. `G`: query heads per key head.
         keys_NSD, values_NSD = self._flat[layer]
         scores_NGS = torch.bmm(q_BHD.reshape(len(keys_NSD), -1, q_BHD.shape[-1]), keys_NSD.transpose(1, 2))
         if look.scale != 1.0:

@@ -1,7 +1,7 @@
-"""Decoding in this process: requests wait, join the batch, get a token a step, and leave it.
+"""Decoding in this process: requests wait, join the batch, get one token per step, and leave it.
 
 Belongs here: admission, prefill and decode steps. Does not belong here: row bookkeeping (`rows`), attention (`cache`),
-slots and what becomes of a finished request (`torch_engine`).
+slots and handling of finished requests (`torch_engine`).
 
 A finished row leaves the batch at once and a waiting request takes its place. Samples of one prompt share its prefill.
 
@@ -32,21 +32,21 @@ from orbit_runtime.rollout.sampling import draw, most_probable, uniforms
 from orbit_runtime.types import FLOATS, TOKENS, FinishReason, Tokenizer
 
 PREFILL_TOKENS = 16384
-"""Prompt tokens of one prefill pass at most, so that its activations stay bounded."""
+"""Maximum prompt tokens of one prefill pass, so that its activations stay bounded."""
 
 
 @dataclass(frozen=True)
 class Told:
-    """Of given tokens that are scored: of their prompts by adapter, of those fed one by one by request."""
+    """Readings of scored tokens: those of prompts by adapter, those fed one by one by request."""
 
     logprobs: dict[str | None, list[float]] = field(default_factory=dict)
     top: dict[str | None, list[int]] = field(default_factory=dict)
-    """Most probable tokens in the places of a prompt's, from its second on."""
+    """Most probable token for each position of a prompt from its second on."""
     forced_top: dict[int, list[int]] = field(default_factory=dict)
 
 
 class Decoding:
-    """One batch and what waits for it. Not safe for use by two threads at once."""
+    """One batch and the requests that wait for it. Not thread-safe."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Decoding:
         """
         Args:
             version_of: policy version of a slot.
-            notes: whose choice of experts is noted for each token; None: nobody asks for it.
+            notes: router whose choice of experts is recorded for each token; None to record nothing.
         """
         self._policy = policy
         self._notes = notes
@@ -70,14 +70,14 @@ class Decoding:
         self._max_running = max_running_requests
         self._waiting: deque[Work] = deque()
         self._is_grown = False
-        """Something was added for which there may be no room yet."""
+        """Something was added that may not have room yet."""
         self._rows = Rows(0, 0)
         self._cache = KVCache() if policy.packs else TokenHistory()
-        # One query per row: on a CPU the explicit product beats the fused kernel, which is made for long queries.
+        # One query per row: on a CPU the explicit product beats the fused kernel, which is built for long queries.
         self._kernel: Kernel = "Eager" if policy.device.type == "cpu" else policy.kernel
 
     def __len__(self) -> int:
-        """Requests under way."""
+        """Number of requests in flight."""
         return len(self._waiting) + len(self._rows)
 
     def under_way(self) -> Iterable[Work]:
@@ -89,16 +89,16 @@ class Decoding:
         self._is_grown = True
 
     def step(self, told: Told | None = None) -> list[Finished]:
-        """A prefill of requests that wait, or a decode step; returns the requests that it finished.
+        """Runs a prefill of waiting requests, or a decode step; returns the requests that it finished.
 
-        Where given tokens are scored, `told` takes what rows have no place for.
+        When given tokens are scored, `told` receives the readings that rows do not hold.
         """
-        # Not inference_mode: layers keep views of the base that the trainer's backward needs as well.
+        # Not inference_mode: layers keep views of the base that the trainer's backward pass needs as well.
         with torch.no_grad():
             if self._is_grown and self._waiting:
                 self._make_room()
             free = self._rows.capacity - len(self._rows)
-            # Joining costs a prefill, so wait until a quarter of the rows is free, or nothing else is left to do.
+            # Joining costs a prefill, so wait until a quarter of the rows is free or nothing else is left to do.
             if self._waiting and (not len(self._rows) or free >= max(1, self._rows.capacity // 4)):
                 self._admit(told)
             else:
@@ -106,7 +106,7 @@ class Decoding:
         return self._leave(self._finished())
 
     def remove(self, request_ids: Collection[int], reason: FinishReason) -> list[Finished]:
-        """Ends these requests where they are."""
+        """Ends these requests, with the tokens sampled so far."""
         gone = [item for item in self._waiting if item.request.request_id in request_ids]
         if gone:
             self._waiting = deque(item for item in self._waiting if item.request.request_id not in request_ids)
@@ -114,7 +114,7 @@ class Decoding:
         return [*self._leave([(row, reason) for row in rows]), *(_unstarted(item, reason) for item in gone)]
 
     def news(self) -> News | None:
-        """Of streamed requests in the batch."""
+        """New tokens of streamed requests in the batch."""
         return self._rows.news()
 
     def _leave(self, done: list[tuple[int, FinishReason]]) -> list[Finished]:
@@ -130,7 +130,7 @@ class Decoding:
         return finished
 
     def _make_room(self) -> None:
-        """Rows and cache for what is under way, at most so many rows as may run at a time."""
+        """Makes room in rows and cache for the requests in flight, up to the maximum number of running rows."""
         self._is_grown = False
         capacity = min(self._max_running, len(self))
         max_new, longest = (max(getattr(item, name) for item in self._waiting) for name in ("max_new", "longest"))
@@ -141,7 +141,7 @@ class Decoding:
         self._cache.reserve(self._rows.capacity, longest, live=len(self._rows))
 
     def _admit(self, told: Told | None) -> None:
-        """Moves requests that wait into free rows, runs their prompts once each and samples first tokens."""
+        """Moves waiting requests into free rows, runs each distinct prompt once and samples first tokens."""
         rows, waiting = self._rows, self._waiting
         first = len(rows)
         admitted: list[Work] = []
@@ -156,7 +156,7 @@ class Decoding:
                 tokens += length
                 prompts[identity] = len(prompts)
             admitted.append(waiting.popleft())
-        # One forward pass applies adapters to runs of tokens, so prompts of one adapter stand together.
+        # A forward pass applies adapters to runs of tokens, so prompts of one adapter are adjacent.
         ordered = sorted(prompts, key=lambda identity: identity[0] or "")
         place = {identity: index for index, identity in enumerate(ordered)}
         prompt_of_row = [place[_identity(item)] for item in admitted]
@@ -177,7 +177,7 @@ class Decoding:
         first_row: int,
         told: Told | None,
     ) -> torch.Tensor:
-        """Runs unique prompts, fills the cache rows; returns fp32 next-token logits `[rows, V]`."""
+        """Runs distinct prompts and fills the cache rows; returns fp32 next-token logits `[rows, V]`."""
         policy = self._policy
         batch = policy.pack([Branch(index, prompt, (0,)) for index, (_, prompt) in enumerate(prompts)])
         lengths = [len(prompt) for _, prompt in prompts]
@@ -250,7 +250,7 @@ class Decoding:
         return sorted(done)
 
     def _hits_stop(self, rows: Rows, row: int) -> bool:
-        """Only the text that the newest token can have completed is looked at."""
+        """Checks only the text that the newest token can have completed."""
         stops = rows.work[row].request.sampling.stop
         count = int(rows.generated_C[row])
         window = max(len(stop) for stop in stops) + 8
@@ -259,7 +259,7 @@ class Decoding:
 
 
 def _identity(item: Work) -> tuple[str | None, tuple[int, ...]]:
-    """Requests of one identity share a prefill."""
+    """Requests with the same identity share a prefill."""
     return item.request.adapter, item.prefill_T
 
 
@@ -273,5 +273,5 @@ def _unstarted(item: Work, reason: FinishReason) -> Finished:
 
 
 def _selected(segments: list[tuple[str | None, int, int]]) -> str | list[tuple[str | None, int, int]] | None:
-    """A single segment is the whole batch: the layers' fast path."""
+    """A single segment covers the whole batch, which is the layers' fast path."""
     return segments[0][0] if len(segments) == 1 else segments

@@ -1,10 +1,10 @@
-"""How a published adapter's bytes reach servers that run our plug-in, other than as files.
+"""How a published adapter's bytes reach servers that run Orbit's plug-in, other than as files.
 
-Belongs here: sending, who may still take it, when it is over. Does not belong here: receiving
-(`sglang_plugin.arrival`), the load call (`replica`), files, which are always possible (`served.Loaded`).
+Belongs here: sending, which copies may still receive it, and when it is over. Does not belong here: receiving
+(`sglang_plugin.arrival`), the load call (`replica`), files, which always work (`served.Loaded`).
 
-`SharedMemory` is memory of the host: SGLang keeps adapters there and copies them into its slots itself, so handing it a
-GPU's memory would only move the bytes twice more. `Broadcast` reaches every server at once, on other machines too.
+`SharedMemory` is host memory: SGLang keeps adapters there and copies them into its slots itself, so passing GPU memory
+would only move the bytes twice more. `Broadcast` reaches every server at once, on other machines too.
 """
 
 from __future__ import annotations
@@ -25,43 +25,43 @@ from orbit_runtime.adapters.ticket import as_tensor, blocks, carried_bytes, writ
 from orbit_runtime.types import AdapterFiles
 
 BROADCAST_SECONDS = 30.0
-"""Longest that joining may take; a server answers nobody meanwhile."""
+"""Limit for joining; a server handles no requests meanwhile."""
 STEP_BYTES = 10_000_000
-"""Sizes are told apart by so much, so that one of nearly the same size goes through the group that is open."""
+"""Granularity of sizes: an adapter of nearly the same size reuses the open group."""
 LOOPBACK = "127.0.0.1"
 
 
 class Handover:
-    """One publish on its way."""
+    """One publish in transit."""
 
     def __init__(self, folder: Path, copies: Iterable[str], end: Callable[[], None] = lambda: None) -> None:
         """
         Args:
-            folder: the ticket's.
-            end: called where one copy fails, or will not come.
+            folder: the ticket's folder.
+            end: called when a copy fails or will not come.
         """
         self.folder = folder
         self.end = end
         self._waiting = set(copies)
 
     def take(self, copy: str) -> bool:
-        """Whether this copy is waited for; each once. A second try goes by file."""
+        """Whether this copy is still expected; true once for each. A second try loads from files."""
         expected = copy in self._waiting
         self._waiting.discard(copy)
         return expected
 
 
 class Transport(Protocol):
-    """Safe to use for one publish after the other, by one thread."""
+    """Safe to use for one publish after another, from one thread."""
 
     def carry(
         self, adapter: AdapterFiles, folder: Path, copies: Mapping[str, tuple[int, int]]
     ) -> AbstractContextManager[Handover | None]:
-        """Holds the bytes ready until its end; None: there is nobody to wait for.
+        """Keeps the bytes available within the context; None if there is no copy to wait for.
 
         Args:
-            folder: of the ticket; a new one.
-            copies: by name, its restarts and how many processes of it load an adapter.
+            folder: a new folder for the ticket.
+            copies: for each copy's name, its number of restarts and of processes that load an adapter.
         """
         ...
 
@@ -69,9 +69,9 @@ class Transport(Protocol):
 
 
 class SharedMemory:
-    """The memory into which the trainer wrote the adapter: nothing is copied, and servers map it as it lies there.
+    """The memory into which the trainer wrote the adapter: servers map it, and nothing is copied.
 
-    It ends with the last who maps it, or with the run, however that ends.
+    It is freed when the last process unmaps it, or when the run ends, however that happens.
     """
 
     @contextmanager
@@ -89,13 +89,13 @@ class SharedMemory:
 
 
 class Broadcast:
-    """A group that stays open from publish to publish, as long as its members are the same and none fails."""
+    """A group that stays open across publishes, as long as its members are the same and none fails."""
 
     def __init__(self, host: str = LOOPBACK, seconds: float = BROADCAST_SECONDS) -> None:
         """
         Args:
-            host: the address of this machine at which servers find it.
-            seconds: longest that joining may take, and a broadcast of next to nothing.
+            host: address at which servers reach this machine.
+            seconds: limit for joining, and for a broadcast of an almost empty adapter.
         """
         self._host, self._seconds = host, seconds
         self._generation: _Generation | None = None
@@ -119,7 +119,7 @@ class Broadcast:
             generation.end()
             raise
         if not generation.is_over:
-            # Every copy has the bytes. Where this side did not come to its end, only the group is of no more use.
+            # Every copy has the bytes. If only this side did not finish, the group alone is no longer usable.
             wait([sent], seconds)
         if generation.is_over or not sent.done():
             self.close()
@@ -154,15 +154,15 @@ class _Generation:
         return self._over.is_set()
 
     def end(self) -> None:
-        """What is under way ends by itself, at the latest when its time is up: gloo cannot be told to stop."""
+        """Ends the group. A broadcast in progress ends by its timeout at the latest: gloo cannot be interrupted."""
         self._over.set()
 
     def rest(self) -> None:
-        """A member that comes now, because its server loads a name again by itself, is not to wait for the next one."""
+        """Lets a member that joins now, because its server reloads a name itself, return without the next publish."""
         self._opening.announce("")
 
     def send(self, publish: str, parts: Sequence[Buffer]) -> Future[None]:
-        """In a thread: members are waited for, and they come as their servers take the load call."""
+        """Sends in a thread that waits for members, which join as their servers handle the load call."""
         done: Future[None] = Future()
         self._opening.announce(publish)
 
@@ -185,7 +185,7 @@ class _Generation:
 
 
 def build_transport(kind: Literal["Auto", "File", "SharedMemory", "Broadcast"]) -> Transport | None:
-    """For servers of this machine, once `Auto` was decided. None: adapters go as files."""
+    """The transport for servers of this machine, once `Auto` is resolved. None: adapters are loaded from files."""
     assert kind != "Auto"
     if kind == "File":
         return None

@@ -1,6 +1,6 @@
-"""The tokens of the rows that are being decoded, for models without a cache of keys and values in this engine.
+"""Tokens of the rows being decoded, for models without a KV cache in this engine.
 
-Belongs here: what `cache.KVCache` does, with tokens in the place of keys and values.
+Belongs here: the interface of `cache.KVCache`, with tokens instead of keys and values.
 Does not belong here: computing the rows again (`policy.whole_rows`).
 """
 
@@ -15,13 +15,13 @@ from orbit_runtime.policy.whole_rows import WholeRows
 
 
 class TokenHistory:
-    """`[B, S]` token ids; rows `[0, n)` are live. Positions behind a row's newest hold anything."""
+    """`[B, S]` token ids; rows `[0, n)` are live. Positions after a row's newest hold arbitrary values."""
 
     def __init__(self) -> None:
         self._tokens_BS = torch.empty(0, 0, dtype=torch.long)
 
     def reserve(self, num_rows: int, num_positions: int, *, live: int) -> None:
-        """Room for so much; `live` rows keep what they hold."""
+        """Makes room; `live` rows keep their contents."""
         old = self._tokens_BS
         num_rows, num_positions = max(num_rows, old.shape[0]), max(num_positions, old.shape[1])
         if (num_rows, num_positions) != old.shape:

@@ -1,6 +1,6 @@
-"""What a batch's rows do to their logits before the temperature: bias by token, and a penalty on tokens seen.
+"""Row settings that change logits before the temperature: a bias by token, and a penalty on tokens seen.
 
-Belongs here: these settings and the tokens seen, by row. Does not belong here: their maths (`algorithms.distribution`),
+Belongs here: these settings and the tokens seen, by row. Does not belong here: the maths (`algorithms.distribution`),
 truncation and draws (`sampling`).
 
 Legend: `B` live rows, `C` row capacity, `V` vocabulary.
@@ -20,27 +20,27 @@ Bias = tuple[tuple[int, float], ...]
 
 
 class RowLogits:
-    """Of at most `capacity` rows. Rows without such settings cost nothing as long as no row ever had one."""
+    """Settings of at most `capacity` rows. They cost nothing until the first row that uses one."""
 
     def __init__(self, capacity: int) -> None:
         self._penalty_C1 = np.ones((capacity, 1), np.float32)
         self._any_penalty = False
         self._biases: list[Bias] = []
-        """Of each live row."""
+        """Bias of each live row."""
         self._any_bias = False
         self._seen_CV: torch.Tensor | None = None
         self._new: dict[int, tuple[int, ...]] = {}
-        """Row → prompt and completion so far, where their tokens are not yet marked as seen."""
+        """Row → prompt and completion so far, for rows whose tokens are not yet marked as seen."""
 
     def grow(self, capacity: int) -> None:
-        """Room for more rows; live ones stay."""
+        """Makes room for more rows; live ones stay."""
         more = capacity - len(self._penalty_C1)
         self._penalty_C1 = np.concatenate([self._penalty_C1, np.ones((more, 1), np.float32)])
         if self._seen_CV is not None:
             self._seen_CV = torch.cat([self._seen_CV, self._seen_CV.new_zeros(more, self._seen_CV.shape[1])])
 
     def admit(self, requests: Sequence[Request]) -> None:
-        """Rows at the end."""
+        """Appends rows."""
         first = len(self._biases)
         self._biases.extend(request.sampling.logit_bias for request in requests)
         self._any_bias = self._any_bias or any(request.sampling.logit_bias for request in requests)
@@ -53,13 +53,13 @@ class RowLogits:
                 self._new[row] = (*request.prompt_ids_T, *so_far)
 
     def record(self, rows: slice, tokens_B: torch.Tensor) -> None:
-        """One sampled token of each of `rows`."""
+        """Records one sampled token for each of `rows`."""
         if self._seen_CV is not None:
             index = torch.arange(rows.start, rows.stop, device=self._seen_CV.device)
             self._seen_CV[index, tokens_B.to(self._seen_CV.device)] = True
 
     def remove(self, remaining: int, sources: list[int], targets: list[int]) -> None:
-        """Rows of `sources` move to `targets`; those from `remaining` on are gone."""
+        """Moves the rows `sources` to `targets`, and drops those from `remaining` on."""
         for source, target in zip(sources, targets, strict=True):
             self._biases[target] = self._biases[source]
         del self._biases[remaining:]
@@ -68,7 +68,7 @@ class RowLogits:
             self._seen_CV[targets] = self._seen_CV[sources]
 
     def apply(self, logits_BV: torch.Tensor, rows: slice) -> torch.Tensor:
-        """fp32 logits of `rows`; the same tensor where no row has such a setting."""
+        """fp32 logits of `rows`; the same tensor if no row has such a setting."""
         if self._any_bias:
             logits_BV = self._add_biases(logits_BV, rows)
         if self._any_penalty:

@@ -1,6 +1,6 @@
-"""Tokens before their completion has ended: what an engine tells that is asked for streams.
+"""Tokens reported before their completion ends, for streaming.
 
-Belongs here: the record, and what such an engine can do besides. Does not belong here: completions (`types.Engine`).
+Belongs here: the record, and the extra methods of such an engine. Does not belong here: completions (`types.Engine`).
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from orbit_runtime.types import FLOATS, TOKENS, Engine
 Alternatives = tuple[array[int], array[float]]
 """As in `Completion.alternatives`."""
 NONE = (-1, float("-inf"))
-"""Stands for an alternative that there is none of."""
+"""Placeholder for a missing alternative."""
 
 
 def part_of(alternatives: Alternatives, count: int, start: int, end: int) -> Alternatives:
-    """Of the tokens `[start, end)`. Args: count: alternatives of each token."""
+    """Alternatives of the tokens `[start, end)`. Args: count: alternatives of each token."""
     return alternatives[0][start * count : end * count], alternatives[1][start * count : end * count]
 
 
 def with_more(so_far: Alternatives | None, more: Alternatives) -> Alternatives:
-    """Those so far with those of the next tokens, added where they lie: a long answer's are never copied again.
+    """Appends the alternatives of the next tokens in place, so those of a long completion are never copied again.
 
     Args:
-        so_far: what this gave before; None: nothing yet.
+        so_far: an earlier result; None for the first.
     """
     ids, logprobs = so_far or (array(TOKENS), array(FLOATS))
     ids.extend(more[0])
@@ -37,33 +37,33 @@ def with_more(so_far: Alternatives | None, more: Alternatives) -> Alternatives:
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """Tokens that came of several requests, those of one after those of the other; columns, as there is one a step."""
+    """New tokens of several requests, request after request; as columns, because there is one record per step."""
 
     request_ids_D: array[int]
-    """int64. One of which several pieces came meanwhile stands there several times."""
+    """int64. A request with several new pieces appears several times."""
     counts_D: array[int]
-    """int32: how many of the tokens belong to each."""
+    """int32: how many of the tokens belong to each entry."""
     token_ids_T: array[int]
     logprobs_T: array[float]
     alternatives: Mapping[int, Alternatives]
-    """Of these tokens, by request that asked for them: once, of all its pieces."""
+    """By request, for those that asked for alternatives: alternatives of all its new tokens, over all its entries."""
 
 
 class StreamingEngine(Engine, Protocol):
-    """One that tells tokens before their completion has ended."""
+    """An engine that reports tokens before their completion ends."""
 
     @property
     def under_way(self) -> Collection[int]:
-        """Requests that a completion is still to come of. The caller's, as `submit` is."""
+        """Ids of requests without a completion yet. For the caller's thread, as `submit` is."""
         ...
 
     def listen(self, tell: Callable[[], None] | None) -> None:
-        """Args: tell: called by whoever takes completions, between two of them, where `news` may have something."""
+        """Args: tell: called between completions, from the consumer's thread, when `news` may have something."""
         ...
 
     def news(self) -> News | None:
-        """What came of streamed requests since it was last asked, each token once and in order; None: nothing.
+        """New tokens of streamed requests since the last call, each token once and in order; None if there are none.
 
-        What is not asked for before a completion is handed out is told by that one alone.
+        Tokens not collected before the completion is handed out are reported by the completion alone.
         """
         ...

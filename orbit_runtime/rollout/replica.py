@@ -1,10 +1,10 @@
-"""One of an engine's copies: a server, the adapters it must hold, and how it comes back when it is lost.
+"""One copy of an engine: a server, the adapters it must hold, and how it is brought back when lost.
 
-Belongs here: what holds for one server. Does not belong here: which of several is asked (`served_engine`, `routing`),
-how a kind of server is asked (`sglang_api`, `vllm_api`).
+Belongs here: everything about one server. Does not belong here: the choice among several (`answer_queue`, `routing`),
+the API of each kind of server (`sglang_api`, `vllm_api`).
 
-A lost server gets no work until it answers again, holds every adapter that it must, and each was read back: through the
-plug-in by its digest, and where there is none by the log-probs that it gave when it was proven.
+A lost server gets no work until it responds again and holds every adapter that it must, each one verified: through the
+plug-in by its digest, and without the plug-in by the log-probs that it gave when it was proven.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from orbit_runtime.types import AdapterFiles, Scored, ServerReading
 from orbit_runtime.workers.sglang_launch import PINNED_SGLANG
 
 FACTS_VERSION = 4
-"""Of what the plug-in is asked for and tells."""
+"""Version of the plug-in's requests and facts."""
 TRIES = 3
 CHECKS = 3
-"""Times in a row that a server must show no progress before it counts as hung."""
+"""Consecutive checks without progress after which a server counts as hung."""
 PATIENCE_SECONDS = 60.0
-"""A request that takes longer makes its server be asked whether it still computes."""
+"""When a request takes longer, its server is checked for progress."""
 HEALTH_SECONDS = 1.0
-"""Between two questions to a server that is busy with an adapter's bytes."""
+"""Interval between health checks of a server that is busy with an adapter's bytes."""
 
 
 class Replica:
-    """For one event loop. `name` tells people which one it is."""
+    """For one event loop. `name` identifies it to people."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Replica:
         """
         Args:
             adapters: what every copy must hold; the engine's own table, which changes.
-            taps: where the plug-in is asked for a snapshot; None: this server's layers cannot be looked at.
+            taps: folder for snapshot requests to the plug-in; None: this server's layers cannot be inspected.
             tolerance: how far log-probs of the same adapter may differ before and after a restart.
         """
         self.name = name
@@ -62,15 +62,15 @@ class Replica:
         self.about: About | None = None
         self.restarts = 0
         self.missed = 0
-        """Adapters that came as files, because the other way they did not arrive."""
+        """Adapters that were loaded from files because the other transport failed."""
         self.failure: OrbitError | None = None
         """Why it could not be brought back."""
         self.on_change: Callable[[], Awaitable[None]] | None = None
-        """Called when it came back, or could not."""
+        """Called when it came back, or could not be brought back."""
         self._adapters = adapters
         self._held: set[str] = set()
         self._begun: set[str] = set()
-        """Those whose load was asked for, and of which no answer came: the server may hold them."""
+        """Adapters whose load got no response: the server may hold them."""
         self._witnesses: dict[str, tuple[tuple[int, ...], tuple[float, ...]]] = {}
         self._tolerance = tolerance
         self._patience = patience
@@ -82,25 +82,25 @@ class Replica:
         return self._revival is None and self.failure is None
 
     def num_bytes(self, names: Collection[str] | None = None) -> int:
-        """Of these adapters, or of all that it must hold."""
+        """Size of these adapters, or of all that it must hold."""
         return sum(loaded.num_bytes for name, loaded in self._adapters.items() if names is None or name in names)
 
     @property
     def _busy_seconds(self) -> float:
-        """Longest that a server may show nothing because it works on its adapters' bytes."""
+        """How long a server may show no progress because it works on its adapters' bytes."""
         return seconds_for(self.num_bytes())
 
     @property
     def reads_back(self) -> bool:
-        """The plug-in runs in it."""
+        """Whether it runs the plug-in."""
         return self.about is not None and self.about.plugin is not None
 
     async def introduce(self) -> About:
-        """Asks it who it is; after a restart it must be what it was."""
+        """Queries what the server is; after a restart it must be the same as before."""
         found = await self.api.about()
         if found.plugin is not None and found.plugin != FACTS_VERSION:
             raise EngineDiedError(
-                f"{self.name} runs Orbit's plug-in of another version ({found.plugin}, this Orbit reads "
+                f"{self.name} runs another version of Orbit's plug-in ({found.plugin}, this Orbit reads "
                 f"{FACTS_VERSION})",
                 fix="install the same version of Orbit beside the server",
             )
@@ -126,7 +126,7 @@ class Replica:
         return found
 
     async def read(self) -> ServerReading:
-        """For metrics: a server that is lost or refuses to tell is no failure here."""
+        """For metrics: a server that is lost or refuses to report is not an error here."""
         told = ""
         if self.is_up:
             with suppress(LostError, GateError):
@@ -140,7 +140,7 @@ class Replica:
         self._asleep = True
 
     async def wake(self, parts: Sequence[Sleeping]) -> None:
-        """One that was lost in its sleep came back awake. Every adapter is read back where that can be."""
+        """A server lost while asleep came back awake. Every adapter is verified where possible."""
         if not self._asleep:
             return
         await self.api.wake(parts)
@@ -151,10 +151,10 @@ class Replica:
     # --- asking ---
 
     async def ask[T](self, work: Callable[[], Awaitable[T]]) -> T:
-        """Asks; where the server is lost meanwhile, waits until it is back and asks again.
+        """Makes a call; if the server is lost meanwhile, waits until it is back and tries again.
 
         Raises:
-            EngineDiedError: it was lost again and again, or did not come back.
+            EngineDiedError: it was lost too many times, or did not come back.
         """
         for attempt in range(TRIES):
             await self.wait_up()
@@ -166,14 +166,14 @@ class Replica:
         raise AssertionError("unreachable")
 
     async def attempt[T](self, work: Callable[[], Awaitable[T]]) -> T:
-        """One try. A loss starts bringing it back, and is raised."""
+        """Makes one try. On a loss, starts bringing the server back and raises."""
         async with self._noticed(None):
             return await self._watched(work())
 
     async def stream(self, call: Call, eos: Sequence[int]) -> AsyncGenerator[Piece]:
-        """One try. A loss starts bringing it back, and is raised; so is an adapter that it no longer holds.
+        """Makes one try. On a loss, or if the server no longer holds the adapter, starts bringing it back and raises.
 
-        However long the next piece takes: the server is lost only when it shows no progress.
+        The next piece may take any time: a server counts as lost only when it shows no progress.
         """
         async with self._noticed(call.first.adapter), aclosing(self.api.stream(call, eos)) as pieces:
             while (piece := await self._watched(anext(pieces, None))) is not None:
@@ -189,7 +189,7 @@ class Replica:
             raise
         except GateError:
             if self.restarts != restarts:
-                raise LostError("it was restarted meanwhile, and did not yet hold what it must") from None
+                raise LostError("it was restarted meanwhile, and did not hold its adapters yet") from None
             if needs is None or await self._holds(needs):
                 raise
             self.begin_revival()
@@ -205,7 +205,7 @@ class Replica:
             raise self.failure
 
     async def _watched[T](self, work: Awaitable[T]) -> T:
-        """A server that hangs takes requests and answers none: while one waits long, it is asked for progress."""
+        """A hung server accepts requests and answers none, so it is checked for progress while one takes long."""
         task = asyncio.ensure_future(work)
         silent, since = 0, 0.0
         try:
@@ -219,13 +219,13 @@ class Replica:
                     raise LostError(f"{self.server.url} answers, but shows no progress")
         finally:
             task.cancel()
-            # A stream can be closed only once nobody waits for its next piece.
+            # A stream can be closed only when nothing waits for its next piece.
             await asyncio.wait({task})
 
     # --- adapters ---
 
     async def load(self, name: str) -> None:
-        """Safe to call again: a server that came back meanwhile holds it already."""
+        """Safe to call again: a server that came back meanwhile already holds it."""
         if name in self._held:
             return
         loaded, was_begun = self._adapters[name], name in self._begun
@@ -234,14 +234,14 @@ class Replica:
             if loaded.handover is None or not await self._take(name, loaded.adapter, loaded.handover):
                 await self.api.load(name, loaded.adapter, loaded.write_files(loaded.folder))
         except GateError as error:
-            # The try before took longer than it was waited for, and came to its end. What it holds, the proof tells.
+            # The previous try timed out but then succeeded. The proof shows what the server holds.
             if not was_begun or not await self._has(name):
                 raise GateError(f"{self.name} refused adapter {name}: {error.message}", where="publish") from None
         self._begun.discard(name)
         self._held.add(name)
 
     async def _take(self, name: str, adapter: AdapterFiles, handover: Handover) -> bool:
-        """Whether it came by other means than files. Where this copy fails, the others need not wait for it."""
+        """Whether the adapter came by the transport. If this copy fails, the others need not wait for it."""
         if not handover.take(self.name):
             return False
         try:
@@ -257,7 +257,7 @@ class Replica:
             return True
         self.missed += 1
         with suppress(GateError):
-            # Where it arrived at some of the server's processes only, the name must be given back by all.
+            # If it arrived at only some of the server's processes, all of them must free the name.
             await self.api.unload(name)
         return False
 
@@ -267,7 +267,7 @@ class Replica:
             try:
                 await self.api.unload(name)
             except GateError:
-                # Gone already is what was asked for; the next proof told whoever must know.
+                # An adapter that is already gone is what was asked for; the next proof would have shown a loss.
                 if await self._holds(name):
                     raise
             self._held.discard(name)
@@ -275,7 +275,7 @@ class Replica:
     async def score(
         self, token_ids_T: Sequence[int], adapters: Sequence[str | None], prefix_length: int | None = None
     ) -> list[Scored]:
-        """An adapter is known by the first reading of it."""
+        """Scores tokens; the first reading of an adapter is kept to recognise it by."""
         found = await self.api.score(token_ids_T, adapters, prefix_length)
         for adapter, scored in zip(adapters, found, strict=True):
             if adapter is not None:
@@ -286,7 +286,7 @@ class Replica:
         return await self.api.facts(self.num_bytes()) or {}
 
     async def _holds(self, name: str) -> bool:
-        """True where it cannot be asked: then the refusal itself is what to tell."""
+        """True if the server cannot be asked; the refusal itself is then reported."""
         try:
             return await self._has(name)
         except (LostError, GateError):
@@ -298,7 +298,7 @@ class Replica:
     # --- coming back ---
 
     def begin_revival(self) -> None:
-        """Unless that is under way."""
+        """Starts bringing it back, unless that is already in progress."""
         if self.is_up:
             self._revival = asyncio.ensure_future(self._revive())
 
@@ -315,7 +315,7 @@ class Replica:
                 await self.on_change()
 
     async def _bring_back(self) -> None:
-        """A new server with the same adapters, each read back before it may answer."""
+        """Starts a new server with the same adapters, each verified before it gets work."""
         if await self._is_well():
             return
         for attempt in range(TRIES):
@@ -333,7 +333,7 @@ class Replica:
                     raise
 
     async def _is_well(self) -> bool:
-        """It lives and holds what it must. One that works on an adapter's bytes is waited for, not ended."""
+        """Whether it is alive and holds what it must. A server that works on an adapter's bytes is waited for."""
         until = time.monotonic() + self._busy_seconds
         while self.server.is_alive():
             if await self.api.is_healthy():
@@ -351,7 +351,7 @@ class Replica:
                 self._held.add(name)
             handover = self._adapters[name].handover
             if handover is not None and handover.take(self.name):
-                # It was waited for while it was lost; it comes back by files.
+                # It was expected while it was lost; it gets the adapter from files.
                 handover.end()
             await self.load(name)
             await self._check_held(name, "a restart")

@@ -8,7 +8,7 @@ from orbit_runtime.types import Sampling
 
 
 def given_fields(sampling: Sampling) -> dict[str, Any]:
-    """Fields of a request under the names that SGLang and vLLM share; a setting that is not set is left out."""
+    """Sampling fields of a request under the names that SGLang and vLLM share; defaults are left out."""
     fields = {
         "top_k": sampling.top_k if sampling.top_k else None,
         "min_p": sampling.min_p if sampling.min_p else None,

@@ -1,6 +1,6 @@
-"""Requests and names of slots, the same for every engine: what is wrong with one, and asking without an event loop.
+"""What all engines share: checks of requests and slot names, and sampling without an event loop.
 
-Belongs here: what no engine does differently. Does not belong here: a queue (the engines have theirs).
+Belongs here: what no engine does differently. Does not belong here: queues, which each engine has.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ UNFINISHED: tuple[FinishReason, ...] = ("abort", "deadline")
 
 
 def check_request(request: Request, under_way: Collection[int]) -> None:
-    """Raises DataError for an empty prompt, GateError for an id that is under way or a completion that has ended."""
+    """Raises DataError for an empty prompt, GateError for an id in flight or a completion that has already ended."""
     if not request.prompt_ids_T:
         raise DataError(f"request {request.request_id} has an empty prompt")
     if request.request_id in under_way:
@@ -33,24 +33,24 @@ def check_request(request: Request, under_way: Collection[int]) -> None:
 
 
 def check_new_slot(name: str, held: Collection[str], retired: Collection[str]) -> None:
-    """Raises GateError for a name that an adapter had before: whoever asks for it could mean either."""
+    """Raises GateError for a name that an adapter had before: it would be ambiguous."""
     if name in held or name in retired:
         raise GateError(f"adapter name {name!r} was used before", fix="publish every version under a new name")
 
 
 def check_held_slot(name: str, held: Collection[str]) -> None:
-    """Raises GateError where no adapter has this name."""
+    """Raises GateError if no adapter has this name."""
     if name not in held:
         raise GateError(f"no adapter {name!r} in the engine; it holds {', '.join(held) or 'none'}")
 
 
 def sample(engine: Engine, requests: Sequence[Request]) -> Iterator[Completion]:
-    """Submits and yields each completion as it ends. For callers without an event loop and with nothing else under way.
+    """Submits and yields each completion as it ends. For callers without an event loop and with nothing in flight.
 
-    Requests of a caller that stops listening are aborted.
+    If the caller stops iterating, its requests are aborted.
 
     Raises:
-        As `submit` and `completions`.
+        The errors of `submit` and `completions`.
     """
     engine.submit(requests)
     stream = engine.completions()
@@ -67,7 +67,7 @@ def sample(engine: Engine, requests: Sequence[Request]) -> Iterator[Completion]:
 
 
 async def end_all(engine: Engine) -> None:
-    """Aborts what is under way and waits until none of it is; what went wrong with it meanwhile no longer matters."""
+    """Aborts everything in flight and waits until it has ended; errors of these requests no longer matter."""
     engine.abort()
     is_ended = False
     while not is_ended:

@@ -1,10 +1,10 @@
-"""Which of several servers answers a prompt: the one that has most of it in its cache, if that one is not too busy.
+"""Chooses the server for a prompt: the one that has most of it in its cache, unless that one is too busy.
 
-Belongs here: the choice. Does not belong here: asking, waiting or knowing who is alive (`served_engine`).
+Belongs here: the choice. Does not belong here: sending, waiting or knowing which servers are up (`answer_queue`).
 
-A prompt is cut into blocks; the hash of a block covers all before it and the adapter, as caches of keys and values are
-keyed. Loads are bounded as in consistent hashing with bounded loads (Mirrokni, Thorup, Zadimoghaddam, 2018): nobody
-gets more than `SLACK` times the mean, so that a prefix which all prompts share does not send them all to one server.
+A prompt is cut into blocks; a block's hash covers everything before it and the adapter, as the keys of KV caches do.
+Loads are bounded as in consistent hashing with bounded loads (Mirrokni, Thorup, Zadimoghaddam, 2018): no server gets
+more than `SLACK` times the mean, so a prefix that all prompts share does not send them all to one server.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ KEPT_BLOCKS = 1 << 16
 
 
 class PrefixRouter:
-    """Remembers which prefixes went where. The same questions in the same order get the same answers."""
+    """Remembers which prefixes went where. The same calls in the same order get the same results."""
 
     def __init__(self, count: int, capacity: int, *, kept_blocks: int = KEPT_BLOCKS) -> None:
-        """Args: capacity: completions that one server samples at the same time."""
+        """Args: capacity: completions that one server samples at a time."""
         self._seen: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(count)]
         self._capacity = capacity
         self._kept = kept_blocks
@@ -31,10 +31,10 @@ class PrefixRouter:
     def choose(
         self, adapter: str | None, tokens: Sequence[int], cost: int, *, loads: Sequence[int], alive: Sequence[bool]
     ) -> int | None:
-        """The server that takes `cost` completions of this prompt; None: all that live are busy.
+        """Index of the server for `cost` completions of this prompt; None if all live servers are busy.
 
         Args:
-            loads: completions that each is sampling now.
+            loads: completions that each server samples now.
         """
         living = [index for index, is_alive in enumerate(alive) if is_alive]
         if not living:
@@ -51,7 +51,7 @@ class PrefixRouter:
         return chosen
 
     def forget(self, index: int) -> None:
-        """It was restarted: its cache is empty."""
+        """Forgets a restarted server's prefixes, as its cache is empty."""
         self._seen[index].clear()
 
     def _matched(self, index: int, blocks: Sequence[int]) -> int:
@@ -68,7 +68,7 @@ class PrefixRouter:
 
 
 def _blocks(adapter: str | None, tokens: Sequence[int]) -> Iterator[int]:
-    """Hashes of the prefixes that end where a block does, and of the whole prompt."""
+    """Hashes of the prefixes that end at block boundaries, and of the whole prompt."""
     before = hash(adapter or "")
     for start in range(0, len(tokens), BLOCK_TOKENS):
         before = hash((before, *tokens[start : start + BLOCK_TOKENS]))

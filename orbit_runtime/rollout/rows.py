@@ -1,7 +1,7 @@
-"""The rows of a decode batch: which request each serves, how far it is, and what it has sampled.
+"""The rows of a decode batch: the request that each serves, its position, and what it has sampled.
 
-Belongs here: row bookkeeping as dense arrays; finished rows are overwritten by later ones, so live rows stay `[0, n)`.
-Does not belong here: the model, the cache's contents, the order of admission (`torch_engine`).
+Belongs here: row bookkeeping as dense arrays; later rows overwrite finished ones, so live rows stay `[0, n)`. Does not
+belong here: the model, the cache's contents, the order of admission (`decoding`).
 
 Legend: `B` live rows, `C` row capacity, `T` new tokens.
 """
@@ -26,12 +26,12 @@ from orbit_runtime.types import FLOATS, TOKENS, FinishReason, Request
 Segment = tuple[str | None, int, int]
 UNCUT: dict[str, Any] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 UNTOLD = np.iinfo(np.int64).max
-"""As many tokens are never there: nobody is told of this row."""
+"""More tokens than a row can have: nothing of the row is reported."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """A request under way. With `forced`, those tokens are fed and scored instead of sampled ones."""
+    """A request in flight. With `forced_T`, those tokens are fed and scored instead of sampled ones."""
 
     request: Request
     forced_T: tuple[int, ...] | None = None
@@ -44,7 +44,7 @@ class Work:
 
     @property
     def max_new(self) -> int:
-        """Tokens that the completion may have, those that are there already included."""
+        """Maximum tokens of the completion, including those it already has."""
         return len(self.forced_T) if self.forced_T else self.request.sampling.max_new_tokens
 
     @property
@@ -59,7 +59,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Finished:
-    """A request served: its tokens, their log-probs, and the policy versions that sampled them."""
+    """A finished request: its tokens, their log-probs, and the policy versions that sampled them."""
 
     request: Request
     reason: FinishReason
@@ -67,7 +67,7 @@ class Finished:
     logprobs_T: array[float]
     versions_T: array[int]
     routed: list[np.ndarray]
-    """int16 `[tokens, L, C]` of each pass: the prompt's, then of each sampled token but the last; empty: not noted."""
+    """int16 `[tokens, L, C]` of each pass: the prompt, then each sampled token but the last; empty if not recorded."""
     alternatives: Alternatives | None = None
 
 
@@ -81,17 +81,17 @@ class Rows:
         self.version: list[int] = []
         """Policy version of the slot each row samples from."""
         self.routed: list[list[np.ndarray]] = []
-        """Experts of its tokens so far, where they are noted."""
+        """Experts of its tokens so far, if recorded."""
         self.alternatives: list[Alternatives | None] = []
-        """Told for its tokens so far, where they are asked for."""
+        """Alternatives of its tokens so far, if asked for."""
         self.most_alternatives = 0
         self.keys_C = np.zeros(capacity, np.uint64)
         self.generated_C = np.zeros(capacity, np.int64)
         self.position_C = np.zeros(capacity, np.int64)
-        """Where the last sampled token goes: prompt length + generated - 1."""
+        """Position of the last sampled token: prompt length + generated - 1."""
         self.limit_C = np.zeros(capacity, np.int64)
         self.told_C = np.full(capacity, UNTOLD, np.int64)
-        """Tokens of streamed requests that were told already."""
+        """Tokens of streamed requests already reported."""
         self.temperature_C1 = np.ones((capacity, 1), np.float32)
         self.top_k_C1 = np.zeros((capacity, 1), np.int64)
         self.top_p_C1 = np.ones((capacity, 1), np.float32)
@@ -102,12 +102,12 @@ class Rows:
         self.tokens_CT = np.zeros((capacity, max_new), np.int32)
         self.logprobs_CT = np.zeros((capacity, max_new), np.float32)
         self.any_temperature = False
-        """Some row's temperature is not 1."""
+        """Whether any row's temperature differs from 1."""
         self.any_top_k = self.any_top_p = self.any_min_p = False
         self.any_stop = False
         self.any_streamed = False
         self.any_ends = False
-        """Some row ends by other tokens than the model's own."""
+        """Whether any row has end tokens other than the model's own."""
         self._segments: list[Segment] | None = None
 
     def __len__(self) -> int:
@@ -130,7 +130,7 @@ class Rows:
                 self.tokens_CT[row, : item.num_done] = item.request.so_far.token_ids_T
                 self.logprobs_CT[row, : item.num_done] = item.request.so_far.logprobs_T
         self.temperature_C1[rows, 0] = [request.sampling.temperature for request in requests]
-        # The most likely token is never cut off, and its log-prob is the whole distribution's.
+        # Truncation never removes the most likely token; its log-prob is under the whole distribution.
         cut = [replace(each.sampling, **UNCUT) if not each.sampling.temperature else each.sampling for each in requests]
         self.top_k_C1[rows, 0] = [sampling.top_k for sampling in cut]
         self.top_p_C1[rows, 0] = [sampling.top_p for sampling in cut]
@@ -149,7 +149,7 @@ class Rows:
         self._segments = None
 
     def grow(self, capacity: int, max_new: int) -> None:
-        """Room for more and longer rows; live ones stay."""
+        """Makes room for more and longer rows; live ones stay."""
         wider = Rows(max(capacity, self.capacity), max(max_new, self.max_new))
         for name, column in vars(wider).items():
             if isinstance(column, np.ndarray):
@@ -170,7 +170,7 @@ class Rows:
         self.position_C[rows] += 1
 
     def record_alternatives(self, rows: slice, tokens_BK: torch.Tensor, logprobs_BK: torch.Tensor) -> None:
-        """For each of `rows` the most probable tokens in the place of the one that `record` appends."""
+        """Records, for each of `rows`, the most probable tokens at the position of the one that `record` appends."""
         for row, tokens, logprobs in zip(
             range(rows.start, rows.stop), tokens_BK.tolist(), logprobs_BK.tolist(), strict=True
         ):
@@ -187,7 +187,7 @@ class Rows:
             kept[1].extend(logprob for _, logprob in pairs)
 
     def news(self) -> News | None:
-        """Of streamed requests, what was not told yet."""
+        """Tokens of streamed requests that were not reported yet."""
         if not self.any_streamed:
             return None
         n = len(self)
@@ -197,7 +197,7 @@ class Rows:
         told, generated = self.told_C[rows], self.generated_C[rows]
         counts = generated - told
         index = np.repeat(rows, counts)
-        # Each row's first new place, then one more for every further token.
+        # Each row's first new position, then one more for every further token.
         places = np.arange(len(index)) - np.repeat(np.cumsum(counts) - counts - told, counts)
         self.told_C[rows] = generated
         alternatives = (
@@ -218,7 +218,7 @@ class Rows:
         )
 
     def finished(self, eos_ids: Sequence[int]) -> list[tuple[int, FinishReason]]:
-        """Rows whose last token ends them, by what it is or by length."""
+        """Rows that end with their last token, by an end token or by length."""
         full = self.generated_C[: len(self)] >= self.limit_C[: len(self)]
         ended = np.isin(self.last_C[: len(self)], eos_ids) if eos_ids else np.zeros_like(full)
         if self.any_ends:
@@ -230,13 +230,13 @@ class Rows:
             )
         done: list[tuple[int, FinishReason]] = []
         for row in np.flatnonzero(ended | full).tolist():
-            # A forced row runs to the end of its tokens: an end-of-sequence inside them is only a token.
+            # A forced row runs to the end of its tokens: an end token inside them is an ordinary token.
             if full[row] or self.work[row].forced_T is None:
                 done.append((row, "stop" if ended[row] else "length"))
         return done
 
     def finish(self, done: Sequence[tuple[int, FinishReason]]) -> list[Finished]:
-        """What rows have sampled."""
+        """The results of these rows."""
         return [
             Finished(
                 self.work[row].request,
@@ -256,7 +256,7 @@ class Rows:
         return before + array(TOKENS, (self.version[row],)) * (int(self.generated_C[row]) - len(before))
 
     def remove(self, rows: list[int]) -> tuple[list[int], list[int]]:
-        """Drops rows; returns (source, target) of the live rows that moved into the gaps."""
+        """Drops rows; returns (sources, targets) of the live rows that moved into the gaps."""
         gone = set(rows)
         self._segments = None
         remaining = len(self) - len(gone)
@@ -303,7 +303,7 @@ def _alternatives_so_far(request: Request) -> Alternatives | None:
 
 
 def merge_segments(adapters: Sequence[str | None], starts: Sequence[int], ends: Sequence[int]) -> list[Segment]:
-    """Neighbouring spans under one adapter become one."""
+    """Merges neighbouring spans under one adapter."""
     merged: list[Segment] = []
     for adapter, start, end in zip(adapters, starts, ends, strict=True):
         if merged and merged[-1][0] == adapter:

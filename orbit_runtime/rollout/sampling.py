@@ -1,7 +1,7 @@
 """Tokens from logits: counter-based uniforms and inverse-CDF draws.
 
-Belongs here: everything random in an engine. Does not belong here: which rows are in the batch, which is the point:
-a row's draw depends on its key and position only, so the composition of a batch changes nothing but rounding.
+Belongs here: all randomness of an engine. Does not belong here: the composition of the batch. A row's draw depends only
+on its key and position, so how a batch is composed changes nothing but rounding.
 
 Legend: `B` rows, `V` vocabulary.
 """
@@ -23,7 +23,7 @@ def uniforms(keys_B: np.ndarray, positions_B: np.ndarray) -> np.ndarray:
 
     Args:
         keys_B: uint64 stream keys (`seeds.stream_key`).
-        positions_B: how many tokens the row has sampled before.
+        positions_B: number of tokens that the row has sampled before.
 
     Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators" (OOPSLA 2014), figure 17; the top 53 bits.
     """
@@ -36,7 +36,7 @@ def uniforms(keys_B: np.ndarray, positions_B: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Truncation:
-    """`[B, 1]` each, or `None` where no row is cut by it (`algorithms.distribution.truncate`)."""
+    """`[B, 1]` each, or `None` if it truncates no row (`algorithms.distribution.truncate`)."""
 
     top_k: torch.Tensor | None = None
     top_p: torch.Tensor | None = None
@@ -52,18 +52,18 @@ def draw(
     temperature_B1: torch.Tensor | None,
     truncation: Truncation = WHOLE,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Samples one token a row; returns `(tokens [B] int64, logprobs [B] fp32)` under the distribution drawn from.
+    """Samples one token per row; returns `(tokens [B] int64, logprobs [B] fp32)` under the distribution drawn from.
 
     Args:
         logits_BV: fp32.
         uniforms_B: float64 in [0, 1).
-        temperature_B1: above 0; a row at exactly 0 is greedy, and its log-prob is that at 1. `None`: 1 in every row.
-        truncation: what of the vocabulary each row keeps.
+        temperature_B1: a row at exactly 0 is greedy, with its log-prob at temperature 1. `None`: 1 in every row.
+        truncation: how each row's distribution is truncated.
     """
     logprobs = _distribution(logits_BV, temperature_B1, truncation)
     # float64: over a large vocabulary an fp32 sum drops the tail.
     cdf = torch.exp(logprobs).cumsum(-1, dtype=torch.float64)
-    # The first token whose cumulated mass exceeds the draw has mass itself, also where u rounds up to the total.
+    # The first token whose cumulative mass exceeds the draw has mass itself, even if u rounds up to the total.
     targets = (uniforms_B[:, None] * cdf[:, -1:]).clamp_(max=torch.finfo(torch.float64).max)
     tokens = torch.searchsorted(cdf, targets, right=True).clamp_(max=logprobs.shape[-1] - 1)
     if temperature_B1 is not None:
@@ -74,14 +74,14 @@ def draw(
 def most_probable(
     logits_BV: torch.Tensor, temperature_B1: torch.Tensor | None, truncation: Truncation, count: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each row so many tokens, the most probable first, of the distribution that `draw` draws from: `(tokens [B, K]
-    int64, logprobs [B, K])`, -inf for one that is cut off."""
+    """The `count` most probable tokens of each row under the distribution that `draw` samples from, in order of
+    probability: `(tokens [B, K] int64, logprobs [B, K])`, with -inf for a truncated token."""
     logprobs, tokens = _distribution(logits_BV, temperature_B1, truncation).topk(min(count, logits_BV.shape[-1]), -1)
     return tokens, logprobs
 
 
 def _distribution(logits_BV: torch.Tensor, temperature_B1: torch.Tensor | None, truncation: Truncation) -> torch.Tensor:
-    """Log-probs; of a greedy row those at temperature 1."""
+    """Log-probs; for a greedy row those at temperature 1."""
     logits = logits_BV if temperature_B1 is None else logits_BV / torch.where(temperature_B1 == 0, 1.0, temperature_B1)
     logits = truncate(logits, truncation.top_k, truncation.top_p, truncation.min_p)
     return torch.log_softmax(logits, dim=-1)

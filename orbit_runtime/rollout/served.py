@@ -1,4 +1,4 @@
-"""The nouns of engines that are servers: what is asked, what is answered, and what every kind of server can do.
+"""Types of engines that are servers: requests, responses, and what every kind of server can do.
 
 Belongs here: records and Protocols between the engine (`served_engine`), its copies (`replica`) and the kinds of server
 (`sglang_api`, `vllm_api`). Does not belong here: HTTP (`wire`), starting servers (`sglang_server`, `attached`).
@@ -21,7 +21,7 @@ FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": 
 
 
 class LostError(Exception):
-    """The server did not answer: it died, was cut off, hangs, or answered with an error of its own."""
+    """The server did not answer: it died, was cut off, hangs, or returned an internal error."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,9 @@ class Loaded:
 
     adapter: AdapterFiles
     folder: Path
-    """For its files, as Orbit and the server see them; they are written when a server first takes them so."""
+    """Folder for its files, as both Orbit and the server see it; written when a server first loads from files."""
     handover: Handover | None = None
-    """The other way, while it is open."""
+    """The other transport, while it is open."""
 
     @property
     def num_bytes(self) -> int:
@@ -40,7 +40,7 @@ class Loaded:
 
     @property
     def ticket(self) -> Path:
-        """The folder that a server was told which took it the other way."""
+        """The folder given to servers that load by the other transport."""
         return self.folder / "ticket"
 
     def write_files(self, folder: Path) -> Path:
@@ -53,13 +53,13 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Ask:
-    """One completion that a server is asked for: a request, or what is left of one."""
+    """One completion requested from a server: a request, or the rest of one."""
 
     rid: str
-    """What the server knows it by; never used twice."""
+    """The server's id for it; never reused."""
     request: Request
     tokens_T: tuple[int, ...] = ()
-    """Of the completion, those that are there already."""
+    """Tokens of the completion that exist already."""
 
     @property
     def input_T(self) -> tuple[int, ...]:
@@ -72,8 +72,8 @@ class Ask:
 
 @dataclass(frozen=True)
 class Call:
-    """Completions that are asked for together, under one adapter and sampling: samples of one prompt, which share its
-    prefill, or one each of several prompts."""
+    """Completions requested together, under one adapter and sampling: samples of one prompt, which share its prefill,
+    or one for each of several prompts."""
 
     asks: tuple[Ask, ...]
 
@@ -84,27 +84,27 @@ class Call:
 
 @dataclass(frozen=True)
 class Piece:
-    """What a server tells of one completion, each token once."""
+    """New tokens of one completion, each token once."""
 
     index: int
-    """Of the ask within its call."""
+    """Index of the ask within its call."""
     token_ids_T: tuple[int, ...]
     logprobs_T: tuple[float, ...]
     finish_reason: FinishReason | None
-    """None: more will come."""
+    """None if more will come."""
     total: int | None = None
-    """Tokens that the server counts, those of this piece included; None: it does not tell."""
+    """Tokens by the server's count, including this piece; None if it does not report a count."""
     adapter: str | None = None
-    """That the server's plug-in says was applied, empty for the bare base; None: nobody tells."""
+    """Adapter that the server's plug-in says was applied, empty for the bare base; None if not reported."""
     routed_experts: RoutedExperts | None = None
-    """Of all inputs of the completion, with its last piece; None: not asked for."""
+    """Experts of all inputs of the completion, with its last piece; None if not asked for."""
     alternatives: Alternatives | None = None
-    """Of these tokens; None: not asked for."""
+    """Alternatives of these tokens; None if not asked for."""
 
 
 @dataclass(frozen=True)
 class About:
-    """What a server tells of itself; None: it does not tell."""
+    """A server's description of itself; None for what it does not report."""
 
     kind: str
     """`SGLang` or `vLLM`."""
@@ -114,41 +114,41 @@ class About:
     max_rank: int | None = None
     targets: tuple[str, ...] | None = None
     max_tokens: int | None = None
-    """Longest sequence."""
+    """Maximum sequence length."""
     architectures: tuple[str, ...] | None = None
     deterministic: bool = False
-    """It draws by each request's seed, and by one and the same where none is given."""
+    """Whether it draws by each request's seed, and by a fixed seed if none is given."""
     ranks: int = 1
     """Processes that each load an adapter."""
     plugin: int | None = None
-    """Version of the facts that Orbit's plug-in tells; None: it runs without."""
+    """Version of the facts that Orbit's plug-in reports; None if it runs without the plug-in."""
     unhooked: tuple[str, ...] = ()
     """What the plug-in could not hook."""
 
 
 Sleeping = Literal["cache", "weights", "graphs"]
-"""What a server can give back for a while."""
+"""What a server can release while it sleeps."""
 
 
 class Server(Protocol):
-    """A process somewhere, that can be waited for or brought back."""
+    """A process somewhere that can be waited for or brought back."""
 
     @property
     def url(self) -> str: ...
 
     @property
     def headers(self) -> Mapping[str, str]:
-        """What it must be asked with."""
+        """HTTP headers that every request needs."""
         ...
 
     def start(self) -> None:
-        """Returns once it answers. Raises EngineDiedError (82) where it does not come to answer."""
+        """Returns once it responds. Raises EngineDiedError (82) if it never does."""
         ...
 
     def is_alive(self) -> bool: ...
 
     def describe(self) -> str:
-        """What to read about its end, for an error's message."""
+        """Where to look for the cause of its end, for an error message."""
         ...
 
     def stop(self) -> None:
@@ -156,31 +156,31 @@ class Server(Protocol):
         ...
 
     def memory_bytes(self) -> int | None:
-        """What its device holds, or on a CPU its processes; None: not known here."""
+        """Memory in use on its device, or on a CPU by its processes; None if not known here."""
         ...
 
 
 class Api(Protocol):
-    """How one kind of server is asked. Every method raises LostError where no answer comes."""
+    """The API of one kind of server. Every method raises LostError if no response comes."""
 
     @property
     def takes_prompts(self) -> bool:
-        """A call may hold several."""
+        """Whether a call may hold several prompts."""
         ...
 
     @property
     def ends_one(self) -> bool:
-        """`abort` ends single completions of a call."""
+        """Whether `abort` can end single completions of a call."""
         ...
 
     async def about(self) -> About: ...
 
     async def is_healthy(self) -> bool:
-        """It answers at all."""
+        """Whether it responds at all."""
         ...
 
     async def makes_progress(self) -> bool:
-        """It computes, or has nothing to do."""
+        """Whether it computes or is idle."""
         ...
 
     async def names(self) -> frozenset[str]:
@@ -188,38 +188,38 @@ class Api(Protocol):
         ...
 
     async def load(self, name: str, adapter: AdapterFiles, folder: Path) -> None:
-        """Args: folder: what the server is told; it holds the files, or their ticket."""
+        """Args: folder: the path given to the server; it holds the files, or their ticket."""
         ...
 
     async def unload(self, name: str) -> None: ...
 
     def stream(self, call: Call, eos: Sequence[int]) -> AsyncGenerator[Piece]:
-        """Pieces of all completions of the call, in no promised order among them, until each has ended.
+        """Pieces of all completions of the call, interleaved in any order, until each has ended.
 
-        A stream that is closed early ends what it was for.
+        Closing a stream early aborts its completions.
         """
         ...
 
     async def abort(self, rids: Sequence[str]) -> None:
-        """Ends these where they are; their streams tell so. A server that ends only whole calls does nothing."""
+        """Aborts these; their streams report it. A server that can end only whole calls does nothing."""
         ...
 
     async def score(
         self, token_ids_T: Sequence[int], adapters: Sequence[str | None], prefix_length: int | None = None
     ) -> list[Scored]:
-        """By adapter, computed anew, without digests. `prefix_length`: as for a `Copy`, where there is such a way."""
+        """Readings by adapter, computed anew, without digests. `prefix_length`: see `Copy.score`, if supported."""
         ...
 
     async def facts(self, num_bytes: int = 0) -> Mapping[str, Mapping[str, Any]] | None:
-        """By adapter: what the plug-in reads in the slots; None: it runs without.
+        """By adapter: what the plug-in reads in the slots; None if it runs without the plug-in.
 
         Args:
-            num_bytes: of the adapters that it holds, and hashes first.
+            num_bytes: size of the adapters that it holds and must hash first.
         """
         ...
 
     async def sleep(self, parts: Sequence[Sleeping]) -> None:
-        """Once nothing runs."""
+        """Releases these parts once nothing runs."""
         ...
 
     async def wake(self, parts: Sequence[Sleeping]) -> None: ...
@@ -229,12 +229,12 @@ class Api(Protocol):
         ...
 
     async def text(self, token_ids_T: Sequence[int]) -> str | None:
-        """The server's tokenizer's text of these tokens, special ones left out; None: it does not tell."""
+        """These tokens decoded by the server's tokenizer, without special tokens; None if it does not support that."""
         ...
 
 
 def build_piece(index: int, tokens: Sequence[Any], logprobs: Sequence[Any], reason: object, **more: Any) -> Piece:
-    """Raises GateError for what is no piece of an answer."""
+    """Raises GateError for anything that is not a valid piece of a completion."""
     finish = None if reason is None else FINISH.get(str(reason))
     if len(tokens) != len(logprobs) or (reason is not None and finish is None):
         raise GateError(
@@ -246,7 +246,7 @@ def build_piece(index: int, tokens: Sequence[Any], logprobs: Sequence[Any], reas
 
 
 def number(value: Any) -> float:
-    """Raises GateError for anything that is no log-prob."""
+    """Raises GateError for anything that is not a log-prob."""
     if isinstance(value, bool) or not isinstance(value, float | int) or value != value or value > 1e-3:
         raise GateError(f"the engine answered the log-prob {value!r}", where="rollout")
     return float(value)

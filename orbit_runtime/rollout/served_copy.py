@@ -1,6 +1,6 @@
-"""What a publish is proven on: one server of an engine, read by the thread that runs the loop.
+"""A copy for proofs: one server of an engine, read by the thread that runs the loop.
 
-Belongs here: readings of one copy. Does not belong here: answering prompts (`served_engine`).
+Belongs here: readings of one copy. Does not belong here: sampling (`served_engine`).
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from orbit_runtime.rollout.served_engine import ServedEngine
 
 EXPLAIN_FILE = "explain"
-"""Beside an adapter's files: the plug-in tells the difference between them and the slot."""
+"""File beside an adapter's files that asks the plug-in for the difference between them and the slot."""
 
 
 class ServedCopy:
-    """A view for one proof: what the plug-in told after the newest pass answers every question about the slots."""
+    """A view for one proof: the plug-in's facts after the newest pass answer every question about the slots."""
 
     def __init__(self, engine: ServedEngine, replica: Replica) -> None:
         self._engine = engine
@@ -76,13 +76,13 @@ class ServedCopy:
         return self._engine.call(readings())
 
     def adapter_digest(self, name: str) -> str | None:
-        """Of what stands in the server's buffers, as the plug-in reads them: after the newest pass, or now."""
+        """Digest of the server's buffers, as the plug-in read them after the newest pass, or reads them now."""
         self._engine.slot(name)
         if not self.reads_back:
             return None
         facts = self._told.get(name) or self._facts().get(name)
         if facts is not None and facts["slot_digest"] is None:
-            # Loaded, and in no slot just now: a pass brings it into one.
+            # Loaded, but in no slot at the moment: a pass brings it into one.
             self._engine.call(self._replica.ask(partial(self._replica.api.score, (0, 0), [name])))
             facts = self._facts().get(name)
         return str((facts or {}).get("slot_digest"))
@@ -92,7 +92,7 @@ class ServedCopy:
             return ""
         loaded = self._engine.slot(name)
         homes = [home for home in (loaded.folder, loaded.ticket) if home.is_dir()]
-        # One folder for all copies: one question at a time.
+        # All copies share one folder, so only one may ask at a time.
         with self._engine.explaining:
             for home in homes:
                 (loaded.write_files(home) / EXPLAIN_FILE).touch()
@@ -110,14 +110,14 @@ class ServedCopy:
         return explain_difference(published.files, loaded.adapter.files) or str(facts["difference"] or "")
 
     def snapshot(self, token_ids_T: Sequence[int], adapter: str | None) -> Snapshot:
-        """What the server's layers compute for these tokens, and hold; for one caller at a time.
+        """What the server's layers hold, and compute for these tokens; for one caller at a time.
 
         Raises:
             GateError: the plug-in gave no answer.
-            UnsupportedError: there is nobody to ask.
+            UnsupportedError: the server has no plug-in to ask.
         """
         if self._replica.taps is None:
-            raise UnsupportedError("this server's layers cannot be looked at", fix="let Orbit start the server")
+            raise UnsupportedError("this server's layers cannot be inspected", fix="let Orbit start the server")
         asked = partial(self._tapped, self._replica.taps, tuple(token_ids_T), adapter)
         answers, scored = asked(())
         routed = None if scored.routed_experts is None else unpack_experts(scored.routed_experts)
@@ -134,7 +134,7 @@ class ServedCopy:
                 (scored,) = self._engine.call(replica.ask(partial(replica.api.score, token_ids_T, [adapter])))
                 return told(), scored
         except FileNotFoundError:
-            raise GateError("the plug-in told nothing of the pass that it was asked for", where="rollout") from None
+            raise GateError("the plug-in reported nothing about the requested pass", where="rollout") from None
 
     def _facts(self) -> Mapping[str, Mapping[str, Any]]:
         return self._engine.call(self._replica.ask(self._replica.facts))

@@ -1,4 +1,4 @@
-"""Asking an SGLang server through its own API: token ids in, token ids and log-probs out.
+"""Client of an SGLang server's native API: token ids in, token ids and log-probs out.
 
 Belongs here: SGLang's endpoints and fields. Does not belong here: HTTP (`wire`), starting it (`sglang_server`), what
 runs inside it (`sglang_plugin`).
@@ -39,12 +39,12 @@ IDLE_SECONDS = 30
 INTERVAL, FEW = 64, 8
 LEAST_LOGPROB = -1e4
 APPLIED = "orbit_adapter"
-"""Where the plug-in tells, for each token, the adapter that stood in the slot it was sampled from."""
+"""Field in which the plug-in reports, for each token, the adapter in the slot it was sampled from."""
 TAGS: Mapping[Sleeping, str] = {"cache": "kv_cache", "weights": "weights", "graphs": "cuda_graph"}
 
 
 class SGLangApi:
-    """Of SGLang 0.5."""
+    """For SGLang 0.5."""
 
     takes_prompts = True
     ends_one = True
@@ -59,9 +59,9 @@ class SGLangApi:
     ) -> None:
         """
         Args:
-            method: adapters go as the path of their folder, or as tensors in the request.
-            deterministic: every sample brings its own seed, which a server without that mode ignores.
-            routed: completions bring the experts of these layers; None: nobody asks for them.
+            method: send adapters as the path of their folder, or as tensors in the request.
+            deterministic: send a seed with every sample; a server without that mode ignores it.
+            routed: layers whose experts completions report; None for none.
         """
         self._routed = routed
         self._wire = wire
@@ -69,7 +69,7 @@ class SGLangApi:
         self._deterministic = deterministic
         self._ranks = 1
         self._incremental = False
-        """Each event holds what is new, and not all from the beginning."""
+        """Whether each event holds only what is new, rather than everything from the beginning."""
 
     async def about(self) -> About:
         info, model = await self._wire.get("/server_info"), await self._wire.get("/model_info")
@@ -108,12 +108,12 @@ class SGLangApi:
             body = {"lora_name": name, "lora_path": str(folder)}
             await self._wire.post("/load_lora_adapter", body, num_bytes=num_bytes)
             return
-        # SGLang's own format for this endpoint; it unpickles nothing but tensors, and we unpickle nothing of its.
+        # SGLang's own format for this endpoint; it unpickles only tensors, and we unpickle nothing from it.
         tensors = pickle.dumps(dict(tensorfile.parse(files[MODEL_FILE], where=MODEL_FILE)))
         uploaded = {
             "lora_name": name,
             "config_dict": json.loads(bytes(files[CONFIG_FILE])),
-            # Each of the server's processes takes the one of its number, and cuts out its part by itself.
+            # Each of the server's processes takes the entry of its rank and cuts out its shard itself.
             "serialized_named_tensors": [base64.b64encode(tensors).decode()] * self._ranks,
         }
         await self._wire.post("/load_lora_adapter_from_tensors", uploaded, num_bytes=num_bytes * self._ranks)
@@ -154,7 +154,7 @@ class SGLangApi:
         async with aclosing(self._wire.stream("/generate", body)) as events:
             async for event in events:
                 meta, index = _meta(event), int(event.get("index", 0))
-                # One that nobody asked for is passed on as it is: whoever asked refuses it.
+                # An index out of range is passed on as it is, and the caller refuses it.
                 ask = asks[index] if 0 <= index < len(asks) else None
                 entries = meta.get("output_token_logprobs") or []
                 top = meta.get("output_top_logprobs") or []
@@ -174,14 +174,14 @@ class SGLangApi:
                 )
 
     def _experts(self, meta: Mapping[str, Any], ask: Ask, sampled: int) -> RoutedExperts | None:
-        """With the last event of a completion; one that was ended early may come without."""
+        """Experts in the last event of a completion; an aborted one may lack them."""
         assert self._routed is not None
         if "routed_experts" not in meta and meta["finish_reason"]["type"] == "abort":
             return None
         return _read_experts(meta, self._routed, len(ask.input_T) + sampled - 1)
 
     def _interval(self, ask: Ask) -> int:
-        """Tokens between two events. A server that repeats the whole answer in each is asked for few of them."""
+        """Tokens between events. A server that repeats the whole completion in each event is asked for few of them."""
         if ask.request.is_streamed:
             return 1
         return INTERVAL if self._incremental else max(INTERVAL, ask.max_new_tokens // FEW)
@@ -193,12 +193,12 @@ class SGLangApi:
     async def score(
         self, token_ids_T: Sequence[int], adapters: Sequence[str | None], prefix_length: int | None = None
     ) -> list[Scored]:
-        """SGLang takes from its cache what lies before a reading's start, and computes the rest.
+        """SGLang reads from its cache what lies before a reading's start, and computes the rest.
 
-        Readings of ends come first, so that they find what earlier calls left, and nothing of this one.
+        Readings of ends come first, so they find what earlier calls left in the cache and nothing of this call.
         """
         starts = [0] if prefix_length is None else [prefix_length, 0]
-        # Neighbours with one adapter are one product of the server's.
+        # The server multiplies neighbours with the same adapter in one product.
         asked = [(adapter, start) for adapter in adapters for start in starts]
         body = {
             "input_ids": [list(token_ids_T)] * len(asked),
@@ -233,7 +233,7 @@ class SGLangApi:
         return merge_facts([state["orbit"] for state in states])
 
     async def sleep(self, parts: Sequence[Sleeping]) -> None:
-        # It ends its scheduler where something still runs; emptying the cache waits for that.
+        # SGLang's scheduler dies if something still runs; flushing the cache waits until nothing does.
         await self._wire.act(f"/flush_cache?timeout={IDLE_SECONDS}", {})
         await self._wire.act("/release_memory_occupation", {"tags": [TAGS[part] for part in parts]})
 
@@ -249,7 +249,7 @@ class SGLangApi:
 
 
 def merge_facts(states: Sequence[Mapping[str, Any]]) -> Mapping[str, Mapping[str, Any]]:
-    """By adapter, what the plug-in told in each rank; what two tell differently is None, which equals no digest."""
+    """The plug-in's facts by adapter, over all ranks; where ranks differ, the value is None, which no digest equals."""
     merged: dict[str, dict[str, Any]] = {}
     for state in states:
         if "error" in state:
@@ -262,7 +262,7 @@ def merge_facts(states: Sequence[Mapping[str, Any]]) -> Mapping[str, Mapping[str
 
 @dataclass(frozen=True)
 class RoutedLayers:
-    """Of a model, as SGLang tells them: rows of all layers, those without routed experts included."""
+    """Routed layers of a model, as SGLang reports them: its rows include layers without routed experts."""
 
     num_layers: int
     with_experts: tuple[int, ...]
@@ -270,16 +270,16 @@ class RoutedLayers:
 
 
 def _read_experts(meta: Mapping[str, Any], routed: RoutedLayers, inputs: int) -> RoutedExperts:
-    """Of int32 `[inputs, layers, experts of a token]` in base64."""
+    """Reads int32 `[inputs, layers, experts per token]` in base64."""
     text = meta.get("routed_experts")
     if not isinstance(text, str):
         raise GateError("/generate was answered without routed_experts", where="rollout")
     flat = np.frombuffer(base64.b64decode(text), np.dtype("<i4"))
     if flat.size != inputs * routed.num_layers * routed.experts_per_token:
-        raise GateError(f"the engine told {flat.size} experts for {inputs} tokens", where="rollout")
+        raise GateError(f"the engine reported {flat.size} experts for {inputs} tokens", where="rollout")
     chosen_TLC = flat.reshape(inputs, routed.num_layers, routed.experts_per_token)[:, routed.with_experts]
     if chosen_TLC.size and chosen_TLC.min() < 0:
-        raise GateError("the engine did not tell every token's experts", where="rollout")
+        raise GateError("the engine did not report every token's experts", where="rollout")
     return pack_experts(chosen_TLC)
 
 
@@ -291,7 +291,7 @@ def _read_end(meta: Mapping[str, Any], asked: Sequence[int]) -> Cached:
 
 
 def _read_top(meta: Mapping[str, Any], tokens: int) -> tuple[int, ...] | None:
-    """Of the one alternative that was asked for in each place; None where the server told none."""
+    """The most probable token for each position; None if the server reported none."""
     entries = meta.get("input_top_logprobs") or []
     if len(entries) != tokens or not all(entries[1:]):
         return None
@@ -299,15 +299,15 @@ def _read_top(meta: Mapping[str, Any], tokens: int) -> tuple[int, ...] | None:
 
 
 def _read_alternatives(entries: Sequence[Any], tokens: int, count: int) -> Alternatives | None:
-    """So many for each token; what the distribution was cut to may be fewer."""
+    """`count` alternatives for each token; a truncated distribution may have fewer."""
     if not count:
         return None
     if len(entries) != tokens:
-        raise GateError(f"the engine told alternatives of {len(entries)} tokens for {tokens}", where="rollout")
+        raise GateError(f"the engine reported alternatives of {len(entries)} tokens for {tokens}", where="rollout")
     ids, logprobs = array(TOKENS), array(FLOATS)
     for entry in entries:
         pairs = [(int(each[1]), float(each[0])) for each in entry or () if each[0] is not None]
-        # SGLang writes the lowest number that there is for what was cut off.
+        # SGLang writes the lowest representable number for a truncated token.
         pairs = [each if each[1] > LEAST_LOGPROB else NONE for each in pairs][:count]
         pairs += [NONE] * (count - len(pairs))
         ids.extend(token for token, _ in pairs)

@@ -1,11 +1,11 @@
-"""Adapters of routed experts in SGLang servers of our own: what 0.5.23 and the plug-in can apply, and the flags for it.
+"""Adapters of routed experts in SGLang servers that Orbit starts: what 0.5.23 and the plug-in can apply, and its flags.
 
     LoRA, SharedOuter or PerExpert   SGLang's own buffers and, on a GPU, its own kernels, over the bases in
-                                     `MOE_RUNNERS`; DeepSeek-V4's FP4 through a wrapper of the plug-in's; on a CPU the
+                                     `MOE_RUNNERS`; DeepSeek-V4's FP4 through a wrapper in the plug-in; on a CPU the
                                      plug-in computes the experts from the same buffers
-    OFT, Shared                      the plug-in turns tokens before the experts, over any base; R of down on a CPU
+    OFT, Shared                      the plug-in rotates tokens before the experts, over any base; R of down on a CPU
 
-Belongs here: what is refused, and why. Does not belong here: limits that a manifest alone shows (`planner.support`).
+Belongs here: what is refused, and why. Does not belong here: limits visible in the manifest alone (`planner.support`).
 GPU: not run on hardware.
 """
 
@@ -24,15 +24,15 @@ MOE_RUNNERS = {
     "BF16": "triton", "FP8Block": "triton", "FP8BlockV4": "triton", "INT4": "marlin", "INT4Asymmetric": "marlin",
     "NVFP4ModelOpt": "marlin", "MXFP4V4": "marlin",
 }  # fmt: skip
-"""Layout of the experts → SGLang's runner with LoRA in it: those whose class tells LoRA how the base is packed, by a
-`get_triton_quant_info` or a `get_marlin_quant_info`; of the last one, `sglang_plugin.mxfp4_experts` does. A test reads
-it from SGLang's source."""
+"""Layout of the experts → SGLang's runner with LoRA. These are the layouts whose class describes to LoRA how the base
+is packed, by `get_triton_quant_info` or `get_marlin_quant_info`; for the last one `sglang_plugin.mxfp4_experts` does. A
+test reads this from SGLang's source."""
 MARLIN_FP4 = (9, 12)
-"""Major compute capabilities that SGLang multiplies MXFP4V4 by Marlin on."""
+"""Major compute capabilities on which SGLang multiplies MXFP4V4 with Marlin."""
 
 
 def served_experts(adapter: AdapterConfig, layers: Collection[str]) -> str:
-    """The layout of this adapter's part on routed experts; `None` where there is no such part."""
+    """The layout of this adapter's part on routed experts; `None` if it has no such part."""
     return adapter.expert_layout if _of_experts(layers) else "None"
 
 
@@ -57,7 +57,7 @@ def check_experts(adapter: AdapterConfig, layers: Collection[str], device: str, 
     dense = {name.rpartition(".")[2] for name in layers} - targets
     if left_out := ", ".join(name for name in PROJECTIONS if name in dense):
         raise UnsupportedError(
-            f"SGLang looks for targets by their last name alone: with {left_out} of other layers, experts need it too",
+            f"SGLang matches targets by their last name alone: with {left_out} in other layers, experts need it too",
             where="spec.adapter.targets", fix=f"write {left_out} for all, or adapter.experts: None",
         )  # fmt: skip
     if device != "cpu":
@@ -65,11 +65,11 @@ def check_experts(adapter: AdapterConfig, layers: Collection[str], device: str, 
 
 
 def check_generation(formats: Collection[str], capability: tuple[int, int]) -> None:
-    """Raises UnsupportedError (78) where no kernel with LoRA in it runs over these experts on this GPU.
+    """Raises UnsupportedError (78) if no kernel with LoRA runs over these experts on this GPU.
 
     Args:
         formats: layouts of the experts that a LoRA adapts.
-        capability: of the GPU, as CUDA says it.
+        capability: the GPU's CUDA compute capability.
     """
     if "MXFP4V4" in formats and capability[0] not in MARLIN_FP4:
         raise UnsupportedError(
@@ -80,10 +80,10 @@ def check_generation(formats: Collection[str], capability: tuple[int, int]) -> N
 
 
 def expert_arguments(experts: str, device: str, formats: Collection[str]) -> list[str]:
-    """Of a server's command line."""
+    """Flags for a server's command line."""
     if experts not in LORA_LAYOUTS:
         return []
-    # Without an adapter to look at, SGLang would take the second.
+    # Without an adapter to look at, SGLang would assume the second.
     shared = "--experts-shared-outer-loras" if experts == "SharedOuter" else "--no-experts-shared-outer-loras"
     if device == "cpu":
         return [shared]
@@ -113,7 +113,7 @@ def _check_lora(adapter: AdapterConfig, targets: Collection[str]) -> None:
 def _check_gpu(adapter: AdapterConfig, targets: Collection[str], formats: Collection[str]) -> None:
     if adapter.type == "OFT" and "down_proj" in targets:
         raise UnsupportedError(
-            "on a GPU routed experts are one kernel, and nothing can turn the input of down_proj inside of it",
+            "on a GPU routed experts are one kernel, and the input of down_proj cannot be rotated inside it",
             where="spec.adapter.targets", fix="leave down_proj out, or write adapter.experts: None",
         )  # fmt: skip
     unknown = sorted(set(formats) - MOE_RUNNERS.keys())

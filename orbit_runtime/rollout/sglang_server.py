@@ -1,8 +1,8 @@
-"""An SGLang server of our own: its arguments, its start, its end.
+"""An SGLang server started by Orbit: its arguments, its start, its end.
 
 Belongs here: which arguments follow from a run. Does not belong here: requests (`sglang_api`), processes (`workers`).
 
-On a CPU SGLang runs no packed format, so it is given the base dequantised by our codecs: the same values.
+On a CPU SGLang runs no packed format, so it gets the base dequantised by our codecs: the same values.
 """
 
 from __future__ import annotations
@@ -32,58 +32,58 @@ START_SECONDS = 900.0
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """What a run asks of its server."""
+    """What a run needs of its server."""
 
     model: Path
     device: str
     dtype: str
     targets: tuple[str, ...]
-    """Of adapters, LoRA or OFT."""
+    """Targets of the adapters, LoRA or OFT."""
     max_running_requests: int
     max_sequence_length: int
     seed: int
     gpu: int = 0
-    """The first of the machine's GPUs that it takes. Not run on hardware."""
+    """The first of its GPUs on this machine. Not run on hardware."""
     tensor_parallel: int = 1
-    """GPUs that it takes, one after the other, a process each; on a CPU processes. On GPUs not run on hardware."""
+    """Consecutive GPUs it uses, one process each; on a CPU the number of processes. On GPUs not run on hardware."""
     lora_rank: int = 1
-    """The largest; OFT needs none."""
+    """The largest rank; OFT needs none."""
     oft_block_size: int = 0
-    """0: OFT is refused."""
+    """0 if OFT is refused."""
     experts: str = "None"
-    """How the adapters of routed experts are laid out."""
+    """Layout of the adapters of routed experts."""
     expert_formats: tuple[str, ...] = ()
-    """What these experts are packed as."""
+    """Formats that these experts are packed in."""
     sleep: Literal["None", "Cache", "All"] = "None"
-    """What it must be able to give back for a while. Not run on hardware."""
+    """What it must be able to release while it sleeps. Not run on hardware."""
     deterministic: bool = False
-    """Each request brings the seed of its draws. Not run on hardware."""
+    """Whether each request brings the seed of its draws. Not run on hardware."""
     adapter_slots: int = 4
-    """Adapters on the device at a time: the newest policy, those that still run, preflight's, the bare base."""
+    """Adapters on the device at a time: the newest policy, those still running, that of preflight, the bare base."""
     kv_tokens: int | None = None
-    """That its KV cache holds; None: what the memory that it finds allows, and on a CPU every running sequence."""
+    """Capacity of its KV cache; None: what free memory allows, or on a CPU enough for every running sequence."""
     memory_fraction: float | None = None
-    """Of a GPU's memory that is free when it starts: base, adapter slots and KV cache. None: SGLang's own choice."""
+    """Share of the GPU memory free at its start, for base, adapter slots and KV cache. None: SGLang's own choice."""
     extra: tuple[str, ...] = ()
-    """Arguments of the manifest, as `spec.engine_arguments.argument_flags` writes them."""
+    """Arguments from the manifest, as `spec.engine_arguments.argument_flags` writes them."""
     engine_version: Literal["Pinned", "Any"] = "Pinned"
-    """`Any`: it starts with another version of SGLang than Orbit's pinned one too."""
+    """`Any`: it also starts with a version of SGLang other than Orbit's pinned one."""
     attention: str | None = None
-    """SGLang's attention back end on a GPU; None: its own choice."""
+    """SGLang's attention back end on a GPU; None for its own choice."""
     routed: RoutedLayers | None = None
-    """Layers whose experts completions bring along; None: they bring none."""
+    """Layers whose experts completions report; None for none."""
 
 
 class SGLangServer:
-    """One server on the loopback device; `start` again after its death gives a new one on a new port."""
+    """One server on the loopback device; `start` after its death creates a new one on a new port."""
 
     def __init__(self, settings: ServerSettings, *, log: Path, token: str | None = None) -> None:
-        """Args: token: of the run; the server answers nobody without it. None: one of its own."""
+        """Args: token: the run's token, which every request needs. None: one of its own."""
         self._settings = settings
         self._token = token or new_token()
         self._log = log
         self.taps = log.parent / "taps"
-        """Where the plug-in is asked what a pass computed, and answers."""
+        """Folder through which the plug-in is asked what a pass computed, and answers."""
         self._process: WatchedServer | None = None
         self._port = 0
 
@@ -97,24 +97,24 @@ class SGLangServer:
 
     @property
     def routed(self) -> RoutedLayers | None:
-        """Layers whose experts it tells."""
+        """Layers whose experts it reports."""
         return self._settings.routed
 
     @property
     def deterministic(self) -> bool:
-        """It was made so that every request brings its seed."""
+        """Whether it was set up for requests that bring their seed."""
         return self._settings.deterministic
 
     @property
     def pid(self) -> int:
-        """Of a process of ours; there is none where an agent started it."""
+        """Process id of a server that Orbit started directly; not available if an agent started it."""
         assert isinstance(self._process, ServerProcess)
         return self._process.pid
 
     def start(self) -> None:
-        """In the engine's container where there is one, or else here.
+        """Starts it in the engine's container if there is one, or else here.
 
-        Raises EngineDiedError with the log's end where it does not come to answer.
+        Raises EngineDiedError, with the end of the log, if it never responds.
         """
         self._port = free_port()
         self.taps.mkdir(parents=True, exist_ok=True)
@@ -158,7 +158,7 @@ class SGLangServer:
 
 
 def server_arguments(settings: ServerSettings, port: int) -> list[str]:
-    """What follows `sglang.launch_server`."""
+    """Arguments of `sglang.launch_server`."""
     arguments = [
         "--model-path", str(settings.model), "--host", "127.0.0.1", "--port", str(port),
         "--dtype", settings.dtype, "--random-seed", str(settings.seed),
@@ -176,17 +176,17 @@ def server_arguments(settings: ServerSettings, port: int) -> list[str]:
     if settings.routed:
         arguments += ["--enable-return-routed-experts"]
     if settings.deterministic:
-        # The rest SGLang 0.5.23 sets itself (`attention_hook.py`, `overrides.py`): PyTorch's sampler; FlashAttention 3,
+        # SGLang 0.5.23 sets the rest itself (`attention_hook.py`, `overrides.py`): PyTorch's sampler; FlashAttention 3,
         # or on Blackwell FlashInfer, with which it turns the radix cache off. CUDA graphs and LoRA's kernels stay.
         arguments += ["--enable-deterministic-inference"]
     if settings.device == "cpu":
-        # Enough for every running sequence at its longest, which tiny models on a CPU can afford.
+        # Enough for every running sequence at full length, which tiny models on a CPU can afford.
         tokens = min(settings.max_running_requests * settings.max_sequence_length, 2**20)
         arguments += [
             "--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch",
             "--lora-backend", "torch_native", "--disable-overlap-schedule", "--mem-fraction-static", "0.3",
             "--max-total-tokens", str(tokens),
-            # An idle server would turn one core in circles, which the trainer needs.
+            # Otherwise an idle server busy-waits on a core that the trainer needs.
             "--sleep-on-idle",
         ]  # fmt: skip
         return arguments
@@ -197,7 +197,7 @@ def server_arguments(settings: ServerSettings, port: int) -> list[str]:
     if settings.attention:
         arguments += ["--attention-backend", settings.attention]
     if {"gate_proj", "up_proj", "down_proj"} & set(settings.targets):
-        # Else some models run shared experts as one more routed one, where no adapter of theirs is applied.
+        # Otherwise some models run shared experts as one more routed expert, to which no adapter is applied.
         arguments += ["--disable-shared-experts-fusion"]
     if settings.gpu:
         arguments += ["--base-gpu-id", str(settings.gpu)]
@@ -209,7 +209,7 @@ def server_arguments(settings: ServerSettings, port: int) -> list[str]:
 
 
 def check_attached(layers: Collection[str]) -> None:
-    """Raises UnsupportedError (78) for layers that only the plug-in makes an adapter reach.
+    """Raises UnsupportedError (78) for layers that an adapter reaches only through the plug-in.
 
     Args:
         layers: names of the adapted modules.
@@ -223,9 +223,9 @@ def check_attached(layers: Collection[str]) -> None:
 
 
 def deterministic_attention(family: str, capability: tuple[int, int]) -> str | None:
-    """What SGLang must be told in deterministic mode; None: its own choice fits.
+    """The attention back end to set in deterministic mode; None if SGLang's own choice fits.
 
-    For gpt-oss on a B200 it takes TensorRT-LLM's, and then refuses to start, because its sums depend on the batch
+    For gpt-oss on a B200 SGLang picks TensorRT-LLM's, then refuses to start because its sums depend on the batch
     (0.5.23: `model_overrides/gpt_oss.py`, `choices.py`).
 
     Args:
@@ -235,7 +235,7 @@ def deterministic_attention(family: str, capability: tuple[int, int]) -> str | N
 
 
 def check_deterministic(device: str) -> None:
-    """Raises UnsupportedError (78) on a CPU: SGLang 0.5.23 has no such attention or products there."""
+    """Raises UnsupportedError (78) on a CPU, where SGLang 0.5.23 has no deterministic attention or products."""
     if device == "cpu":
         raise UnsupportedError(
             "SGLang samples deterministically on GPUs only, and this machine has none",
@@ -245,13 +245,13 @@ def check_deterministic(device: str) -> None:
 
 
 def sleeping_parts(sleep: str) -> tuple[Sleeping, ...]:
-    """What a server with this setting gives back."""
+    """The parts that a server releases with this setting."""
     parts: dict[str, tuple[Sleeping, ...]] = {"Cache": ("cache",), "All": ("cache", "weights", "graphs")}
     return parts.get(sleep, ())
 
 
 def _environment(settings: ServerSettings, taps: Path) -> dict[str, str]:
-    """What the plug-in and SGLang are told, beside what is in the environment that it is started in."""
+    """Variables for the plug-in and SGLang, in addition to the environment it is started in."""
     own = {
         "ORBIT_SGLANG": "1",
         "ORBIT_SGLANG_OFT_BLOCK_SIZE": str(settings.oft_block_size),
@@ -261,7 +261,7 @@ def _environment(settings: ServerSettings, taps: Path) -> dict[str, str]:
         "SGLANG_PLUGINS": "orbit",
     }
     if settings.device == "cpu" and settings.tensor_parallel > 1:
-        # Else it wants a NUMA node for each process. Without its own kernels for CPUs it binds none in any case.
+        # Otherwise SGLang wants a NUMA node for each process. Without its own CPU kernels it binds none in any case.
         every_core = f"0-{(os.cpu_count() or 1) - 1}"
         own |= {"SGLANG_CPU_OMP_THREADS_BIND": "|".join([every_core] * settings.tensor_parallel)}
     if settings.device == "cpu" and VARIABLE not in os.environ:
@@ -272,7 +272,7 @@ def _environment(settings: ServerSettings, taps: Path) -> dict[str, str]:
 def lora_targets(modules: Collection[str]) -> tuple[str, ...]:
     """SGLang names targets by the last part of a module's name; a server must know all that an adapter's file names.
 
-    Its command line takes no others than it knows: DeepSeek-V4's go by the names that the plug-in gives them.
+    Its command line accepts only names it knows: DeepSeek-V4's layers go by the names that the plug-in gives them.
     """
     leaves = {name.rpartition(".")[2] for name in modules}
     return tuple(sorted({SGLANG_TARGETS.get(leaf, leaf) for leaf in leaves}))
@@ -305,7 +305,7 @@ def check_served(adapter: AdapterConfig, layers: Collection[str], modules: Colle
 
 
 def _check_every(layers: Collection[str], modules: Collection[str]) -> None:
-    """SGLang looks for targets by their last name alone; routed experts have rules of their own."""
+    """SGLang matches targets by their last name alone; routed experts have rules of their own."""
     targets = {name.rpartition(".")[2] for name in layers}
     others = {name for name in modules if name.rpartition(".")[2] in targets and ".experts." not in name}
     others = {name for name in others - set(layers) if ".compressor." not in name}

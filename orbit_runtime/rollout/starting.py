@@ -1,7 +1,7 @@
-"""An engine over SGLang servers of our own, started together and ended together.
+"""An engine over SGLang servers that Orbit starts and ends together.
 
-Belongs here: starting them, and refusing one in which nothing could be proven. Does not belong here: a server's
-arguments (`sglang_server`), attached ones (`attached`).
+Belongs here: starting them, and refusing a server in which nothing could be proven. Does not belong here: a server's
+arguments (`sglang_server`), attached servers (`attached`).
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ def start_engine(
     sleeping: Sequence[Sleeping] = (),
     transport: Transport | None = None,
 ) -> ServedEngine:
-    """Starts the servers; where one fails, all are ended.
+    """Starts the servers; if one fails, all are stopped.
 
     Args:
-        folder: adapters are handed over below it.
-        at_once: servers that start at the same time; on a CPU they would wait for each other.
-        sleeping: what the servers, which were started for it, give back while the trainer works.
-        transport: how they are handed over; None: as files. Closed with the engine.
-        patience: seconds that a request may take before its server is asked whether it computes.
+        folder: parent of the folders through which adapters are handed over.
+        at_once: servers that start at the same time; on a CPU they would slow each other down.
+        sleeping: what the servers, started with support for it, release while the trainer works.
+        transport: how adapters are handed over; None: as files. Closed with the engine.
+        patience: seconds that a request may take before its server is checked for progress.
 
     Raises:
-        EngineDiedError: one does not start, or answers without Orbit's plug-in.
+        EngineDiedError: a server does not start, or runs without Orbit's plug-in.
     """
     client = build_client()
     engine = ServedEngine(

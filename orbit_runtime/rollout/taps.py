@@ -1,4 +1,4 @@
-"""Asking the plug-in in an SGLang server about a pass, for a snapshot or for the facts of its slots: two files each.
+"""Asks the plug-in in an SGLang server about a pass, for a snapshot or for the facts of its slots, through two files.
 
 Belongs here: the request, and reading the answer. Does not belong here: what is recorded (`sglang_plugin.taps`).
 """
@@ -25,17 +25,17 @@ from orbit_runtime.policy.snapshot import Part, Snapshot
 
 REQUEST, SEEN, ANSWER = "request.json", "seen-{rank}", "answer-{rank}.safetensors"
 SEEN_SECONDS = 20.0
-"""A server answers with its first process; the others may be a little behind."""
+"""The server's response comes from its first process; the others may be a little behind."""
 ANSWER_SECONDS = 900.0
-"""Longest that a process may digest its share of a base: 100 GB at 0.2 GB/s would be 500 s."""
+"""Limit for a process to hash its shard of a base: 100 GB at 0.2 GB/s would take 500 s."""
 FACTS_REQUEST, FACTS = "facts-request.json", "facts-{name}.json"
 FACTS_SECONDS = 60.0
-"""Longest that digesting what slots hold may take, besides what their number of bytes takes."""
+"""Limit for hashing what slots hold, in addition to the time that their size takes."""
 LOOK_SECONDS = 0.001
 
 
 def write_request(folder: Path, token_ids_T: Sequence[int], adapter: str | None, values: Sequence[str]) -> None:
-    """Of the next pass over exactly these tokens. `values`: tensors to hand over whole."""
+    """Requests the results of the next pass over exactly these tokens. `values`: tensors to hand over whole."""
     _write(folder / REQUEST, {"token_ids": list(token_ids_T), "adapter": adapter, "values": list(values)})
 
 
@@ -43,17 +43,17 @@ def write_request(folder: Path, token_ids_T: Sequence[int], adapter: str | None,
 def asked_facts(
     folder: Path, token_ids_T: Sequence[int], adapters: Sequence[str], standing: Sequence[str] = (), num_bytes: int = 0
 ) -> Iterator[Callable[[], Awaitable[Mapping[str, Any] | None]]]:
-    """Of the first pass in this block that reads these tokens under all these adapters. What it gives waits for it.
+    """Requests facts of the first pass in this block that reads these tokens under all these adapters.
 
-    None: there was no such pass, or nothing came in time.
+    The yielded function waits for the facts; it returns None if there was no such pass, or nothing came in time.
 
     Args:
-        standing: adapters that are told of as well, and need not be in the pass.
-        num_bytes: of all these adapters.
+        standing: adapters to report as well, which need not be in the pass.
+        num_bytes: size of all these adapters.
     """
     name, seconds = secrets.token_hex(8), FACTS_SECONDS + seconds_for(num_bytes)
     asked = {"name": name, "token_ids": list(token_ids_T), "adapters": list(adapters), "standing": list(standing)}
-    # A process of the server's waits for the others half as long as it is waited for itself.
+    # A server process waits half as long for the other ones as this side waits for it.
     asked["seconds"] = seconds / 2
     answer = folder / FACTS.format(name=name)
     _write(folder / FACTS_REQUEST, asked)
@@ -81,7 +81,9 @@ def asked_facts(
 def asked_pass(
     folder: Path, token_ids_T: Sequence[int], adapter: str | None, values: Sequence[str], ranks: int
 ) -> Iterator[Callable[[], list[bytes]]]:
-    """Of the next pass over exactly these tokens, in this block. What it gives waits for every rank's answer.
+    """Requests the results of the next pass over exactly these tokens, within this block.
+
+    The yielded function waits for every rank's answer.
 
     Args:
         values: tensors to hand over whole.
@@ -91,7 +93,7 @@ def asked_pass(
     write_request(folder, token_ids_T, adapter, values)
 
     def told() -> list[bytes]:
-        # The first is there before the server answers, or never.
+        # Rank 0's file exists before the server responds, or never.
         if seen[0].exists():
             _wait_for(seen, SEEN_SECONDS)
             _wait_for(answers, ANSWER_SECONDS)
@@ -117,12 +119,12 @@ def _remove(*files: Path) -> None:
 def build_snapshot(answers: Sequence[bytes], rows: int, values: Callable[[Sequence[str]], Sequence[bytes]]) -> Snapshot:
     """
     Args:
-        answers: of every rank, in order, each with its share of the results.
-        rows: tokens of the sequence that both sides compute.
+        answers: answers of all ranks, in order, each with its shard of the results.
+        rows: number of tokens of the sequence that both sides compute.
         values: asks again, for these tensors.
 
     Raises:
-        GateError: a process could not tell what it computed.
+        GateError: a process could not report what it computed.
     """
     facts = [_facts(answer) for answer in answers]
     for rank, fact in enumerate(facts):
@@ -151,7 +153,7 @@ def _held(facts: Sequence[Mapping[str, str]]) -> dict[str, tuple[Part, ...]]:
 
 
 def _sum(summands: Sequence[Tensor]) -> Tensor:
-    """Of a result that each rank has a summand of; where it was summed up already, all have the same."""
+    """Sums a result of which each rank has a partial sum; if all ranks hold the same, it was already summed."""
     first, *others = summands
     return first if all(torch.equal(first, each) for each in others) else torch.stack(list(summands)).sum(0)
 

@@ -1,7 +1,7 @@
 """The torch engine: batched generation on the base it shares with the trainer, under named adapter slots.
 
 Belongs here: the queue of requests, scoring by the same passes, slots by name.
-Does not belong here: prefill and decode steps (`decoding`), what a slot holds (`adapters.state`).
+Does not belong here: prefill and decode steps (`decoding`), the contents of a slot (`adapters.state`).
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ class Slot:
     version: int
     digest: str
     config: bytes
-    """`adapter_config.json` as it was loaded."""
+    """`adapter_config.json` as loaded."""
 
 
 class TorchEngine:
-    """An `Engine` in this process. One thread asks for completions; another may load, prove and unload meanwhile.
+    """An `Engine` in this process. One thread takes completions; another may load, prove and unload meanwhile.
 
     Passes of the trainer and of the engine take turns (`Selection.turn`): they share one device, and the layers of one
-    model apply one selection at a time. A decode step waits for the micro-batch under way, and the next micro-batch for
+    model apply one selection at a time. A decode step waits for the current micro-batch, and the next micro-batch for
     that step.
     """
 
@@ -68,7 +68,7 @@ class TorchEngine:
         notes_experts: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Args: notes_experts: completions bring the experts that their tokens went to."""
+        """Args: notes_experts: whether completions report the experts of their tokens."""
         self._policy = policy
         self._turn = policy.injected.selection.turn
         self._tokenizer = tokenizer
@@ -78,9 +78,9 @@ class TorchEngine:
         self._scoring = Decoding(policy, tokenizer, self._version, max_running_requests)
         self._under_way: set[int] = set()
         self._due: dict[int, float] = {}
-        """When the time of those with a deadline is over."""
+        """Deadlines, by request id."""
         self._ended: deque[Finished] = deque()
-        """Not handed out yet."""
+        """Finished requests that are not handed out yet."""
         self._slots: dict[str, Slot] = {}
         self._retired: set[str] = set()
         self._tell: Callable[[], None] | None = None
@@ -104,11 +104,11 @@ class TorchEngine:
             remove_slot(self._policy.injected.layers, name)
 
     def adopt(self, name: str, version: int) -> None:
-        """Samples from a slot that the trainer's side filled, until `release`: no published bytes, hence no proof."""
+        """Samples from a slot that the trainer filled, until `release`; nothing was published, so there is no proof."""
         self._slots[name] = Slot(version, "", b"")
 
     def release(self, name: str) -> None:
-        """The slot stays with whoever filled it."""
+        """Forgets the slot, which its owner keeps."""
         del self._slots[name]
 
     def adapter_digest(self, name: str) -> str:
@@ -130,7 +130,7 @@ class TorchEngine:
         return (self,)
 
     def sleep(self) -> None:
-        """It computes with the trainer's own weights, and keeps no cache between calls."""
+        """Nothing to release: it computes with the trainer's own weights, and keeps no cache between calls."""
 
     def wake(self) -> None: ...
 
@@ -179,12 +179,12 @@ class TorchEngine:
         return self._decoding.news()
 
     async def completions(self) -> AsyncGenerator[Completion]:
-        """A step of the batch at a time; between two steps whoever waits for tokens may submit, abort or do else."""
+        """Runs one batch step at a time; between two steps, other tasks may submit, abort or do other work."""
         while True:
-            # Those whose completions were just handed out ask for their next turn before the batch goes on.
+            # Tasks that just received completions submit their next requests before the batch goes on.
             await asyncio.sleep(0)
             if self._tell is not None:
-                # What a socket has brought meanwhile is heard after those that the first turn woke.
+                # Socket input that arrived meanwhile is handled after the tasks that the first turn woke.
                 await asyncio.sleep(0)
             self._step()
             if self._tell is not None:
@@ -195,12 +195,12 @@ class TorchEngine:
                 yield self._completion(self._ended.popleft())
 
     def advance(self) -> list[Completion]:
-        """One turn of `completions`, for who has no event loop: what it would have handed out."""
+        """One turn of `completions` for callers without an event loop; returns what it would have yielded."""
         self._step()
         return [self._completion(self._ended.popleft()) for _ in range(len(self._ended))]
 
     def _step(self) -> None:
-        """Of the batch, unless something has ended that was not handed out."""
+        """Runs a batch step, unless finished requests are waiting to be handed out."""
         self._end_late()
         if not self._ended and len(self._decoding):
             with self._turn:
@@ -225,7 +225,7 @@ class TorchEngine:
         prefix_length: int | None = None,
         standing: Sequence[str] = (),
     ) -> list[Scored]:
-        """Teacher-forced: a prefill of all but the last few tokens, then decode steps, every adapter in one batch.
+        """Teacher-forced: a prefill of all but the last few tokens, then decode steps, with every adapter in one batch.
 
         Calls share no keys and values here, so `prefix_length` has no effect. Digests are read when asked for.
         """
@@ -234,7 +234,7 @@ class TorchEngine:
         work = [Work(Request(index, 0, prompt, Sampling(), name), forced) for index, name in enumerate(adapters)]
         told = Told()
         tails: dict[int, list[float]] = {}
-        # A batch of its own: requests may be under way.
+        # A batch of its own, because requests may be in flight.
         with self._policy.traced() as trace:
             self._scoring.add(work)
             try:

@@ -1,9 +1,9 @@
-"""Asking vLLM's OpenAI server: token ids in, token ids and log-probs out, adapters loaded while it runs.
+"""Client of vLLM's OpenAI server: token ids in, token ids and log-probs out, adapters loaded at run time.
 
 Belongs here: vLLM's endpoints and fields. Does not belong here: HTTP (`wire`), SGLang (`sglang_api`).
 
-vLLM must be started with `--enable-lora`, `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1` and, where sampling does anything to the
-model's own distribution, `--logprobs-mode processed_logprobs`: else its log-probs are those of the model's own.
+vLLM must be started with `--enable-lora`, `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1` and, if sampling settings change the
+model's own distribution, `--logprobs-mode processed_logprobs`: otherwise its log-probs are under the unchanged one.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from orbit_runtime.types import AdapterFiles, Scored
 HEALTH_SECONDS = 60.0
 """vLLM's `/health` asks its engine process."""
 COLD = 0.25
-"""A temperature at which log-probs after it differ plainly from those before it."""
+"""A temperature at which log-probs differ clearly depending on whether it was applied."""
 
 
 class VllmApi:
-    """Of vLLM 0.32."""
+    """For vLLM 0.32."""
 
     takes_prompts = False
     ends_one = False
@@ -87,18 +87,18 @@ class VllmApi:
                     )
 
     async def abort(self, rids: Sequence[str]) -> None:
-        """vLLM knows no single samples of a call; it ends them all when their stream is closed."""
+        """Does nothing: vLLM cannot end single samples of a call; closing the stream ends them all."""
 
     async def score(
         self, token_ids_T: Sequence[int], adapters: Sequence[str | None], prefix_length: int | None = None
     ) -> list[Scored]:
-        """One after the other: vLLM's CPU back end computes a request without adapter, in one batch with others, by
-        whatever adapter stands in its last slot (0.32; vllm-project/vllm#48421). `prefix_length` has no
-        effect: nothing is read from a cache."""
+        """One after the other: vLLM's CPU back end computes a request without adapter, batched with others, under
+        whatever adapter its last slot holds (0.32; vllm-project/vllm#48421). `prefix_length` has no effect: nothing is
+        read from a cache."""
         return [await self._score(token_ids_T, adapter) for adapter in adapters]
 
     async def _score(self, token_ids_T: Sequence[int], adapter: str | None) -> Scored:
-        """vLLM reads nothing from its cache for a request that asks for log-probs of its prompt."""
+        """vLLM reads nothing from its cache for a request with prompt log-probs."""
         body = {
             "model": adapter or self._model,
             "prompt": list(token_ids_T),
@@ -129,14 +129,14 @@ class VllmApi:
         return await exposition(self._wire)
 
     async def text(self, token_ids_T: Sequence[int]) -> str | None:
-        """vLLM writes special tokens out, so the caller gives none."""
+        """vLLM includes special tokens in the text, so the caller passes none."""
         body = {"model": self._model, "tokens": list(token_ids_T)}
         return str((await self._wire.post("/detokenize", body))["prompt"])
 
     async def check_processed(self, token_ids_T: Sequence[int], shaping: Sequence[str]) -> None:
-        """Raises UnsupportedError (78) where log-probs are told as they were before sampling's settings.
+        """Raises UnsupportedError (78) if the server reports log-probs from before the sampling settings.
 
-        One mode of the server holds for all of them; the temperature shows it.
+        One server mode governs all settings, so the temperature shows it.
 
         Args:
             shaping: the settings that need it, by their names in the manifest.
@@ -151,7 +151,7 @@ class VllmApi:
             seen.append(max((value for value in top[0].values()), default=0.0))
         if abs(seen[0] - seen[1]) < 1e-6:
             raise UnsupportedError(
-                "this vLLM tells log-probs before the temperature divides the logits",
+                "this vLLM reports log-probs from before the temperature is applied",
                 where=f"spec.rollout.sampling.{shaping[0]}",
                 fix=f"start it with --logprobs-mode processed_logprobs, or remove {' and '.join(shaping)}",
             )
@@ -165,7 +165,7 @@ class VllmApi:
 
 
 def _read_top(entries: Sequence[Mapping[str, Mapping[str, Any]]]) -> tuple[int, ...] | None:
-    """vLLM tells each token's rank; the one of rank 1 is in its place or beside it."""
+    """vLLM reports each token's rank; the token of rank 1 is the sequence's own or listed beside it."""
     top = [next((int(token) for token, told in entry.items() if told.get("rank") == 1), None) for entry in entries[1:]]
     found = tuple(token for token in top if token is not None)
     return (-1, *found) if len(found) == len(top) else None

@@ -1,5 +1,5 @@
-"""An OpenAI-compatible server over an engine: base and adapters as models, weights changed while it runs, with proof.
+"""An OpenAI-compatible server over an engine: base and adapters as models, with weights replaced and proven as it runs.
 
-Belongs here: HTTP, its limits and its words; which model name is which adapter. Does not belong here: sampling
+Belongs here: HTTP, its limits and messages; which model name stands for which adapter. Does not belong here: sampling
 (`rollout`), the checks of a proof (`parity`), the command line (`cli`).
 """

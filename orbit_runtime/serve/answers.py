@@ -1,6 +1,7 @@
-"""Completions as OpenAI's clients read them, whole and in pieces.
+"""Completions in the form that OpenAI's clients read, whole or streamed.
 
-Belongs here: the objects of both endpoints, and what of a text may be sent already. Does not belong here: HTTP (`app`).
+Belongs here: the objects of both endpoints, and how much of a text may already be sent. Does not belong here: HTTP
+(`app`).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from orbit_runtime.types import FLOATS, TOKENS, FinishReason, Tokenizer
 REASONS = {"stop": "stop", "length": "length", "deadline": "length", "abort": "abort"}
 _UNFINISHED_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 _LONGEST_CHARACTER = 16
-"""Tokens; what is still none after so many is no character."""
+"""Tokens after which bytes that form no character are sent as they are."""
 
 
 @dataclass(slots=True)
@@ -34,28 +35,28 @@ class Part:
     token_ids_T: array[int] = field(default_factory=lambda: array(TOKENS))
     logprobs_T: array[float] = field(default_factory=lambda: array(FLOATS))
     finish_reason: FinishReason | None = None
-    """None: more will come."""
+    """None if more will come."""
     text: str = ""
-    """The whole, once it has ended."""
+    """The whole text, once it has ended."""
     alternatives: Alternatives | None = None
 
 
 @dataclass
 class Sent:
-    """How much of one choice its client has. A piece costs what is new, whatever came before it."""
+    """How much of one choice its client has. The cost of a piece depends only on what is new."""
 
     stops: tuple[str, ...] = ()
     characters: int = 0
     tokens: int = 0
     _held: str = ""
-    """Decoded and not sent: it may be the beginning of a stop."""
+    """Decoded but not sent, because it may be the beginning of a stop string."""
     _window: list[int] = field(default_factory=list)
-    """The newest tokens; those before change nothing of how the next are decoded."""
+    """The newest tokens; earlier ones do not affect how the next are decoded."""
     _read: int = 0
-    """Of the window, those whose text is decoded."""
+    """Tokens of the window whose text is decoded."""
 
     def decode(self, tokenizer: Tokenizer, new_T: Sequence[int]) -> str:
-        """What these tokens add to the text; nothing while bytes of a character are missing."""
+        """The text that these tokens add; empty while bytes of a character are missing."""
         self._window.extend(new_T)
         before, whole = tokenizer.decode(self._window[: self._read]), tokenizer.decode(self._window)
         is_torn = whole.endswith(_UNFINISHED_CHARACTER) and len(self._window) - self._read < _LONGEST_CHARACTER
@@ -66,7 +67,7 @@ class Sent:
         return whole[len(before) :]
 
     def take(self, new: str) -> str:
-        """What can be sent of the text so far: no stop, and not what may be the beginning of one."""
+        """The part of the text that can be sent: without a stop string, or what may be the beginning of one."""
         text = self._held + new
         end = len(text)
         for stop in self.stops:
@@ -77,27 +78,27 @@ class Sent:
         return text[:end]
 
     def rest(self, text: str) -> str:
-        """What is missing of the whole text, once it has ended."""
+        """The unsent rest of the whole text, once it has ended."""
         return text[self.characters :]
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Characters at the end of the text that are the beginning of the stop."""
+    """Length of the longest end of the text that is a beginning of the stop string."""
     return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0)
 
 
 @dataclass(frozen=True)
 class Form:
-    """One request's answers, in one of the two forms."""
+    """Formats one request's completions, for one of the two endpoints."""
 
     is_chat: bool
     model: str
     tokenizer: ChatTokenizer
     fingerprint: str
-    """Which weights answered, as far as one digest can say."""
+    """Identifies the weights, as far as one digest can."""
     with_logprobs: bool = False
     tools: Sequence[str] = ()
-    """Names that may be called."""
+    """Names of the tools that may be called."""
     stops: tuple[str, ...] = ()
     top: int = 0
     """Alternatives of each token."""
@@ -106,7 +107,7 @@ class Form:
 
     @property
     def held_back(self) -> tuple[str, ...]:
-        """Where a text that is sent in pieces ends: calls of tools are no part of it either."""
+        """Strings at which a streamed text ends: tool calls are not part of it either."""
         return (*self.stops, OPEN) if self.tools else self.stops
 
     def whole(self, parts: Sequence[Part], prompt_tokens: int) -> dict[str, Any]:
@@ -119,7 +120,7 @@ class Form:
         return self._piece(index, {"role": "assistant", "content": ""}, None, None) if self.is_chat else None
 
     def piece(self, part: Part, sent: Sent) -> list[dict[str, Any]]:
-        """What is new of a choice; nothing where all of it is held back."""
+        """The new pieces of a choice; empty if all of it is held back."""
         is_done = part.finish_reason is not None
         calls = self._calls(part) if is_done else []
         fresh = slice(sent.tokens, len(part.token_ids_T))
@@ -141,7 +142,7 @@ class Form:
         return pieces
 
     def end(self, prompt_tokens: int, parts: Sequence[Part]) -> dict[str, Any]:
-        """The piece that holds the usage."""
+        """The piece with the usage."""
         return {**self._head(self._piece_kind), "choices": [], "usage": usage(prompt_tokens, parts)}
 
     @property
@@ -176,7 +177,7 @@ class Form:
         return {"index": part.index, "message": message, "logprobs": logprobs, "finish_reason": reason}
 
     def _calls(self, part: Part) -> list[dict[str, Any]]:
-        """Of tools, as the completion wrote them; none where one of them cannot be made: then they are text."""
+        """Tool calls as the completion wrote them; none if one of them is invalid: they are then text."""
         if not self.tools:
             return []
         calls = parse_tool_calls(part.text, self.tools)
@@ -192,7 +193,7 @@ class Form:
         ]
 
     def _logprobs(self, part: Part, which: slice) -> dict[str, Any]:
-        # One by one, and special ones too: a token that ended an answer was sampled like the others.
+        # One by one, including special tokens: a token that ended a completion was sampled like the others.
         tokens = [self.tokenizer.text_of(token) for token in part.token_ids_T[which]]
         values = part.logprobs_T[which].tolist()
         top = self._top(part, which)
@@ -206,7 +207,7 @@ class Form:
         return {"content": content, "refusal": None}
 
     def _top(self, part: Part, which: slice) -> list[list[tuple[str, float]]]:
-        """Of each of these tokens what was most probable in its place; empty: nobody asked."""
+        """The most probable tokens at each of these positions; empty if not asked for."""
         if not self.top or part.alternatives is None:
             return []
         ids, logprobs = part.alternatives

@@ -1,9 +1,9 @@
 """The routes.
 
-Belongs here: HTTP → what is asked of the engine, and back. Does not belong here: the form of bodies (`requests`) and
-answers (`answers`), who may ask (`guard`).
+Belongs here: HTTP to engine requests, and back. Does not belong here: the form of requests (`requests`) and responses
+(`answers`), access control (`guard`).
 
-By hand over ASGI: a framework's work for each request and each piece of a stream is more than the answer's own.
+Written directly for ASGI: a framework would do more work per request and streamed piece than the response itself needs.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from orbit_runtime.serve.requests import (
 )
 
 LONG_BODY = 1 << 15
-"""Bytes from which on a prompt is tokenized beside the event loop."""
+"""Body size in bytes above which prompts are tokenised outside the event loop."""
 DEFAULT_TOKENS = 16
-"""Of `/v1/completions`, as OpenAI has it; a chat's answer may take what is left."""
+"""Default of `/v1/completions`, as at OpenAI; a chat completion may use all remaining tokens."""
 MODEL_PREFIX = "/v1/models/"
 JSON = (b"content-type", b"application/json")
 
@@ -59,8 +59,8 @@ def build_app(
 ) -> ASGIApp:
     """
     Args:
-        token: what clients must bring; None: nothing.
-        kind: which settings of sampling the engine gives.
+        token: token that clients must send; None for none.
+        kind: engine kind, which decides the supported sampling settings.
     """
     metrics.watch(lambda: engine.under_way)
     routes = Routes(engine, tokenizer, vocabulary, limits, metrics, kind)
@@ -75,7 +75,7 @@ def build_app(
 
 
 class Routes:
-    """One method a route."""
+    """One method per route."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class Routes:
         await _answer(send, {"object": "list", "data": [served.to_json() for served in self._engine.all()]})
 
     async def update(self, body: bytes, _receive: Receive, send: Send) -> None:
-        """Answers once the adapter samples, proven; until then, and where it is refused, the one before does."""
+        """Responds once the adapter is proven and samples. Until then, or if it is refused, the previous one stays."""
         asked = parse_body(UpdateBody, body)
         name = asked.model or self._engine.default_name(POLICY)
         try:
@@ -145,7 +145,7 @@ class Routes:
         await _answer(send, said)
 
     async def reload(self, body: bytes, _receive: Receive, send: Send) -> None:
-        """The name answers as the base does."""
+        """Makes the name stand for the base."""
         asked = parse_body(ReloadBody, body)
         name = self._find(asked.model or self._engine.default_name(POLICY)).name
         said = await self._engine.change(name, None)
@@ -230,12 +230,12 @@ class Routes:
         limits = self._limits
         count = len(prompts) * asked.n
         if not 0 < count <= limits.choices:
-            raise APIError(400, f"{count} completions are asked for, and 1 to {limits.choices} may be", param="n")
+            raise APIError(400, f"{count} completions were requested, and 1 to {limits.choices} are allowed", param="n")
         longest = max(map(len, prompts))
         if min(map(len, prompts)) == 0:
             raise APIError(400, "a prompt is empty", param="prompt")
         if min(map(min, prompts)) < 0 or max(map(max, prompts)) >= self._vocabulary:
-            raise APIError(400, f"tokens are from 0 to {self._vocabulary - 1}", param="prompt")
+            raise APIError(400, f"token ids are from 0 to {self._vocabulary - 1}", param="prompt")
         left = limits.sequence - longest
         wanted = min(limits.max_tokens, left) if tokens is None else tokens
         if wanted > left or wanted < 1:
@@ -246,12 +246,14 @@ class Routes:
                 code="context_length_exceeded",
             )
         if wanted > limits.max_tokens:
-            raise APIError(400, f"`max_tokens` is {wanted}, and {limits.max_tokens} may be", param="max_tokens")
+            raise APIError(
+                400, f"`max_tokens` is {wanted}, and at most {limits.max_tokens} is allowed", param="max_tokens"
+            )
         sampling = asked.sampling(wanted)
         check_given(self._kind, sampling, asked)
         known = (*sampling.stop_token_ids, *(token for token, _ in sampling.logit_bias))
         if not all(0 <= token < self._vocabulary for token in known):
-            raise APIError(400, f"tokens are from 0 to {self._vocabulary - 1}", param="logit_bias")
+            raise APIError(400, f"token ids are from 0 to {self._vocabulary - 1}", param="logit_bias")
         return [
             Choice(tuple(prompt), choice_key(asked.seed, at, sample), sampling, asked.alternatives)
             for at, prompt in enumerate(prompts)

@@ -1,4 +1,4 @@
-"""The engine as the front sees it: jobs go out, what comes of them comes in, one record per step of the batch.
+"""The engine from the front's view: jobs go out, and their results come back, one record per batch step.
 
 Belongs here: the front's end of the stream. Does not belong here: HTTP (`app`), the engine's end (`sampler`).
 
@@ -32,11 +32,11 @@ class Job:
         self.error: APIError | None = None
         self.is_told = asyncio.Event()
         self.fresh: dict[int, None] = {}
-        """Choices that something came of since they were last taken, in the order in which it came."""
+        """Choices with news since they were last taken, in order of arrival."""
         self._abort = abort
 
     async def take(self) -> AsyncIterator[Part]:
-        """Parts that something came of, until every one has ended. What came in several steps meanwhile comes at once.
+        """Yields parts with news until every one has ended. News of several steps may be joined.
 
         Raises:
             APIError: the engine refused or lost them.
@@ -51,7 +51,7 @@ class Job:
                 raise self.error
 
     def tell(self, part: Part) -> None:
-        """Something came of this one."""
+        """Reports news of this part."""
         self.fresh[part.index] = None
         self.is_told.set()
 
@@ -67,7 +67,7 @@ class Job:
 
 
 class Engine:
-    """The other process."""
+    """The engine's process."""
 
     def __init__(
         self,
@@ -80,13 +80,13 @@ class Engine:
     ) -> None:
         """
         Args:
-            send: gives the other process a record.
+            send: sends a record to the engine's process.
             base: the base's name.
-            concurrent: completions that may be under way or wait.
-            ended: told the model name and what came of each choice.
+            concurrent: maximum completions in flight or waiting.
+            ended: called with the model's name and each finished choice.
         """
         self.failure = ""
-        """Why nothing is answered any more."""
+        """Why no requests are accepted any more."""
         self._models = {served.name: served for served in models}
         self._base = base
         self._send = send
@@ -107,19 +107,21 @@ class Engine:
         return self._models.get(name)
 
     def default_name(self, otherwise: str) -> str:
-        """The one adapter's, where there is one."""
+        """The name of the only adapter; `otherwise` if there is none."""
         names = [name for name in self._models if name != self._base]
         if len(names) > 1:
             raise APIError(400, f"several adapters are served: {', '.join(names)}; name one of them", param="model")
         return names[0] if names else otherwise
 
     def submit(self, model: str, choices: Sequence[Choice], *, is_streamed: bool) -> Job:
-        """Raises APIError: too much is under way (429), or the engine failed (503)."""
+        """Raises APIError if too many completions are in flight (429), or the engine failed (503)."""
         if self.failure:
             raise APIError(503, "the engine has failed; the server must be restarted", code="engine_failed")
         if self.under_way + len(choices) > self._concurrent:
             raise APIError(
-                429, f"{self.under_way} completions are under way, and {self._concurrent} may be", code="overloaded"
+                429,
+                f"{self.under_way} completions are in flight, and at most {self._concurrent} may be",
+                code="overloaded",
             )
         first, self._next_id = self._next_id, self._next_id + len(choices)
         job = Job(range(first, self._next_id), is_streamed=is_streamed, abort=self._request_abort)
@@ -128,7 +130,7 @@ class Engine:
         return job
 
     async def change(self, name: str, adapter: str | None) -> dict[str, object]:
-        """Raises APIError: it was refused; the name is what it was."""
+        """Raises APIError if it was refused; the name then stays what it was."""
         call, self._next_id = self._next_id, self._next_id + 1
         self._calls[call] = asyncio.get_running_loop().create_future()
         self._send(Change(call, name, adapter))
@@ -157,7 +159,7 @@ class Engine:
             job, part, _ = self._jobs[request_id]
             part.token_ids_T += news.token_ids_T[at : at + count]
             part.logprobs_T += news.logprobs_T[at : at + count]
-            # A request may stand there twice; what was probable stands there once, for all of its tokens.
+            # A request may appear several times, but its alternatives only once, for all of its tokens.
             if (top := alternatives.pop(request_id, None)) is not None:
                 part.alternatives = with_more(part.alternatives, top)
             at += count

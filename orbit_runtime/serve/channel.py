@@ -1,9 +1,9 @@
-"""Between the front, which speaks HTTP, and the engine's process: one stream of records each way.
+"""The channel between the front, which speaks HTTP, and the engine's process: one stream of records each way.
 
 Belongs here: the records and how they travel. Does not belong here: what either side does with them (`front`,
 `sampler`).
 
-Pickled: both ends are processes of one program, joined by a socket pair that nobody else has.
+Records are pickled: both ends are processes of one program, connected by a socket pair that no other process has.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Setup:
     """What a front starts with."""
 
     model_folder: str
-    """Of its tokenizer."""
+    """Folder with its tokenizer."""
     vocabulary: int
     limits: Limits
     token: str | None
@@ -40,25 +40,25 @@ class Setup:
     base: str
     """The base's name."""
     kind: Kind
-    """Which settings of sampling the engine gives."""
+    """Engine kind, which decides the supported sampling settings."""
     template_arguments: Mapping[str, Any]
-    """Of the chat template."""
+    """Arguments of the chat template."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One completion that is asked for."""
+    """One requested completion."""
 
     prompt_ids_T: tuple[int, ...]
     key: int
     sampling: Sampling
     alternatives: int = 0
-    """Most probable tokens that are told for each place."""
+    """Most probable tokens to report for each position."""
 
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """To the engine: the choices of one HTTP request, under the ids from `first_id` on."""
+    """To the engine: the choices of one HTTP request, with consecutive ids from `first_id`."""
 
     first_id: int
     model: str
@@ -68,14 +68,14 @@ class Submit:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """To the engine."""
+    """To the engine: abort these requests."""
 
     request_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """To the engine: an adapter under a name, or the base under it."""
+    """To the engine: put an adapter, or the base, under a name."""
 
     call: int
     name: str
@@ -84,36 +84,35 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """To the front: no more connections; what is under way may end within so long."""
+    """To the front: accept no more connections; requests in flight may take this long to end."""
 
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """To the engine's process: it listens, or why not."""
+    """To the engine's process: the front listens, or why it does not."""
 
     port: int
     refusal: str = ""
 
 
 Ended = tuple[int, array[int], array[float], FinishReason, str, Alternatives | None]
-"""Of one choice that has ended: its request id, all its tokens and log-probs, why it ended, its text, and what else was
-probable."""
+"""A finished choice: request id, all tokens and log-probs, finish reason, text and alternatives."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """To the front: everything that came of one step of the batch."""
+    """To the front: the results of one batch step."""
 
     news: News | None
-    """Of streamed choices."""
+    """New tokens of streamed choices."""
     ended: Sequence[Ended]
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """To the front: nothing comes of these requests, or of a call."""
+    """To the front: these requests, or a call, have failed."""
 
     request_ids: tuple[int, ...]
     status: int
@@ -122,12 +121,12 @@ class Refusal:
     param: str | None = None
     call: int | None = None
     is_fatal: bool = False
-    """The engine has failed: nothing is answered any more."""
+    """Whether the engine has failed and accepts no more requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class Changed:
-    """To the front: a call's answer, and what every name stands for from now on."""
+    """To the front: a call's result, and what every name stands for from now on."""
 
     call: int
     result: dict[str, Any]
@@ -135,7 +134,7 @@ class Changed:
 
 
 class Line(asyncio.Protocol):
-    """One end of the stream. Records are handed over as their bytes arrive: no task has to wake for them first.
+    """One end of the stream. Records are handed over as their bytes arrive, without waking a task first.
 
     Args:
         hear: called with each record.
@@ -149,13 +148,13 @@ class Line(asyncio.Protocol):
         self._transport: asyncio.WriteTransport | None = None
 
     def send(self, record: object) -> None:
-        """Nothing where the other side has ended: it needs nothing any more."""
+        """Does nothing if the other side has ended."""
         if self._transport is not None and not self._transport.is_closing():
             data = pickle.dumps(record, pickle.HIGHEST_PROTOCOL)
             self._transport.write(_LENGTH.pack(len(data)) + data)
 
     def close(self) -> None:
-        """What was sent before still leaves."""
+        """Closes the stream; data sent before is still delivered."""
         if self._transport is not None:
             self._transport.close()
 
@@ -171,7 +170,7 @@ class Line(asyncio.Protocol):
         del self._unread[:start]
 
     def _record_size(self, start: int) -> int | None:
-        """None: the record that begins here is not whole yet."""
+        """Size of the record that begins here; None if it is incomplete."""
         if len(self._unread) < start + _LENGTH.size:
             return None
         (size,) = _LENGTH.unpack_from(self._unread, start)

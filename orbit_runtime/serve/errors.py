@@ -1,6 +1,6 @@
-"""What goes wrong, in the shape in which OpenAI's clients read it: `{"error": {message, type, param, code}}`.
+"""Errors in the form that OpenAI's clients read: `{"error": {message, type, param, code}}`.
 
-Belongs here: the shape and the status of each kind. Does not belong here: raising them.
+Belongs here: the form, and the status of each kind. Does not belong here: raising them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TYPES = {
 
 
 class APIError(Exception):
-    """An answer that is an error. Example: `APIError(404, "there is no model 'x'", param="model")`"""
+    """An error response. Example: `APIError(404, "there is no model 'x'", param="model")`"""
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -39,7 +39,7 @@ class APIError(Exception):
 
 
 def from_orbit(error: OrbitError) -> APIError:
-    """The caller's mistake is 400; an adapter that is refused 422; everything else is the server's."""
+    """A client's mistake is 400, a refused adapter 422; everything else is the server's fault."""
     if isinstance(error, ModelError | GateError):
         return APIError(422, str(error), code="adapter_refused")
     if isinstance(error, DataError | UsageError):

@@ -1,8 +1,8 @@
 """The process that speaks HTTP, beside the one that holds the engine: `python -m orbit_runtime.serve.front FD`.
 
-Belongs here: its life. Does not belong here: routes (`app`), the engine's end (`sampler`).
+Belongs here: its life cycle. Does not belong here: routes (`app`), the engine's end (`sampler`).
 
-It ends with the engine's process, however that ends: its stream ends then.
+It ends with the engine's process, however that ends, because its stream then ends.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BACKLOG = 2048
 
 
 class Front:
-    """Hears the engine's process, and ends when that one says so or has ended."""
+    """Receives records from the engine's process, and ends when told to or when that process has ended."""
 
     def __init__(self) -> None:
         import uvicorn
@@ -36,7 +36,7 @@ class Front:
         self._setup: asyncio.Future[Setup] = asyncio.get_running_loop().create_future()
         self._engine: Engine | None = None
         self._server: uvicorn.Server | None = None
-        # Not what its requests have begun: their time is over.
+        # Ends at once, with requests in flight: they cannot be completed any more.
         self._line = Line(self._hear, lambda: os._exit(0))
 
     async def serve(self, connection: socket.socket) -> None:
@@ -55,7 +55,7 @@ class Front:
         except OutputError as error:
             self._line.send(Ready(0, str(error)))
             self._line.close()
-            # Until it has left, which ends the process.
+            # Wait until the record has left; the closed line then ends the process.
             await asyncio.Event().wait()
             return
         metrics = ServeMetrics()
@@ -101,16 +101,16 @@ async def serve(connection: socket.socket) -> None:
 
 
 def main() -> None:
-    # Who started it tells it when to end; Ctrl-C of a terminal is for that one.
+    # The parent tells this process when to end; Ctrl-C of a terminal is for the parent.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    # The tokenizer's library imports torch wherever it finds it: seconds, and hundreds of megabytes, for nothing here.
+    # The tokenizer's library imports torch if it is installed: seconds, and hundreds of megabytes, for no use here.
     sys.modules["torch"] = None  # type: ignore[assignment]
     os.environ |= {"TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"}
     import uvloop
 
     connection = socket.socket(fileno=int(sys.argv[1]))
-    # In a thread: uvicorn takes signals in a main thread only.
+    # In a thread, because uvicorn handles signals only in the main thread.
     thread = threading.Thread(target=lambda: uvloop.run(serve(connection)), name="orbit-http")
     thread.start()
     with suppress(KeyboardInterrupt):

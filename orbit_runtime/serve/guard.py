@@ -1,6 +1,6 @@
-"""What every request must pass before a route sees it: its token, and the limits on its body.
+"""Checks every request before a route sees it: its token, and the limits on its body.
 
-Belongs here: refusing early, counting every answer. Does not belong here: what a body says.
+Belongs here: early refusals, counting every response. Does not belong here: the content of a body.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from orbit_runtime.serve.errors import APIError
 from orbit_runtime.serve.metrics import ServeMetrics
 
 OPEN_PATHS = ("/health",)
-"""Answered without a token: they tell nothing but that the server lives."""
+"""Paths that need no token: they reveal only that the server lives."""
 DRAINED_BYTES, DRAIN_SECONDS = 1 << 26, 10.0
-"""Of a body that is refused: a client that still sends would take a closed connection for a fault of the network."""
+"""Limits for reading a refused body to its end: a client that still sends would take a closed connection for a network
+fault."""
 
 
 Answering = Callable[[Scope, bytes, Receive, Send], Awaitable[None]]
-"""Answers a request whose body was read. All that `receive` can still tell is that the client has left."""
+"""Handles a request whose body was read. `receive` can then report only that the client has left."""
 
 
 class Guard:
@@ -42,8 +43,8 @@ class Guard:
     ) -> None:
         """
         Args:
-            token: None: everybody may ask.
-            routes: those that metrics name; all else is counted together.
+            token: None to allow every client.
+            routes: paths with their own metrics label; all others are counted together.
         """
         self._app = app
         self._metrics = metrics
@@ -54,7 +55,7 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            # A websocket: there is none here.
+            # Websockets are not supported.
             await send({"type": "websocket.close", "code": 1000})
             return
         started, status = time.monotonic(), 500
@@ -84,13 +85,13 @@ class Guard:
             return
         given = [value for name, value in scope["headers"] if name == b"authorization"]
         scheme, _, token = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
-        # Compared in constant time whatever was given, so that nothing is learnt from how long a refusal takes.
+        # Compared in constant time for any input, so that the time of a refusal reveals nothing.
         is_equal = hmac.compare_digest(token.strip(), self._token)
         if scheme.lower() != b"bearer" or not is_equal:
             raise APIError(401, "the bearer token is missing or wrong", code="invalid_api_key")
 
     async def _read(self, scope: Scope, receive: Receive) -> bytes | None:
-        """The body; None: the client has left."""
+        """The body; None if the client has left."""
         announced = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
         if announced.isdigit() and int(announced) > self._body_bytes:
             raise self._too_large()

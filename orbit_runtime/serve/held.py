@@ -1,7 +1,7 @@
-"""The engine behind a server that no model of this process stands behind: SGLang's servers, started or attached.
+"""The engine of a server if this process holds no model: SGLang servers, started or attached.
 
-Belongs here: what serving asks of them that a run does not. Does not belong here: starting and asking them (`rollout`,
-`loop.engines`), which name is which adapter (`policies`).
+Belongs here: what serving needs from them beyond a run. Does not belong here: starting and calling them (`rollout`,
+`loop.engines`), which name stands for which adapter (`policies`).
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from orbit_runtime.rollout.news import StreamingEngine
 from orbit_runtime.spec import Resolved
 
 PROBE = [{"role": "user", "content": "Name three rivers of Africa, then add 17 and 26."}]
-"""Both tokenizers must agree on it, where servers are attached."""
+"""Text on which the tokenizers of Orbit and of attached servers must agree."""
 MOST_ADAPTERS = 2 * SERVER_SLOTS - 1
-"""Servers hold twice as many as they compute with at a time; beyond that SGLang drops one by itself. One place is for
-the next, which is proven before it takes the place of another."""
+"""Servers hold twice as many adapters as they compute with at a time; beyond that SGLang drops one by itself. One place
+is kept for the next adapter, which is proven before it replaces another."""
 
 
 @dataclass(frozen=True)
 class Held:
-    """An engine and what is known of the base that it holds."""
+    """An engine, and what is known of its base."""
 
     engine: StreamingEngine
     config: AdapterConfig
@@ -40,7 +40,7 @@ class Held:
     compute_dtype: str
     kind: Kind
     policy: Policy | None = None
-    """The model, where it is in this process."""
+    """The model, if it is in this process."""
     most_adapters: int | None = None
     watch: Callable[[], None] = lambda: None
 
@@ -55,17 +55,17 @@ def open_servers(
 ) -> Held:
     """
     Args:
-        config: of the adapters.
-        adapters: how many are to be served.
-        closing: ends what was started.
+        config: describes the adapters.
+        adapters: number of adapters to serve.
+        closing: receives what must be ended.
 
     Raises:
-        UsageError: more adapters than servers hold.
-        OrbitError: servers cannot apply these adapters, do not start, or do not answer.
+        UsageError: there are more adapters than servers hold.
+        OrbitError: servers cannot apply these adapters, do not start, or do not respond.
     """
     if adapters >= MOST_ADAPTERS:
         raise UsageError(
-            f"{adapters} adapters are asked for, and SGLang's servers hold {MOST_ADAPTERS - 1} beside each other",
+            f"{adapters} adapters were requested, and SGLang's servers hold at most {MOST_ADAPTERS - 1}",
             where="--adapter",
             fix="serve fewer, or start another server for the others",
         )
@@ -87,7 +87,7 @@ def open_servers(
 
 
 def _kind(resolved: Resolved, found: set[str]) -> Kind:
-    """What the servers are, for `planner.sampling`."""
+    """The kind of the servers, for `planner.sampling`."""
     if "vLLM" in found:
         return "vLLM"
     if resolved.run.spec.rollout.deterministic:

@@ -1,6 +1,6 @@
-"""The server's own numbers, for Prometheus.
+"""The server's own metrics, for Prometheus.
 
-Belongs here: their names and how they are counted. Does not belong here: a run's metrics (`observability`).
+Belongs here: their names, and how they are counted. Does not belong here: a run's metrics (`observability`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 
 
 class ServeMetrics:
-    """Labels hold only names that the server knows: a client cannot make new series."""
+    """Labels hold only names that the server knows, so clients cannot create new series."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()

@@ -1,4 +1,4 @@
-"""What a model name stands for; torch-free, as the process that speaks HTTP knows only this of a model.
+"""What a model name stands for. Torch-free, because it is all that the process that speaks HTTP knows of a model.
 
 Belongs here: the record. Does not belong here: slots and their proof (`policies`).
 """
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 POLICY = "policy"
-"""The model name of an adapter that nobody named."""
+"""The model name of an adapter without a name."""
 
 
 @dataclass(frozen=True)
@@ -18,9 +18,9 @@ class Served:
 
     name: str
     slot: str | None
-    """None: the base."""
+    """None for the base."""
     place: str
-    """Where it was read."""
+    """Where it was read from."""
     version: int | None = None
     digest: str = ""
 

@@ -1,6 +1,6 @@
-"""From a run folder, a manifest, or a model and adapters to the models that a server answers with.
+"""From a run folder, a manifest, or a model and adapters to the models of a server.
 
-Belongs here: what each of them says of base and adapters, loading them. Does not belong here: HTTP.
+Belongs here: what each of these says about base and adapters, loading them. Does not belong here: HTTP.
 """
 
 from __future__ import annotations
@@ -44,32 +44,32 @@ EngineName = Literal["Auto", "Torch", "SGLang", "OpenAI"]
 
 @dataclass(frozen=True)
 class Asked:
-    """What is to be served. Example: `Asked(model="builtin://tiny-adder", adapters={"sums": "runs/a"})`"""
+    """What to serve. Example: `Asked(model="builtin://tiny-adder", adapters={"sums": "runs/a"})`"""
 
     source: str | None = None
-    """A run folder, or the file of a manifest."""
+    """A run folder, or a manifest's file."""
     model: str | None = None
     adapters: Mapping[str, str] = field(default_factory=dict)
     updates_from: tuple[str, ...] = ()
     engine: EngineName = "Auto"
-    """`Auto`: the run's own; without a run `Torch`."""
+    """`Auto`: the run's own engine; without a run, `Torch`."""
 
 
 @dataclass(frozen=True)
 class Opened:
-    """Loaded, with every adapter proven live."""
+    """Loaded models, with every adapter proven live."""
 
     policies: Policies
     engine: StreamingEngine
     limits: Limits
     folder: Path
-    """The base's."""
+    """The base's folder."""
     kind: Kind
-    """Which settings of sampling the engine gives."""
+    """Engine kind, which decides the supported sampling settings."""
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
-    """Of the run's chat template."""
+    """Arguments of the run's chat template."""
     watch: Callable[[], None] = lambda: None
-    """Called now and then: brings back what has died while nobody asked it."""
+    """Called periodically: restarts servers that died while idle."""
     closing: ExitStack = field(default_factory=ExitStack)
 
     def close(self) -> None:
@@ -79,29 +79,30 @@ class Opened:
 
 @dataclass(frozen=True)
 class _Source:
-    """What a run, or the command line, says of base and adapters."""
+    """What a run, or the command line, says about base and adapters."""
 
     folder: Path
     place: str
     config: AdapterConfig
     resolved: Resolved | None
-    """None: there is no run."""
+    """None if there is no run."""
     engine: str
     adapters: Mapping[str, str]
     updates_from: tuple[str, ...]
 
 
 def open_models(asked: Asked, limits: Limits, note: Callable[[str], None]) -> Opened:
-    """The caller closes it.
+    """Loads what was asked for; the caller closes it.
 
     Raises:
         UsageError: neither or both of a run and a model were named.
-        OrbitError: model or adapter are missing or damaged, servers did not start, or an adapter could not be proven
+        OrbitError: a model or adapter is missing or damaged, servers did not start, or an adapter could not be proven
             live.
     """
     if (asked.source is None) == (asked.model is None):
         raise UsageError(
-            "what is served is a run or a model", fix="name a run folder, a manifest's file, or --model with --adapter"
+            "name either a run or a model to serve",
+            fix="name a run folder, a manifest's file, or --model with --adapter",
         )
     source = _of_model(asked, note) if asked.source is None else _of_run(asked, note)
     template = source.resolved.run.spec.data.chat.template_arguments if source.resolved else {}
@@ -169,7 +170,7 @@ def _of_model(asked: Asked, note: Callable[[str], None]) -> _Source:
 
 
 def _run_of(source: _Source, limits: Limits) -> Resolved:
-    """A manifest for servers without a run: what a run with this base and adapter would be told."""
+    """A manifest for servers without a run, equivalent to that of a run with this base and adapter."""
     adapter: dict[str, Any] = {"type": source.config.type, "targets": list(source.config.targets) or None}
     if source.config.type == "LoRA":
         adapter["lora"] = {"rank": source.config.rank, "alpha": source.config.alpha}
@@ -191,7 +192,7 @@ def _run_of(source: _Source, limits: Limits) -> Resolved:
 
 
 def _of_run(asked: Asked, note: Callable[[str], None]) -> _Source:
-    """The manifest, what its first start read, its run folder, and where its relative paths begin."""
+    """The source that a run folder or a manifest describes."""
     assert asked.source is not None
     run, inputs, uri, folder = _read_run(asked.source)
     resolved = resolve(_for_serving(run, asked.engine), machine_facts(), folder=folder)
@@ -206,8 +207,8 @@ def _of_run(asked: Asked, note: Callable[[str], None]) -> _Source:
 
 
 def _for_serving(run: OrbitRun, engine: EngineName) -> OrbitRun:
-    """The manifest without what only a trainer wants of an engine, and on another engine without what the first was
-    told."""
+    """The manifest without engine settings that only a trainer needs and, if another engine is chosen, without settings
+    of the manifest's engine."""
     manifest = run.to_manifest()
     spec = manifest["spec"]
     rollout = dict(spec.get("rollout") or {})
@@ -217,7 +218,7 @@ def _for_serving(run: OrbitRun, engine: EngineName) -> OrbitRun:
     if engine != given:
         rollout = {name: value for name, value in rollout.items() if name in ("sampling", "maxRunningRequests")}
     rollout = {name: value for name, value in rollout.items() if name not in ("sleep", "routerReplay")}
-    # Whoever trained it, nobody trains here.
+    # Nothing is trained here, so the original trainer does not matter.
     training = {**(spec.get("training") or {}), "trainer": "Torch"}
     return OrbitRun.model_validate(
         {**manifest, "spec": {**spec, "rollout": {**rollout, "engine": engine}, "training": training}}
@@ -225,6 +226,7 @@ def _for_serving(run: OrbitRun, engine: EngineName) -> OrbitRun:
 
 
 def _read_run(source: str) -> tuple[OrbitRun, Mapping[str, object], str, Path | None]:
+    """The manifest, the inputs of its first start, its run folder, and the base of its relative paths."""
     path = Path(source)
     if path.is_file():
         manifest = load_manifest(path, [])

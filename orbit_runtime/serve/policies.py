@@ -1,9 +1,9 @@
-"""Which model name is which adapter: loading one, proving it live, and letting go of the one before.
+"""Maps model names to adapters: loading one, proving it live, and releasing its predecessor.
 
-Belongs here: names, slots, the proof that needs no trainer. Does not belong here: the proof's checks (`parity`).
+Belongs here: names, slots, the proof without a trainer. Does not belong here: the proof's checks (`parity`).
 
-A name changes over between two requests: one that is under way ends under the adapter that it began with, whose slot is
-emptied when nothing samples from it any more.
+A name changes between requests: one in flight ends under the adapter that it began with, whose slot is emptied once
+nothing samples from it any more.
 """
 
 from __future__ import annotations
@@ -40,34 +40,34 @@ Measured = tuple[tuple[float, ...], tuple[float, ...]]
 
 @dataclass(frozen=True)
 class Base:
-    """The frozen model beneath every adapter."""
+    """The frozen model under every adapter."""
 
     name: str
     place: str
     tokenizer: ChatTokenizer
     config: AdapterConfig
-    """Of every adapter that can be served beside it."""
+    """Config of every adapter that can be served with it."""
     weights: str
     """Digest of its files."""
     vocabulary: int
     compute_dtype: str
     """`float32` or `bfloat16`."""
     policy: Policy | None
-    """The model in this process; None: servers hold it."""
+    """The model in this process; None if servers hold it."""
     most_adapters: int | None = None
-    """That the engine holds at a time; None: as many as fit its memory."""
+    """Maximum number of adapters that the engine holds; None for as many as fit its memory."""
 
 
 class Policies:
     """The models of one server. Every method may be called from any thread."""
 
     def __init__(self, base: Base, engine: Engine, sources: Sequence[str]) -> None:
-        """Args: sources: folders and addresses that adapters may be loaded from while it serves."""
+        """Args: sources: folders and addresses from which adapters may be loaded at run time."""
         self.base = base
         self._engine = engine
         self._sources = tuple(sources)
         self._lock = threading.Lock()
-        """Held while a request gets its slot, and while a name changes over."""
+        """Held while a request gets its slot, and while a name changes."""
         self._updating = threading.Lock()
         self._sweeping = threading.Lock()
         self._served = {base.name: Served(base.name, None, base.place, digest=base.weights)}
@@ -86,12 +86,12 @@ class Policies:
             yield self._served[name].slot
 
     def load(self, name: str, uri: str) -> tuple[Served, Proof]:
-        """Loads an adapter and proves it live; from then on `name` is it. Where that fails, `name` is what it was.
+        """Loads an adapter, proves it live and puts it under `name`. On failure `name` stays what it was.
 
         Raises:
-            ModelError: a file is missing or damaged, or it is an adapter of another base or another kind.
-            GateError: the engine does not compute with what the files say.
-            UsageError: the base's own name was given.
+            ModelError: a file is missing or damaged, or the adapter is for another base or of another kind.
+            GateError: the engine does not compute with the files' content.
+            UsageError: the name is that of the base.
         """
         if name == self.base.name:
             raise UsageError(f"{name!r} is the base, which never changes", fix=f"use another name, such as {POLICY!r}")
@@ -109,7 +109,7 @@ class Policies:
         return served, proof
 
     def reset(self, name: str) -> Served:
-        """From now on `name` answers as the base does."""
+        """Makes `name` stand for the base from now on."""
         if name not in self._served:
             raise UsageError(f"there is no model {name!r}")
         served = Served(name, None, self.base.place, digest=self.base.weights)
@@ -118,7 +118,7 @@ class Policies:
         return served
 
     def check_source(self, uri: str) -> None:
-        """Raises UsageError where the server was not told that adapters may come from there."""
+        """Raises UsageError if the server may not load adapters from there."""
         if not any(_is_within(uri, source) for source in self._sources):
             raise UsageError(
                 "this server does not load adapters from there",
@@ -131,10 +131,10 @@ class Policies:
         return bool(self._retired)
 
     def sweep(self) -> None:
-        """Empties slots that nothing stands for and nothing samples from any more. A server may take its time."""
+        """Empties slots without a name from which nothing samples any more. May take a while with servers."""
         with self._sweeping:
             for slot in [*self._retired]:
-                # Until the last of its requests has ended.
+                # Refused until the last of its requests has ended.
                 with suppress(GateError):
                     self._engine.unload_adapter(slot)
                     self._retired.remove(slot)
@@ -148,11 +148,11 @@ class Policies:
         self.sweep()
 
     def _check_room(self) -> None:
-        """Raises ModelError where the engine holds as many as it can: it would drop one by itself."""
+        """Raises ModelError if the engine is full, because it would drop an adapter by itself."""
         most, held = self.base.most_adapters, len(self._engine.adapters())
         if most is not None and held >= most:
             raise ModelError(
-                f"the engine holds {held} adapters, as many as it can beside each other",
+                f"the engine holds {held} adapters, as many as it can",
                 fix="serve fewer names, or wait until requests under adapters that were replaced have ended",
             )
 
@@ -178,7 +178,7 @@ class Policies:
             raise ModelError(
                 f"the adapter is {_words(config)}, and this server's are {_words(self.base.config)}",
                 where=folder.place,
-                fix="serve it by a server of its own",
+                fix="serve it with a separate server",
             )
         files = folder.files
         if not folder.facts and config.type == "LoRA":
@@ -200,7 +200,7 @@ class Policies:
         return AdapterFiles(int(folder.facts.get("version") or 0), files, digest)
 
     def _prove(self, slot: str, adapter: AdapterFiles, facts: Mapping[str, Any]) -> Proof:
-        """On every copy; returns the one that came closest to its limit."""
+        """Proves it on every copy; returns the proof with the smallest margin to its limit."""
         expected = expected_applied_digest(adapter.files)
         limits = Limits(CHANGE_LIMITS[self.base.compute_dtype], math.inf)
         proofs = []
@@ -208,7 +208,7 @@ class Policies:
         for copy in self._engine.copies():
             if scores is None and not copy.reads_back:
                 raise GateError(
-                    f"no trainer wrote down what this adapter does, and {copy.name} cannot tell what stands in its "
+                    f"no trainer recorded what this adapter does, and {copy.name} cannot read back its "
                     "slots: nothing could be proven",
                     where="publish",
                     fix="serve an adapter of a run, or servers with Orbit's plug-in",
@@ -223,8 +223,8 @@ class Policies:
         return max(proofs, key=lambda proof: proof.change_error)
 
     def _measured(self, slot: str) -> tuple[tuple[int, ...], Measured | None]:
-        """For an adapter that no trainer wrote a canary for: the passes of training stand in for the trainer, where the
-        model is in this process."""
+        """For an adapter without a canary from a trainer: if the model is in this process, its training passes take the
+        trainer's place."""
         ids = self.base.tokenizer.encode_chat([{"role": "user", "content": CANARY}])[-CANARY_TOKENS:]
         canary_T = (*ids, *ids[:4])
         policy = self.base.policy
@@ -239,12 +239,12 @@ class Policies:
 
 
 def _slot_word(name: str) -> str:
-    """A name as every engine takes it, in an address and in a folder's name."""
+    """A name that every engine accepts, also in a URL and as a folder name."""
     return re.sub(r"[^A-Za-z0-9_.]", "_", name)[:64]
 
 
 def open_policy(uri: str) -> AdapterFolder:
-    """An adapter's folder, or a run folder's newest adapter.
+    """Opens an adapter's folder, or the newest adapter of a run folder.
 
     Raises:
         ModelError: there is none, or it is damaged.
@@ -256,13 +256,13 @@ def open_policy(uri: str) -> AdapterFolder:
 
 
 def config_of(folder: AdapterFolder) -> AdapterConfig:
-    """What the layers of a base must be made for, to hold this adapter."""
+    """The config that a base's layers need to hold this adapter."""
     fields = folder.config
     asked = fields.get("target_modules")
     if isinstance(asked, Sequence) and not isinstance(asked, str):
         targets = tuple(sorted(map(str, asked)))
     else:
-        # An expression of PEFT's: the tensors say what it matched.
+        # A PEFT expression: the tensors show what it matched.
         targets = tuple(sorted({module.rpartition(".")[2] for module in folder.modules()}))
     if folder.type == "LoRA":
         return AdapterConfig(
@@ -285,7 +285,7 @@ def config_of(folder: AdapterFolder) -> AdapterConfig:
 
 
 def _kind(config: AdapterConfig) -> tuple[Any, ...]:
-    """In what two adapters over one base must be equal; targets are checked by the tensors' names."""
+    """What two adapters over one base must have in common; targets are checked by the tensors' names."""
     if config.type == "LoRA":
         return config.type, config.rank, config.scaling
     return config.type, config.block_size, config.parametrization
@@ -298,10 +298,10 @@ def _words(config: AdapterConfig) -> str:
 
 
 def _recorded(facts: Mapping[str, Any], vocabulary: int) -> tuple[tuple[int, ...], Measured] | None:
-    """What the trainer measured when it published; None where nobody did.
+    """What the trainer measured when it published; None if it recorded nothing.
 
     Raises:
-        ModelError: it cannot have been.
+        ModelError: the record is invalid.
     """
     canary = facts.get("canary")
     if canary is None:
@@ -311,7 +311,7 @@ def _recorded(facts: Mapping[str, Any], vocabulary: int) -> tuple[tuple[int, ...
         adapted = tuple(float(value) for value in canary["logprobs"])
         base = tuple(float(value) for value in canary["base_logprobs"])
     except (TypeError, KeyError, ValueError):
-        raise ModelError("the manifest's canary is not one", fix="copy the adapter again") from None
+        raise ModelError("the manifest's canary is invalid", fix="copy the adapter again") from None
     is_whole = len(ids) > 1 and len(ids) == len(adapted) == len(base)
     if not is_whole or not all(0 <= token < vocabulary for token in ids) or not all(map(math.isfinite, adapted + base)):
         raise ModelError("the manifest's canary is not one of this model", fix="copy the adapter again")

@@ -1,8 +1,8 @@
-"""What clients may ask: OpenAI's fields that Orbit has a meaning for, checked, and what they ask of the engine.
+"""Client requests: the OpenAI fields that Orbit supports, checked, and what they mean for the engine.
 
-Belongs here: bodies → `Sampling` and stream keys. Does not belong here: a prompt's tokens (`app`).
+Belongs here: bodies to `Sampling` and stream keys. Does not belong here: a prompt's tokens (`app`).
 
-A field that would change what is sampled, and that the engine does not compute with, is refused, never ignored.
+A field that would change what is sampled, but that the engine does not support, is refused, never ignored.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from orbit_runtime.types import Sampling
 
 UNREAD = frozenset({"user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key",
                     "parallel_tool_calls"})  # fmt: skip
-"""Fields that change nothing of what is sampled."""
+"""Fields that do not affect sampling."""
 ONLY: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (None, 0),
     "frequency_penalty": (None, 0),
@@ -32,35 +32,35 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "suffix": (None, ""),
     "response_format": (None, {"type": "text"}),
 }
-"""Fields of which one value means what the server does; every other is refused."""
+"""Fields of which only the value that matches the server's behaviour is accepted."""
 
 MOST_ALTERNATIVES = 20
-"""As OpenAI's chats have it."""
+"""The same limit as in OpenAI's chat API."""
 LEAST_TEMPERATURE = 1e-3
-"""Logits divided by less are beyond fp32."""
+"""Logits divided by less overflow fp32."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one client may take. Example: `Limits(sequence=2048)`"""
+    """Limits of requests and of the server. Example: `Limits(sequence=2048)`"""
 
     body_bytes: int = 1 << 20
     sequence: int = 4096
-    """Tokens of a prompt and its completion together."""
+    """Maximum tokens of a prompt and its completion together."""
     max_tokens: int = 4096
-    """Of one completion."""
+    """Maximum tokens of one completion."""
     choices: int = 128
-    """Of one request: prompts times `n`."""
+    """Maximum choices of one request: prompts times `n`."""
     concurrent: int = 512
-    """Completions of all requests that are sampled or wait."""
+    """Maximum completions in flight or waiting, over all requests."""
     running: int = 64
-    """Of them those that are sampled at the same time."""
+    """Maximum completions sampled at a time."""
     seconds: float = 600.0
-    """Of one completion; then it ends where it is, as `length`."""
+    """Time limit for one completion, which then ends as it is, as `length`."""
     read_seconds: float = 30.0
-    """For a request's body to arrive."""
+    """Time limit for receiving a request's body."""
     drain_seconds: float = 30.0
-    """For what is under way, once the server is told to stop."""
+    """Time limit for requests in flight once the server is told to stop."""
 
 
 class _Body(BaseModel):
@@ -73,7 +73,7 @@ class _StreamOptions(_Body):
 
 
 class SamplingBody(_Body):
-    """What both kinds of completion share."""
+    """Fields that both kinds of completion share."""
 
     model: str
     n: Annotated[int, Field(ge=1)] = 1
@@ -97,7 +97,7 @@ class SamplingBody(_Body):
 
     @property
     def alternatives(self) -> int:
-        """Most probable tokens that are told for each place."""
+        """Most probable tokens to report for each position."""
         raise NotImplementedError
 
     @property
@@ -110,9 +110,9 @@ class SamplingBody(_Body):
 
     def sampling(self, max_new_tokens: int) -> Sampling:
         if len(self.stops) > 16 or not all(self.stops):
-            raise APIError(400, "`stop` is up to 16 texts, none of them empty", param="stop")
+            raise APIError(400, "`stop` must be up to 16 non-empty texts", param="stop")
         if self.temperature is not None and 0 < self.temperature < LEAST_TEMPERATURE:
-            message = f"`temperature` is 0, for the most likely token, or from {LEAST_TEMPERATURE:g} on"
+            message = f"`temperature` must be 0, for the most likely token, or at least {LEAST_TEMPERATURE:g}"
             raise APIError(400, message, param="temperature")
         try:
             bias = tuple((int(token), value) for token, value in (self.logit_bias or {}).items())
@@ -137,7 +137,7 @@ class SamplingBody(_Body):
 class CompletionBody(SamplingBody):
     prompt: str | list[str] | list[int] | list[list[int]]
     logprobs: Annotated[int, Field(ge=0, le=MOST_ALTERNATIVES)] | None = None
-    """Of the sampled tokens, and of so many of the most probable."""
+    """Report log-probs of the sampled tokens, and of this many most probable ones."""
 
     @property
     def asks_logprobs(self) -> bool:
@@ -148,7 +148,7 @@ class CompletionBody(SamplingBody):
         return self.logprobs or 0
 
     def prompts(self) -> list[str] | list[list[int]]:
-        """One or several, as text or as tokens."""
+        """One or several prompts, as text or as tokens."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         if self.prompt and isinstance(self.prompt[0], int):
@@ -176,8 +176,8 @@ class ChatBody(SamplingBody):
         return self.top_logprobs or 0
 
     def conversation(self, *, writes_calls: bool) -> list[dict[str, Any]]:
-        """The messages as chat templates take them. Args: writes_calls: the template writes `tool_calls` out; else they
-        become text."""
+        """The messages in the form that chat templates take. Args: writes_calls: whether the template writes
+        `tool_calls`; if not, they become text."""
         messages = [_message(index, message) for index, message in enumerate(self.messages)]
         return messages if writes_calls else [_with_written_calls(message) for message in messages]
 
@@ -190,13 +190,13 @@ class ChatBody(SamplingBody):
         functions = [tool.get("function") for tool in self.offered]
         names = [each.get("name") if isinstance(each, dict) else None for each in functions]
         if not all(isinstance(name, str) and name for name in names):
-            raise APIError(400, "each tool is a function with a name", param="tools")
+            raise APIError(400, "each tool must be a function with a name", param="tools")
         return names
 
 
 class UpdateBody(_Body):
     adapter: str
-    """Its folder, or a run folder: then its newest."""
+    """Folder of an adapter, or of a run, whose newest adapter is then used."""
     model: str | None = None
 
 
@@ -205,11 +205,11 @@ class ReloadBody(_Body):
 
 
 def parse_body[Body: _Body](kind: type[Body], data: bytes) -> Body:
-    """Raises APIError (400) naming the first field that is wrong."""
+    """Raises APIError (400) naming the first invalid field."""
     try:
         fields = json.loads(data.decode() or "{}", parse_constant=_refuse_constant)
         if b"\\ud" in data.lower():
-            # Half a character, escaped: no text that a tokenizer takes, or that an answer could hold.
+            # An escaped lone surrogate: no tokenizer accepts it, and no response could contain it.
             json.dumps(fields, ensure_ascii=False).encode()
     except UnicodeDecodeError as error:
         raise APIError(400, f"the body is not UTF-8, from byte {error.start} on") from None
@@ -222,8 +222,8 @@ def parse_body[Body: _Body](kind: type[Body], data: bytes) -> Body:
     kept = {name: value for name, value in fields.items() if name not in UNREAD}
     for name, allowed in ONLY.items():
         if name in kept and name not in kind.model_fields and kept.pop(name) not in allowed:
-            raise APIError(400, f"this server does not compute with that value of `{name}`", param=name)
-    # A client that sends a field as null means that it does not set it.
+            raise APIError(400, f"this server does not support that value of `{name}`", param=name)
+    # A null field counts as not set.
     given = {name: value for name, value in kept.items() if value is not None}
     try:
         return kind.model_validate(given, strict=False)
@@ -237,13 +237,13 @@ FIELDS = {
     "repetitionPenalty": "repetition_penalty", "ignoreEos": "ignore_eos", "topK": "top_k", "topP": "top_p",
     "minP": "min_p",
 }  # fmt: skip
-"""A manifest's settings under the names that clients give them."""
+"""The manifest's settings under the names that clients use."""
 SEEDED: tuple[Kind, ...] = ("Torch", "SGLang, deterministic")
 """Engines that draw by a request's seed."""
 
 
 def check_given(kind: Kind, sampling: Sampling, asked: SamplingBody) -> None:
-    """Raises APIError (400) for what this kind of engine would not compute with, or would tell other log-probs of."""
+    """Raises APIError (400) for settings that this kind of engine does not support or reports other log-probs for."""
     try:
         check_sampling(sampling, kind, "this server")
     except UnsupportedError as error:
@@ -251,15 +251,13 @@ def check_given(kind: Kind, sampling: Sampling, asked: SamplingBody) -> None:
         raise APIError(400, error.message, param=param) from None
     if asked.alternatives and kind == "vLLM":
         param = "top_logprobs" if isinstance(asked, ChatBody) else "logprobs"
-        raise APIError(400, "this server's engine tells the sampled tokens' log-probs alone", param=param)
+        raise APIError(400, "this server's engine reports log-probs of the sampled tokens only", param=param)
     if asked.seed is not None and kind not in SEEDED and sampling.temperature > 0:
-        raise APIError(
-            400, "this server's engine does not draw by a seed; leave it out, or ask at temperature 0", param="seed"
-        )
+        raise APIError(400, "this server's engine does not support seeds; omit it, or use temperature 0", param="seed")
 
 
 def choice_key(seed: int | None, prompt: int, sample: int) -> int:
-    """The stream key of one completion: with a seed the same on every server that holds the same weights."""
+    """The stream key of one completion; with a seed, the same on every server with the same weights."""
     return stream_key(secrets.randbits(63) if seed is None else seed, "serve", prompt, sample)
 
 
@@ -273,10 +271,10 @@ def _message(index: int, message: dict[str, Any]) -> dict[str, Any]:
     content = message.get("content")
     if isinstance(content, list):
         if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
-            raise APIError(400, f"messages[{index}]: parts of a content are texts", param="messages")
+            raise APIError(400, f"messages[{index}]: parts of a content must be text", param="messages")
         content = "".join(part["text"] for part in content)
     if content is not None and not isinstance(content, str):
-        raise APIError(400, f"messages[{index}]: a content is a text", param="messages")
+        raise APIError(400, f"messages[{index}]: a content must be text", param="messages")
     made = {**message, "content": content or ""}
     if isinstance(message.get("tool_calls"), list):
         made["tool_calls"] = [_with_parsed_arguments(index, call) for call in message["tool_calls"]]
@@ -284,7 +282,7 @@ def _message(index: int, message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_written_calls(message: dict[str, Any]) -> dict[str, Any]:
-    """Calls in the text, where a completion writes them."""
+    """Moves tool calls into the text, in the form that a completion writes them."""
     calls = message.get("tool_calls")
     if not isinstance(calls, list) or not calls:
         return message
@@ -295,7 +293,7 @@ def _with_written_calls(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_parsed_arguments(index: int, call: Any) -> dict[str, Any]:
-    """OpenAI's arguments are JSON in a text; templates write them out as JSON themselves."""
+    """Parses OpenAI's arguments, which are JSON in a string; templates write them as JSON themselves."""
     try:
         function = call["function"]
         name, arguments = function["name"], function["arguments"]
@@ -304,6 +302,6 @@ def _with_parsed_arguments(index: int, call: Any) -> dict[str, Any]:
         if not isinstance(name, str) or not isinstance(arguments, dict):
             raise TypeError
     except (TypeError, KeyError, ValueError):
-        message = f"messages[{index}]: a call of a tool is a function with a name, and arguments as JSON in a text"
+        message = f"messages[{index}]: a tool call is a function with a name, and arguments as a JSON string"
         raise APIError(400, message, param="messages") from None
     return {**call, "function": {**function, "arguments": arguments}}

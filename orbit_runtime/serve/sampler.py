@@ -1,10 +1,10 @@
-"""The engine in a thread of its own, asked by the front over one stream of records.
+"""The engine in a thread of its own, connected to the front by one stream of records.
 
-Belongs here: from records to the engine's queue and back. Does not belong here: HTTP (`front`), or which name is which
-adapter (`policies`).
+Belongs here: from records to the engine's queue and back. Does not belong here: HTTP (`front`), or which name stands
+for which adapter (`policies`).
 
-One record leaves per step of the batch, whatever the number of choices, so that the front wakes once per step; and the
-front has an interpreter of its own, so that what HTTP takes is not taken from decoding.
+One record is sent per batch step, whatever the number of choices, so the front wakes once per step. The front has an
+interpreter of its own, so HTTP takes no time from decoding.
 """
 
 from __future__ import annotations
@@ -39,30 +39,30 @@ class Sampler:
     """Owns the engine's thread, from `start` to `close`."""
 
     def __init__(self, engine: StreamingEngine, policies: Policies, *, seconds: float) -> None:
-        """Args: seconds: that one completion may take."""
+        """Args: seconds: time limit for one completion."""
         self._engine = engine
         self._policies = policies
         self._seconds = seconds
         self._work = asyncio.Event()
         self._is_closing = False
         self._ended: list[Ended] = []
-        """Not sent yet. The engine's thread's, as is what follows."""
+        """Completions not sent yet. This and the following fields belong to the engine's thread."""
         self._is_telling = False
-        """What came is sent after the others of this step."""
+        """Whether a record is scheduled, to be sent after everything of this step has arrived."""
         self._is_sweeping = False
         self._under_way: set[int] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._line = Line(self._hear, self._lose_front)
         self.ready: Ready | None = None
-        """What the front said of its start."""
+        """The front's message about its start."""
         self.is_heard = threading.Event()
-        """`ready` is there, or the front has ended."""
+        """Set once `ready` is there, or the front has ended."""
         self.is_front_gone = threading.Event()
         self._loop = asyncio.new_event_loop()
         self._thread: threading.Thread | None = None
 
     def start(self, connection: socket.socket, setup: object) -> None:
-        """Args: setup: the first record that the front gets."""
+        """Args: setup: the first record sent to the front."""
         self._thread = threading.Thread(target=self._run, args=(connection, setup), name="orbit-engine", daemon=True)
         self._thread.start()
 
@@ -71,12 +71,12 @@ class Sampler:
             self._loop.call_soon_threadsafe(self._line.send, Stop(seconds))
 
     def abort(self) -> None:
-        """Everything that is under way; the front hears of it."""
+        """Aborts all requests in flight; the front is told."""
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._engine.abort)
 
     def close(self) -> None:
-        """Aborts what is under way and ends the thread. The engine stays. Safe to call twice."""
+        """Aborts requests in flight and ends the thread. The engine stays. Safe to call twice."""
         self._is_closing = True
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._end)
@@ -116,14 +116,14 @@ class Sampler:
                     )
                 )
                 self._tell_soon()
-        except Exception as error:  # whatever it is, those who wait must hear of it
+        except Exception as error:  # whatever it is, the waiting requests must learn of it
             self._lose(error)
 
     def _lose(self, error: Exception) -> None:
-        """What an engine lost where it goes on with the rest; everything where it does not."""
+        """Fails the requests that the engine lost, or all of them if it cannot go on."""
         is_fatal = not isinstance(error, OrbitError) or isinstance(error, EngineDiedError)
         if not is_fatal:
-            # It is no fault of what the clients asked.
+            # The clients' requests are not at fault.
             error = APIError(502, str(error), code="engine_refused")
         lost = self._under_way if is_fatal else self._under_way - {*self._engine.under_way}
         self._line.send(_refusal(tuple(lost), error, is_fatal=is_fatal))
@@ -178,7 +178,7 @@ class Sampler:
         self._work.set()
 
     def _tell_soon(self) -> None:
-        """One record for all that comes of a step."""
+        """Schedules one record for all results of a step."""
         if not self._is_telling:
             self._is_telling = True
             self._loop.call_soon(self._tell)

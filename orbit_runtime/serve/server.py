@@ -1,4 +1,4 @@
-"""A server that answers, from its first request to the end of its last.
+"""A running server, from its first request to the end of its last.
 
 Belongs here: the order of starting and stopping both processes. Does not belong here: routes (`app`).
 """
@@ -23,7 +23,7 @@ END_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Serving:
-    """Running. Example: `serving.url` is `http://127.0.0.1:8000`."""
+    """A running server. Example: `serving.url` is `http://127.0.0.1:8000`."""
 
     url: str
     _sampler: Sampler
@@ -33,11 +33,11 @@ class Serving:
 
     @property
     def front_pid(self) -> int:
-        """Of the process that speaks HTTP."""
+        """Id of the process that speaks HTTP."""
         return self._front.pid
 
     def check(self) -> None:
-        """For who waits meanwhile, now and then: servers that have died are brought back.
+        """Call it periodically while waiting: restarts servers that have died.
 
         Raises:
             EngineDiedError: (82) the process that speaks HTTP has ended by itself.
@@ -47,7 +47,7 @@ class Serving:
         self._watch()
 
     def close(self) -> None:
-        """Takes no more connections, lets what is under way end, and aborts what has not ended by then."""
+        """Accepts no more connections, lets requests in flight end, and aborts the rest after the time limit."""
         self._sampler.stop_front(self._drain_seconds)
         with suppress(subprocess.TimeoutExpired):
             self._front.wait(self._drain_seconds)
@@ -86,7 +86,7 @@ def start_serving(opened: Opened, host: str, port: int, token: str | None) -> Se
         sampler.is_heard.wait(START_SECONDS)
         ready = sampler.ready
         if ready is None:
-            raise EngineDiedError("the process that speaks HTTP did not start", fix="read what it wrote above")
+            raise EngineDiedError("the process that speaks HTTP did not start", fix="see its output above")
         if ready.refusal:
             raise OutputError(ready.refusal)
     except BaseException:

@@ -1,7 +1,7 @@
-"""What the processes of a run have in common: the manifest as each reads it, what it may ask of them, and who they are.
+"""Shared by the processes of a run: the manifest as each reads it, its restrictions, and the facts that each reports.
 
-Belongs here: opening a manifest for a side, refusing what only one process does. Does not belong here: what a side
-computes (`trainer_host`, `engine_host`).
+Belongs here: opening a manifest for a side, refusing what is supported in one process only. Does not belong here: a
+side's computations (`trainer_host`, `engine_host`).
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ class Asked:
     resolved: Resolved
     inputs: Inputs
     folder: Path
-    """The model's."""
+    """The model's folder."""
     teacher: AdapterFolder | None
-    """The adapter that teaches."""
+    """The teacher's adapter; None if there is none."""
 
     @property
     def model(self) -> str:
-        """Named in published files."""
+        """The model's name in published files."""
         return resolve_names(self.resolved, None).model
 
 
 def kinds_of(spec: RunSpec) -> tuple[str, ...]:
-    """The processes that such a run has beside its orchestrator: nothing is sampled for demonstrations."""
+    """The processes of such a run besides its orchestrator; a run on demonstrations samples nothing."""
     return ("trainer",) if spec.algorithm.type == "SFT" else ("trainer", "inference")
 
 
 def check_apart(spec: RunSpec) -> None:
-    """Raises UnsupportedError (78) for what this version does in one process only."""
+    """Raises UnsupportedError (78) for what this version supports in one process only."""
     if spec.rollout.engine not in ("Auto", "Torch"):
         raise UnsupportedError(
             f"engine {spec.rollout.engine} is a server already, and `orbit run` asks it over HTTP",
@@ -71,10 +71,10 @@ def check_apart(spec: RunSpec) -> None:
 def open_manifest(manifest: OrbitRun, folder: Path, patience: Patience) -> Asked:
     """
     Args:
-        folder: what relative paths of the manifest refer to.
+        folder: base of the manifest's relative paths.
 
     Raises:
-        OrbitError: it cannot be resolved here, the model cannot be had, or it is for one process only.
+        OrbitError: it cannot be resolved here, the model is unavailable, or it is supported in one process only.
     """
     check_apart(manifest.spec)
     resolved = with_trainer(resolve(manifest, machine_facts(), folder=folder), "Torch")
@@ -86,7 +86,7 @@ def open_manifest(manifest: OrbitRun, folder: Path, patience: Patience) -> Asked
 
 
 def check_torch_engine(resolved: Resolved) -> None:
-    """Raises UnsupportedError (78) where `engine: Auto` is SGLang on this machine."""
+    """Raises UnsupportedError (78) if `engine: Auto` resolves to SGLang on this machine."""
     if resolved.engine != "Torch":
         raise UnsupportedError(
             f"engine Auto is {resolved.engine} on this machine", where="spec.rollout.engine", fix="write Torch"
@@ -94,7 +94,7 @@ def check_torch_engine(resolved: Resolved) -> None:
 
 
 def common_facts(kind: str, asked: Asked, base_digest: str, rounding: Mapping[str, str]) -> dict[str, Any]:
-    """What an orchestrator holds against its own manifest and against the other side."""
+    """Facts that an orchestrator compares with its own manifest and with the other side."""
     machine = machine_facts()
     return {
         "kind": kind,

@@ -1,6 +1,6 @@
-"""Trainer and inference as children of `orbit rl`: started, started again where they die, ended with it.
+"""Trainer and inference as children of `orbit rl`: started with it, restarted if they die, ended with it.
 
-Belongs here: their lives. Does not belong here: what they are asked (`connection`).
+Belongs here: their life cycles. Does not belong here: calls to them (`connection`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SHOWN_LINES = 12
 
 
 class Children:
-    """Within it they run; behind it none is left."""
+    """Context manager: the children run within it, and none is left after it."""
 
     def __init__(self, kinds: Sequence[str], file: Path, overrides: Sequence[str], note: Callable[[str], None]) -> None:
         """Args: kinds: `trainer`, `inference`."""
@@ -50,7 +50,7 @@ class Children:
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(END_SECONDS)
         finally:
-            # Who is stopped once more meanwhile waits no longer, and leaves none either.
+            # If the user interrupts the wait above, no child is left either.
             for process in self._processes.values():
                 process.kill()
                 process.wait()
@@ -66,10 +66,10 @@ class Children:
         return self._processes[kind].pid
 
     def check(self) -> None:
-        """Starts again what a signal ended, or what ran out of memory or failed by itself.
+        """Restarts processes that were ended by a signal, ran out of memory or failed by themselves.
 
         Raises:
-            OrbitError: one ended with a message for the user, with its exit code; or they end again and again (82).
+            OrbitError: one ended with an error for the user, with its exit code; or they end again and again (82).
         """
         for kind, process in list(self._processes.items()):
             code = process.poll()
@@ -98,7 +98,7 @@ class Children:
                 stdout=subprocess.DEVNULL,
                 stderr=log,
                 env={**os.environ, "ORBIT_SERVICE_TOKEN": self.token},
-                # Ctrl-C of a terminal is for the orchestrator, which ends them when its step is kept.
+                # Ctrl-C of a terminal is for the orchestrator, which ends them once its step is kept.
                 start_new_session=True,
             )
 

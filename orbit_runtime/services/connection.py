@@ -1,9 +1,9 @@
-"""The orchestrator's line to one side: every call is carried out once, however often the line or the side is lost.
+"""The orchestrator's connection to one side: every call takes effect once, however often connection or side are lost.
 
-A line that was cut: the call is asked for again by its number. A side that was restarted has another boot: it is opened
-anew, told again what it had been told since a state that is known (`on_restart`), and then the call.
+After a lost connection, the call is repeated under the same number. A restarted side has another boot id: it is opened
+again and told everything since its last known state (`on_restart`), followed by the call.
 
-Belongs here: waiting, asking again, telling lost from refused. Does not belong here: what is told again
+Belongs here: waiting, retrying, telling a lost side from a refusal. Does not belong here: what a restarted side is told
 (`remote_trainer`, `remote_engine`).
 """
 
@@ -38,15 +38,15 @@ from orbit_runtime.services.host import BOOT, CALL, GOES, SESSION, WAIT_SECONDS
 CONNECT_SECONDS, NAP_SECONDS, NOTE_SECONDS = 5.0, 0.2, 10.0
 SHOWN = 300
 SAME = ("identity", "model", "base_digest", "teacher", "rounding", "version")
-"""What a side that was restarted has as before."""
+"""Facts that a restarted side must share with its predecessor."""
 
 
 class _LostError(Exception):
-    """Nobody answers, or what answered is gone."""
+    """Nothing answers, or the process that answered is gone."""
 
 
 class Connection:
-    """For any thread, one call at a time, in the order in which they ask."""
+    """May be used from any thread; calls run one at a time, in the order of their callers."""
 
     def __init__(
         self,
@@ -61,14 +61,14 @@ class Connection:
         """
         Args:
             kind: `trainer` or `inference`.
-            patience: seconds that a side may be gone.
-            check: called while it is waited for; raises where it will not come back.
+            patience: seconds that a side may be unreachable.
+            check: called during a wait; raises if the side will not come back.
         """
         self.kind = kind
         self.url = url.rstrip("/")
         self.turn = Turn()
         self.on_restart: Callable[[], None] = lambda: None
-        """Tells the side again, by `tell`."""
+        """Restores a restarted side, with calls to `tell`."""
         self.note: Callable[[str], None] = lambda text: None
         self.is_stopped: Callable[[], bool] = lambda: False
         self.restarts = 0
@@ -85,18 +85,18 @@ class Connection:
         self._number = 0
 
     def facts(self) -> dict[str, Any]:
-        """Who answers there; waits until somebody does.
+        """The side's facts; waits until it answers.
 
         Raises:
-            EngineDiedError: (82) nobody does. CredentialsError: (77) the token is wrong.
-            UsageError: (64) it is another kind of process. UnsupportedError: (78) of another version.
+            EngineDiedError: (82) nothing answers. CredentialsError: (77) the token is wrong.
+            UsageError: (64) it is another kind of process. UnsupportedError: (78) it has another version.
         """
         if self._facts is None:
             self._facts, self._boot = self._reach()
         return self._facts
 
     def open(self, run: str, execution: int) -> None:
-        """Begins a session; the side is as a run's first step finds it."""
+        """Begins a session, with the side in the state that a run's first step expects."""
         with self.turn:
             self.facts()
             self._run = (run, execution)
@@ -108,7 +108,7 @@ class Connection:
                     _, self._boot = self._reach()
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """What the side answers. Raises what it raised."""
+        """The side's result. Raises the side's errors."""
         return self.call_framed(name, frame(list(arguments)))
 
     def call_framed(self, name: str, body: Frame) -> Any:
@@ -121,7 +121,7 @@ class Connection:
                     self._come_back(str(lost))
 
     def tell(self, name: str, *arguments: Any) -> Any:
-        """Of `on_restart`: a call that is not asked again by itself."""
+        """A call made by `on_restart`, which is not retried."""
         return self.tell_framed(name, frame(list(arguments)))
 
     def tell_framed(self, name: str, body: Frame) -> Any:
@@ -129,7 +129,7 @@ class Connection:
         return self._exchange(f"/call/{name}", body)
 
     def close(self) -> None:
-        """Ends the session where somebody is there. Safe to call twice."""
+        """Ends the session if the side is reachable. Safe to call twice."""
         if self._session and not self._client.is_closed:
             with suppress(httpx.HTTPError):
                 self._client.post(f"{self.url}/close", headers={SESSION: self._session}, timeout=CONNECT_SECONDS)
@@ -138,7 +138,7 @@ class Connection:
     # --- lost and found ---
 
     def _come_back(self, why: str) -> None:
-        """Until the side can be asked again: the same one, or its successor with all that it has to know."""
+        """Waits until the side can be called again: the same process, or its successor once its state is restored."""
         since = time.monotonic()
         while True:
             facts, boot = self._reach(since, why)
@@ -156,12 +156,12 @@ class Connection:
                 self._open()
                 self.on_restart()
             except _LostError as lost:
-                # It was told a part: whoever answers next is told everything.
+                # The side was only partly restored, so the next process to answer is restored from the start.
                 why, self._boot = str(lost), ""
                 continue
             self._number += 1
             self.restarts += 1
-            self.note(f"the {self.kind} at {self.url} was restarted, and is where it was")
+            self.note(f"the {self.kind} at {self.url} was restarted, and its state is restored")
             return
 
     def _open(self) -> None:
@@ -184,7 +184,7 @@ class Connection:
                     f"{self.url!r} is no address", where=f"--{self.kind}", fix="write http://HOST:PORT"
                 ) from None
             except httpx.ConnectError as error:
-                # A process that imports torch listens half a minute after it was started.
+                # A process that imports torch starts listening half a minute after its start.
                 is_refused = "refused" in str(error).lower()
                 why = why or ("nothing listens there yet" if is_refused else str(error))
             except httpx.RequestError as error:
@@ -237,7 +237,7 @@ class Connection:
             try:
                 with self._client.stream("POST", f"{self.url}{path}", content=content, headers=headers) as answer:
                     length = int(answer.headers.get("content-length", 0))
-                    # What is large is not held: it lies on this machine's disk.
+                    # Large bodies are not held in memory, but on this machine's disk.
                     data = spooled(answer.iter_raw(CHUNK_BYTES), length) if answer.status_code == 200 else answer.read()
             except (httpx.RequestError, httpx.StreamError) as error:
                 raise _LostError(f"{error or type(error).__name__}") from None

@@ -1,10 +1,10 @@
-"""The store that a run's processes share: what is large lies there, and its address and digests go over HTTP.
+"""The store that a run's processes share: large data goes there, and only its address and digests go over HTTP.
 
-Whether they share it is tried, not asked: the orchestrator writes a word where only this store has it, the side reads
-it and answers beside it. Where a side does not see the store, bytes go to it over HTTP, through the orchestrator.
+Whether they share it is tested, not configured: the orchestrator writes a word that only this store has; the side reads
+it and writes its answer beside it. To a side that does not see the store, bytes go over HTTP, through the orchestrator.
 
-Belongs here: that trial, both ends of an address. Does not belong here: what is written (`trainer_host`), where an
-adapter or a state has its place (`remote_trainer`).
+Belongs here: that test, both ends of an address. Does not belong here: what is written (`trainer_host`), the place of
+an adapter or a state (`remote_trainer`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from orbit_runtime.errors import OrbitError, StorageError
 from orbit_runtime.storage import Content, Part, Store, Stored, open_store, part_key, write_parts
 
 PASSING = "handover"
-"""Folder of what is nobody's after the orchestrator that wrote it."""
+"""Folder for data that nothing uses after the orchestrator that wrote it."""
 MAPPED_BYTES = 1 << 20
 
 # --- the orchestrator's end ---
@@ -33,19 +33,19 @@ def try_to_share(tell: Callable[..., Any], store: Store, execution: int) -> bool
     try:
         return bool(tell("share", store.uri, key, word)) and store.get(_answer(key)).decode() == word[::-1]
     except StorageError:
-        # It wrote to another store of the same name.
+        # The side wrote to another store of the same name.
         return False
     finally:
         store.delete([key, _answer(key)])
 
 
 def travelling(files: Mapping[str, Buffer], is_shared: bool) -> dict[str, Part | Buffer]:
-    """What a side is told of them: addresses, where the files lie in the store that it shares."""
+    """What to send to a side: addresses if the files are in the store that it shares, else the files themselves."""
     return {**files.parts} if is_shared and isinstance(files, Stored) else dict(files)
 
 
 def sweep(store: Store) -> None:
-    """What orchestrators left that were killed. For the only writer, at its start."""
+    """Deletes what killed orchestrators left behind. For the only writer, at its start."""
     store.delete(store.list(f"{PASSING}/"))
 
 
@@ -53,13 +53,13 @@ def sweep(store: Store) -> None:
 
 
 class Depot:
-    """The store as a side sees it, once it was shared."""
+    """The store from a side's view, once it is shared."""
 
     def __init__(self) -> None:
         self._store: Store | None = None
 
     def share(self, uri: str, key: str, word: str) -> bool:
-        """Whether the store at that address is the orchestrator's, and can be written."""
+        """Whether the store at that address is the orchestrator's, and writable."""
         self._store = None
         try:
             store = open_store(uri)
@@ -81,10 +81,10 @@ class Depot:
         return self._store
 
     def read(self, files: Mapping[str, Part | Buffer]) -> dict[str, Buffer]:
-        """Those that are told by address are read, each piece by its digest.
+        """Reads the files given by address, each piece verified by its digest.
 
         Raises:
-            StorageError: (74) one is gone, or is not what was written.
+            StorageError: (74) a file is gone, or differs from what was written.
         """
         return {name: self._read(each) if isinstance(each, Part) else each for name, each in files.items()}
 
@@ -100,7 +100,7 @@ class Depot:
 
 
 class DepotWriter:
-    """A `StateWriter` that is through when it returns."""
+    """A `StateWriter` that has written everything when it returns."""
 
     def __init__(self, store: Store, folder: str, execution: int) -> None:
         self.parts: dict[str, Part] = {}
@@ -111,7 +111,7 @@ class DepotWriter:
         self.parts |= {name: write_parts(self._store, {key: Content(size, pieces)})[key]}
 
     def wait(self) -> None:
-        """Nothing is read later."""
+        """Returns at once: nothing is read later."""
 
 
 class HeldWriter:
@@ -124,11 +124,11 @@ class HeldWriter:
         self.parts[name] = spooled(pieces(), size)
 
     def wait(self) -> None:
-        """Nothing is read later."""
+        """Returns at once: nothing is read later."""
 
 
 def spooled(pieces: Iterable[Buffer], size: int) -> Buffer:
-    """So many bytes; where they are many, in a file without a name that goes with them."""
+    """Joins pieces of `size` bytes in all; large data in an unnamed file that is freed with the result."""
     if size < MAPPED_BYTES:
         data = b"".join(pieces)
         assert len(data) == size, f"{len(data)} bytes, not {size}"

@@ -1,6 +1,6 @@
-"""The inference process: what it is asked, carried out by the torch engine that `orbit run` has.
+"""The inference process: runs the orchestrator's calls on the same torch engine as `orbit run`.
 
-Belongs here: building it from the manifest, and its calls. Does not belong here: HTTP (`host`), the other end
+Belongs here: building it from the manifest, and its calls. Does not belong here: HTTP (`host`), the client
 (`remote_engine`).
 """
 
@@ -45,11 +45,11 @@ class EngineCalls:
         while self._engine.advance():
             pass
         self._engine.close()
-        # Names that were retired for one session are new for the next.
+        # Names retired in one session are new in the next.
         self._engine = self._build()
 
     def advance(self, operations: Sequence[Operation], steps: int) -> list[Completion]:
-        """What has ended after so many steps of the batch."""
+        """Completions that ended within `steps` batch steps."""
         for kind, given in operations:
             if kind == "submit":
                 self._engine.submit(list(given))
@@ -67,7 +67,7 @@ class EngineCalls:
         self._engine.unload_adapter(name)
 
     def adopt(self, name: str, version: int) -> None:
-        """The teacher, for as long as it is asked."""
+        """Loads the teacher for as long as it is used."""
         assert self._teacher is not None, "another teacher than an adapter is not asked"
         load_foreign(self._layers, name, self._teacher.config, self._teacher.files, self._teacher.place)
         self._engine.adopt(name, version)
@@ -86,7 +86,7 @@ class EngineCalls:
         return self._engine.explain_slot(name, AdapterFiles(version, self._depot.read(files), digest))
 
     def calls(self) -> dict[str, Callable[..., Any]]:
-        """By name."""
+        """The calls by name."""
         named = (
             self.share, self.advance, self.load_adapter, self.unload_adapter, self.adopt, self.release, self.score,
             self.adapter_digest, self.explain_slot,
@@ -97,7 +97,7 @@ class EngineCalls:
 def build_engine_host(asked: Asked, note: Callable[[str], None]) -> Host:
     """
     Raises:
-        OrbitError: as `orbit run` with this manifest before its first step.
+        OrbitError: the same errors as `orbit run` raises with this manifest before its first step.
     """
     resolved, spec = asked.resolved, asked.resolved.run.spec
     if "inference" not in kinds_of(spec):

@@ -1,11 +1,10 @@
-"""Records between the processes of a run: a JSON tree, and behind it the bytes of its arrays as they lie in memory.
+"""Messages between the processes of a run: a JSON tree, followed by the bytes of its arrays as they are in memory.
 
     ORB1 <bytes of the head, uint32> <head: {"tree": …, "sizes": […]}> <zeros up to 8> <block> <zeros up to 8> …
 
-Numbers arrive as they left, fp32 arrays to the bit. What is not a record of `types` does not travel, and nothing that
-is read is executed.
+Numbers arrive unchanged, fp32 arrays to the bit. Only records of `types` travel, and nothing that is read is executed.
 
-Belongs here: bytes. Does not belong here: what is asked (`connection`, `host`).
+Belongs here: bytes. Does not belong here: the calls (`connection`, `host`).
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ from orbit_runtime.types import (
 )
 
 Frame = Sequence[Buffer]
-"""What travels, in pieces that follow each other: large arrays are not copied for it."""
+"""One message as consecutive pieces, so that large arrays are not copied."""
 
 MAGIC = b"ORB1"
 _HEAD = struct.Struct("<4sI")
 _ALIGNED = 8
 _LONG = 16
-"""Tuples of numbers that are no shorter travel as arrays."""
+"""Tuples of numbers of at least this length travel as arrays."""
 RECORDS: Mapping[str, type] = {
     kind.__name__: kind
     for kind in (Cached, Completion, Part, Piece, Request, RoutedExperts, Sample, Sampling, Scored, UpdateResult)
@@ -48,12 +47,12 @@ CHUNK_BYTES = 1 << 20
 
 
 def pack(value: Any) -> bytes:
-    """`frame` in one piece."""
+    """The bytes of `frame` in one piece."""
     return b"".join(frame(value))
 
 
 def frame(value: Any) -> Frame:
-    """Of None, numbers, text, lists, tuples, dictionaries with text for keys, arrays, bytes and `RECORDS`."""
+    """Encodes None, numbers, text, lists, tuples, dictionaries with text keys, arrays, bytes and `RECORDS`."""
     blocks: list[memoryview] = []
     tree = _encode(value, blocks)
     head = json.dumps({"tree": tree, "sizes": [each.nbytes for each in blocks]}, separators=(",", ":")).encode()
@@ -68,7 +67,7 @@ def num_bytes(parts: Frame) -> int:
 
 
 def chunks(parts: Frame) -> Iterator[bytes]:
-    """For a socket: small parts together, large ones a piece at a time."""
+    """Chunks for a socket: small parts joined, large ones split."""
     waiting = bytearray()
     for part in parts:
         view = memoryview(part).cast("B")
@@ -82,7 +81,7 @@ def chunks(parts: Frame) -> Iterator[bytes]:
 
 
 def unpack(data: Buffer) -> Any:
-    """Bytes come back as views of `data`. Raises DataError for what `pack` did not make."""
+    """Decodes a message; bytes come back as views of `data`. Raises DataError for what `pack` did not make."""
     view = memoryview(data).cast("B")
     try:
         magic, length = _HEAD.unpack_from(view)

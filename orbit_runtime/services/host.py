@@ -1,13 +1,13 @@
-"""One side of a run behind HTTP: each call is carried out once, in order, by one thread, for one orchestrator.
+"""One side of a run behind HTTP: runs each call once, in order, in one thread, for one orchestrator.
 
-    GET  /health         nothing but that it lives; no token
-    GET  /facts          who this is: kind, versions, manifest, base, threads
-    POST /open           a session: the side is as a run's first step finds it
-    POST /call/<name>    the next call of the session, by number; asked again, it is answered again and not done again
-    POST /close          the session is over
+    GET  /health         that it lives, nothing else; no token
+    GET  /facts          what this is: kind, versions, manifest, base, threads
+    POST /open           begins a session, in the state that a run's first step expects
+    POST /call/<name>    the session's next call, by number; a repeated call is answered again but not run again
+    POST /close          ends the session
 
-A call that takes long is answered with 202 after a while, and asked for again by its number: so a machine that is gone
-is told from one that computes. Belongs here: sessions, numbers, threads. Does not belong here: what a call does
+A long call is answered with 202 after a while and asked for again by its number, which tells a machine that is
+gone from one that computes. Belongs here: sessions, numbers, threads. Does not belong here: what a call does
 (`trainer_host`, `engine_host`).
 """
 
@@ -42,16 +42,16 @@ from orbit_runtime.serve.metrics import ServeMetrics
 from orbit_runtime.services.frames import Frame, chunks, frame, num_bytes, unpack
 
 WAIT_SECONDS = 20.0
-"""Longest that an answer is waited for before it is asked for again."""
+"""Longest wait for a result before the client must ask again."""
 READ_SECONDS = 600.0
-"""Longest that a body may take."""
+"""Limit for receiving a body."""
 BODY_BYTES = 1 << 38
-"""Of a step's samples, or an adapter or state where no store is shared: larger than any."""
+"""Larger than a step's samples, or an adapter or state if no store is shared."""
 NAP_SECONDS = 0.2
 LOST = (CollectiveError, EngineDiedError, GPUFaultError, StalledError)
-"""What a side does not go on after: a device or a process of its own is gone. Its successor is told again."""
+"""Errors after which a side cannot go on: its device, or a process of its own, is gone. Its successor takes over."""
 GOES = 503
-"""The status of every answer of a side that ends."""
+"""The status of every response of a side that is ending."""
 BOOT, SESSION, CALL = "x-orbit-boot", "x-orbit-session", "x-orbit-call"
 _log = logging.getLogger("orbit.services")
 
@@ -60,11 +60,11 @@ _log = logging.getLogger("orbit.services")
 class _Session:
     name: str
     run: str
-    """Where its run folder is."""
+    """Address of its run folder."""
     execution: int
     opened: Future[Frame]
     number: int = 0
-    """Of the newest call."""
+    """Number of the newest call."""
     answer: Future[Frame] = field(default_factory=Future)
 
 
@@ -75,15 +75,15 @@ class _Refused(Exception):
 
 
 class Host:
-    """Thread of the caller of `work`: computes. Thread of HTTP: everything else."""
+    """Two threads: the caller of `work` computes; the HTTP thread does everything else."""
 
     def __init__(
         self, facts: Mapping[str, Any], calls: Mapping[str, Callable[..., Any]], reset: Callable[[], None]
     ) -> None:
         """
         Args:
-            facts: for whoever asks; plain values.
-            reset: brings the side to what a run's first step finds.
+            facts: facts for clients; plain values.
+            reset: restores the state that a run's first step expects.
         """
         self.boot = uuid.uuid4().hex
         self._facts = dict(facts)
@@ -96,10 +96,10 @@ class Host:
     # --- the thread that computes ---
 
     def work(self, stopped: Callable[[], bool]) -> None:
-        """Carries out calls until it is stopped.
+        """Runs calls until it is stopped.
 
         Raises:
-            OrbitError: (80 to 83) one of `LOST`; whoever asked is told to wait for the next process.
+            OrbitError: (80 to 83) one of `LOST`; the client is told to wait for the next process.
         """
         while not stopped():
             try:

@@ -1,6 +1,6 @@
-"""Trainer and inference of other processes as the two sides of a run: found, held against each other, and opened.
+"""Trainer and inference processes as the two sides of a run: connected, checked against each other, and opened.
 
-Belongs here: the handshake. Does not belong here: a line (`connection`), the loop.
+Belongs here: the handshake. Does not belong here: a connection (`connection`), the loop.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from orbit_runtime.services.remote_trainer import RemoteTrainer
 from orbit_runtime.spec import MachineFacts, Resolved, identity_fields
 
 EQUAL = ("threads", "torch", "instructions")
-"""Of `rounding`: where the two differ, their passes round otherwise."""
+"""Facts of `rounding`: if two processes differ in them, their passes round differently."""
 
 
 class RemoteSides:
     """A `Sides` over two connections."""
 
     def __init__(self, trainer: Connection, inference: Connection | None) -> None:
-        """Args: inference: None: nothing is sampled."""
+        """Args: inference: None if nothing is sampled."""
         self._trainer = trainer
         self._inference = inference
         self._engine: RemoteEngine | None = None
 
     @property
     def machine(self) -> MachineFacts:
-        # All are asked before the run takes its folder.
+        # Both are asked before the run claims its folder.
         facts = self._trainer.facts()
         if self._inference is not None:
             check_pair(facts, self._inference.facts())
@@ -94,7 +94,7 @@ def check_pair(trainer: Mapping[str, Any], inference: Mapping[str, Any]) -> None
     """
     Raises:
         ModelError: (66) the two hold different bases.
-        UsageError: (64) they compute with another number of threads, or another torch.
+        UsageError: (64) they compute with different numbers of threads, or different versions of torch.
     """
     if trainer["base_digest"] != inference["base_digest"]:
         raise ModelError(
@@ -107,7 +107,7 @@ def check_pair(trainer: Mapping[str, Any], inference: Mapping[str, Any]) -> None
         one, other = trainer["rounding"].get(name), inference["rounding"].get(name)
         if one != other:
             raise UsageError(
-                f"trainer and inference round otherwise: {name} {one} and {other}",
+                f"trainer and inference round differently: {name} {one} and {other}",
                 where=f"rounding.{name}",
                 fix="start both with the same OMP_NUM_THREADS"
                 if name == "threads"

@@ -1,10 +1,9 @@
-"""The engine of another process, as an `Engine` of the loop; no torch.
+"""The engine in another process, as an `Engine` for the loop; torch-free.
 
-It is driven step by step, each step one call, so that what is asked between two steps of the batch is asked between the
-same two as in one process: the same batches, hence the same bits. What it was told since it last had nothing to sample
-is kept; an inference process that is restarted is told it again, with the adapters, and goes on in mid-step. What it
-answers a second time is dropped. Belongs here: that. Does not belong here: the line (`connection`), the other end
-(`engine_host`).
+It is driven step by step, one call per step, so a request made between two batch steps falls between the same two steps
+as in one process: the same batches, hence the same bits. The calls since it last had nothing to sample are kept; a
+restarted inference process gets them again, with the adapters, and continues in mid-step. Repeated results are dropped.
+Belongs here: this. Does not belong here: the connection (`connection`), the server (`engine_host`).
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class RemoteEngine:
     """An `Engine`, and its only copy."""
 
     def __init__(self, connection: Connection, share: Callable[[Callable[..., Any]], bool]) -> None:
-        """Args: share: tries whether its process sees the run's store; see `depot`."""
+        """Args: share: tests whether its process sees the run's store; see `depot`."""
         self._connection = connection
         self._share = share
         self._is_shared = share(connection.call)
@@ -40,11 +39,11 @@ class RemoteEngine:
         self._adopted: dict[str, int] = {}
         self._retired: set[str] = set()
         self._new: list[tuple[str, list[Any]]] = []
-        """Not told yet."""
+        """Operations not sent yet."""
         self._told: list[_Told] = []
-        """Since nothing was under way."""
+        """Operations sent since nothing was in flight."""
         self._under_way: dict[int, str | None] = {}
-        """Adapter by request id, until it is handed out."""
+        """Adapter by request id, until the completion is handed out."""
         self._ended: deque[Completion] = deque()
         connection.on_restart = self._tell_again
 
@@ -66,7 +65,7 @@ class RemoteEngine:
             self._forget(name)
 
     def adopt(self, name: str, version: int) -> None:
-        """What its process loads there: the manifest's teacher."""
+        """Makes its process load the manifest's teacher into the slot."""
         with self._turn:
             self._connection.call("adopt", name, version)
             self._adopted[name] = version
@@ -107,7 +106,7 @@ class RemoteEngine:
         prefix_length: int | None = None,
         standing: Sequence[str] = (),
     ) -> list[Scored]:
-        """As the torch engine does: `prefix_length` has no effect there, and digests are read when asked for."""
+        """As in the torch engine, `prefix_length` has no effect, and digests are read when asked for."""
         return list(self._connection.call("score", tuple(token_ids_T), list(adapters)))
 
     # --- generation ---
@@ -130,7 +129,7 @@ class RemoteEngine:
                 self._new.append(("abort", ids))
 
     async def completions(self) -> AsyncGenerator[Completion]:
-        """The calls block, as the steps of an engine in this process do: nobody asks in between."""
+        """The calls block, like the steps of an engine in this process: nothing is asked in between."""
         while True:
             await asyncio.sleep(0)
             if not self._ended and self._under_way:
@@ -162,8 +161,8 @@ class RemoteEngine:
         )
 
     def _forget(self, name: str) -> None:
-        """What a slot sampled that is gone has ended, and is not told again: its successor's requests began behind it,
-        so that they meet the same others as before."""
+        """Forgets requests to a slot that is gone: they have ended, and are not repeated. Requests to its successor
+        began after them, so they share batches with the same others as before."""
         told, known = [], set[int]()
         for each in self._told:
             operations = []
@@ -195,7 +194,7 @@ class RemoteEngine:
             ended = tell("advance", each.operations, each.steps)
             again -= {completion.request_id for completion in ended}
             self._take(ended)
-        # Where bits are not promised, one that was handed out may be longer this time.
+        # Where bits are not guaranteed, a completion that was handed out may be longer this time.
         handed_out = again - self._under_way.keys()
         if handed_out:
             tell("advance", [("abort", sorted(handed_out))], 0)
@@ -203,7 +202,7 @@ class RemoteEngine:
     # --- the rest ---
 
     def sleep(self) -> None:
-        """It has its device to itself."""
+        """Does nothing: the engine does not share its device."""
 
     def wake(self) -> None: ...
 
@@ -211,4 +210,4 @@ class RemoteEngine:
         return ()
 
     def close(self) -> None:
-        """The process stays, for the next orchestrator; its session ends with the connection."""
+        """The process stays for the next orchestrator; its session ends with the connection."""

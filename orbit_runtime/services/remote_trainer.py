@@ -1,9 +1,9 @@
-"""The trainer of another process, as a `Trainer` of the loop; no torch.
+"""The trainer in another process, as a `Trainer` for the loop; torch-free.
 
-Its state is a function of what it was told: the state that was last saved or loaded, and the updates since. The state
-lies in the run's store, the updates on this machine's disk, so that a trainer that is restarted is told them again and
-stands, bit for bit, where the lost one stood. Belongs here: that. Does not belong here: the line (`connection`), the
-other end (`trainer_host`).
+Its state is a function of what it was told: the state last saved or loaded, and the updates since. The state is in the
+run's store and the updates are on this machine's disk, so a restarted trainer is told them again and arrives, bit for
+bit, at the state of the lost one. Belongs here: this. Does not belong here: the connection (`connection`), the server
+(`trainer_host`).
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class RemoteTrainer:
     ) -> None:
         """
         Args:
-            store: the run's.
-            share: tries whether its process sees that store; see `depot`.
-            scratch: an empty folder for the updates that it would be told again.
+            store: the run's store.
+            share: tests whether its process sees that store; see `depot`.
+            scratch: an empty folder for updates that may have to be repeated.
         """
         self._connection = connection
         self._store = store
@@ -61,15 +61,15 @@ class RemoteTrainer:
         self._is_shared = share(connection.call)
         self._scratch = scratch
         self._base: Mapping[str, Buffer] = {}
-        """Parts of the state that was last saved or loaded; none: the trainer as a first step finds it."""
+        """Parts of the state last saved or loaded; empty for the state that a first step expects."""
         self._begun: tuple[AdapterFolder, str] | None = None
-        """The adapter that it began with; none: one that changes nothing, or a state."""
+        """The adapter that it began with; None for one that changes nothing, or for a state."""
         self._updates: list[Path] = []
-        """The samples since, in order."""
+        """Samples of the updates since, in order."""
         self._probe: Probe | None = None
         self._named = 0
         self._passing: list[str] = []
-        """What it wrote to the store only to be looked at."""
+        """Keys written to the store only for inspection."""
         connection.on_restart = self._tell_again
 
     def update(self, samples_D: Sequence[Sample]) -> UpdateResult:
@@ -79,7 +79,7 @@ class RemoteTrainer:
         return result
 
     def begin(self, adapter: AdapterFolder, digest: str) -> None:
-        """It reads the adapter where it lies, and gets the bytes where it finds others there or none."""
+        """The process reads the adapter from its place; if it finds other files there or none, it gets the bytes."""
         self._begin(self._connection.call, adapter, digest)
         self._begun = (adapter, digest)
 
@@ -96,7 +96,7 @@ class RemoteTrainer:
         return list(self._connection.call("teacher_logprobs", list(samples_D)))
 
     def published(self, version: int, *, is_kept: bool) -> AdapterFiles | None:
-        """Written by its process to where the adapter stays, or to where it is looked at; None: it sees no store."""
+        """Has its process write the adapter to its final place, or to one for inspection; None if it sees no store."""
         if not self._is_shared:
             return None
         standing: Mapping[str, Part] = {}
@@ -117,12 +117,12 @@ class RemoteTrainer:
         return AdapterFiles(version, Stored(self._store, parts), tree_digest(pieces), pieces)
 
     def tidy(self) -> None:
-        """Removes what was only to be looked at. Safe to call twice."""
+        """Removes what was written only for inspection. Safe to call twice."""
         keys, self._passing = self._passing, []
         self._store.delete(keys)
 
     def publish(self, sink: AdapterSink) -> AdapterManifest:
-        """Raises GateError where other bytes arrive than the trainer hashed."""
+        """Raises GateError if the bytes that arrive are not those that the trainer hashed."""
         told = self._connection.call("publish")
         found = {}
         for name, data in told["files"].items():
@@ -137,12 +137,12 @@ class RemoteTrainer:
         return adapted, base
 
     def explain(self, files: Mapping[str, Buffer]) -> str:
-        """As `TrainerSide.explain`."""
+        """See `TrainerSide.explain`."""
         return str(self._connection.call("explain", travelling(files, self._is_shared)))
 
     @contextmanager
     def probing(self, kind: Probe) -> Iterator[None]:
-        """Within it the trainer holds an adapter that nobody trained."""
+        """While active, the trainer holds an untrained probe adapter."""
         self._connection.call("probe", kind)
         self._probe = kind
         try:
@@ -172,7 +172,7 @@ class RemoteTrainer:
         self._hold(parts)
 
     def _hold(self, parts: Mapping[str, Buffer]) -> None:
-        """From now on a restarted trainer begins from here."""
+        """Makes this the state from which a restarted trainer begins."""
         before, self._updates, self._begun, self._base = self._updates, [], None, parts
         for path in before:
             path.unlink()

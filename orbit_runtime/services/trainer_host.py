@@ -1,6 +1,6 @@
-"""The trainer's process: what it is asked, carried out by the trainer's side that `orbit run` has.
+"""The trainer's process: runs the orchestrator's calls on the same trainer side as `orbit run`.
 
-Belongs here: building it from the manifest, and its calls. Does not belong here: HTTP (`host`), the other end
+Belongs here: building it from the manifest, and its calls. Does not belong here: HTTP (`host`), the client
 (`remote_trainer`).
 """
 
@@ -40,7 +40,7 @@ class TrainerCalls:
         self._trainer.load_state(self._initial)
 
     def begin(self, place: str, digest: str, files: Mapping[str, Buffer] | None) -> bool:
-        """With an adapter of that digest. False: without `files`, what lies at `place` on this machine is another."""
+        """Begins with the adapter of that digest. False if `files` is None and `place` holds no such adapter here."""
         adapter = _adapter_at(place, digest) if files is None else build_adapter(place, files)
         if adapter is not None:
             self._side.begin(adapter, digest)
@@ -53,7 +53,7 @@ class TrainerCalls:
         return self._depot.share(uri, key, word)
 
     def publish_to(self, folder: str, standing: Mapping[str, Part]) -> dict[str, Part] | None:
-        """The adapter's files in a folder of the store. None: others are `standing` there, and nothing was written."""
+        """Writes the adapter's files to a folder of the store. None, with nothing written, if others are `standing`."""
         buffer = AdapterBuffer()
         manifest = self._trainer.publish(buffer)
         parts = {name: Part(f"{folder}{name}", pieces) for name, pieces in manifest.files.items()}
@@ -98,7 +98,7 @@ class TrainerCalls:
         return held.parts
 
     def save_to(self, folder: str, execution: int) -> dict[str, Part]:
-        """The same in a folder of the store."""
+        """Like `save`, but to a folder of the store."""
         writer = DepotWriter(self._depot.store, folder, execution)
         self._trainer.save_state(writer)
         return writer.parts
@@ -115,7 +115,7 @@ class TrainerCalls:
         return self._side.base_digest()
 
     def calls(self) -> dict[str, Callable[..., Any]]:
-        """By name."""
+        """The calls by name."""
         named = (
             self.share, self.begin, self.update, self.score, self.explain, self.logprobs, self.reference_logprobs,
             self.teacher_logprobs, self.values, self.publish, self.publish_to, self.save, self.save_to, self.load,
@@ -135,7 +135,7 @@ def _adapter_at(place: str, digest: str) -> AdapterFolder | None:
 def build_trainer_host(asked: Asked, note: Callable[[str], None], closing: ExitStack) -> Host:
     """
     Raises:
-        OrbitError: as `orbit run` with this manifest before its first step.
+        OrbitError: the same errors as `orbit run` raises with this manifest before its first step.
     """
     resolved, folder = asked.resolved, asked.folder
     loss = load_loss(resolved, asked.inputs.search_path)

@@ -1,11 +1,11 @@
-"""What code of others that runs beside a run is kept from, by Linux' Landlock.
+"""Confines user code that runs beside a run, with Linux' Landlock.
 
-Belongs here: the confinement of this process and all that it starts. Does not belong here: who is confined
+Belongs here: confining this process and everything that it starts. Does not belong here: which processes are confined
 (`reward_worker`), the token itself (`run_token`).
 
-From then on this process may not look into processes outside (their memory, environment, open files), nor signal them,
-nor connect to abstract sockets of theirs; and it reads no file below a hidden folder. It needs no privileges, and root
-is held to it too. No sandbox for hostile code: it shares user and network with the run.
+A confined process may not inspect processes outside (their memory, environment, open files), signal them, or connect to
+their abstract sockets; and it reads no file below a hidden folder. This needs no privileges and binds root too. It is
+no sandbox for hostile code, which would still share user and network with the run.
 
 Documentation/userspace-api/landlock.rst and include/uapi/linux/landlock.h of Linux 6.12.
 """
@@ -20,23 +20,23 @@ from collections.abc import Sequence
 from pathlib import Path
 
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
-"""System calls; the same on every architecture."""
+"""System calls; the numbers are the same on every architecture."""
 VERSION_FLAG = 1
 RULE_PATH_BENEATH = 1
 READ_FILE, READ_DIR, MAKE_BLOCK = 1 << 2, 1 << 3, 1 << 11
 ALL_FILES, EXECUTE, WRITABLE = (1 << 16) - 1, 1 << 0, (1 << 15) - 1 & ~(1 << 0)
-"""Every right on files of ABI 5 (with devices' ioctl); what a scratch folder gives: all but running what lies there and
-ioctl."""
+"""Every right on files of ABI 5 (including ioctl on devices); the rights in a scratch folder: all but executing files
+and ioctl."""
 BIND_TCP, CONNECT_TCP = 1 << 0, 1 << 1
 NETWORK_SINCE, IOCTL_SINCE = 4, 5
 SCOPE_ABSTRACT_SOCKET, SCOPE_SIGNAL = 1 << 0, 1 << 1
 SCOPES_SINCE = 6
-"""ABI, of Linux 6.12. Before it Landlock only knows rules on files, and whoever is held to those may not mount."""
+"""ABI of Linux 6.12. Before it Landlock has only rules on files, and a process that is bound by those may not mount."""
 PR_SET_NO_NEW_PRIVS = 38
 
 
 def landlock_version() -> int:
-    """ABI of this kernel's Landlock; 0: there is none, or it is not allowed here."""
+    """ABI of this kernel's Landlock; 0 if it has none, or does not allow it here."""
     return max(0, _call(CREATE_RULESET, None, 0, VERSION_FLAG)) if sys.platform == "linux" else 0
 
 
@@ -44,17 +44,17 @@ def confine(hidden: Path | None = None, *, may_mount: bool = True) -> bool:
     """Confines the calling thread, and every thread and process that it starts from now on.
 
     Args:
-        hidden: a folder whose files are not to be read.
-        may_mount: code that makes sandboxes of its own, such as bubblewrap, must still work. A kernel before 6.12
-            can then confine nothing; with `hidden`, that goes before.
+        hidden: a folder whose files must not be read.
+        may_mount: code that makes its own sandboxes, such as bubblewrap, must still work. A kernel before 6.12 can then
+            confine nothing; `hidden` takes precedence.
 
     Returns:
-        Whether it did; False where the kernel cannot.
+        Whether it succeeded; False if the kernel cannot.
     """
     version = landlock_version()
     if not version or (version < SCOPES_SINCE and may_mount and hidden is None):
         return False
-    # A ruleset must be about something. Nobody without privileges makes block devices.
+    # A ruleset must handle at least one right. No process without privileges makes block devices.
     files = READ_FILE | READ_DIR if hidden else 0 if version >= SCOPES_SINCE else MAKE_BLOCK
     scopes = SCOPE_ABSTRACT_SOCKET | SCOPE_SIGNAL if version >= SCOPES_SINCE else 0
     # struct landlock_ruleset_attr: handled_access_fs, handled_access_net (ABI 4), scoped (ABI 6).
@@ -73,10 +73,10 @@ def confine(hidden: Path | None = None, *, may_mount: bool = True) -> bool:
 
 
 def confine_files(readable: Sequence[Path], writable: Sequence[Path]) -> bool:
-    """From now on this process sees no other files than these, and no TCP. Whether the kernel did it.
+    """From now on this process sees no files other than these, and no TCP. Returns whether the kernel enforces it.
 
     Args:
-        readable: files, and folders with all below them; those that are not there are left out.
+        readable: files, and folders with everything below them; missing ones are skipped.
         writable: folders.
     """
     version = landlock_version()
@@ -100,9 +100,9 @@ def confine_files(readable: Sequence[Path], writable: Sequence[Path]) -> bool:
 
 
 def _beside(hidden: Path) -> list[Path]:
-    """Everything that is there but `hidden`: what stands beside it and beside each folder above it.
+    """Everything that exists except `hidden`: its siblings, and the siblings of each folder above it.
 
-    What is made later beside one of these is not among them: keep `hidden` in a folder of its own below the root.
+    Siblings created later are not included: keep `hidden` in a folder of its own below the root.
     """
     found = []
     inner = hidden

@@ -1,7 +1,7 @@
-"""What a manifest names as `module:name`.
+"""Loads what a manifest names as `module:name`.
 
-Belongs here: importing it, saying what is wrong with it, and doing that in a process of its own for whoever only wants
-to know. Does not belong here: what it is for.
+Belongs here: importing it, reporting what is wrong with it, and doing so in a separate process for callers that only
+want to check. Does not belong here: what it is used for.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from typing import Any
 PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 CHECK_SECONDS = 120.0
 FROM_PYTHON = "given:from_python"
-"""Stands in a manifest for a function that the program which started the run had given."""
+"""Placeholder in a manifest for a function that the program which started the run had passed."""
 
 
 class TargetError(Exception):
-    """It cannot be loaded or called as the manifest says; the message is for the user."""
+    """The target cannot be loaded or called as the manifest says; the message is for the user."""
 
 
 class MissingModuleError(TargetError):
-    """The function's module needs another that is not installed here; `name` is that one's."""
+    """The function's module needs another module that is not installed here; `name` is the missing one."""
 
     def __init__(self, message: str, name: str) -> None:
         super().__init__(message)
@@ -36,13 +36,13 @@ class MissingModuleError(TargetError):
 
 
 def load_object(target: str) -> Any:
-    """What stands behind `module:name`.
+    """Imports the object that `module:name` names.
 
     Raises:
-        TargetError: it names the module or attribute that is missing, and the folders that were searched.
+        TargetError: names the missing module or attribute, and the folders that were searched.
     """
     if target == FROM_PYTHON:
-        raise TargetError("this function was given from Python: only the program that gave it can go on with the run")
+        raise TargetError("this function was given from Python: only the program that gave it can continue the run")
     module_name, separator, attribute = target.partition(":")
     if not separator or not module_name or not attribute:
         raise TargetError(f"{target!r} is not of the form 'module:function'")
@@ -64,16 +64,16 @@ def load_object(target: str) -> Any:
 
 
 def load_function(target: str, names: Sequence[str]) -> Callable[..., Any]:
-    """The function behind `module:function`, checked to take so many arguments by position.
+    """The function that `module:function` names, checked to take these arguments by position.
 
     Raises:
-        TargetError: as `load_object`; or it cannot be called so.
+        TargetError: see `load_object`; or it cannot be called that way.
     """
     return hold_function(load_object(target), target, names)
 
 
 def hold_function(function: Any, target: str, names: Sequence[str]) -> Callable[..., Any]:
-    """A function as `load_function` gives it. Args: target: what it is called in messages."""
+    """Checks a function as `load_function` does. Args: target: its name in messages."""
     if not callable(function):
         raise TargetError(f"{target!r} is not a function but {type(function).__name__}")
     if inspect.iscoroutinefunction(function):
@@ -90,7 +90,7 @@ def hold_function(function: Any, target: str, names: Sequence[str]) -> Callable[
 
 
 def describe(error: BaseException) -> str:
-    """Type, message and the line of user code that raised, on one line."""
+    """Type, message and the line of user code that raised the error, on one line."""
     text = " ".join(str(error).split())[:300]
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
@@ -98,10 +98,10 @@ def describe(error: BaseException) -> str:
 
 
 def check_elsewhere(target: str, names: Sequence[str], search_path: Sequence[str]) -> None:
-    """Imports the function in another process, which ends with it: nothing of the user's runs in this one.
+    """Imports the function in a process that ends afterwards: no user code runs in this one.
 
     Raises:
-        TargetError: as `load_function`; or the import does not end.
+        TargetError: see `load_function`; or the import does not end.
     """
     asked = json.dumps([target, list(names), [*search_path, *(folder or os.getcwd() for folder in sys.path)]])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([PACKAGE_ROOT, os.environ.get("PYTHONPATH", "")])}

@@ -1,7 +1,7 @@
 """One process of an environment or of tools, forked from the template: serves one episode, or one call, at a time.
 
-Belongs here: its limits, calling user code, and telling every way it can misbehave apart. Does not belong here: time,
-which only another process can keep (`environment_pool`).
+Belongs here: its limits, calling user code, and telling apart every way it can misbehave. Does not belong here: time
+limits, which only another process can enforce (`environment_pool`).
 
 In and out: 4-byte length, JSON. `{"tool": name, "arguments": {...}}` is answered by `{"text", "is_error"}`;
 `{"reset": {"prompt", "fields", "seed"}}`, `{"step": text}` and `{"finish": true}` by
@@ -35,7 +35,7 @@ MAX_READ = 1 << 30
 
 @dataclass(frozen=True)
 class Loaded:
-    """What the template imported."""
+    """Everything that the template imported."""
 
     environment: Callable[..., Any] | None
     arguments: Mapping[str, Any]
@@ -43,7 +43,7 @@ class Loaded:
 
 
 def serve(connection: socket.socket, loaded: Loaded, limits: EnvironmentLimits, parent_pid: int) -> None:
-    """Until the other end closes."""
+    """Serves until the other end closes."""
     os.setsid()  # its own group, killed whole
     end_with_parent(parent_pid)
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -56,7 +56,7 @@ def serve(connection: socket.socket, loaded: Loaded, limits: EnvironmentLimits, 
 
 
 def limit_memory(allowed: int) -> None:
-    """Private memory beyond what there is now: heap, anonymous maps and stacks of threads, but no mapped files."""
+    """Limits private memory beyond the current amount: heap, anonymous maps and thread stacks, but not mapped files."""
     status = Path("/proc/self/status")
     has = int(status.read_text().partition("VmData:")[2].split()[0]) << 10 if status.exists() else 0
     resource.setrlimit(resource.RLIMIT_DATA, (has + allowed, has + allowed))
@@ -93,7 +93,7 @@ async def _serve(connection: socket.socket, loaded: Loaded) -> None:
 
 def _frame(answer: Mapping[str, Any]) -> bytes:
     try:
-        # Half of a surrogate pair, as a file's name may have, is no character that a policy could read: it becomes `?`.
+        # Half of a surrogate pair, as in a file's name, is no character that a policy could read: it becomes `?`.
         body = json.dumps(answer, allow_nan=False, ensure_ascii=False).encode(errors="replace")
     except (TypeError, ValueError, RecursionError) as error:
         body = json.dumps({"crash": f"what it answered is not JSON: {error}"}).encode()
@@ -109,7 +109,7 @@ def _frame(answer: Mapping[str, Any]) -> bytes:
 async def _call_tool(
     tools: Mapping[str, Callable[..., Any]], name: str, arguments: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What a tool raises is for the policy to read: it may call it better next time."""
+    """Calls a tool. What it raises is returned for the policy to read, which may then call it better."""
     function = tools[name]
     try:
         inspect.signature(function).bind(**arguments)

@@ -1,11 +1,11 @@
-"""Environments and tools in processes of their own: one that hangs, dies or takes too much costs its episode, or its
-call, and no other.
+"""Environments and tools in processes of their own: one that hangs, dies or uses too much costs only its own episode or
+call.
 
-Belongs here: copies of one template, handed out, timed and replaced. Does not belong here: what an episode is made of
+Belongs here: copies of one template, handed out, timed and replaced. Does not belong here: the content of an episode
 (`environments`), or what runs in a copy (`environment_cell`).
 
-One thread of this process holds an event loop of its own, which owns every copy: steps of a run have other loops, and
-Linux ties the template's life to the thread that started it.
+One thread of this process runs a separate event loop, which owns every copy: steps of a run have other loops, and Linux
+ties the template's life to the thread that started it.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from orbit_runtime.workers.stacks import Stacks
 
 TEMPLATE_MODULE = "orbit_runtime.workers.environment_template"
 EPISODES_PER_CELL = 64
-"""What an environment leaves behind in its process goes with it, at the latest after so many."""
+"""Replaces a process after this many episodes, and with it what they left behind."""
 OUTPUT_BYTES = 1 << 18
-"""Of what all environments print, so much goes to standard error; the rest is counted."""
+"""Limit for the output of all environments that is passed to standard error; the rest is only counted."""
 
 
 class Cell:
-    """One copy, as the pool sees it. Used by the pool's loop only."""
+    """One copy, from the pool's side. Used by the pool's loop only."""
 
     def __init__(
         self, pid: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, stacks: Stacks
@@ -55,7 +55,7 @@ class Cell:
         self._writer = writer
 
     async def ask(self, message: Mapping[str, Any], seconds: float) -> dict[str, Any]:
-        """Raises TimeoutError, or ConnectionError where it ended."""
+        """Raises TimeoutError, or ConnectionError if the process ended."""
         async with asyncio.timeout(seconds):
             body = json.dumps(message).encode()
             self._writer.write(len(body).to_bytes(4, "big") + body)
@@ -72,10 +72,10 @@ class Cell:
 
 
 class EnvironmentPool:
-    """Up to `limits.processes` copies, made when they are needed.
+    """Up to `limits.processes` copies, made on demand.
 
     Args:
-        search_path: folders that are imported from first.
+        search_path: folders to import from first.
 
     Raises:
         ManifestError: the environment or a tool cannot be imported.
@@ -101,14 +101,14 @@ class EnvironmentPool:
             raise
 
     async def call_tool(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
-        """What the tool answers, or what is wrong, in words for the policy: also where it hung, died or took too much.
+        """The tool's result, or an error in words for the policy, also if the tool hung, died or used too much.
 
         May be awaited in any event loop.
         """
         return await asyncio.wrap_future(self._submit(self._call_tool(name, arguments)))
 
     def open_episode(self) -> EpisodeProcess:
-        """A process for one episode, once one is free. `close` must be awaited."""
+        """A process for one episode, taken on the first call. `close` must be awaited."""
         return EpisodeProcess(self)
 
     def close(self) -> None:
@@ -138,7 +138,7 @@ class EnvironmentPool:
     async def _start(self) -> list[dict[str, Any]]:
         self._places = asyncio.Semaphore(self._limits.processes)
         self._turn = asyncio.Lock()
-        """One command at a time is answered by the template."""
+        """The template handles one command at a time."""
         self._control, theirs = socket.socketpair()
         output_read, output_write = os.pipe()
         with theirs:
@@ -201,7 +201,7 @@ class EnvironmentPool:
         return dict(json.loads(line))
 
     def _pass_on(self) -> None:
-        """What environments print, until it is too much."""
+        """Passes on what environments print, up to the limit."""
         data = os.read(self._output, 1 << 16)
         if not data:
             self._loop.remove_reader(self._output)
@@ -224,7 +224,7 @@ class EnvironmentPool:
             ours.close()
             stacks.close()
             raise RewardsFailingError(
-                "the process that environments are copies of ended",
+                "the process that environments are forked from ended",
                 where="spec.environment",
                 fix="look for code that ends or replaces its parent, and for the kernel's out-of-memory killer",
             ) from error
@@ -238,7 +238,7 @@ class EnvironmentPool:
         await self._places.acquire()
         if self._free:
             return self._free.pop()
-        # The template answers its commands in order, so whoever is cancelled still has its answer read.
+        # The template answers commands in order, so the answer is read even if the caller is cancelled.
         forking = asyncio.create_task(self._fork())
         try:
             return await asyncio.shield(forking)
@@ -247,7 +247,7 @@ class EnvironmentPool:
             raise
 
     def _not_taken(self, forking: asyncio.Task[Cell]) -> None:
-        """Whoever asked for a copy is gone, or there is none."""
+        """The caller of `_take` is gone, or no copy could be made."""
         if not forking.cancelled() and forking.exception() is None:
             self._free.append(forking.result())
         self._places.release()
@@ -258,7 +258,7 @@ class EnvironmentPool:
         self._places.release()
 
     async def _retire(self, cell: Cell) -> str:
-        """Ends a copy and says how it had ended; once, whoever else does so, and whole, whoever is cancelled."""
+        """Ends a copy once and returns how it had ended; runs to completion even if the caller is cancelled."""
         if cell not in self._cells:
             return "it was ended"
         self._cells.discard(cell)
@@ -280,7 +280,7 @@ class EnvironmentPool:
         )
 
     async def _ask(self, cell: Cell, message: Mapping[str, Any], seconds: float | None = None) -> dict[str, Any]:
-        """Raises EnvironmentFailed; the copy is ended then, and also where whoever asked was cancelled."""
+        """Raises EnvironmentFailed. The copy is then ended, as it is if the caller is cancelled."""
         allowed = self._limits.step_seconds if seconds is None else min(seconds, self._limits.step_seconds)
         try:
             return await cell.ask(message, allowed)
@@ -318,7 +318,7 @@ class EnvironmentPool:
         self._reading.cancel()
         for cell in self._cells:
             cell.close()
-        # The template ends its copies when this closes, and is killed where it does not.
+        # The template ends its copies when this closes, and is killed if it does not.
         self._control.close()
         try:
             await asyncio.to_thread(self._template.wait, 5.0)
@@ -331,14 +331,14 @@ class EnvironmentPool:
 
 
 class EpisodeProcess:
-    """One episode's environment, in a copy that is its own until `close`. Its methods may be awaited in any loop."""
+    """One episode's environment, in a copy reserved for it until `close`. Its methods may be awaited in any loop."""
 
     def __init__(self, pool: EnvironmentPool) -> None:
         self._pool = pool
         self._cell: Cell | None = None
 
     async def reset(self, prompt: Sequence[Mapping[str, Any]], fields: Mapping[str, Any], seed: int) -> dict[str, Any]:
-        """The first messages; waits for a free copy. Raises EnvironmentFailed, as all of them do."""
+        """Returns the first messages; waits for a free copy. Raises EnvironmentFailed, like all methods here."""
         given = {"prompt": [dict(message) for message in prompt], "fields": dict(fields), "seed": seed}
         return await self._run({"reset": given})
 
@@ -346,11 +346,11 @@ class EpisodeProcess:
         return await self._run({"step": completion})
 
     async def finish(self) -> dict[str, Any]:
-        """What an episode that was ended from outside is worth."""
+        """Returns the final reward of an episode that was ended from outside."""
         return await self._run({"finish": True})
 
     async def close(self) -> None:
-        """Gives the copy back; one that does not answer is ended."""
+        """Gives the copy back; a copy that does not respond is ended."""
         cell, self._cell = self._cell, None
         if cell is not None:
             await asyncio.wrap_future(self._pool._submit(self._close(cell)))

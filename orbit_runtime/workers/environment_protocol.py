@@ -1,4 +1,4 @@
-"""The nouns between a run and the processes that its environments and tools run in.
+"""Types shared by a run and the processes of its environments and tools.
 
 Belongs here: records and messages. Does not belong here: processes (`environment_pool`), or what an episode is
 (`environments`). Light on purpose: every such process imports it.
@@ -11,38 +11,38 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 MAX_MESSAGE = 1 << 20
-"""Bytes that an environment or a tool may answer at once."""
+"""Maximum bytes of one response of an environment or a tool."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What an environment answers a completion with.
+    """An environment's response to a completion.
 
     Example: `Step("too high, guess again")`, and at the end `Step(reward=1.0, done=True)`
     """
 
     messages: str | Sequence[Mapping[str, Any]] = ()
-    """What the policy reads next: chat messages, or text, which becomes one message of the user."""
+    """What the policy reads next: chat messages, or text, which becomes one user message."""
     reward: float = 0.0
-    """Of this turn; the rollout's is the sum over its turns."""
+    """Reward of this turn; the rollout's is the sum over its turns."""
     done: bool = False
-    """The episode is over: nothing of `messages` is read."""
+    """Whether the episode is over; `messages` is then ignored."""
     parts: Mapping[str, float] = field(default_factory=dict)
-    """Numbers to keep with the rollout under their names; the last turn's wins."""
+    """Numbers to keep with the rollout under their names; later turns override earlier ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentLimits:
-    """What one process may take."""
+    """Limits of one process."""
 
     start_seconds: float = 120.0
-    """Importing everything, once."""
+    """Time for importing everything, once."""
     step_seconds: float = 30.0
-    """One answer of an environment, or one call of a tool."""
+    """Time for one response of an environment, or one tool call."""
     memory_bytes: int = 1 << 30
-    """That it allocates beyond what importing took."""
+    """Memory allocated beyond what importing took."""
     processes: int = 256
-    """At the same time."""
+    """Maximum processes at a time."""
     may_fork: bool = False
     """Whether it may start processes of its own."""
 
@@ -55,27 +55,27 @@ class EnvironmentTarget:
     """
 
     environment: str | None = None
-    """`module:Class`."""
+    """The environment, as `module:Class`."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of the class, for each episode."""
     tools: tuple[str, ...] = ()
-    """`module:function` of each."""
+    """The tools, each as `module:function`."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """What came of a call."""
+    """The result of a call."""
 
     text: str
-    """For the policy to read: the answer, or what was wrong."""
+    """For the policy to read: the result, or the error."""
     is_error: bool = False
 
 
 class EnvironmentFailed(Exception):
-    """An environment ran out of time, or ended in another way than it may: its episode is lost, not scored."""
+    """An environment ran out of time, or ended abnormally: its episode is lost, not scored."""
 
     def __init__(self, outcome: Literal["timeout", "crash"], reason: str, stack: str = "") -> None:
-        """Args: stack: where its process stood, of one that ran out of time."""
+        """Args: stack: stack of its process, if it ran out of time."""
         super().__init__(reason)
         self.stack = stack
         self.outcome: Literal["timeout", "crash"] = outcome

@@ -1,7 +1,7 @@
-"""The process that environments are copies of: `python -P -m orbit_runtime.workers.environment_template FD PARENT_PID`.
+"""The process environments are forked from: `python -P -m orbit_runtime.workers.environment_template FD PARENT_PID`.
 
 Belongs here: importing once, forking, and ending what was forked. Does not belong here: what a copy does
-(`environment_cell`), who asks for copies (`environment_pool`).
+(`environment_cell`), which copies are needed (`environment_pool`).
 
 In:  first 4-byte length and JSON `{"path", "environment", "arguments", "tools", "limits"}`, then commands of five
      bytes: `F` and four zeros, with a socket for the new process and a file for its stacks; `E` and the number of one
@@ -44,7 +44,7 @@ def main(control_fd: int, parent_pid: int) -> int:
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     os.set_inheritable(control_fd, False)
     control = socket.socket(fileno=control_fd)
-    # Not buffered: the commands after it come with sockets.
+    # Read without buffering, because the commands after it come with sockets.
     size = int.from_bytes(control.recv(4, socket.MSG_WAITALL), "big")
     head = json.loads(control.recv(size, socket.MSG_WAITALL) or b"null")
     if head is None:
@@ -98,7 +98,7 @@ def _load(head: Any) -> Loaded:
 
 
 def _prepare(environment: Any, arguments: Any) -> None:
-    """What all copies share, made before there are any."""
+    """Prepares what all copies share, before any are made."""
     try:
         environment.prepare(**arguments)
     except BaseException as error:  # user code
@@ -107,8 +107,8 @@ def _prepare(environment: Any, arguments: Any) -> None:
 
 def _fork(control: socket.socket, given: list[int], loaded: Loaded, limits: EnvironmentLimits) -> int:
     with warnings.catch_warnings():
-        # Packages that start threads on import are forked without them. Where one held a lock, the copy hangs, and is
-        # ended as what hangs is.
+        # A package that starts threads on import is forked without them. If a thread held a lock, the copy hangs, and
+        # is ended like any other that hangs.
         warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
     if pid:
@@ -127,9 +127,9 @@ def _fork(control: socket.socket, given: list[int], loaded: Loaded, limits: Envi
 
 
 def _end(pid: int, cells: set[int]) -> int:
-    """Kills a copy's whole group, and what left the group; returns the copy's wait status."""
+    """Kills a copy's process group, and any child that left it; returns the copy's wait status."""
     try:
-        # One that ended by itself says how; a signal afterwards would hide it.
+        # A copy that ended by itself has a status of its own; a signal afterwards would hide it.
         ended, status = os.waitpid(pid, os.WNOHANG)
     except ChildProcessError:
         return 0

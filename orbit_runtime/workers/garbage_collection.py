@@ -1,4 +1,4 @@
-"""Python's garbage collector, paused while a process loads objects that it keeps."""
+"""Pauses Python's garbage collector while a process loads objects that it keeps."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from contextlib import contextmanager
 def gc_paused() -> Iterator[None]:
     """Pauses garbage collection, collects once at the end, and freezes what is alive until `unfreeze_objects`.
 
-    Packages and a model are hundreds of thousands of objects that stay. The collector would walk through all of them
-    each time their number has grown by a quarter, and later in the middle of steps. A nested block has no
-    effect.
+    Packages and a model are hundreds of thousands of objects that stay. The collector would walk all of them each time
+    their number has grown by a quarter, and later in the middle of steps. A nested block has no effect.
     """
     if not gc.isenabled():
         yield

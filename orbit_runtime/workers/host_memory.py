@@ -1,4 +1,4 @@
-"""Main memory of this machine or container, asked of the kernel."""
+"""Main memory of this machine or container, as the kernel reports it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def usable_memory() -> int | None:
-    """Bytes of main memory, or the control group's limit where that is lower; None where neither can be read."""
+    """Bytes of main memory, or the control group's limit if that is lower; None if neither can be read."""
     try:
         total: int | None = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):

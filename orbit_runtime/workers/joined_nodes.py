@@ -1,4 +1,4 @@
-"""How many nodes a run has, as its process sees it.
+"""The number of nodes of a run, as seen by its process.
 
 Belongs here: reading `RAY_ADDRESS`, Ray's own variable. Does not belong here: joining them (`ray_driver`).
 """
@@ -13,7 +13,7 @@ RAY_ADDRESS = "RAY_ADDRESS"
 
 
 def joined_nodes(placement: Placement) -> int:
-    """`placement.nodes` where a Ray cluster is named; else 1: a machine is taken as it is, as with `placement.gpus`."""
+    """`placement.nodes` if a Ray cluster is named; else 1: a machine is used as it is, as with `placement.gpus`."""
     return placement.nodes if ray_address() else 1
 
 

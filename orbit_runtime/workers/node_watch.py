@@ -1,7 +1,7 @@
-"""A look at the processes of ranks on one node from outside: alive, stopped, computing; their stacks, logs and notes.
+"""Inspects the rank processes of one node from outside: alive, stopped or computing; their stacks, logs and notes.
 
-Belongs here: what the kernel and the ranks' files say. It asks no rank, so it works for one that hangs. Does not belong
-here: what it means (`rank_verdict`).
+Belongs here: what the kernel and the ranks' files say. It needs no answer from a rank, so it works for one that hangs.
+Does not belong here: the interpretation (`rank_verdict`).
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ class Glance:
     """One rank at one moment."""
 
     state: str | None
-    """Of proc(5): `T` is stopped; None: it is gone."""
+    """State letter of proc(5): `T` is stopped; None if the process is gone."""
     note: Note
 
 
 @dataclass(frozen=True)
 class LookBack:
-    """What is left of a rank, or of a living one whose call has failed."""
+    """What is left of a rank, or the state of a living one whose call has failed."""
 
     state: str | None
     note: Note
     collective: str | None
-    """That it stands in, by its stacks, else by its note."""
+    """The collective that it is in, according to its stacks, else to its note."""
     stacks: str
     log: tuple[str, ...]
     was_short_of_memory: bool
-    """The kernel has ended processes of this container for their memory since the group began."""
+    """Whether the kernel's OOM killer ended processes of this container since the group began."""
     shared_memory_free: int
-    """Bytes in /dev/shm."""
+    """Free bytes in /dev/shm."""
 
 
 class NodeWatch:
-    """Of the ranks on the node that it runs on."""
+    """Watches the ranks on the node that it runs on."""
 
     def __init__(self, folder: str, events: str = "/sys/fs/cgroup/memory.events") -> None:
         self._folder = Path(folder)
@@ -55,11 +55,11 @@ class NodeWatch:
         self._kills = memory_kills(self._events)
 
     def glance(self, ranks: dict[int, int]) -> dict[int, Glance]:
-        """Args: ranks: process of each."""
+        """Args: ranks: process id of each rank."""
         return {rank: Glance(process_state(pid), self._note(rank)) for rank, pid in ranks.items()}
 
     def look_back(self, ranks: dict[int, int]) -> dict[int, LookBack]:
-        """With the stacks of each that can still write them."""
+        """Includes the stacks of each rank that can still write them."""
         stacks = self._stacks(ranks)
         killed = memory_kills(self._events) > self._kills
         free = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
@@ -73,7 +73,7 @@ class NodeWatch:
         return found
 
     def kill(self, pids: list[int]) -> None:
-        """At once, stopped ones too."""
+        """Kills processes at once, also stopped ones."""
         for pid in pids:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
@@ -96,7 +96,7 @@ class NodeWatch:
             time.sleep(0.05)
             for rank in sizes.keys() - found.keys():
                 text = (self._folder / f"rank-{rank}.stacks").read_text(errors="replace")[sizes[rank] :]
-                # Whole once it has stopped growing.
+                # Complete once it has stopped growing.
                 if text and before.get(rank) == text:
                     found[rank] = text
                 before[rank] = text
@@ -104,7 +104,7 @@ class NodeWatch:
 
 
 def process_state(pid: int) -> str | None:
-    """A letter of proc(5); None: there is no such process any more."""
+    """State letter of proc(5); None if the process no longer exists."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):

@@ -1,6 +1,6 @@
-"""Asking the driver about its GPUs, without torch: that would take memory of each.
+"""Queries the driver about its GPUs without torch, which would take memory on each of them.
 
-Belongs here: running `nvidia-smi`. Does not belong here: what an answer means to whoever asks.
+Belongs here: running `nvidia-smi`. Does not belong here: interpreting the answer.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import subprocess
 
 
 def ask_driver(fields: str) -> list[str]:
-    """One line for each GPU that this process sees, in their order; none where the driver cannot be asked.
+    """One line for each GPU that this process sees, in order; empty if the driver cannot be asked.
 
     Args:
-        fields: as `--query-gpu` takes them, such as `name,memory.total`; memory comes in MiB, without the unit.
+        fields: as `--query-gpu` takes them, such as `name,memory.total`; memory is in MiB, without the unit.
     """
     program = shutil.which("nvidia-smi")
     if program is None:

@@ -1,6 +1,6 @@
-"""What a group of ranks tells of a call that failed. Plain values: they travel from the driver to the run.
+"""What a group of ranks reports about a failed call. Plain values: they travel from the driver to the run.
 
-Belongs here: the facts. Does not belong here: what they mean (`rank_verdict`).
+Belongs here: the facts. Does not belong here: their interpretation (`rank_verdict`).
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ Ending = Literal["done", "failed", "lost", "pending"]
 
 @dataclass(frozen=True)
 class RankEnd:
-    """How one rank stands when a call is given up."""
+    """The state of one rank when a call is given up."""
 
     rank: int
     device: str
     node: str
     ending: Ending
     seen: LookBack | None
-    """None where its node does not answer."""
+    """None if its node does not answer."""
     failure: RankFailure | None = None
-    """Of one that `failed`."""
+    """Set if `ending` is `failed`."""
     said: str = ""
-    """Ray's words on one that is `lost`."""
+    """Ray's message about a rank that is `lost`."""
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """All ranks, and what else is known."""
+    """The state of all ranks, and other known facts."""
 
     method: str
     ranks: tuple[RankEnd, ...] = ()
     patience: float | None = None
-    """Seconds without progress after which the call was given up; None: it was not given up for that."""
+    """Seconds without progress after which the call was given up; None if it was not given up for that."""
     lost: str | None = None
     """What else has died, such as Ray's head, and how."""
     stopped: tuple[int, ...] = field(default=())
-    """Ranks that stood stopped (SIGSTOP) until patience with them ended."""
+    """Ranks that were stopped (SIGSTOP) for longer than the group's limit."""

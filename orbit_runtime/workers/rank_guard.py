@@ -1,11 +1,11 @@
-"""The process that survives all others of a group of ranks, and leaves nothing of them: `python -m ... ADDRESS...`.
+"""The process that outlives all others of a group of ranks, and ends them: `python -m ... ADDRESS...`.
 
 Belongs here: ending every descendant, whatever became of its parent, and removing the group's folder. Does not belong
-here: Ray, torch or any package; nothing here can fail for what a rank does.
+here: Ray, torch or any package; nothing that a rank does can make this process fail.
 
-It is the *subreaper* (prctl(2)) of its descendants: a process whose parent died becomes its child and not init's. So
-the walk from here finds all of them, daemons and stopped ones too. The run holds the other end of a pipe; when the run
-ends in whatever way, the pipe closes.
+It is the *subreaper* (prctl(2)) of its descendants: a process whose parent died becomes its child instead of init's.
+Walking down from here therefore finds all of them, including daemons and stopped ones. The run holds the other end of a
+pipe; however the run ends, the pipe closes.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 KILL_SECONDS = 10.0
 TICK = 0.1
 MARK = "ORBIT_RANKS"
-"""Set for everything below a guard, to the group's folder."""
+"""Environment variable of every process below a guard; holds the group's folder."""
 
 
 def main(life: int, folder: str, driver: list[str], passed: list[int]) -> int:
     """Runs the driver until it ends, or until the pipe closes; then ends everything. Returns 0."""
-    # A signal to the whole group of a service must not end ranks before the run has made its checkpoint.
+    # A signal to a service's whole group must not end ranks before the run has written its checkpoint.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -45,7 +45,7 @@ def main(life: int, folder: str, driver: list[str], passed: list[int]) -> int:
 
 
 def end_all(ancestor: int) -> None:
-    """Kills every process below this one, reaping each, until there is none."""
+    """Kills and reaps every process below this one until none is left."""
     until = time.monotonic() + KILL_SECONDS
     while (alive := descendants(ancestor)) and time.monotonic() < until:
         for pid in alive:
@@ -58,7 +58,7 @@ def end_all(ancestor: int) -> None:
 
 
 def end_marked(mark: str) -> None:
-    """Kills every process of this group, for the case that its guard was killed."""
+    """Kills every process of this group, in case its guard was killed."""
     wanted, until = f"{MARK}={mark}".encode(), time.monotonic() + KILL_SECONDS
     while time.monotonic() < until:
         found = []

@@ -1,7 +1,7 @@
-"""What the process of one rank does, whoever started it: log, stacks, environment, the target's object, its methods.
+"""The process of one rank, however it was started: log, stacks, environment, the target's object, its methods.
 
-Belongs here: all that happens inside a rank, and how its failures are put into words. Does not belong here: Ray
-(`ray_actors`), torch (the target imports it), or what a failure means for the run (`rank_verdict`).
+Belongs here: everything inside a rank, and how its failures are worded. Does not belong here: Ray (`ray_actors`), torch
+(the target imports it), or what a failure means for the run (`rank_verdict`).
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ _GPU_WORDS = ("CUDA error", "cudaError", "uncorrectable ECC", "HIP error", "Xid"
 
 @dataclass(frozen=True)
 class RankFacts:
-    """Who a rank is, once its process lives."""
+    """Facts about a rank, known once its process runs."""
 
     rank: int
     pid: int
     node: str
     """Address of its node."""
     port: int | None = None
-    """Rank 0: where it listens for the others."""
+    """For rank 0, the port where it listens for the others."""
 
 
 @dataclass(frozen=True)
 class Order:
-    """What every rank of a group is made of; the same for all."""
+    """What a rank is built from; the same for every rank of a group."""
 
     target: str
     """`package.module:Class`."""
@@ -62,11 +62,11 @@ class Order:
     count: int
     environment: Mapping[str, str]
     devices: tuple[str, ...] | None
-    """GPU of each rank as its node's driver counts; None: on the CPU."""
+    """Each rank's GPU, numbered as by its node's driver; None for the CPU."""
     path: tuple[str, ...]
-    """Where else to import from."""
+    """Additional import path."""
     rendezvous: bool
-    """Whether the target wants to meet the others by torch.distributed."""
+    """Whether the target connects to the others through torch.distributed."""
 
     def device(self, rank: int) -> str:
         return "CPU" if self.devices is None else f"GPU {self.devices[rank]}"
@@ -74,7 +74,7 @@ class Order:
 
 @dataclass(frozen=True)
 class RankFailure:
-    """An exception that ended a call, without its class: only what can be said of it anywhere."""
+    """An exception that ended a call, without its class: only what is meaningful in any process."""
 
     error: str
     """Name of the `OrbitError`."""
@@ -89,7 +89,7 @@ class RankProcess:
     """One rank, inside its own process."""
 
     def __init__(self, rank: int, folder: str) -> None:
-        """From here on, all that it prints stands in `folder/rank-N.log`."""
+        """Redirects everything it prints to `folder/rank-N.log`."""
         self._rank = rank
         self._object: Any = None
         self._listener: socket.socket | None = None
@@ -106,7 +106,7 @@ class RankProcess:
         tell_stacks(self._stacks.fileno())
 
     def introduce(self, node: str) -> RankFacts:
-        """Rank 0 listens for the others from now on, at a port that the system chose and nobody can take."""
+        """On rank 0, starts listening for the others, on a port that the system chose and no other process can take."""
         port = None
         if self._rank == 0:
             self._listener = socket.create_server((node, 0), backlog=1024)
@@ -114,7 +114,7 @@ class RankProcess:
         return RankFacts(self._rank, os.getpid(), node, port)
 
     def build(self, order: bytes, master: tuple[str, int]) -> bytes | RankFailure:
-        """Makes the target's object. Returns as `run` does."""
+        """Makes the target's object. Returns the same as `run`."""
         try:
             made: Order = pickle.loads(order)
             sys.path += [folder for folder in made.path if folder not in sys.path]
@@ -148,7 +148,7 @@ class RankProcess:
 
 
 def describe(error: BaseException) -> RankFailure:
-    """An `OrbitError` stays what it is; others become the one that says who must act."""
+    """An `OrbitError` keeps its class; other errors become the class that says who must act."""
     trace = "".join(traceback.format_exception(error))
     sys.stderr.write(trace)
     collective = collective_of(trace)
@@ -177,19 +177,19 @@ def _translate(error: BaseException, trace: str, collective: str | None) -> Orbi
 
 
 def collective_of(trace: str) -> str | None:
-    """The collective of torch.distributed in a traceback or a dump of stacks, if one is in it."""
+    """The torch.distributed collective in a traceback or a stack dump, if any."""
     lines = re.findall(rf'File "[^"]*{re.escape(_C10D)}", line \d+,? in (\w+)', trace)
-    # A decorator of torch's stands around each.
+    # Torch wraps each in a decorator.
     return next((name for name in lines if name not in ("wrapper", "inner", "_exception_logger")), None)
 
 
 def group_path() -> tuple[str, ...]:
-    """Where this process imports from, for those that it has work for it."""
+    """This process's import path, for processes that work for it."""
     return tuple(dict.fromkeys(folder or os.getcwd() for folder in sys.path))
 
 
 def tail(path: Path, lines: int = 20, longest: int = 300) -> Sequence[str]:
-    """The last lines of a log, without empty ones."""
+    """The last non-empty lines of a log."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - (1 << 16)))

@@ -1,10 +1,10 @@
-"""From what is left of a group of ranks to the one error that the run ends with.
+"""Derives the one error that the run ends with from what is left of a group of ranks.
 
-Pure. Belongs here: which rank's failure is the cause where several failed, its class, and its words. Does not belong
-here: gathering the facts (`ray_driver`).
+Pure. Belongs here: which of several failures is the cause, its class, and its wording. Does not belong here: gathering
+the facts (`ray_driver`).
 
-A rank that dies breaks the collectives of the others, so their errors arrive first and say the least: a death comes
-before an error, and any error before one of a collective.
+A rank that dies breaks the collectives of the others, so their errors arrive first and say the least. A death therefore
+takes precedence over an error, and any error over one of a collective.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class RankTrace(Exception):
 
 
 def judge(evidence: Evidence) -> OrbitError:
-    """The error to end with; `about` says which rank, device, stage, collective and last step."""
+    """The error to end with; `about` gives rank, device, stage, collective and last step."""
     if evidence.lost is not None:
         first = evidence.ranks[0] if evidence.ranks else None
         error: OrbitError = CollectiveError(
             f"{evidence.lost}{_while(evidence, first)}; all ranks were ended",
-            fix="start again: the run continues from its newest checkpoint; where it repeats, look at the node",
+            fix="start again: the run continues from its newest checkpoint; if it happens again, look at the node",
         )
         return _about(error, evidence, None)
     lost = [each for each in evidence.ranks if each.ending == "lost"]
@@ -89,7 +89,7 @@ def _death(evidence: Evidence, lost: list[RankEnd]) -> OrbitError:
 
 
 def _stall(evidence: Evidence) -> OrbitError:
-    """No rank failed, and the call does not end."""
+    """The error if no rank failed and the call does not end."""
     pending = [each for each in evidence.ranks if each.ending == "pending"]
     stopped = [each for each in pending if each.rank in evidence.stopped or (each.seen and each.seen.state == "T")]
     waiting = [each for each in pending if each not in stopped and _collective(each)]
@@ -109,13 +109,13 @@ def _stall(evidence: Evidence) -> OrbitError:
         missing = ", ".join(f"rank {each.rank}" for each in done) or "no rank"
         error = CollectiveError(
             f"{_collective(end)} did not end{long}{_while(evidence, end)}: {missing} did not take part{wait or ''}",
-            fix=f"{stacks}; where each rank stands in another collective, they took different ways: report it",
+            fix=f"{stacks}; if each rank is in another collective, they diverged: report it",
         )
     else:
         end = (computing or list(evidence.ranks))[0]
         error = StalledError(
             f"{_who(end)} did not get on{long}{_while(evidence, end)}{wait}",
-            fix=f"{stacks}; where it is only slow, allow it more time",
+            fix=f"{stacks}; if it is only slow, allow it more time",
         )
     return _about(error, evidence, end)
 
@@ -151,7 +151,7 @@ def _while(evidence: Evidence, end: RankEnd | None) -> str:
 
 
 def _collective(end: RankEnd) -> str | None:
-    """By its failure where it failed, else where it stands."""
+    """The collective from its failure if it failed, else the one it is in."""
     if end.failure is not None and end.failure.collective:
         return end.failure.collective
     return end.seen.collective if end.seen else None

@@ -1,7 +1,7 @@
-"""A group of ranks as a run sees it: started together, called together, ended together.
+"""A group of ranks from the run's side: started together, called together, ended together.
 
-Belongs here: the run's side. Ray is in other processes (`ray_driver`), and never in this one. Does not belong here:
-what a rank computes (its target, named by a dotted path), or when it is called (`loop`).
+Belongs here: the run's side. Ray runs in other processes (`ray_driver`), never in this one. Does not belong here: what
+a rank computes (its target, named by a dotted path), or when it is called (`loop`).
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from orbit_runtime.workers.ray_driver import Start
 
 INSTALL = "pip install 'orbit-rl[ray]'"
 START_SECONDS = 1800.0
-"""A rank reads its slice of the base while it starts; one that says nothing for so long will not."""
+"""A rank reads its slice of the base while it starts; one that reports nothing for this long never will."""
 END_SECONDS = 20.0
 STOPPED_SECONDS = 60.0
 LONGEST_FOLDER = 50
-"""Characters: sockets stand below it, whose names the kernel limits to 107."""
+"""Characters: the folder holds sockets, whose names the kernel limits to 107."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """Which ranks a run wants."""
+    """The ranks that a run needs."""
 
     target: str
     """`package.module:Class`; one object per rank, made in its process."""
@@ -49,24 +49,24 @@ class Group:
     """Keyword arguments of the class; picklable, the same for all."""
     count: int
     devices: tuple[str, ...] | None = None
-    """GPU of each rank as CUDA_VISIBLE_DEVICES names it, the only one that it will see; None: on the CPU."""
+    """Each rank's GPU as in CUDA_VISIBLE_DEVICES, the only one that it will see; None for the CPU."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Set in each rank before the target is imported."""
     rendezvous: bool = True
-    """RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set, and rank 0 holds the port (`ORBIT_RENDEZVOUS_FD`)."""
+    """Whether to set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; rank 0 holds the port (`ORBIT_RENDEZVOUS_FD`)."""
     address: str | None = None
-    """Of an existing Ray cluster; None: a private one on this machine."""
+    """Address of an existing Ray cluster; None for a private one on this machine."""
     nodes: int = 1
-    """Over how many nodes the ranks are spread; more than one needs `address`."""
+    """Number of nodes that the ranks are spread over; more than one needs `address`."""
     ports: tuple[int, int] | None = None
-    """First and last of those that a private Ray may use; None: a free range is chosen."""
+    """First and last port that a private Ray may use; None to choose a free range."""
     stopped_seconds: float = STOPPED_SECONDS
-    """How long a rank may stand stopped (SIGSTOP) before the group is given up."""
+    """How long a rank may be stopped (SIGSTOP) before the group is given up."""
 
 
 class RankGroup:
-    """Living ranks. For one thread at a time. After any error it is closed, nothing of it is left, and whoever calls
-    again is told the same."""
+    """Living ranks. For one thread at a time. After any error the group is closed, nothing of it is left, and further
+    calls raise the same error."""
 
     def __init__(self, group: Group, logs: Path) -> None:
         """See `start_ranks`."""
@@ -108,18 +108,18 @@ class RankGroup:
         return self._guard.pid
 
     def call(self, method: str, *arguments: Any, patience: float | None = None) -> list[Any]:
-        """Calls the method of every rank with the same arguments; results in the order of ranks.
+        """Calls the method on every rank with the same arguments; returns results in the order of ranks.
 
         Args:
-            patience: seconds in which no rank need finish or note anything (`rank_notes`); None: for ever.
+            patience: seconds that may pass without any rank finishing or writing a note (`rank_notes`); None: for ever.
 
         Raises:
-            OrbitError: the one that says why: of a rank's own (`DivergedError` and others), 70 with the rank's
-                traceback, 79 where memory ran out, 80 of a GPU, 81 where a rank was lost or a collective failed,
-                83 where a rank did not get on. `about` says which. All ranks have ended by then.
+            OrbitError: the cause: a rank's own error (`DivergedError` and others), 70 with the rank's traceback, 79 if
+                memory ran out, 80 for a GPU fault, 81 if a rank was lost or a collective failed, 83 if a rank made no
+                progress. `about` gives the details. All ranks have ended by then.
         """
         if self._ended is not None:
-            # The first who asked has been told, and may be another thread, which only wrote a checkpoint.
+            # The error was raised to the first caller, which may be another thread that only wrote a checkpoint.
             raise self._ended
         if self._connection is None:
             raise InternalError(f"the group of ranks is closed; {method} cannot be called")
@@ -162,7 +162,7 @@ class RankGroup:
         return answer
 
     def _keep_stacks(self, evidence: Evidence) -> None:
-        """Beside the logs, for ranks of other nodes too."""
+        """Stores stacks beside the logs, also those of ranks on other nodes."""
         for each in evidence.ranks:
             if each.seen and each.seen.stacks:
                 (self.logs / f"rank-{each.rank}.stacks").write_text(each.seen.stacks)
@@ -181,7 +181,7 @@ class RankGroup:
         return error
 
     def close(self) -> None:
-        """Ends every rank and all of the private Ray, and waits until they are gone. Safe to call twice."""
+        """Ends every rank and the private Ray, and waits until they are gone. Safe to call twice."""
         if self._connection is None:
             return
         self._connection.close()
@@ -195,7 +195,7 @@ class RankGroup:
             self._guard.kill()
             self._guard.wait()
         if self._guard.returncode:
-            # Somebody killed it, so nobody has ended what was below it.
+            # The guard was killed, so nothing has ended the processes below it.
             end_marked(str(self._scratch))
         shutil.rmtree(self._scratch, ignore_errors=True)
         for kind in ("note", "stacks"):
@@ -211,15 +211,16 @@ class RankGroup:
 
 
 def start_ranks(group: Group, logs: Path) -> RankGroup:
-    """Starts a process per rank and makes the target's object in each; ranks start in order of their numbers.
+    """Starts a process per rank and makes the target's object in each; ranks start in the order of their numbers.
 
     Args:
-        logs: `rank-N.log` of each, `ray.log` of what holds them, and stacks where a call was given up.
+        logs: folder for `rank-N.log` of each rank, `ray.log` of the processes that hold them, and stacks of calls that
+            were given up.
 
     Raises:
         UnsupportedError: (78) Ray is not installed, or the cluster has no room.
         OutputError: (73) a port of `group.ports` is taken.
-        OrbitError: as `RankGroup.call`.
+        OrbitError: see `RankGroup.call`.
     """
     assert group.devices is None or len(group.devices) == group.count
     if importlib.util.find_spec("ray") is None:
@@ -234,6 +235,6 @@ def start_ranks(group: Group, logs: Path) -> RankGroup:
 
 
 def _short_folder() -> str:
-    """For the sessions of a private Ray: the temporary folder, or /tmp where that has too long a name."""
+    """Folder for a private Ray's sessions: the temporary folder, or /tmp if its name is too long."""
     found = tempfile.gettempdir()
     return found if len(found) + len("/orbit-ray-12345678") <= LONGEST_FOLDER else "/tmp"

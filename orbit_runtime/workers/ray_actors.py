@@ -1,6 +1,6 @@
-"""Ray's view of a rank and of a node's watch: actors that hand everything on.
+"""Ray actors for a rank and for a node's watch, which delegate everything.
 
-Belongs here: actors. Does not belong here: what a rank does (`rank_process`). Imported by processes of Ray only.
+Belongs here: actors. Does not belong here: what a rank does (`rank_process`). Imported by Ray's processes only.
 """
 
 from __future__ import annotations
@@ -31,4 +31,4 @@ class RankActor:
 
 
 class WatchActor(NodeWatch):
-    """Of the ranks on another node."""
+    """Watches the ranks on another node."""

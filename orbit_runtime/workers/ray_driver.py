@@ -1,10 +1,10 @@
-"""The process that speaks to Ray for a run: makes the ranks, calls them, sees how they fail.
+"""The process that talks to Ray for a run: creates the ranks, calls them, and observes how they fail.
 
 Belongs here: Ray's driver and its loop over calls. Does not belong here: what a failure means (`rank_verdict`, in the
-run), or the end of all processes (`rank_guard`, above this one).
+run), or ending all processes (`rank_guard`, above this one).
 
-Ray ends the process that it is a driver in, without a word that could be caught, where its head or node agent is lost.
-Hence this process: the run's own lives on and says what happened.
+If Ray's head or node agent is lost, Ray ends its driver's process without an exception that could be caught. Hence this
+separate process: the run's own survives and reports what happened.
 """
 
 from __future__ import annotations
@@ -32,29 +32,29 @@ from orbit_runtime.workers.ray_node import HOST, RESOURCE, JoinedRay, PrivateRay
 
 TICK = 0.25
 ROOM_SECONDS, NODES_SECONDS = 60.0, 900.0
-"""How long a placement group is waited for: where all nodes are there; where some are still to be started."""
+"""How long to wait for a placement group: with all nodes there, and with some still to be started."""
 SETTLE_SECONDS = 3.0
-"""After the first failure: others are on their way, and one of them may be the cause."""
+"""Wait after the first failure: others are on their way, and one of them may be the cause."""
 ASK_SECONDS = 10.0
 STARTS = 2
 
 
 @dataclass(frozen=True)
 class Start:
-    """What a driver is made with."""
+    """The arguments of a driver."""
 
     order: Order
     logs: str
     scratch: str
     address: str | None
     nodes: int
-    """That ranks are on, this one not counted where there is an `address`."""
+    """Number of nodes with ranks, not counting this one if there is an `address`."""
     ports: tuple[int, int] | None
     stopped_seconds: float
 
 
 class Driver:
-    """Of one group."""
+    """The driver of one group."""
 
     def __init__(self, start: Start) -> None:
         self._start = start
@@ -68,7 +68,7 @@ class Driver:
     # --- start ---
 
     def start(self) -> Evidence | list[bytes]:
-        """Evidence where a rank cannot be made, else each one's pickled None."""
+        """Evidence if a rank cannot be made, else each rank's pickled None."""
         import ray
 
         order = self._order
@@ -102,7 +102,7 @@ class Driver:
         self._facts = {each.rank: each for each in introduced}
         self._watch_nodes()
         master = (introduced[0].node, introduced[0].port)
-        # Which GPU a rank has in a cluster that is not ours, Ray decides.
+        # In a cluster that is not ours, Ray decides which GPU a rank gets.
         packed = ray.put(pickle.dumps(order if self._private else replace(order, devices=None)))
         return self._collect("start", [each.build.remote(packed, master) for each in self._actors], None)
 
@@ -119,13 +119,13 @@ class Driver:
         return _patiently(lambda: JoinedRay(address, Path(self._start.scratch), NODES_SECONDS))
 
     def _share(self) -> dict[str, Any]:
-        """Of a node, for one rank."""
+        """One rank's share of a node."""
         if self._private:
             return {"num_cpus": 0, "resources": {RESOURCE: 1}}
         return {"num_cpus": 0, "num_gpus": 1} if self._order.devices is not None else {"num_cpus": 1}
 
     def _place(self) -> Any:
-        """One placement group for the run."""
+        """Creates one placement group for the run."""
         import ray
 
         names = {"num_gpus": "GPU", "num_cpus": "CPU"}
@@ -177,7 +177,7 @@ class Driver:
     # --- calls ---
 
     def call(self, method: str, arguments: bytes, patience: float | None) -> Evidence | list[bytes]:
-        """Results in the order of ranks, or what is left of them where one has none."""
+        """Results in the order of ranks, or evidence if a rank has none."""
         import ray
 
         packed = ray.put(arguments)
@@ -245,7 +245,7 @@ class Driver:
         return self._ask("look_back") if self._facts else {}
 
     def _ask(self, question: str) -> dict[int, Any]:
-        """Of every node; without the ranks of one that does not answer."""
+        """Asks every node; omits the ranks of a node that does not answer."""
         if self._private:
             here: dict[int, Any] = getattr(self._here, question)(self._pids())
             return here
@@ -261,7 +261,7 @@ class Driver:
         return found
 
     def close(self) -> None:
-        """In a cluster that is not ours: ends what is. A private one ends with its guard."""
+        """In a cluster that is not ours, ends our processes. A private one ends with its guard."""
         if self._private:
             return
         import ray
@@ -276,7 +276,7 @@ class Driver:
 
 
 def neighbours_together(node_of: Mapping[int, str]) -> list[int]:
-    """The bundle of each rank, so that ranks that follow each other, which exchange most, are on one node.
+    """The bundle of each rank, such that consecutive ranks, which exchange most, share a node.
 
     Example: `neighbours_together({0: "a", 1: "b", 2: "a", 3: "b"}) == [0, 2, 1, 3]`
     """
@@ -287,7 +287,7 @@ def neighbours_together(node_of: Mapping[int, str]) -> list[int]:
 
 
 def _patiently[R](start: Callable[[], R]) -> R:
-    """Where a daemon of Ray's is lost in its start, or finds a port taken meanwhile, a second time."""
+    """Tries a second time if a Ray daemon is lost during its start, or finds a port taken meanwhile."""
     for turn in range(STARTS):
         try:
             return start()
@@ -301,7 +301,7 @@ def _patiently[R](start: Callable[[], R]) -> R:
 
 
 class _Patience:
-    """When a call that does not end is given up."""
+    """Decides when to give up a call that does not end."""
 
     def __init__(self, seconds: float | None, stopped_seconds: float) -> None:
         self._seconds = seconds
@@ -315,7 +315,7 @@ class _Patience:
         self._progressed = time.monotonic()
 
     def look(self, glances: Mapping[int, Any], pending: set[int]) -> bool:
-        """Whether it is time: no rank has noted anything for too long, or one stands stopped."""
+        """Whether to give up: no rank has written a note for too long, or one is stopped."""
         now = time.monotonic()
         counts = {rank: each.note.count for rank, each in glances.items()}
         if counts != self._counts:
@@ -329,7 +329,7 @@ class _Patience:
 
 
 def main(descriptor: int, parent: int) -> int:
-    """Serves one group over the connection; returns where it closes."""
+    """Serves one group over the connection; returns when it closes."""
     ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         return 1
@@ -354,7 +354,7 @@ def main(descriptor: int, parent: int) -> int:
 
 
 def _guarded(work: Any) -> Any:
-    """What it returns; an error of ours as itself, another one as that of a cluster that fails."""
+    """The result of `work`; an Orbit error as itself, any other as the error of a failing cluster."""
     try:
         return work()
     except OrbitError as error:

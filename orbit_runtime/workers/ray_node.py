@@ -1,10 +1,10 @@
-"""The Ray of one run: a private one, a head with one node on the loopback device, with ports and a folder of its own;
-or a node without resources of an existing cluster, which is how a program speaks to one.
+"""A run's Ray: either private, a head with one node on the loopback device, with its own ports and folder; or a node
+without resources in an existing cluster, which is how a program talks to one.
 
 Belongs here: their settings, their start, and whether the daemons live. Does not belong here: what runs in it
-(`ray_driver`), or its end by force (`rank_guard`). Imported by the driver only, whose children the daemons are.
+(`ray_driver`), or ending it by force (`rank_guard`). Imported by the driver only, whose children the daemons are.
 
-Ray's public `ray.init` cannot be told which ports its workers use, so the node is made as `ray.cluster_utils` does.
+Ray's public `ray.init` cannot set the ports of its workers, so the node is created as in `ray.cluster_utils`.
 """
 
 from __future__ import annotations
@@ -28,36 +28,36 @@ HOST = "127.0.0.1"
 FIXED_PORTS = 7
 SPARE_PORTS = 8
 FIRST_BLOCK, BLOCK, BLOCKS = 20_000, 64, 190
-"""Blocks of ports below those that the system hands out by itself (32768 and up)."""
+"""Blocks of ports below the system's ephemeral range (32768 and up)."""
 RESOURCE = "orbit_rank"
 REGISTER_SECONDS = 600.0
-"""Longest that a daemon of Ray's may take to start, while it lives."""
+"""Limit for the start of a Ray daemon, while it lives."""
 STORE_BYTES = 1 << 28
-"""Ray's object store. Larger objects than it holds go through the disk."""
+"""Size of Ray's object store. Objects that do not fit go through the disk."""
 
 
 def set_environment(environment: MutableMapping[str, str]) -> None:
-    """Before `import ray`: a token that only this tree of processes has, and nothing that calls home."""
+    """Call it before `import ray`: sets a token that only this process tree has, and disables telemetry."""
     environment.update(
         RAY_AUTH_MODE="token",
         RAY_AUTH_TOKEN=secrets.token_hex(32),
         RAY_USAGE_STATS_ENABLED="0",
         RAY_DISABLE_IMPORT_WARNING="1",
-        # Else an address on the loopback device is turned into one that others reach.
+        # Otherwise Ray replaces a loopback address by one that other machines can reach.
         RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0",
-        # All of the store at the start: a full /dev/shm is found then, and not as a bus error later.
+        # Allocates the whole store at the start, so a full /dev/shm is found then and not as a bus error later.
         RAY_preallocate_plasma_memory="1",
         RAY_enable_metrics_collection="0",
-        # Ray's own patience with its daemons, 30 s and 60 s, is not that of a machine whose cores others want: a node
-        # agent ended itself because its helpers had not got far enough, and so did each one after it.
+        # Ray's own time limits for its daemons, 30 s and 60 s, are too short on a busy machine: a node agent ended
+        # itself because its helpers had not got far enough, and so did each one after it.
         RAY_agent_register_timeout_ms=str(round(1000 * REGISTER_SECONDS)),
         RAY_raylet_start_wait_time_s=str(round(REGISTER_SECONDS)),
         RAY_worker_register_timeout_seconds=str(round(REGISTER_SECONDS)),
         RAY_gcs_server_port_wait_time_s=str(round(REGISTER_SECONDS)),
-        # Ray would have workers give way to everything else, such as an engine's idle scheduler.
+        # Ray would give workers a lower priority than everything else, such as an engine's idle scheduler.
         RAY_worker_niceness="0",
-        # A title of Ray's would be written over a process's environment, by which its group is found when the guard
-        # was killed (`rank_guard.end_marked`).
+        # Ray would write a process title over the process's environment, by which its group is found if the guard was
+        # killed (`rank_guard.end_marked`).
         SPT_NOENV="1",
         GLOO_SOCKET_IFNAME=environment.get("GLOO_SOCKET_IFNAME", "lo"),
     )
@@ -65,14 +65,14 @@ def set_environment(environment: MutableMapping[str, str]) -> None:
 
 
 class PrivateRay:
-    """A started one."""
+    """A running private Ray."""
 
     def __init__(self, folder: Path, ranks: int, ports: tuple[int, int]) -> None:
         """Starts it.
 
         Args:
-            folder: for its session; removed by whoever made it.
-            ports: first and last of those that it may use.
+            folder: folder for its session, removed by the caller.
+            ports: first and last port that it may use.
 
         Raises:
             OutputError: (73) one of the ports is taken.
@@ -91,7 +91,7 @@ class PrivateRay:
             "metrics_agent_port", "runtime_env_agent_port", "metrics_export_port",
         )  # fmt: skip
         fixed: dict[str, Any] = {name: first + index for index, name in enumerate(names)}
-        # Declared as text, and used as a truth value.
+        # Declared as text, but used as a truth value.
         fixed["include_log_monitor"] = False
         with _patient(fixed):
             self._node = Node(
@@ -105,7 +105,7 @@ class PrivateRay:
         self.address = str(self._node.address)
 
     def death(self) -> str | None:
-        """What has died of it, and how; None while it lives."""
+        """Which daemon has died, and how; None while all of them live."""
         words = {"gcs_server": "Ray's head (gcs_server)", "raylet": "Ray's node agent (raylet)"}
         for name, known in words.items():
             for each in self._node.all_processes.get(name, ()):
@@ -119,7 +119,7 @@ class PrivateRay:
 class JoinedRay:
     """This machine as a node of a cluster, for as long as the driver lives. No rank is placed on it.
 
-    Ray's drivers speak to a node agent of their own machine. Where one runs here, this is a second one.
+    Ray's drivers talk to a node agent on their own machine. If one already runs here, this is a second one.
     """
 
     def __init__(self, address: str, folder: Path, patience: float) -> None:
@@ -127,11 +127,11 @@ class JoinedRay:
 
         Args:
             address: HOST:PORT of its head.
-            folder: for what the node agent writes, where the cluster's own folder does not say otherwise.
-            patience: seconds for which the head is asked: on a cluster its pod may start after this one.
+            folder: for what the node agent writes, unless the cluster's own folder says otherwise.
+            patience: seconds to wait for the head: on a cluster its pod may start after this one.
 
         Raises:
-            CollectiveError: (81) there is no head, or it is of another version of Ray or Python.
+            CollectiveError: (81) there is no head, or its version of Ray or Python differs.
             OutOfMemoryError: (79) /dev/shm has no room for the object store.
             StorageError: (74) the disk is full.
         """
@@ -141,7 +141,7 @@ class JoinedRay:
         check_shared_memory()
         check_disk(folder)
         _await_head(address, patience)
-        # Declared as text, and used as a truth value; a free port, because another node agent may have Ray's own.
+        # Declared as text, but used as a truth value; a free port, because another node agent may have Ray's own.
         fixed: dict[str, Any] = {"include_log_monitor": False, "dashboard_agent_listen_port": None}
         params = RayParams(
             **fixed, gcs_address=address, num_cpus=0, num_gpus=0, object_store_memory=STORE_BYTES,
@@ -152,7 +152,7 @@ class JoinedRay:
 
 
 def _await_head(address: str, patience: float) -> None:
-    """Until it takes connections. A name may be unknown until its pod is there."""
+    """Waits until the head accepts connections. Its name may be unknown until its pod exists."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
         raise UnsupportedError(
@@ -175,17 +175,17 @@ def _await_head(address: str, patience: float) -> None:
 
 @contextmanager
 def _patient(ports: Mapping[str, Any], seconds: float = REGISTER_SECONDS) -> Iterator[None]:
-    """Within it a node agent starts, however busy the machine is, and Ray waits for it as long as it lives.
+    """While active, a node agent can start however busy the machine is, and Ray waits for it as long as it lives.
 
-    Two numbers in Ray's code are not enough at a load of 13 on two cores, and whoever then starts again throws away
-    what was started, so that no start ever ends: after 15 s the node agent ends itself because its helpers have not
-    told their ports yet (`node_manager.cc`, "Timed out waiting for file"), after 30 s Ray gives up the node agent. The
-    ports are known before, so they are told in the helpers' place.
+    Two time limits in Ray's code are too short at a load of 13 on two cores, and retrying discards what was started, so
+    no start ever succeeds: after 15 s the node agent ends itself because its helpers have not reported their ports yet
+    (`node_manager.cc`, "Timed out waiting for file"), and after 30 s Ray gives up on the node agent. The ports are
+    known in advance, so they are written here on the helpers' behalf.
 
     Args:
-        ports: of `RayParams`, those that are fixed.
+        ports: the fixed ports of `RayParams`.
     """
-    # Neither tells types.
+    # Both modules lack type hints.
     raylet: Any = import_module("ray._raylet")
     services: Any = import_module("ray._private.services")
     ask, start = services.get_node, services.start_raylet
@@ -222,7 +222,7 @@ def _patient(ports: Mapping[str, Any], seconds: float = REGISTER_SECONDS) -> Ite
 
 
 def _has_died(name: str) -> bool:
-    """A process below this one that nobody has waited for yet, or none is there."""
+    """Whether the process of this name below this one is an unreaped zombie, or does not exist."""
     states = []
     for pid in descendants(os.getpid()):
         with suppress(OSError, IndexError):
@@ -233,9 +233,9 @@ def _has_died(name: str) -> bool:
 
 
 def port_block(ranks: int) -> tuple[tuple[int, int], int]:
-    """A range of free ports, and a descriptor that keeps it from other runs on this machine while it is open.
+    """A range of free ports, and a descriptor that reserves it on this machine against other runs while it is open.
 
-    Raises OutputError (73) where no block is free.
+    Raises OutputError (73) if no block is free.
     """
     import fcntl
     import tempfile
@@ -257,7 +257,7 @@ def port_block(ranks: int) -> tuple[tuple[int, int], int]:
 
 
 def check_ports(ports: tuple[int, int]) -> None:
-    """Raises OutputError (73) for the first that is taken: Ray would wait a minute and not say why."""
+    """Raises OutputError (73) for the first port that is taken: Ray would wait a minute and not say why."""
     for port in range(ports[0], ports[1] + 1):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -272,7 +272,7 @@ def check_ports(ports: tuple[int, int]) -> None:
 
 
 def check_shared_memory(place: str = "/dev/shm") -> None:
-    """Raises OutOfMemoryError (79) where the object store does not fit."""
+    """Raises OutOfMemoryError (79) if the object store does not fit."""
     status = os.statvfs(place)
     free = status.f_bavail * status.f_frsize
     if free < STORE_BYTES + (STORE_BYTES >> 3):
@@ -285,7 +285,7 @@ def check_shared_memory(place: str = "/dev/shm") -> None:
 
 
 def check_disk(folder: Path, least: int = 1 << 26) -> None:
-    """Raises StorageError (74) where the disk has no room for sockets and logs."""
+    """Raises StorageError (74) if the disk has no room for sockets and logs."""
     status = os.statvfs(folder)
     if status.f_bavail * status.f_frsize < least:
         raise StorageError(

@@ -1,10 +1,10 @@
-"""A server in another container of the pod, started by the agent there: the same as a process of our own.
+"""A server in another container of the pod, started by the agent there; used like a process of our own.
 
-Belongs here: asking the agent (`server_agent`), and what it means that it does not answer. Does not belong here: what
-is asked of the server itself (`rollout`).
+Belongs here: calling the agent (`server_agent`), and what it means if it does not answer. Does not belong here:
+requests to the server itself (`rollout`).
 
-An agent that is away was ended with all its servers, most often because one of them used too much memory, and is
-started anew by the kubelet. So its servers count as dead, and a start waits for it.
+An agent that is gone was killed with all its servers, most often because one of them used too much memory, and the
+kubelet restarts it. So its servers count as dead, and a start waits for the agent.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from orbit_runtime.workers.sglang_launch import AGENT_VARIABLE, INSTALL
 _log = logging.getLogger(__name__)
 
 AGENT_SECONDS = 330.0
-"""A container that ended again and again is started after a pause, of five minutes at most."""
+"""Restarts of a crashing container are delayed, by five minutes at most."""
 GONE = 255
-"""Exit status of a server whose agent is gone, or no longer knows it."""
+"""Exit status of a server whose agent is gone, or no longer knows the server."""
 ASK_SECONDS = 10.0
 
 
 class RemoteProcess(WatchedServer):
-    """One server. Its log is the agent's, and is fetched when it is asked for."""
+    """One server. The agent keeps its log, which is fetched on demand."""
 
     def __init__(
         self,
@@ -51,16 +51,16 @@ class RemoteProcess(WatchedServer):
         """Waits for the agent and has it start the server.
 
         Args:
-            log: the server's, here: what the agent's says is put there when it is asked for.
-            token: of the run.
+            log: path of the server's log here; the agent's copy is written to it on demand.
+            token: the run's token.
 
         Raises:
-            EngineDiedError: the agent does not answer within `patience` seconds, or cannot start it.
+            EngineDiedError: the agent does not answer within `patience` seconds, or cannot start the server.
             UnsupportedError: the engine's image has another version of Orbit, or no interpreter for SGLang.
             OutputError: the agent has another token.
         """
         super().__init__(name, log)
-        # Servers of one run have logs of their own; a name lasts as long as its place.
+        # Each server of a run has its own log folder, whose name identifies it.
         self._path = f"/servers/{quote(log.parent.name, safe='')}"
         self._agent = agent
         headers = {"Authorization": f"Bearer {token}"}
@@ -82,11 +82,11 @@ class RemoteProcess(WatchedServer):
         return self._bytes(self._path + "/memory")
 
     def gpu_bytes(self, first: int, count: int) -> int | None:
-        """In use on these GPUs of the engine's container; None where that is not known. Not run on hardware."""
+        """Bytes in use on these GPUs of the engine's container; None if unknown. Not run on hardware."""
         return self._bytes("/gpus/memory", params={"first": first, "count": count}, timeout=30.0)
 
     def _lines(self) -> list[str]:
-        """The agent's container has the log; a copy of its end is kept here for when that container is gone."""
+        """The agent's container has the log; a copy of its end is kept here in case that container goes away."""
         answer = self._ask("GET", self._path + "/log")
         if answer is not None and answer.status_code == 200:
             self.log.parent.mkdir(parents=True, exist_ok=True)
@@ -94,7 +94,7 @@ class RemoteProcess(WatchedServer):
         return super()._lines()
 
     def stop(self, seconds: float = STOP_SECONDS) -> None:
-        """Safe to call twice. With an agent that is away there is nothing left to stop."""
+        """Safe to call twice. If the agent is gone, there is nothing left to stop."""
         self._ask("DELETE", self._path, timeout=2 * seconds + ASK_SECONDS)
 
     def _bytes(self, path: str, **options: Any) -> int | None:

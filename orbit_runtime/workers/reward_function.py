@@ -1,7 +1,7 @@
-"""Loading a reward function and calling it once, with every way it can misbehave told apart.
+"""Loads a reward function and calls it once, telling apart every way it can misbehave.
 
-Belongs here: what a return value or an exception means. Does not belong here: timeouts, which only another process
-can keep.
+Belongs here: what a return value or an exception means. Does not belong here: timeouts, which only another process can
+enforce.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from orbit_runtime.workers.reward_protocol import RewardResult, WrongAnswer
 
 
 def load_target(target: str, arguments: Mapping[str, Any]) -> Callable[..., Any]:
-    """The function behind `module:function`, checked to take the arguments it will get. Raises as `load_object`."""
+    """The function that `module:function` names, checked to take its arguments. Raises the errors of `load_object`."""
     function = load_object(target)
     check_callable(function, target, arguments)
     return function  # type: ignore[no-any-return]
@@ -49,7 +49,7 @@ def call_reward(
     prompt: Sequence[Mapping[str, str]],
     fields: Mapping[str, Any],
 ) -> RewardResult:
-    """Calls it and maps what happens to an outcome; nothing that user code raises gets out."""
+    """Calls the reward and maps the result to an outcome; exceptions of user code do not propagate."""
     start = time.perf_counter()
     try:
         value = function(completion, prompt, fields, **arguments)
@@ -61,7 +61,7 @@ def call_reward(
 
 
 def _build_result(value: Any, seconds: float) -> RewardResult:
-    """Booleans count as 1.0 and 0.0; `None` is `wrong`; anything else that is no finite real number is a crash."""
+    """Booleans count as 1.0 and 0.0; `None` is `wrong`; anything else that is not a finite real number is a crash."""
     if value is None:
         return RewardResult("wrong", 0.0, "returned None", seconds)
     if not isinstance(value, numbers.Real):

@@ -1,10 +1,10 @@
-"""Rewards in long-lived worker processes: a call that hangs or dies costs that call and no other.
+"""Rewards in long-lived worker processes: a call that hangs or dies costs only itself.
 
 Belongs here: dispatch, per-call timeouts, restarts. Does not belong here: what a reward computes, or how scores
 combine.
 
-One thread of this process owns every worker: it starts them (Linux ties their lives to the thread that did), feeds
-them, reads results and kills what overstays, so that scoring goes on while the caller generates.
+One thread of this process owns every worker: it starts them (Linux ties their lives to that thread), feeds them, reads
+results and kills workers that exceed their time, so scoring goes on while the caller generates.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from orbit_runtime.workers.reward_protocol import (
 )
 
 CHUNK_SECONDS = 0.005
-"""Work handed to a worker at once: long enough to hide a round trip, short enough to keep the workers even."""
+"""Work sent to a worker at a time: enough to hide a round trip, and little enough to keep the workers balanced."""
 FIRST_CHUNK, MAX_CHUNK = 8, 64
 TAKE_SECONDS = 30.0
-"""What an idle worker may need to take its calls, on top of the first call's own time."""
+"""Time that an idle worker may need to take its calls, in addition to the first call's own limit."""
 MAX_IDLE_DEATHS = 3
-"""Workers that end while they run no call, one after the other, before the pool gives up."""
+"""Consecutive deaths of workers that run no call, after which the pool gives up."""
 
 
 @dataclass(eq=False)
 class _Submission:
-    """Calls that travel together."""
+    """Calls that were submitted together."""
 
     calls: Sequence[RewardCall]
     future: Future[list[RewardResult]] = field(default_factory=Future)
@@ -55,7 +55,7 @@ class _Submission:
 
 
 _Place = tuple[_Submission, int]
-"""A call: which of its submission's."""
+"""A call: its submission, and its index there."""
 
 
 class RewardPool:
@@ -63,8 +63,8 @@ class RewardPool:
 
     Args:
         targets: rewards whose `target` is a dotted path.
-        search_path: folders that entry points are imported from first, such as the working folder and the manifest's.
-        start_seconds: what importing all rewards may take.
+        search_path: folders to import entry points from first, such as the working folder and the manifest's.
+        start_seconds: limit for importing all rewards.
 
     Raises:
         ManifestError: an entry point cannot be imported or called with its arguments.
@@ -88,10 +88,10 @@ class RewardPool:
         self._start_seconds = start_seconds
 
         self._changed = threading.Condition()
-        """Guards every field below that both threads touch, and is notified while workers start."""
+        """Guards every field below that both threads use; notified while workers start."""
         self._pending: deque[_Place] = deque()
         self._open: set[_Submission] = set()
-        """Not answered yet."""
+        """Submissions not answered yet."""
         self._num_ready = 0
         self._failure: OrbitError | None = None
         self._is_closing = False
@@ -122,7 +122,7 @@ class RewardPool:
 
         The future's errors:
             ManifestError: a restarted worker can no longer import a reward.
-            RewardsFailingError: workers end by themselves, running no call.
+            RewardsFailingError: workers keep dying while they run no call.
         """
         assert not self._is_closing, "the pool is closed"
         submission = _Submission(tuple(calls))
@@ -138,7 +138,7 @@ class RewardPool:
         return submission.future
 
     def score(self, calls: Sequence[RewardCall]) -> list[RewardResult]:
-        """Submits, and waits."""
+        """Submits the calls and waits for the results."""
         return self.submit(calls).result()
 
     def close(self) -> None:
@@ -186,7 +186,7 @@ class RewardPool:
             self._end_open()
 
     def _end_open(self) -> None:
-        """What is not answered by now never will be."""
+        """Fails all open submissions: nothing will answer them any more."""
         with self._changed:
             left, self._open = self._open, set()
             self._pending.clear()
@@ -199,13 +199,13 @@ class RewardPool:
         return worker
 
     def _forget(self, worker: RewardProcess) -> None:
-        """Before its pipes are closed, as the next worker's may get their numbers."""
+        """Must be called before its pipes are closed, because the next worker's may reuse their numbers."""
         self._ready.unregister(worker.results_fd)
         if worker.calls_fd in self._ready.get_map():
             self._ready.unregister(worker.calls_fd)
 
     def _wait(self) -> None:
-        """Sleeps until a pipe is ready or the next deadline."""
+        """Sleeps until a pipe is ready or the next deadline passes."""
         deadlines = [deadline for worker in self._workers if (deadline := self._deadline(worker)) is not None]
         timeout = max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
         for worker in self._workers:
@@ -227,7 +227,7 @@ class RewardPool:
         return worker.progress_at + allowed + (0.0 if worker.has_taken else TAKE_SECONDS)
 
     def _attend(self, place: int, worker: RewardProcess) -> None:
-        """Takes a worker's messages; replaces it when it is gone or overstays."""
+        """Takes a worker's messages; replaces it if it died or exceeded its time."""
         worker.flush()
         messages, is_open = worker.receive()
         for message in messages:
@@ -247,7 +247,7 @@ class RewardPool:
                 )
                 return
             self._forget(worker)
-            # Of the first only: asking takes a moment, which the other workers wait for.
+            # Only for the first failures: asking takes a moment, during which the other workers wait.
             stack = worker.stack() if len(self._failures) < MAX_FAILURES_KEPT else ""
             worker.end()
             seconds = self._targets[_call(worker.in_flight[0]).reward].timeout_seconds
@@ -278,7 +278,7 @@ class RewardPool:
         self._answer(worker.in_flight.popleft(), result)
 
     def _replace(self, at: int, worker: RewardProcess, outcome: str, reason: str, stack: str = "") -> None:
-        """Answers the call that was running, gives the others back, and starts a new worker."""
+        """Answers the call that was running, requeues the others, and starts a new worker."""
         if worker.in_flight:
             hit = worker.in_flight.popleft()
             self._answer(hit, RewardResult("timeout" if outcome == "timeout" else "crash", None, reason, stack=stack))
@@ -323,5 +323,5 @@ def _call(place: _Place) -> RewardCall:
 
 
 def default_workers() -> int:
-    """One per core that this process may use, at most eight."""
+    """One worker for each core that this process may use, at most eight."""
     return min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)

@@ -1,6 +1,6 @@
-"""One reward worker as its parent sees it: start, pipes, chunk in flight, end.
+"""One reward worker from its parent's side: start, pipes, calls in flight, end.
 
-Belongs here: the handle of one process. Does not belong here: which call goes to which worker, or what its end means
+Belongs here: the handle of one process. Does not belong here: which call goes to which worker, or what its death means
 (`reward_pool`).
 """
 
@@ -25,7 +25,7 @@ WORKER_MODULE = "orbit_runtime.workers.reward_worker"
 
 
 class RewardProcess:
-    """Starts at once. Both pipe ends of the parent are non-blocking; every method returns without waiting."""
+    """Starts at once. The parent's pipe ends are non-blocking, and apart from ending, no method waits."""
 
     def __init__(self, head: Mapping[str, Any], *, now: float) -> None:
         calls_read, self.calls_fd = os.pipe()
@@ -50,11 +50,11 @@ class RewardProcess:
         self._is_closed = False
         self.is_ready = False
         self.in_flight: deque[Any] = deque()
-        """The pool's names of the calls sent and not answered; the first one is running."""
+        """The pool's identifiers of calls sent and not answered; the first one is running."""
         self.has_taken = False
-        """Whether it said so, since the last chunk was sent."""
+        """Whether it confirmed the last chunk sent."""
         self.progress_at = now
-        """When the running call started, as far as the parent can know."""
+        """When the running call started, as far as the parent can tell."""
         self.send(head)
 
     @property
@@ -71,7 +71,7 @@ class RewardProcess:
         self.flush()
 
     def flush(self) -> None:
-        """Writes what the pipe takes. A closed pipe is seen by `receive`."""
+        """Writes as much as the pipe takes. A closed pipe is detected by `receive`."""
         with contextlib.suppress(BlockingIOError, BrokenPipeError):
             while self._outbox:
                 del self._outbox[: os.write(self.calls_fd, self._outbox)]
@@ -92,11 +92,11 @@ class RewardProcess:
         return [json.loads(line) for line in lines], is_open
 
     def stack(self) -> str:
-        """Where it stands, before it is ended."""
+        """The worker's stacks, taken before it is ended."""
         return self._stacks.ask(self._process.pid)
 
     def end(self) -> str:
-        """Kills the worker's whole process group, if it still lives, and says how it ended. Safe to call twice."""
+        """Kills the worker's process group, if it still lives, and returns how the worker ended. Safe to call twice."""
         if not self._is_closed:
             self._is_closed = True
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -115,7 +115,7 @@ class RewardProcess:
 
 
 def head_message(rewards: Sequence[tuple[str, str, Mapping[str, Any]]], search_path: Sequence[str]) -> dict[str, Any]:
-    """The first message: where to import from (the parent's own path included) and what to load."""
+    """The first message: where to import from (including the parent's own path) and what to load."""
     return {
         "path": search_path_of(search_path),
         "rewards": [[name, target, dict(arguments)] for name, target, arguments in rewards],
@@ -123,12 +123,12 @@ def head_message(rewards: Sequence[tuple[str, str, Mapping[str, Any]]], search_p
 
 
 def search_path_of(folders: Sequence[str]) -> list[str]:
-    """These, and then where this process imports from."""
+    """These folders, followed by this process's import path."""
     return list(dict.fromkeys([*folders, *(folder or os.getcwd() for folder in sys.path)]))
 
 
 def child_environment() -> dict[str, str]:
-    """The parent's, with Orbit importable and without a thread pool in every worker."""
+    """The parent's environment, with Orbit importable and without a thread pool in every worker."""
     inherited = os.environ.get("PYTHONPATH")
     return {
         "OMP_NUM_THREADS": "1",

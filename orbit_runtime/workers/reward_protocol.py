@@ -1,7 +1,7 @@
-"""The nouns of scoring: what a reward is, a call of it, and its result.
+"""Types of scoring: a reward, a call of it, and its result.
 
 Belongs here: records and the exception that user code may raise. Does not belong here: processes (`reward_pool`), or
-the weighted sum over rewards (`environments.rewards`). Light on purpose: every worker process imports it.
+the weighted sum over rewards (`environments.episodes`). Light on purpose: every worker process imports it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MAX_FAILURES_KEPT = 20
 
 
 class WrongAnswer(Exception):
-    """Raised by a reward: the completion is no answer at all. It scores 0.0 and trains, counted as `wrong`."""
+    """Raised by a reward if the completion is no answer at all. It scores 0.0 and trains, counted as `wrong`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class RewardTarget:
 
     name: str
     target: str | Callable[..., Any]
-    """`module:function`, run in worker processes; or a callable handed over from Python, run in this process."""
+    """`module:function`, run in worker processes; or a callable passed from Python, run in this process."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     timeout_seconds: float = 10.0
 
@@ -49,16 +49,16 @@ class RewardCall:
 
 @dataclass(frozen=True, slots=True)
 class RewardResult:
-    """What came of one call."""
+    """The result of one call."""
 
     outcome: RewardOutcome
     value: float | None
     """Finite for `value`, 0.0 for `wrong`, `None` for `timeout` and `crash`: a failure is never scored as 0."""
     reason: str = ""
-    """Why it is not a value."""
+    """Why there is no value."""
     seconds: float = 0.0
     stack: str = ""
-    """Where the reward stood, of a timeout."""
+    """For a timeout, the stack of the reward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class RewardFailure:
     outcome: RewardOutcome
     reason: str
     completion: str
-    """Its first 200 characters."""
+    """First 200 characters of the completion."""
 
 
 class RewardScorer(Protocol):
@@ -83,13 +83,13 @@ class RewardScorer(Protocol):
     def submit(self, calls: Sequence[RewardCall]) -> Future[list[RewardResult]]:
         """Starts scoring and returns at once; the results come together, in the order of the calls.
 
-        The future raises what ended the scorer, and is cancelled where `close` did. It must not be cancelled from
-        outside: calls that were begun go on.
+        The future raises the error that ended the scorer, and is cancelled by `close`. Callers must not cancel it:
+        calls that have begun go on.
         """
         ...
 
     def score(self, calls: Sequence[RewardCall]) -> list[RewardResult]:
-        """Submits, and waits."""
+        """Submits the calls and waits for the results."""
         ...
 
     def close(self) -> None:

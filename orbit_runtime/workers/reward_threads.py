@@ -1,11 +1,10 @@
-"""Rewards that are callables of this process, given from Python: `run(…, rewards=…)`.
+"""Rewards that are callables of this process, passed from Python: `run(…, rewards=…)`.
 
-Belongs here: running them off the loop's thread and noticing the ones that overstay.
-Does not belong here: rewards by dotted path, which get processes of their own (`reward_pool`).
+Belongs here: running them off the loop's thread and noticing the ones that exceed their time. Does not belong here:
+rewards by dotted path, which get processes of their own (`reward_pool`).
 
-A thread cannot be ended from outside. A call that overstays is counted as `timeout` and left behind; its thread ends
-when the function returns, or with the process. Whoever needs a limit that really ends a call names the
-reward by its path.
+A thread cannot be ended from outside. A call that exceeds its time counts as `timeout` and is left behind; its thread
+ends when the function returns, or with the process. For a limit that really ends a call, name the reward by its path.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from orbit_runtime.workers.stacks import thread_stack
 
 
 class RewardThreads:
-    """One call at a time, in order, in a thread of its own.
+    """Runs one call at a time, in order, each in a thread of its own.
 
     Raises:
         ManifestError: a target is a dotted path, or cannot be called as a reward is.
@@ -57,7 +56,7 @@ class RewardThreads:
         )
         self._is_closing = False
         self._failures: list[RewardFailure] = []
-        # A daemon: a call that hangs must not keep the process.
+        # A daemon thread, because a call that hangs must not keep the process alive.
         threading.Thread(target=self._serve, name="reward-threads", daemon=True).start()
 
     @property
@@ -104,7 +103,7 @@ class RewardThreads:
         function = target.target
         answer: queue.SimpleQueue[RewardResult] = queue.SimpleQueue()
 
-        # What one call changes, another does not see: as in processes.
+        # Copied, so that a call's changes are invisible to other calls, as in processes.
         prompt, fields = copy.deepcopy(call.prompt), copy.deepcopy(dict(call.fields))
 
         def work() -> None:

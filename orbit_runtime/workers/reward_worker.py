@@ -66,14 +66,14 @@ def main(calls_fd: int, results_fd: int, stacks_fd: int, parent_pid: int) -> int
 
 
 def confine_rewards() -> None:
-    """Rewards, and what they run, look into no process of the run and its engine, and read no token of theirs."""
+    """Keeps rewards, and what they start, from inspecting processes of run and engine, and from reading their token."""
     token = os.environ.pop(TOKEN_VARIABLE, None)
-    # A pod's seccomp profile lets nobody mount in any case.
+    # In a pod the seccomp profile forbids mounting in any case.
     confine(Path(token).parent if token else None, may_mount="ORBIT_ATTEMPT" not in os.environ)
 
 
 def end_with_parent(parent_pid: int) -> None:
-    """This process dies with its parent, also when the parent is killed and also while a reward loops."""
+    """Makes this process die with its parent, also if the parent is killed, and also while a reward loops."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     else:

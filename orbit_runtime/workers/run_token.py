@@ -1,9 +1,9 @@
-"""The token of a run: who knows it may ask the agent and the servers of this run, and nobody else.
+"""The token of a run: it gives access to the agent and the servers of this run.
 
-Belongs here: where it comes from and how it travels. Does not belong here: who asks for it.
+Belongs here: where the token comes from and how it travels. Does not belong here: where it is checked.
 
-In one container it only ever stands in memory: a server gets it by a pipe. The two containers of a `Split` pod read it
-from a file in a volume that is theirs alone.
+In one container the token exists only in memory: a server gets it through a pipe. The two containers of a `Split` pod
+read it from a file in a volume that only they share.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from pathlib import Path
 from orbit_runtime.errors import OutputError
 
 TOKEN_VARIABLE = "ORBIT_TOKEN_FILE"
-"""Where the token of a `Split` pod stands. Unset, the run makes one for itself."""
+"""Path of the token file of a `Split` pod. If unset, the run makes a token of its own."""
 PIPE_VARIABLE = "ORBIT_SGLANG_TOKEN_FD"
-"""Descriptor at which a server finds its token."""
+"""Descriptor from which a server reads its token."""
 
 
 def new_token() -> str:
-    """256 bits, as text that may stand in a header."""
+    """A token of 256 bits, as text that is valid in a header."""
     return secrets.token_urlsafe(32)
 
 
 def shared_token(path: Path) -> str:
-    """The token in this file, made by whoever comes first. Only this user may read it.
+    """The token in this file, created by the first process to need it. Only this user may read it.
 
     Raises:
         OutputError: it cannot be written, or others could read it.
@@ -37,7 +37,7 @@ def shared_token(path: Path) -> str:
         try:
             with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
                 file.write(new_token())
-            # A link is made whole or not at all, and not over one that is there.
+            # A link is created atomically, and never over an existing file.
             os.link(draft, path)
         except FileExistsError:
             pass
@@ -58,22 +58,22 @@ def shared_token(path: Path) -> str:
 
 
 def run_token() -> str:
-    """Of this process's run: shared with its engine's container where there is one, else its own."""
+    """The token of this process's run: shared with its engine's container if there is one, else its own."""
     named = os.environ.get(TOKEN_VARIABLE)
     return shared_token(Path(named)) if named else new_token()
 
 
 def token_pipe(token: str) -> int:
-    """A descriptor from which the token can be read once; whoever calls closes it."""
+    """A descriptor from which the token can be read once; the caller closes it."""
     reading, writing = os.pipe()
-    # Far less than a pipe holds: it waits for nobody.
+    # Far less than a pipe holds, so this does not block.
     os.write(writing, token.encode())
     os.close(writing)
     return reading
 
 
 def token_from_pipe() -> str | None:
-    """In a server that was started with one. It can be read once."""
+    """The token of a server that was started with one. It can be read once."""
     named = os.environ.pop(PIPE_VARIABLE, None)
     if named is None:
         return None

@@ -1,6 +1,6 @@
-"""Untrusted Python, such as a policy writes, in a process that can do nothing but compute.
+"""Runs untrusted Python, such as a policy writes, in a process that can do nothing but compute.
 
-Belongs here: starting such a process, its limits, and what came of it. Does not belong here: what is run and why
+Belongs here: starting such a process, its limits, and its result. Does not belong here: what is run and why
 (`environments.rewards.code_tests`), how the process locks itself up (`sandbox_child`).
 """
 
@@ -31,24 +31,24 @@ CLEAN = {
     "PYTHONHASHSEED": "0",
 }
 LOCKED, UNLOCKED = b"locked\n", b"unlocked "
-"""First line on standard error: what follows is the program's, or why there is none."""
+"""First line on standard error: what follows is the program's output, or the reason why it was not run."""
 
 
 class SandboxUnavailable(Exception):
-    """This machine cannot lock a process up as it must be: nothing was run."""
+    """This machine cannot lock a process up as required: nothing was run."""
 
 
 @dataclass(frozen=True, slots=True)
 class SandboxLimits:
-    """What one program may take."""
+    """Limits of one program."""
 
     seconds: float = 5.0
-    """Of the clock; as many of the processor, rounded up."""
+    """Wall-clock time; the same CPU time, rounded up."""
     memory_bytes: int = 256 << 20
     output_bytes: int = 1 << 16
-    """Of standard output; what prints more is ended."""
+    """Limit for standard output; a program that prints more is ended."""
     file_bytes: int = 1 << 24
-    """Size of any file in its scratch folder."""
+    """Maximum size of any file in its scratch folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,17 +56,17 @@ class SandboxResult:
     """How a program ended."""
 
     ended: Literal["done", "failed", "timeout", "output"]
-    """`done`: its last line was run; it cannot say so by itself. `failed`: it raised, exited or was killed."""
+    """`done`: its last line was run, which it cannot claim by itself. `failed`: it raised, exited or was killed."""
     output: str
     errors: str
-    """The end of what it wrote to standard error."""
+    """The end of its standard error."""
 
 
 def run_program(program: str, stdin: str = "", limits: SandboxLimits | None = None) -> SandboxResult:
-    """Runs Python source in a fresh interpreter with the standard library and what is installed, and no arguments.
+    """Runs Python source in a fresh interpreter with the standard library and installed packages, without arguments.
 
-    It has no network, starts no processes, signals nobody, reads Python's own files and a scratch folder, and writes
-    into that folder only, which is removed.
+    It has no network, starts no processes and sends no signals. It reads Python's own files and a scratch folder, and
+    writes only into that folder, which is removed afterwards.
 
     Raises:
         SandboxUnavailable: the kernel lacks Landlock or seccomp, or does not allow them here.
@@ -80,7 +80,7 @@ def run_program(program: str, stdin: str = "", limits: SandboxLimits | None = No
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             cwd=scratch,
-            # Nothing of the run's environment: keys and addresses stand there.
+            # Nothing of the run's environment, which holds keys and addresses.
             env={**CLEAN, "HOME": scratch, "TMPDIR": scratch},
             start_new_session=True,
         )
@@ -109,7 +109,7 @@ def run_program(program: str, stdin: str = "", limits: SandboxLimits | None = No
 def _exchange(
     process: subprocess.Popen[bytes], data: bytes, limits: SandboxLimits
 ) -> tuple[Literal["timeout", "output"] | None, bytes, bytes]:
-    """Writes and reads until both outputs are closed or a limit is reached, and says which."""
+    """Writes and reads until both outputs are closed or a limit is reached, and returns which limit."""
     assert process.stdin is not None
     assert process.stdout is not None
     assert process.stderr is not None
@@ -141,7 +141,7 @@ def _exchange(
 
 
 def _write(process: subprocess.Popen[bytes], data: bytes) -> bytes:
-    """What is left; nothing where it no longer reads."""
+    """The rest of the data; empty if the process no longer reads."""
     assert process.stdin is not None
     try:
         return data[os.write(process.stdin.fileno(), data) :]

@@ -1,7 +1,7 @@
 """The process that untrusted Python runs in: `python -m orbit_runtime.workers.sandbox_child`, started by `sandbox`.
 
-Belongs here: locking itself up, and then running the program. It fails closed: where one lock does not close, it says
-so and runs nothing. Does not belong here: time and output, which the parent keeps.
+Belongs here: locking itself up, then running the program. It fails closed: if any lock fails, it reports that and runs
+nothing. Does not belong here: limits on time and output, which the parent enforces.
 
 In: one line of JSON `{"program", "token", "scratch", "limits"}`, then the program's standard input.
 """
@@ -35,7 +35,7 @@ FORBIDDEN = (
 def main() -> None:
     end_with_parent(os.getppid())
     line = bytearray()
-    # Byte by byte: what follows is the program's own input.
+    # Byte by byte, because what follows is the program's own input.
     while (byte := os.read(0, 1)) and byte != b"\n":
         line += byte
     head = json.loads(line)
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def lock_up(scratch: Path, limits: dict[str, Any]) -> None:
-    """Raises OSError where the machine cannot."""
+    """Raises OSError if the machine does not support it."""
     seconds = math.ceil(limits["seconds"])
     for kind, most in (
         (resource.RLIMIT_CPU, seconds),
@@ -59,7 +59,7 @@ def lock_up(scratch: Path, limits: dict[str, Any]) -> None:
         (resource.RLIMIT_CORE, 0),
     ):
         resource.setrlimit(kind, (most, most))
-    # It may not be looked into by its like, nor dumped.
+    # It may not be inspected by other sandboxes, nor dumped.
     ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)
     paths = {Path(path) for path in sys.path if path} | {Path(sys.base_prefix), Path(sys.prefix)}
     paths |= {Path(path) for path in sysconfig.get_paths().values()}
@@ -72,9 +72,9 @@ def lock_up(scratch: Path, limits: dict[str, Any]) -> None:
 
 
 def run(program: str, token: str) -> None:
-    """As `__main__`. Only a program whose last line was run is followed by the token, however it tries to exit."""
+    """Runs the program as `__main__`. The token follows only if its last line was run, however it tries to exit."""
     code = 1
-    # Taken before the program can replace what it would be called by.
+    # Taken before the program can replace these functions.
     write, leave, print_exception = os.write, os._exit, traceback.print_exc
     try:
         exec(compile(program, "<program>", "exec"), {"__name__": "__main__"})

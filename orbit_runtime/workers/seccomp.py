@@ -1,7 +1,7 @@
-"""System calls that a process gives up for good, by Linux' seccomp filters.
+"""System calls that a process gives up for good, with Linux' seccomp filters.
 
-Belongs here: building a filter and putting it into force, for this process and all that it starts. Does not belong
-here: who gives up what (`environment_cell`, `sandbox`).
+Belongs here: building a filter and applying it to this process and everything that it starts. Does not belong here:
+which process gives up what (`environment_cell`, `sandbox`).
 
 Needs no privileges. include/uapi/linux/{seccomp,filter,audit}.h of Linux 6.12.
 """
@@ -48,12 +48,12 @@ PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, MODE_FILTER = 38, 22, 2
 
 
 def forbid_processes() -> bool:
-    """From now on this process starts threads, and no other processes. Whether the kernel took it."""
+    """From now on this process can start threads, but no processes. Returns whether the kernel accepted the filter."""
     return forbid(())
 
 
 def forbid(names: Collection[str]) -> bool:
-    """These calls, and starting processes, fail with EPERM from now on. Whether the kernel took the filter."""
+    """Makes these calls, and starting processes, fail with EPERM. Returns whether the kernel accepted the filter."""
     machine = platform.machine()
     if sys.platform != "linux" or machine not in NUMBERS:
         return False
@@ -79,7 +79,7 @@ def build_filter(machine: str, names: Collection[str]) -> bytes:
         steps += [(AT_LEAST, 0, 1, X32), (RETURN, 0, 0, KILL)]
     for name in sorted({*names, "fork", "vfork"} & numbers.keys()):
         steps += [(EQUAL, 0, 1, numbers[name]), (RETURN, 0, 0, ERRNO | errno.EPERM)]
-    # What it asks for lies in memory, where a filter cannot look: the C library then falls back to clone.
+    # clone3's arguments are in memory, where a filter cannot look: on ENOSYS the C library falls back to clone.
     steps += [(EQUAL, 0, 1, numbers["clone3"]), (RETURN, 0, 0, ERRNO | errno.ENOSYS)]
     steps += [
         (EQUAL, 0, 4, numbers["clone"]),

@@ -1,10 +1,10 @@
-"""The agent of a container that only runs the engine: it starts and ends servers for the run in another container.
+"""The agent of a container that only runs the engine: starts and ends servers for the run in another container.
 
 Belongs here: HTTP on the loopback device, which the containers of a pod share, and the servers that were started.
-Does not belong here: the other side (`remote_process`), processes (`server_process`).
+Does not belong here: the client (`remote_process`), processes (`server_process`).
 
-It starts SGLang with Orbit's plug-in and nothing else, with arguments that a run has use for, and only for who knows
-the run's token. Only what runs in the same pod reaches it at all.
+It starts only SGLang with Orbit's plug-in, only with arguments that a run needs, and only for clients with the run's
+token. It can be reached only from within the pod.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ VARIABLES = frozenset(
         "ORBIT_SGLANG_VERSION", "OMP_WAIT_POLICY", "SGLANG_CPU_OMP_THREADS_BIND", "SGLANG_PLUGINS",
     }
 )  # fmt: skip
-"""What a run may set for a server."""
+"""Environment variables that a run may set for a server."""
 OWN_FLAGS = frozenset(
     {
         "--attention-backend", "--base-gpu-id", "--context-length", "--device", "--disable-overlap-schedule",
@@ -52,9 +52,9 @@ OWN_FLAGS = frozenset(
         "--sampling-backend", "--sleep-on-idle", "--tp-size",
     }
 )  # fmt: skip
-"""What `rollout.sglang_server` writes of itself."""
+"""Flags that `rollout.sglang_server` writes."""
 FLAGS = OWN_FLAGS | {f"--{name}" for name in ALLOWED}
-"""What a run may say to a server: that, and what a manifest may add. None names a file to write or code to run."""
+"""Flags a run may pass to a server: these, and those of the manifest. None names a file to write or code to run."""
 LOG_BYTES = 1 << 16
 
 Name = Annotated[str, PathParameter(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")]
@@ -62,30 +62,30 @@ Text = Annotated[str, Field(max_length=4096)]
 
 
 class Order(BaseModel):
-    """A server that a run wants."""
+    """A server to start."""
 
     model_config = ConfigDict(extra="forbid")
 
     arguments: Annotated[list[Text], Field(max_length=512)]
-    """What follows the module's name."""
+    """Arguments after the module's name."""
     environment: dict[Text, Text]
 
 
 class State(BaseModel):
-    """Whether a server lives."""
+    """The state of a server."""
 
     exit_status: int | None
-    """None while it does; negative: the signal that killed it."""
+    """None while it runs; negative if a signal killed it."""
 
 
 class Log(BaseModel):
-    """The end of what a server wrote."""
+    """The end of a server's log."""
 
     text: str
 
 
 class Memory(BaseModel):
-    """What something takes now."""
+    """Memory in use."""
 
     bytes: int | None
 
@@ -98,8 +98,8 @@ class Agent:
     ) -> None:
         """
         Args:
-            folder: for logs.
-            token: of the run; servers answer nobody without it.
+            folder: folder for logs.
+            token: the run's token, which servers require.
         """
         self._folder = folder
         self._token = token
@@ -109,11 +109,11 @@ class Agent:
         self._is_ending = False
 
     def start(self, name: str, order: Order) -> None:
-        """Under a name that is taken, the old server ends first.
+        """Starts a server. If the name is taken, the old server is ended first.
 
         Raises:
-            ValueError: a variable or an argument that no run has use for.
-            UnsupportedError: there is no such interpreter.
+            ValueError: a variable or an argument that no run needs.
+            UnsupportedError: the interpreter does not exist.
             OSError: the log cannot be written.
         """
         refused = sorted(order.environment.keys() - VARIABLES)
@@ -132,7 +132,7 @@ class Agent:
             )  # fmt: skip
 
     def state(self, name: str) -> State | None:
-        """None where there is no such server."""
+        """None if there is no such server."""
         with self._lock:
             server = self._servers.get(name)
         return None if server is None else State(exit_status=server.exit_status())
@@ -143,7 +143,7 @@ class Agent:
         return Memory(bytes=None if server is None else server.resident_bytes())
 
     def log(self, name: str) -> Log | None:
-        """Also of one that has ended; None where there was none."""
+        """The log, also of a server that has ended; None if there was none."""
         try:
             with (self._folder / name / "sglang.log").open("rb") as file:
                 file.seek(max(0, file.seek(0, os.SEEK_END) - LOG_BYTES))
@@ -158,7 +158,7 @@ class Agent:
             server.stop()
 
     def end(self) -> None:
-        """Ends all servers at once, since the pod's grace period covers them all, and refuses to start another."""
+        """Ends all servers in parallel, because the pod's grace period covers them all, and refuses to start more."""
         with self._lock:
             self._is_ending = True
             names = list(self._servers)
@@ -169,7 +169,7 @@ class Agent:
 def build_app(agent: Agent, token: str) -> FastAPI:
     """`PUT`, `GET` and `DELETE` of `/servers/NAME`, their `/log` and `/memory`; `/gpus/memory`; `/version`.
 
-    Its end is the end of all servers. Nothing is answered without the token.
+    All servers end with the app. Every request needs the token.
     """
     wanted = f"Bearer {token}".encode()
 
@@ -192,7 +192,7 @@ def build_app(agent: Agent, token: str) -> FastAPI:
         try:
             agent.start(name, order)
         except UnsupportedError as error:
-            # Its image is not one that could: a user's to mend, not the agent's end.
+            # The image cannot run it: the user must fix that, and the agent goes on.
             raise HTTPException(501, error.message) from None
         except (ValueError, OSError) as error:
             raise HTTPException(422, str(error)) from None
@@ -232,7 +232,7 @@ def _known[T](found: T | None) -> T:
 
 
 def gpu_memory(first: int, count: int) -> int | None:
-    """Bytes in use on these of the container's GPUs, as the driver says, if it does. Not run on hardware."""
+    """Bytes in use on these of the container's GPUs, if the driver reports them. Not run on hardware."""
     try:
         used = [int(line) for line in ask_driver("memory.used")]
     except ValueError:
@@ -241,20 +241,20 @@ def gpu_memory(first: int, count: int) -> int | None:
 
 
 def run_agent(port: int) -> None:
-    """Until SIGTERM or SIGINT; then every server has ended.
+    """Serves until SIGTERM or SIGINT; every server has ended by then.
 
     Raises:
         OutputError: the port is taken, or the run's token cannot be shared.
-        UsageError: it is not said where the token stands.
+        UsageError: the path of the token is not set.
     """
     import uvicorn
 
     named = os.environ.get(TOKEN_VARIABLE)
     if not named:
         raise UsageError(
-            "the agent obeys only who knows the run's token, and no place for it is named",
+            "the agent needs the run's token, and no file for it is named",
             where=TOKEN_VARIABLE,
-            fix="name a file in a folder that the run's container and this one share, here and there",
+            fix="name a file in a folder shared with the run's container, the same in both",
         )
     token = shared_token(Path(named))
     with TemporaryDirectory(prefix="orbit-agent-") as folder:
@@ -263,7 +263,7 @@ def run_agent(port: int) -> None:
         try:
             uvicorn.Server(config).run()
         except SystemExit:
-            # uvicorn's own end where it cannot listen.
+            # uvicorn exits this way if it cannot listen.
             raise OutputError(
                 f"port {port} is in use", where=f"{HOST}:{port}", fix="choose another with --port"
             ) from None

@@ -1,7 +1,7 @@
-"""A server in a process of its own: start, wait until it answers, watch, stop with all its children.
+"""A server in a process of its own: start, wait until it responds, watch, stop with all its children.
 
-Belongs here: processes and their logs. Does not belong here: which command (`rollout.sglang_server`) or what is asked
-of the server (`rollout.sglang_api`).
+Belongs here: processes and their logs. Does not belong here: the command (`rollout.sglang_server`), requests to the
+server (`rollout.sglang_api`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ STOP_SECONDS = 20.0
 
 
 class WatchedServer(ABC):
-    """A server that was started somewhere, and whose log can be read here."""
+    """A server that was started anywhere, with a log that can be read here."""
 
     def __init__(self, name: str, log: Path) -> None:
         self.name = name
@@ -35,23 +35,23 @@ class WatchedServer(ABC):
 
     @abstractmethod
     def exit_status(self) -> int | None:
-        """None while it lives; negative: the signal that killed it."""
+        """None while it runs; negative if a signal killed it."""
 
     @abstractmethod
     def resident_bytes(self) -> int | None:
-        """Of all its processes; None where that is not known."""
+        """Memory of all its processes; None if unknown."""
 
     @abstractmethod
     def stop(self, seconds: float = STOP_SECONDS) -> None:
         """Asks all its processes to end, then ends them. Safe to call twice."""
 
     def wait_until(self, ready: Callable[[], bool], *, seconds: float) -> None:
-        """Waits until it is.
+        """Waits until it is ready.
 
         Raises:
-            UnsupportedError: (78) the process refused to start, in the words of its last line.
+            UnsupportedError: (78) the process refused to start, with the message of its last line.
             OutOfMemoryError: (79) the process died because its memory, or its device's, ran out.
-            EngineDiedError: (82) it died of something else, or was not ready in time; with the log's end.
+            EngineDiedError: (82) it died of another cause, or was not ready in time; with the end of the log.
         """
         until = time.monotonic() + seconds
         while not ready():
@@ -80,7 +80,7 @@ class WatchedServer(ABC):
         return EngineDiedError(said, where=str(self.log), fix=self.tail())
 
     def tail(self) -> str:
-        """The last lines of the log, for an error's message."""
+        """The last lines of the log, for an error message."""
         return "read the end of its log:\n" + "\n".join(self._lines())
 
     def _lines(self) -> list[str]:
@@ -91,7 +91,7 @@ class WatchedServer(ABC):
 
 
 class ServerProcess(WatchedServer):
-    """One server. Its process group is its own, so that stopping it stops what it started."""
+    """One server in its own process group, so that stopping it also stops what it started."""
 
     def __init__(
         self,
@@ -104,10 +104,10 @@ class ServerProcess(WatchedServer):
     ) -> None:
         """
         Args:
-            token: what it must be asked with; it gets it by a pipe, not by arguments or environment.
+            token: token that requests must carry; passed through a pipe, not by arguments or environment.
 
         Raises:
-            UnsupportedError: (78) there is no such program.
+            UnsupportedError: (78) the program does not exist.
         """
         super().__init__(name, log)
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -139,7 +139,7 @@ class ServerProcess(WatchedServer):
         return self._process.poll()
 
     def resident_bytes(self) -> int | None:
-        """Of the whole group; None where the system has no /proc."""
+        """Memory of the whole process group; None if the system has no /proc."""
         found = 0
         for stat in Path("/proc").glob("[0-9]*/stat"):
             try:
@@ -160,7 +160,7 @@ class ServerProcess(WatchedServer):
                 break
             try:
                 self._process.wait(patience)
-                # The leader may be gone before its children.
+                # The leader may end before its children.
                 os.killpg(self._process.pid, signal.SIGKILL)
             except subprocess.TimeoutExpired:
                 continue
@@ -170,7 +170,7 @@ class ServerProcess(WatchedServer):
 
 
 def _refusal(lines: Sequence[str]) -> UnsupportedError | None:
-    """What a server of ours says last (`OrbitError.to_json`) that cannot run here; None where it said nothing so."""
+    """A server's last log line as the error that it cannot run here (`OrbitError.to_json`); None if it is not one."""
     try:
         told = json.loads(lines[-1])
         return UnsupportedError(told["message"], where=told["where"], fix=told["fix"])
@@ -179,7 +179,7 @@ def _refusal(lines: Sequence[str]) -> UnsupportedError | None:
 
 
 def memory_kills(events: Path = Path("/sys/fs/cgroup/memory.events")) -> int:
-    """Processes of this container that the kernel has ended for their memory; 0 where it keeps no count."""
+    """Processes of this container that the kernel's OOM killer has ended; 0 if the kernel keeps no count."""
     try:
         counts = dict(line.split() for line in events.read_text(encoding="ascii").splitlines())
         return int(counts.get("oom_kill", 0))
@@ -188,7 +188,7 @@ def memory_kills(events: Path = Path("/sys/fs/cgroup/memory.events")) -> int:
 
 
 def free_port() -> int:
-    """A port of the loopback device that nobody listens on now."""
+    """A port of the loopback device that is free now."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return int(found.getsockname()[1])

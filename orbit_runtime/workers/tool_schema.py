@@ -1,4 +1,4 @@
-"""The JSON schema of a Python function, as chat templates and the field's APIs describe tools.
+"""The JSON schema of a Python function, in the form that chat templates and common APIs describe tools.
 
 Belongs here: signature and docstring → schema. Does not belong here: calling the function (`environment_cell`).
 """
@@ -18,7 +18,7 @@ _ARGUMENT = re.compile(r"^\s*(\w+)\s*(?:\([^)]*\))?:\s*(.+)$")
 
 
 def tool_schema(name: str, function: Callable[..., Any]) -> dict[str, Any]:
-    """Of a function with annotated parameters, described by its docstring (Google style).
+    """Schema of a function with annotated parameters, described by its docstring (Google style).
 
     Example: `def add(a: int, b: int = 0)` has the properties `a` and `b`, both integers, and `a` is required.
     """
@@ -42,7 +42,7 @@ def tool_schema(name: str, function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _type_schema(hint: Any) -> dict[str, Any]:
-    """Of one annotation; an unknown one leaves the type open."""
+    """Schema of one annotation; an unknown one leaves the type open."""
     if hint in PLAIN:
         return {"type": PLAIN[hint]}
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)

@@ -1,10 +1,10 @@
-"""How the threads of a computing process wait for each other, where another process computes on the same cores.
+"""How the threads of a computing process wait for each other when another process computes on the same cores.
 
-OpenMP's default is to turn in circles for a while. Of two processes that do so on the same cores, each keeps the thread
-that the other waits for from running: measured on two cores, a step of decoding took a second instead of 30 ms while
-the trainer read a canary.
+OpenMP busy-waits for a while by default. Of two processes that do so on the same cores, each keeps the threads that the
+other waits for from running: measured on two cores, a decode step took a second instead of 30 ms while the trainer read
+a canary.
 
-Belongs here: that one setting. Does not belong here: how many threads there are, which its user decides.
+Belongs here: this one setting. Does not belong here: the number of threads, which its user decides.
 """
 
 from __future__ import annotations
@@ -15,5 +15,5 @@ VARIABLE = "OMP_WAIT_POLICY"
 
 
 def wait_asleep(environment: MutableMapping[str, str]) -> None:
-    """Sets it unless it is set. It must be there before torch is imported, or the process started."""
+    """Sets it unless it is set. It must be set before torch is imported, or before the process starts."""
     environment.setdefault(VARIABLE, "PASSIVE")

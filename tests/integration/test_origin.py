@@ -60,11 +60,11 @@ def test_a_checkpoint_may_be_named_and_stays_the_one_it_was(launcher: RunLaunche
 @pytest.mark.parametrize(
     ("changes", "ending", "message"),
     [
-        ({"adapter": {"type": "LoRA", "lora": {"rank": 2}}}, "", "that run's `adapter` is another"),
+        ({"adapter": {"type": "LoRA", "lora": {"rank": 2}}}, "", "that run's `adapter` is different"),
         ({"model": {"uri": "builtin://tiny-adder", "precision": "FP8"}}, "", "trained on another base"),
         ({}, "/checkpoints/step-000009", "checkpoints/step-000009 is no complete checkpoint"),
         ({}, "-not", "there is no run to begin from"),
-        ({"steps": 3}, "", "is at step 3 already, and 3 are asked for"),
+        ({"steps": 3}, "", "is at step 3 already, and 3 steps were requested"),
     ],
 )
 def test_what_does_not_fit_is_the_manifests_mistake(

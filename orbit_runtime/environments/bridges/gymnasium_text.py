@@ -1,6 +1,6 @@
-"""Gymnasium environments whose observations can be written down: text, or what `render_mode="ansi"` draws.
+"""Gymnasium environments whose observations can be written as text, directly or by `render_mode="ansi"`.
 
-Belongs here: actions out of text, observations into text. Does not belong here: which observation is a good prompt.
+Belongs here: text to actions, observations to text. Does not belong here: which observation makes a good prompt.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class GymnasiumEpisode:
     """`gymnasium.make(name, **arguments)`. A name such as `my_games:Maze-v0` imports the module that registers it.
 
     With a `Text` action space the completion is the action; with a `Discrete` one, the last whole number in it. A
-    completion without an action is answered by what actions there are; the environment does not see it.
+    completion without an action gets a list of the possible actions in response; the environment does not see it.
     """
 
     def __init__(self, name: str, arguments: Mapping[str, Any]) -> None:
@@ -30,7 +30,7 @@ class GymnasiumEpisode:
         self._invalid = 0
 
     def reset(self, prompt: Sequence[Mapping[str, Any]], fields: Mapping[str, Any], seed: int) -> list[dict[str, Any]]:
-        """The prompt, with the first observation at its end."""
+        """The prompt, with the first observation appended to its last message."""
         observation, _ = self._environment.reset(seed=seed % 2**31)
         *before, last = [dict(message) for message in prompt]
         text = f"{last['content']}\n\n{self._written(observation)}"
@@ -75,7 +75,7 @@ class GymnasiumEpisode:
 
 
 def written_colours(drawing: str) -> str:
-    """What a terminal would show by colour, in text: there, and often nowhere else, is where the player stands.
+    """Writes a terminal's colours as text, because often only the colour shows where the player is.
 
     Example: `\\x1b[41mS\\x1b[0mFF` → `[S]FF`; in the colour blue, `R` → `blue(R)`
     """

@@ -1,6 +1,6 @@
 """Environments of SkyRL-Gym: text in, text out, with the package's own registry.
 
-Belongs here: its `init` and `step` as ours. Does not belong here: its tokenisation (there is none here).
+Belongs here: mapping its `init` and `step` to ours. Does not belong here: its tokenisation, which is not used.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from orbit_runtime.workers.environment_protocol import Step
 
 
 class SkyRLEpisode:
-    """`skyrl_gym.make(name, env_config=arguments, extras=…)`, the extras being the other columns of the prompt's row.
+    """`skyrl_gym.make(name, env_config=arguments, extras=…)`; the extras are the other columns of the prompt's row.
 
-    `postprocessed_action`, with which an environment may rewrite what was sampled, is not followed: what was sampled
-    is what trains.
+    `postprocessed_action`, with which an environment may rewrite the completion, is ignored: the sampled tokens are
+    what is trained on.
     """
 
     def __init__(self, name: str, arguments: Mapping[str, Any]) -> None:
@@ -43,6 +43,6 @@ class SkyRLEpisode:
             self._environment.close()
 
     def _metrics(self) -> dict[str, float]:
-        """The numbers among what it counts."""
+        """The numeric entries of its metrics."""
         found = self._environment.get_metrics()
         return {str(name): float(value) for name, value in found.items() if isinstance(value, int | float)}

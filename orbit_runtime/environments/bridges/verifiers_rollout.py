@@ -1,7 +1,7 @@
-"""Environments of the package verifiers, up to 0.1: they ask a client for completions, which is the policy here.
+"""Environments of the package verifiers, up to 0.1: they ask a client for completions, which here is the policy.
 
-Belongs here: turning its rollout inside out, so that it is reset and stepped. Does not belong here: its rubric and its
-tools, which run as they are.
+Belongs here: inverting its control flow into reset and step. Does not belong here: its rubric and its tools, which run
+unchanged.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ MODEL = "policy"
 class VerifiersEpisode:
     """One rollout of `verifiers.load_environment(name, **arguments)`, which is loaded once for all episodes.
 
-    The rollout's input is the row `example` of the environment's own dataset where the prompt's row has that column;
-    else the prompt, with the columns `answer`, `info` and `task` as the package names them.
+    The rollout's input is row `example` of the environment's own dataset if the prompt's row has that column;
+    otherwise it is the prompt, with the columns `answer`, `info` and `task` as the package names them.
     """
 
     _environment: Any = None
@@ -56,7 +56,7 @@ class VerifiersEpisode:
         return await self._next()
 
     async def finish(self) -> Step:
-        """As where a prompt is longer than the model's context: it is scored as far as it got."""
+        """Ends the rollout like a prompt that exceeds the model's context: it is scored as it is."""
         self._policy.end()
         return await self._next()
 
@@ -66,7 +66,7 @@ class VerifiersEpisode:
             await asyncio.gather(self._playing, return_exceptions=True)
 
     async def _next(self) -> Step:
-        """Its next question, or its end."""
+        """Its next request, or its end."""
         assert self._playing is not None
         asking = asyncio.ensure_future(self._policy.asked.get())
         await asyncio.wait((asking, self._playing), return_when=asyncio.FIRST_COMPLETED)
@@ -81,7 +81,7 @@ class VerifiersEpisode:
 
 
 class _Policy(Client):  # type: ignore[misc]
-    """The client that the environment asks."""
+    """The client that the environment sends requests to."""
 
     def __init__(self) -> None:
         super().__init__(None)
@@ -119,14 +119,14 @@ class _Policy(Client):  # type: ignore[misc]
         calls = [
             ToolCall(id=f"call-{self._seen}-{index}", name=call.name, arguments=json.dumps(dict(call.arguments)))
             for index, call in enumerate(parse_tool_calls(text, names))
-            # A call that is none is left in the text, and answered as the environment answers text.
+            # An invalid call stays in the text, and the environment responds to it as text.
             if not call.error
         ]
         reason = "tool_calls" if calls else "stop"
         message = ResponseMessage(content=text, tool_calls=calls or None, finish_reason=reason, is_truncated=False)
         return Response(id=f"answer-{self._seen}", created=0, model=MODEL, usage=None, message=message)
 
-    # What the package's own clients do before they ask a server.
+    # What the package's own clients do before they call a server.
 
     def setup_client(self, config: Any) -> None: ...
 
@@ -158,7 +158,7 @@ def _input(environment: Any, prompt: Sequence[Mapping[str, Any]], fields: Mappin
 
 def _message(message: Any) -> dict[str, Any]:
     plain = message.model_dump(exclude_none=True)
-    # A prompt that is one text, as for completion models, is what a user would say.
+    # A prompt given as one text, as for completion models, becomes a user message.
     role = "user" if plain["role"] == "text" else plain["role"]
     return {**plain, "role": role, "content": plain.get("content", "")}
 

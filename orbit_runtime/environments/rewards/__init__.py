@@ -1,6 +1,6 @@
-"""Rewards that ship with Orbit, by the name a manifest gives them.
+"""Rewards that ship with Orbit, by their names in a manifest.
 
-Belongs here: one row per reward, as a dotted path, because rewards run in worker processes of their own.
+Belongs here: one row per reward, as a dotted path, because rewards run in their own worker processes.
 Does not belong here: their code (one file each), timeouts and restarts (`workers`).
 """
 

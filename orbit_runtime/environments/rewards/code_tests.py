@@ -1,4 +1,4 @@
-"""The share of tests that the completion's Python passes, each run in a sandbox of its own."""
+"""The share of tests that the completion's Python passes, each run in its own sandbox."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ def code_tests(
     seconds: float = 5.0,
     memory_mib: int = 256,
 ) -> float:
-    """Column `field` holds a list of tests: `{"input": …, "output": …}`, standard input and what is printed for it,
-    white space at line ends left out; or text, Python that follows the completion's and raises where it is wrong.
+    """Column `field` holds a list of tests: either `{"input": …, "output": …}`, standard input and the expected output,
+    compared without trailing white space; or text, Python code that is appended to the completion's and raises
+    on error.
 
-    The completion's last code block is run, or where it has none, all of it. Raises WrongAnswer where that is empty.
-    A test that is itself in the completion's process can be deceived by it; one of input and output cannot.
+    Runs the completion's last code block, or all of it if it has none. Raises WrongAnswer if that is empty. A test that
+    runs in the completion's process can be deceived by it; one of input and output cannot.
     """
     blocks = _BLOCK.findall(completion)
     program = blocks[-1] if blocks else completion

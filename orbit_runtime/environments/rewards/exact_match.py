@@ -1,4 +1,4 @@
-"""1 where the completion is the expected text, 0 where it is not."""
+"""1 if the completion is the expected text, else 0."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from typing import Any
 def exact_match(
     completion: str, prompt: Sequence[Mapping[str, str]], fields: Mapping[str, Any], *, field: str = "answer"
 ) -> float:
-    """Compares with column `field`, white space at both ends left out."""
+    """Compares with column `field`, ignoring white space at both ends."""
     return float(completion.strip() == str(fields[field]).strip())

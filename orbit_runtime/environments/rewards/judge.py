@@ -1,7 +1,7 @@
-"""What another model thinks of a completion, by a rubric: over an OpenAI-compatible endpoint, each verdict asked once.
+"""Another model's judgement of a completion, by a rubric: over an OpenAI-compatible endpoint, each verdict asked once.
 
 Belongs here: the question, reading the verdict, patience with a busy server. Does not belong here: time limits, which
-are those of every reward.
+apply to every reward.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _SCORE = re.compile(r"^[*\s]*Score[*\s]*:[*\s]*(-?\d+(?:\.\d+)?)[*\s]*$", re.IGN
 BUSY = (408, 409, 425, 429, 500, 502, 503, 504)
 FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0
 SHORTEST_WAIT = 0.1
-"""Also where a busy server asks to be asked at once: every worker does."""
+"""Applies even if a busy server allows an immediate retry, because every worker retries."""
 NONSENSE_TRIES = 3
 
 
@@ -57,14 +57,14 @@ def judge(
 ) -> float:
     """The score divided by `scale`: 0 to 1.
 
-    A server that is busy is asked again until the reward's `timeoutSeconds` end the call; a verdict that holds no score
-    in range is asked for three times, and is then a crash. Neither is a score.
+    A busy server is asked again until the reward's `timeoutSeconds` end the call. A response without a score in range
+    is asked for again, up to three times in all, and is then a crash. Neither counts as a score.
 
     Args:
-        url: of the API, such as `http://judge:8000/v1`.
+        url: address of the API, such as `http://judge:8000/v1`.
         field: column with a reference answer, shown to the judge.
-        api_key_env: environment variable with the key.
-        cache: folder of verdicts: the same question is never asked twice, also not by a resumed run.
+        api_key_env: environment variable that holds the key.
+        cache: folder of verdicts: the same question is never asked twice, not even by a resumed run.
     """
     reference = f"\nA reference answer:\n\n{fields[field]}\n" if field else ""
     shown = "\n\n".join(f"{message['role']}: {message.get('content', '')}" for message in prompt)
@@ -92,13 +92,13 @@ def judge(
             if scores and 0 <= scores[-1] <= scale:
                 _write(kept, {"score": scores[-1] / scale, "said": said})
                 return scores[-1] / scale
-            # At temperature 0 it would say the same again.
+            # At temperature 0 the judge would repeat itself.
             asked = {**asked, "temperature": 1.0}
     raise ValueError(f"the judge gave no `Score: N` from 0 to {scale:g}: {said[-120:]!r}")
 
 
 def _ask(client: httpx.Client, url: str, asked: Mapping[str, Any]) -> str:
-    """Waits as long as the server asks for, or longer each time. Raises what waiting does not mend."""
+    """Retries after the wait that the server asks for, or after growing ones. Raises what waiting does not fix."""
     wait = FIRST_WAIT
     while True:
         asks_for: str | None = None
@@ -121,7 +121,7 @@ def _ask(client: httpx.Client, url: str, asked: Mapping[str, Any]) -> str:
 
 
 def _read(path: Path) -> float | None:
-    """A verdict that is kept; one that cannot be read is asked for again."""
+    """A cached verdict; None if it cannot be read, so it is asked for again."""
     try:
         return float(json.loads(path.read_text())["score"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -129,7 +129,7 @@ def _read(path: Path) -> float | None:
 
 
 def _write(path: Path, verdict: Mapping[str, Any]) -> None:
-    """Whole or not at all: other workers read it."""
+    """Writes the file whole or not at all, because other workers read it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_suffix(f".{secrets.token_hex(4)}")
     draft.write_text(json.dumps(verdict))

@@ -1,4 +1,4 @@
-"""0 for a completion that is short enough, and less the longer it is: down to -1.
+"""A length penalty: 0 for a short enough completion, then falling linearly to -1.
 
 The form of DAPO's soft overlong punishment (Yu et al. 2025, arXiv 2503.14476, equation 13), which counts tokens; a
 reward sees text.

@@ -1,4 +1,4 @@
-"""1 where the completion's last mathematical expression equals the expected one, by the library math-verify."""
+"""1 if the completion's last mathematical expression equals the expected one, by the library math-verify."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# Takes a second, and so belongs to the worker's start: inside the function it would count against the first call.
+# Takes a second, so it belongs to the worker's start: inside the function it would count against the first call.
 from math_verify import parse, verify  # type: ignore[import-untyped]
 
 from orbit_runtime.workers.reward_protocol import WrongAnswer
 
 for _name in ("math_verify.parser", "math_verify.grader"):
-    # Each worker would warn a user that there is no time limit, where the worker is what has one.
+    # Each worker would warn that there is no time limit, although the worker itself has one.
     logging.getLogger(_name).setLevel(logging.ERROR)
 
 
 def math_answer(
     completion: str, prompt: Sequence[Mapping[str, str]], fields: Mapping[str, Any], *, field: str = "answer"
 ) -> float:
-    """Of an expected answer that is a worked solution with its result behind `####` (GSM8K's form), that result.
+    """If the expected answer is a worked solution with its result after `####` (GSM8K's form), only that result counts.
 
-    Raises WrongAnswer where the completion holds no expression at all.
+    Raises WrongAnswer if the completion holds no expression at all.
     """
     # The library's own time limits use signals of the main thread; this process is ended from outside instead.
     expected = str(fields[field]).rpartition("####")[2].strip()

@@ -1,4 +1,4 @@
-"""1 where the completion chooses the expected letter."""
+"""1 if the completion chooses the expected letter, else 0."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def multiple_choice(
 ) -> float:
     """Column `field` holds a letter of `choices`.
 
-    The completion's choice is the last of `\\boxed{B}` or `answer: B` (also `answer is (B)`, `**B**`); where there is
-    none, a letter that stands alone on the last line. Raises WrongAnswer where it chooses nothing.
+    The completion's choice is the last of `\\boxed{B}` or `answer: B` (also `answer is (B)`, `**B**`); without one, a
+    letter that stands alone on the last line. Raises WrongAnswer if it chooses nothing.
     """
     expected = str(fields[field]).strip().upper()
     if len(expected) != 1 or expected not in choices:

@@ -1,4 +1,4 @@
-"""1 where the completion has the form that a regular expression describes."""
+"""1 if the completion has the form that a regular expression describes, else 0."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def pattern(
     whole: bool = True,
     most: int | None = None,
 ) -> float:
-    """Searches; `.` is any character, line ends included.
+    """Searches the completion; `.` matches any character, including line ends.
 
     Args:
-        whole: all of the completion, white space at both ends left out; else anywhere in it.
-        most: more places than these are 0 as well: a form that stands there twice is not the form.
+        whole: match the whole completion without white space at both ends; otherwise search anywhere in it.
+        most: maximum number of matches; with more, the score is 0, because a repeated form is not the form.
     """
     compiled = _compile(pattern)
     if whole:

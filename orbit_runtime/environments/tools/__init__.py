@@ -1,5 +1,5 @@
 """Tools that ship with Orbit.
 
-Belongs here: functions that a policy may call, one file each, with a schema made of their signature. Does not belong
+Belongs here: functions that a policy may call, one file each, with a schema built from their signature. Does not belong
 here: reading calls (`tool_calls`), running them (`workers`).
 """

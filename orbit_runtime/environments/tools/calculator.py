@@ -29,7 +29,7 @@ def calculate(expression: str) -> str:
 
 
 def _value(node: ast.expr) -> float:
-    """Of numbers and operators only: names, calls and powers are refused."""
+    """Evaluates numbers and operators only: names, calls and powers are refused."""
     if isinstance(node, ast.Constant) and type(node.value) in (int, float) and len(repr(node.value)) <= MAX_DIGITS:
         return node.value  # type: ignore[return-value]
     if isinstance(node, ast.BinOp) and type(node.op) in _BINARY:

@@ -42,7 +42,7 @@ def part(tokens: int, total: int) -> dict:
         (200, Events([event(output_token_logprobs=[[None, 5, None]])]), "log-prob None"),
         (200, Events([event(output_token_logprobs=[[0.5, 5, None]])]), "log-prob 0.5"),
         (200, Events([event(finish_reason={"type": "tired"})]), "finish reason tired"),
-        (200, Events([event(finish_reason={"type": "abort"})]), "before its time, and nobody asked"),
+        (200, Events([event(finish_reason={"type": "abort"})]), "early, although nothing aborted it"),
         (200, Events([part(1, 1), part(1, 1)]), "counts 1 tokens of request 0, but told 2: .* came twice"),
         (200, Events([part(1, 1), part(1, 3)]), "counts 3 tokens of request 0, but told 2: some are missing"),
         (200, Events([{}]), "without meta_info"),

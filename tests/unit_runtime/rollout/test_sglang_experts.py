@@ -56,7 +56,7 @@ def test_without_adapted_experts_nothing_is_asked_of_the_layout() -> None:
         (LORA, ALL[:2], "cpu", "BF16", "targets", "down_proj has no adapter"),
         (LORA, ("gate_up_proj", "down_proj"), "cuda", "MXFP4GptOss", "targets", "gate_proj, up_proj has no adapter"),
         (replace(LORA, alpha=12.0), ALL, "cpu", "BF16", "lora.alpha", "here 1.5, and rounds it"),
-        (OFT, ALL, "cuda", "BF16", "targets", "the input of down_proj inside of it"),
+        (OFT, ALL, "cuda", "BF16", "targets", "the input of down_proj cannot be rotated inside it"),
         (
             LORA,
             ALL,
@@ -102,7 +102,7 @@ def test_on_other_gpus_they_are_refused_and_other_experts_are_not(capability: tu
 
 def test_a_target_of_dense_layers_alone_is_refused() -> None:
     names = (*layers("gate_proj", "up_proj"), "model.layers.1.mlp.shared_experts.down_proj")
-    with pytest.raises(UnsupportedError, match="with down_proj of other layers, experts need it too"):
+    with pytest.raises(UnsupportedError, match="with down_proj in other layers, experts need it too"):
         check_experts(OFT, names, "cpu", ())
 
 

@@ -59,5 +59,5 @@ def test_other_choices_are_refused_by_name(choice: object) -> None:
 )  # fmt: skip
 def test_a_call_that_is_none_is_refused_and_not_shown_to_the_model(call: object) -> None:
     messages = [{"role": "assistant", "content": "", "tool_calls": [call]}]
-    with pytest.raises(APIError, match=r"messages\[0\]: a call of a tool"):
+    with pytest.raises(APIError, match=r"messages\[0\]: a tool call"):
         body(messages=messages).conversation(writes_calls=True)

@@ -216,7 +216,7 @@ def test_a_run_with_another_token_is_told(agent: AgentProcess, tmp_path: Path) -
 
 def test_an_agent_is_told_where_the_token_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ORBIT_TOKEN_FILE", raising=False)
-    with pytest.raises(UsageError, match="no place for it is named"):
+    with pytest.raises(UsageError, match="no file for it is named"):
         run_agent(free_port())
     monkeypatch.setenv("ORBIT_TOKEN_FILE", str(tmp_path / "none" / "token"))
     with pytest.raises(OutputError, match="cannot be kept there: No such file"):
