@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from orbit_runtime.data.chat import ChatTokenizer
+from orbit_runtime.data.chat import ChatTokenizer, _find_backend
 from orbit_runtime.errors import ManifestError, ModelError
 from orbit_runtime.model_info.builtin_models import builtin_folder
 
@@ -141,3 +141,50 @@ def test_a_placeholder_never_meets_a_message_that_says_the_same(templated: Calla
     messages = [{"role": "user", "content": "orbit0answer"}, {"role": "assistant", "content": "orbit1answer"}]
     after = tokenizer.encode_continuation([*messages, {"role": "user", "content": "orbit0answer?"}], 1, END)
     assert written(tokenizer, after) == "\n<|im_start|>user\norbit0answer?<|im_end|>\n<|im_start|>assistant\n"
+
+
+TEXTS = (
+    "", "12+34=", "<|im_start|>user\nhi<|im_end|>\n", "naïve — 漢字 🙂\u200d🙂", "  two  spaces\t\n\n",
+    " ".join(map(str, range(300))), "<|im_end|><|im_end|>", "x<|im_start|>y",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["shipped", "byte-level BPE"])
+def test_ids_are_those_that_transformers_gives_whatever_tokenizer_json_asks_for(tmp_path: Path, kind: str) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from transformers import AutoTokenizer
+
+    folder = shutil.copytree(builtin_folder("tiny-adder", "BF16"), tmp_path / "model")
+    if kind == "shipped":
+        made = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    else:
+        made = Tokenizer(models.BPE())
+        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        made.decoder = decoders.ByteLevel()
+        special = ["<|im_start|>", "<|im_end|>"]
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        made.train_from_iterator(
+            TEXTS, trainers.BpeTrainer(vocab_size=400, special_tokens=special, initial_alphabet=alphabet)
+        )
+        made.post_processor = processors.TemplateProcessing(single="<|im_start|> $A", special_tokens=[(special[0], 0)])
+    made.enable_truncation(5)
+    made.enable_padding(length=7)
+    made.save(str(folder / "tokenizer.json"))
+    ours, theirs = ChatTokenizer(folder), AutoTokenizer.from_pretrained(str(folder))
+    assert ours._backend is not None
+    expected = [list(theirs(text, add_special_tokens=False)["input_ids"]) for text in TEXTS]
+    assert [ours.encode_text(text) for text in TEXTS] == expected
+    assert ours.encode_texts(TEXTS) == expected
+    assert len(expected[5]) > 7, "neither cut nor padded"
+
+
+def test_a_tokenizer_with_a_way_of_its_own_is_asked_itself() -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    class Own(PreTrainedTokenizerFast):
+        def _encode_plus(self, *given: Any, **more: Any) -> Any:
+            return super()._encode_plus(*given, **more)
+
+    file = str(builtin_folder("tiny-adder", "BF16") / "tokenizer.json")
+    assert _find_backend(Own(tokenizer_file=file)) is None
+    assert _find_backend(PreTrainedTokenizerFast(tokenizer_file=file)) is not None
