@@ -1,4 +1,5 @@
-"""Facts about models without loading them and without torch: headers, families, shipped model and GPU cards.
+"""Facts about models without loading them and without torch: headers, families, shipped model cards and GPU cards.
 
-Belongs here: what files say about themselves. Does not belong here: tensors' values, memory arithmetic (`planner`).
+Belongs here: what files say about themselves. Does not belong here: the values of tensors, memory arithmetic
+(`planner`).
 """
