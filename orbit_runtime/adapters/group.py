@@ -44,8 +44,7 @@ class Group:
         return self._store.check([NOW]) and self._store.get(NOW) == publish.encode()
 
     def broadcast(self, data: Tensor) -> None:
-        """Broadcasts from rank 0 into the others' `data`, on the CPU. Raises RuntimeError; the generation has then
-        ended."""
+        """Broadcasts rank 0's `data` to the others, on the CPU. Raises RuntimeError, which ends the generation."""
         self._group.broadcast([data]).wait(self._timeout)
 
 

@@ -70,8 +70,7 @@ class Selection:
     live: dict[str, dict[str, Slot]] = field(default_factory=dict)
     """What they built for the current pass, by slot and layer."""
     rotated: tuple[Tensor, int, Tensor, Tensor] | None = None
-    """(input, its version, R, result) of the newest rotation: projections with the same input and R share the
-    result."""
+    """(input, its version, R, result) of the newest rotation: projections with the same input and R share it."""
 
     dropout: Dropout | None = None
     """Dropout of the current training pass; None for no dropout."""

@@ -110,8 +110,7 @@ def export_adapter(injected: Injected, config: AdapterConfig, base_model_name: s
 
 
 def load_slot(layers: Mapping[str, AdaptedLayer], slot_name: str, files: Mapping[str, Buffer]) -> None:
-    """Fills the slot of every layer from published bytes, or raises a `ModelError` naming the tensor, changing
-    nothing."""
+    """Fills the slot of every layer from published bytes, or raises `ModelError` for a tensor and changes nothing."""
     first = next(iter(layers.values()))
     if slot_name == TRAINER_SLOT or slot_name in first.slots:
         raise InternalError(f"the adapter slot {slot_name!r} is already taken")
@@ -268,8 +267,7 @@ def _check_files(files: Mapping[str, Buffer], config: AdapterConfig) -> None:
 def check_tensors(
     where: str, tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype
 ) -> None:
-    """Raises ModelError naming the first tensor that is missing, unexpected, of another shape or dtype, or not
-    finite."""
+    """Raises ModelError for the first tensor that is missing, unexpected, not finite, or of another shape or dtype."""
     for key in sorted(shapes.keys() - tensors.keys()):
         raise ModelError(f"the tensor {key} is missing", where=where)
     for key in sorted(tensors.keys() - shapes.keys()):

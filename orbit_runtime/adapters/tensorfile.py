@@ -71,8 +71,7 @@ class TensorFile:
 
 
 def build(tensors: Mapping[str, Tensor], dtype: torch.dtype, metadata: Mapping[str, str] = FORMAT) -> TensorFile:
-    """The file of these tensors, rounded to `dtype`, names sorted; metadata as Hugging Face's loaders expect by
-    default."""
+    """The file of these tensors, rounded to `dtype`, names sorted; by default with Hugging Face's metadata."""
     ordered = {name: tensors[name] for name in sorted(tensors)}
     header = build_header({name: tensor.shape for name, tensor in ordered.items()}, dtype, metadata)
     return TensorFile(header, ordered, dtype)
@@ -134,8 +133,7 @@ def tensor_pieces(tensors: Mapping[str, Tensor]) -> dict[str, Pieces]:
 
 
 def narrowed(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """These tensors as BF16 if narrowing all of them is exact, otherwise unchanged; for tensors dumped more than
-    once."""
+    """These tensors as BF16 if narrowing all of them is exact, otherwise unchanged; for repeated dumps."""
     narrow = _narrow(flat(tensors.values())) if tensors else None
     return tensors if narrow is None else split(narrow, tensors)
 

@@ -1,5 +1,4 @@
 """Facts about models without loading them and without torch: headers, families, shipped model cards and GPU cards.
 
-Belongs here: what files say about themselves. Does not belong here: the values of tensors, memory arithmetic
-(`planner`).
+Belongs here: what files say about themselves. Does not belong here: tensor values, memory arithmetic (`planner`).
 """

@@ -63,8 +63,7 @@ def kept_weights_digest(
 ) -> str:
     """`weights_digest`, read from the cache as long as every file is the same, unchanged, as when it was computed.
 
-    A file is the same if path, device, inode, size and both times of change are; the user can set only one of the
-    times.
+    A file counts as unchanged if its path, device, inode, size and both times are; a user can set only one time.
     """
     started = clock()
     facts, size, changed = _file_facts(folder)

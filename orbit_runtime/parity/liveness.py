@@ -13,8 +13,8 @@ Does not belong here: storing and loading the adapter (`loop.publish`).
    canary moved as the trainer's did since the newest version that was told apart from all earlier ones.
 4. Base. With no adapter the engine gives the trainer's log-probs within the precision's limit, and also its own from
    the previous publish: a base is frozen.
-5. Cache. Versions share no keys and values: for a new version nothing of the canary is in the engine's cache, and with
-   the base's own beginning of the canary cached, the log-probs after it equal those computed anew.
+5. Cache. Versions share no keys and values: for a new version nothing of the canary is in the engine's cache, and for
+   the base, the log-probs after the canary's cached beginning equal those computed anew.
 6. Predecessor. The version that sampled until this publish is still as it was proven.
 
 A publish has *failed* if a check failed. If bytes are read back, it is *proven* otherwise. If not, checks 2 and 3 carry

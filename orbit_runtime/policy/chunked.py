@@ -68,8 +68,7 @@ class Seen:
                 yield slice(row.first + start, row.first + stop), self._keys(row, start, stop, device)
 
     def _keys(self, row: Run, start: int, stop: int, device: torch.device) -> list[Block]:
-        """Key blocks for queries `start` to `stop` of the row. Positions count from the start of the sequence, prefix
-        first."""
+        """Key blocks for queries `start` to `stop` of the row. Positions count from the prefix's first token."""
         seen, window = row.prefix_length + row.before, self.look.window
         first_query, end = seen + start, seen + stop
         oldest = 0 if window is None else max(0, first_query - window + 1)

@@ -1,8 +1,7 @@
 """The routed experts of a layer over packed weights: tokens sorted by expert, one projection of all experts at a time.
 
 Belongs here: the order of projections, the activation between them, the weighted sum.
-Does not belong here: routing (transformers' router, which runs before), dispatch and products (`quant`), adapters,
-reading.
+Does not belong here: routing (transformers' router), dispatch and products (`quant`), adapters, reading.
 
 Legend: `T` tokens, `C` experts a token goes to, `S = T·C` slots, `N` hidden size, `I` inner size.
 """
@@ -30,8 +29,7 @@ class FrozenExperts(nn.Module):
     def __init__(
         self, linears: Mapping[str, FrozenExpertLinear], activation: Activation, held: range | None = None
     ) -> None:
-        """`linears`: `gate_proj` and `up_proj`, or `gate_up_proj`, and `down_proj`, for the experts in `held` (None:
-        all)."""
+        """`linears`: `gate_proj` and `up_proj`, or `gate_up_proj`, and `down_proj`, for experts `held` (None: all)."""
         super().__init__()
         part = getattr(linears["down_proj"], "part", None)
         self.num_experts = part.num_experts if part else linears["down_proj"].num_experts

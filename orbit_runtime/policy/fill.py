@@ -161,8 +161,7 @@ def _fill_linears(
     activation_precision: ActivationPrecision,
     share: Share,
 ) -> int:
-    """Turns every `nn.Linear` into a `FrozenLinear` over the checkpoint's tensors; returns how many round their
-    inputs."""
+    """Turns every `nn.Linear` into a `FrozenLinear` over the checkpoint's tensors; returns how many round x."""
     tied, num_rounded = _tied_head(model, reader, family), 0
     for name, module in list(model.named_modules()):
         special = family.special_linears.get(type(module).__name__)

@@ -141,8 +141,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def _with_targets(adapter: AdapterConfig, raw: dict[str, Any]) -> AdapterConfig:
-    """Fills in missing targets with the family's usual ones; from the language model's config, without a vision
-    tower."""
+    """Fills in missing targets with the usual ones of the family's language model, without a vision tower."""
     if adapter.targets:
         return adapter
     text = raw.get("text_config")
@@ -162,8 +161,7 @@ def _check_targets(adapter: AdapterConfig, family: Family) -> None:
 
 
 def build_structure(folder: Path, raw: dict[str, Any], family: Family) -> nn.Module:
-    """The model's modules, with parameters that have no storage; buffers are real, because they are computed, not
-    loaded."""
+    """The model's modules, with parameters that have no storage; buffers are real, since they are computed."""
     try:
         language = family.language_config(raw)
         if language is raw:

@@ -1,7 +1,6 @@
 """The tensors of a checkpoint folder, by name, each read on request.
 
-Belongs here: reading, and tracking what was never read. Does not belong here: which module a tensor belongs to
-(`fill`).
+Belongs here: reading, and tracking what was never read. Does not belong here: the module of a tensor (`fill`).
 """
 
 from __future__ import annotations

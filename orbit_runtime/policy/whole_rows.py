@@ -49,8 +49,7 @@ def newest_hidden(decoder: Decoder, rows: WholeRows, selection: Selection) -> Te
 
 
 def _by_slot(decoder: Decoder, token_BS: Tensor, place_B: Tensor, selection: Selection) -> Tensor:
-    """Processes all rows of one adapter at a time. `place_B`: index of each row's first token, as segments count
-    them."""
+    """Processes all rows of one adapter at a time. `place_B`: each row's first token, as segments count."""
     active = selection.active
     if active is None or isinstance(active, str):
         return decoder(token_BS)

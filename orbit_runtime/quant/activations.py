@@ -36,8 +36,7 @@ E4M3_EPSILON = 0.125
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """How a linear's input is rounded: the same for all tokens, or with a static scale, which is a tensor of the
-    layer."""
+    """How a linear's input is rounded: the same for all tokens, or with a static scale, a tensor of the layer."""
 
     kind: Literal["FP8Token", "FP8Block", "FP8Static", "NVFP4Token", "NVFP4Divide", "NVFP4Multiply"]
 

@@ -34,8 +34,7 @@ class Kept:
 
     @contextmanager
     def taking(self) -> Iterator[None]:
-        """Within this context, `kept` returns these results, from the first on. Can be entered again for another
-        backward."""
+        """Within this context, `kept` returns these results, from the first on. Can be entered again."""
         with _using(self, iter(self.results)):
             yield
 

@@ -146,8 +146,7 @@ class FrozenLinear(nn.Module):
         return self._dense_rows(*views, dtype)
 
     def _packed_views(self) -> tuple[Tensor, ...]:
-        """Rebuilt only when a buffer was replaced by another tensor: building them on every call costs while
-        decoding."""
+        """Rebuilt only when a buffer was replaced by another tensor: building them on every call is slow."""
         buffers = [self._buffers[name] for name in self._packed_names]
         if len(self._seen) != len(buffers) or any(map(operator.is_not, buffers, self._seen)):
             self._views, self._seen = self._codec_views(*buffers), buffers

@@ -82,8 +82,7 @@ def _facts(runner: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Copied:
-    """Copies from which this rank computes facts about some adapters, at a time and in a thread of its holder's
-    choice."""
+    """Copies from which this rank computes facts about some adapters, whenever and wherever the holder likes."""
 
     adapters: list[readback.HeldAdapter]
     failure: str | None

@@ -30,8 +30,7 @@ from orbit_runtime.workers.sglang_launch import (
 
 
 def _check_version() -> None:
-    """Runs before the base is loaded, which can take long. Raises UnsupportedError (78): SGLang is missing or another
-    version."""
+    """Runs before the base is loaded, which takes long. Raises UnsupportedError (78): no SGLang, or a wrong version."""
     try:
         found = importlib.metadata.version("sglang")
     except importlib.metadata.PackageNotFoundError as missing:

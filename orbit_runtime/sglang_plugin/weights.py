@@ -124,8 +124,7 @@ def heights_of(module: Any, total: int, parts: tuple[str, ...], parent: Any) -> 
 
 
 def places_of(module: Any, count: int) -> list[int]:
-    """Which range of the rows of each of `count` fused layers is this rank's, in units of its size; 0 also means
-    whole."""
+    """Which range of the rows of each of `count` fused layers is this rank's, in units of its size; 0 also: whole."""
     from sglang.srt.distributed.utils import get_group_rank_size
     from sglang.srt.layers.linear import ColumnParallelLinear
 

@@ -65,8 +65,7 @@ class Critic:
         """Adds the gradient of one mini-batch; returns its loss."""
         total, selection = 0.0, self._policy.injected.selection
         for micro in micro_batches:
-            # Recomputed layers select the adapter again, so an engine in another thread waits for the backward pass
-            # too.
+            # Recomputed layers select the adapter again, so an engine in another thread waits for backward too.
             with selection.turn:
                 with selection.use(CRITIC_SLOT):
                     values_R = self._values(micro)

@@ -94,13 +94,11 @@ class Passes(Protocol):
         sampling: Sampling,
         loss_of: LossOf,
     ) -> None:
-        """Adds the gradient of each pass's loss to the masters. Draws the next pass only when the previous one is
-        done."""
+        """Adds the gradient of each pass's loss to the masters. Draws a pass only when the previous one is done."""
         ...
 
     def finish_gradients(self) -> Tensor:
-        """Sums gradients over replicas and parts, so that every master has its whole gradient. Returns the total
-        norm."""
+        """Sums gradients over replicas and parts, which completes every master's gradient. Returns the total norm."""
         ...
 
     def total(self, values: Mapping[str, float]) -> dict[str, float]:
@@ -123,8 +121,7 @@ class LocalPasses:
     leads = True
 
     def __init__(self, policy: Policy, teacher: Teacher | None = None) -> None:
-        """Args: teacher: its distribution is compared with the policy's in each training pass; None for no
-        comparison."""
+        """Args: teacher: its distribution is compared with the policy's in each training pass; None: not compared."""
         self._policy = policy
         self._teacher = teacher
         self.device = policy.device
@@ -180,7 +177,7 @@ def accumulate(
     """`Passes.forward_backward` for such a policy: one micro-batch after another."""
     for each in passes:
         micro, selection = each.micro, policy.injected.selection
-        # Recomputed layers select the adapter again, so an engine in another thread waits for the backward pass too.
+        # Recomputed layers select the adapter again, so an engine in another thread waits for backward too.
         with selection.turn:
             taught_RN = teacher.hidden(micro, each.routed_TLC) if teacher and teacher.compares else None
             with selection.use(TRAINER_SLOT, dropout=each.dropout):

@@ -63,8 +63,7 @@ class Teacher:
     # --- teachers made from the policy ---
 
     def follow(self, steps: int) -> None:
-        """Call after `steps` steps of the run: an average moves, a lagging teacher is replaced by the policy when
-        due."""
+        """Call after `steps` steps of the run: an average moves, a lagging teacher copies the policy when due."""
         if self._settings.type == "Average":
             assert self._settings.decay is not None
             self._blend(self._settings.decay)

@@ -70,8 +70,7 @@ class TorchTrainer:
         return write_adapter(injected, injected.config, self._settings.base_model, sink)
 
     def score(self, token_ids_T: Sequence[int]) -> tuple[Scored, Scored]:
-        """Scores the sequence in two packed passes: with the masters rounded as for publishing, and with the bare
-        base."""
+        """Scores the sequence in two packed passes: with the masters' published rounding, and with the bare base."""
         first, rest = tuple(token_ids_T[:1]), tuple(token_ids_T[1:])
         batch = self._policy.pack([Branch(0, first, rest), Branch(1, first, rest)])
         middle = len(batch.token_ids_T) // 2

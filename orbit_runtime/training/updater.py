@@ -65,8 +65,7 @@ class Updater:
         """Writer that may still be reading masters and moments."""
 
     def let_be_read(self) -> None:
-        """Call before masters or moments change: a checkpoint written during this step must contain their old
-        values."""
+        """Call before masters or moments change: a checkpoint written during this step needs the old values."""
         if self.reader is not None:
             self.reader.wait()
             self.reader = None

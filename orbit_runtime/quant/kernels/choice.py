@@ -39,8 +39,7 @@ _log = logging.getLogger(__name__)
 def select_path(
     layout: str, device: torch.device, dtype: torch.dtype, num_tokens: int, *, grouped: bool = False
 ) -> Path:
-    """The path for `num_tokens` rows of this dtype (for experts: the average per expert) and a weight of this
-    layout."""
+    """The path for `num_tokens` rows of this dtype (for experts: their average) and a weight of this layout."""
     if device.type != "cuda" or dtype is not torch.bfloat16 or layout not in KINDS:
         return "Torch"
     return _select(layout, device, num_tokens >= DEQUANTIZE_FROM, grouped, os.environ.get(VARIABLE, ""))

@@ -56,8 +56,7 @@ class RankPasses:
         self.routes = sum(counts) > 0
 
     def own_layers(self, routed_TLC: Any) -> Any:
-        """Cuts experts given for all layers to this stage's layers; None if none are given, or the stage has no
-        routers."""
+        """Cuts experts given for all layers to this stage's layers; None if none are given, or it has no routers."""
         return None if routed_TLC is None or self.routing is None else routed_TLC[:, self._routed]
 
     def routed_tokens(self, micro: MicroBatch) -> Tensor | None:

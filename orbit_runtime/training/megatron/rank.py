@@ -45,8 +45,7 @@ from orbit_runtime.types import Probe, Sample, UpdateResult
 from orbit_runtime.workers.rank_notes import note
 
 LISTENER_VARIABLE = "ORBIT_RENDEZVOUS_FD"
-"""Set in rank 0 by the process that starts it: descriptor of a socket that already listens at the rendezvous
-address."""
+"""Set in rank 0 by the process that starts it: descriptor of a socket that already listens for the ranks."""
 
 
 @dataclass(frozen=True)
@@ -152,8 +151,7 @@ class MegatronRank:
         return columns if self._groups.leads and self._groups.tensor.rank() == 0 else {}
 
     def score(self, token_ids_T: Sequence[int]) -> RankScore:
-        """Every replica scores the same tokens: once with the masters rounded as for publishing, once with the bare
-        base."""
+        """Every replica scores the same tokens: with the masters rounded as for publishing, and with the bare base."""
         first, rest = tuple(token_ids_T[:1]), tuple(token_ids_T[1:])
         policy = self.policy
         batch = policy.pack([Branch(0, first, rest)])

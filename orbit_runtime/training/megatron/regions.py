@@ -120,8 +120,7 @@ class Regions:
     # --- log-probs ---
 
     def own_targets(self, batch: PackedBatch) -> tuple[Tensor, Tensor] | None:
-        """The output layer is the largest of all: a rank applies it to the tokens that it holds, and nothing is
-        gathered."""
+        """The output layer is the largest of all: a rank applies it to its own tokens, and nothing is gathered."""
         parts = self.groups.tensor.size() if self.groups.sizes.sequence_parallel else 1
         if parts == 1 and batch.places_T is None:
             return None

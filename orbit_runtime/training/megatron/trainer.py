@@ -282,8 +282,7 @@ class MegatronTrainer:
         self._reader = writer
 
     def _let_be_read(self) -> None:
-        """Call before masters or moments change: a checkpoint written during this step must contain their old
-        values."""
+        """Call before masters or moments change: a checkpoint written during this step needs the old values."""
         if self._reader is not None:
             self._reader.wait()
             self._reader = None
