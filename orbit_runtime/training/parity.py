@@ -21,7 +21,7 @@ class ParitySums:
         self._parts: list[torch.Tensor] = []
 
     def add(self, trainer_R: torch.Tensor, sampler_R: torch.Tensor, stale_R: torch.Tensor | None) -> None:
-        """Args: stale_R: 1 where an earlier policy sampled the token; None if there is no such token."""
+        """Args: stale_R: 1 where another policy sampled the token; None if there is no such token."""
         d_R = trainer_R - sampler_R
         self._parts.append(d_R if stale_R is None else d_R[stale_R == 0])
 
